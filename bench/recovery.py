@@ -1,9 +1,10 @@
-"""How well `recover` does on runs whose truth is known: tests/fixtures/evidence, or another such folder.
+"""How well `recover` does on runs with known truth: tests/fixtures/evidence, or another such directory.
 
-    python bench/recovery.py [FOLDER] [--format md]
+    python bench/recovery.py [DIR] [--format md]
 
-One row a file: `=` the value and certain, `~` the value but not certain, a window that holds the truth, `–` not told.
-Whatever is certain and wrong is shown as `WRONG`, and makes the exit status 1. The runs are `collect_evidence.py`'s.
+One row per file: `=` the value and certain, `~` the value but not certain, a window that contains the truth, `–` not
+determined. Anything certain and wrong is shown as `WRONG`, and makes the exit status 1. The runs are from
+`collect_evidence.py`.
 """
 
 import argparse
@@ -17,27 +18,17 @@ from typing import Any
 from stepscope.findings import Cell, Column, Table
 from stepscope.recording.readers.formats import open_recording
 from stepscope.recover.evidence.recording import gather
+from stepscope.recover.shape import SIZES
 from stepscope.recover.solve.recovery import Field, Recovery, recover
 from stepscope.render.formats import Format
 from stepscope.render.tables import render
 
 FIXTURES = Path(__file__).parent.parent / "tests" / "fixtures" / "evidence"
-COLUMNS = {
-    "num_layers": "layers",
-    "d_model": "width",
-    "num_heads": "heads",
-    "num_kv_heads": "kv",
-    "d_head": "head",
-    "d_ff": "ff",
-    "vocab_size": "vocabulary",
-    "batch": "batch",
-    "context": "context",
-    "dtype": "dtype",
-}
+COLUMNS = (*SIZES, "dtype")
 
 
 def truth_of(path: Path, truths: Mapping[str, Any]) -> dict[str, Any]:
-    """What is to be found in a file: counters were collected of fewer layers than traces."""
+    """What can be found in a file: counters were collected with fewer layers than traces."""
     name = path.name.partition(".")[0]
     told = dict(truths[name])
     if ".csv" in path.name and told["counted_layers"] != told["num_layers"]:
@@ -88,7 +79,7 @@ def main() -> None:
     columns = (
         Column(key="run", label="run"),
         Column(key="evidence", label="evidence"),
-        *(Column(key=key, label=label) for key, label in COLUMNS.items()),
+        *(Column(key=key, label=key) for key in COLUMNS),
         Column(key="parameters", label="parameters"),
         Column(key="ms", label="time", kind="ms"),
     )

@@ -26,7 +26,7 @@ html_css_files = ["site.css"]
 
 extensions = ["myst_parser"]
 exclude_patterns = ["examples"]
-# The same anchors as a code host gives headings.
+# Link to headings with the anchors that a code host generates.
 myst_heading_anchors = 4
 highlight_language = "text"
 
@@ -38,11 +38,9 @@ def add_navigation(_app, page, source):
     """
     if page != "index":
         return
-    known = set()
     for caption, body in re.findall(r"^## (.+?)\n(.*?)(?=^## |\Z)", source[0], re.MULTILINE | re.DOTALL):
-        links = [(text.strip("`"), name) for text, name in re.findall(r"\[([^\]]+)\]\(([\w-]+)\.md\)", body)]
-        entries = "\n".join(f"{text} <{name}>" for text, name in links if name not in known)
-        known.update(name for _, name in links)
+        links = re.findall(r"\[`?([^\]`]+)`?\]\(([\w-]+)\.md\)", body)
+        entries = "\n".join(f"{text} <{name}>" for text, name in links)
         source[0] += f"\n```{{toctree}}\n:hidden:\n:caption: {caption}\n\n{entries}\n```\n"
 
 

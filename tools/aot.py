@@ -1,12 +1,12 @@
-"""Compiles the shipped kernels for GPUs that are not there, and judges what comes out. `make aot`.
+"""Compiles the shipped kernels for GPUs that are not present, and checks the result. `make aot`.
 
-Whether a kernel is fast is decided by things that ptxas does quietly: it spills registers, it serialises asynchronous
-matrix products, it takes more shared memory than a GPU has. All of that is known without a GPU. The verdicts differ
-between versions of Triton, so this runs under every one that is supported; it needs triton alone, not torch:
+ptxas silently decides whether a kernel is fast: it spills registers, serializes asynchronous matmuls, or uses more
+shared memory than a GPU has. All of that is visible without a GPU. The results differ between versions of Triton, so
+this runs under every supported one; it requires only triton, not torch:
 
     PYTHONPATH=src python tools/aot.py --only "forward half 128"
 
-One line for each kernel, and exit 1 when one misses a gate.
+Prints one line per kernel, and exits with 1 if one fails a check.
 """
 
 import argparse
@@ -29,13 +29,13 @@ from triton.backends.compiler import GPUTarget
 from shipped import Shipped, shipped
 
 NVIDIA_TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
-# What a program may have. Ampere's own limit is 166,912; its tiles also serve sm_86 and sm_89, which have less.
+# Limits per program. Ampere's own limit is 166,912; its tiles also serve sm_86 and sm_89, which have less.
 MOST_SHARED_BYTES = {80: 101_376, 90: 232_448}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verdict:
-    """What the compiler made of a kernel, and which gates it misses."""
+    """The compiler's result for a kernel, and the checks it fails."""
 
     name: str
     seconds: float
@@ -61,7 +61,7 @@ def main() -> int:
         if all(word in entry.name for word in arguments.only.split()) and (entry.sample or not arguments.sample)
     ]
     if not wanted:
-        print(f"error: no shipped kernel's name has all of `{arguments.only}`", file=sys.stderr)
+        print(f"error: no shipped kernel's name contains all of `{arguments.only}`", file=sys.stderr)
         return 2
     failed = 0
     for verdict in _judge_all([entry.name for entry in wanted], arguments.jobs):
@@ -72,21 +72,23 @@ def main() -> int:
 
 
 def _parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description="Compile shipped kernels ahead of time and check what comes out.")
-    parser.add_argument("--only", default="", metavar="WORDS", help="kernels with all of these words in their names")
-    parser.add_argument("--sample", action="store_true", help="the dozen that `make test` compiles")
-    parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="compilers at a time")
+    parser = argparse.ArgumentParser(description="Compile the shipped kernels ahead of time and check the result.")
+    parser.add_argument(
+        "--only", default="", metavar="WORDS", help="only kernels whose names contain all of these words"
+    )
+    parser.add_argument("--sample", action="store_true", help="only the dozen kernels that `make test` compiles")
+    parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="number of parallel compilers")
     return parser.parse_args()
 
 
 def _judge_all(names: list[str], jobs: int) -> Iterable[Verdict]:
-    """In order. By name: a kernel cannot be sent to another process."""
+    """Compile in order. Kernels are passed by name, because they cannot be pickled."""
     with ProcessPoolExecutor(jobs, mp_context=get_context("spawn")) as pool:
         yield from pool.map(judge, names)
 
 
 def judge(name: str) -> Verdict:
-    """Compile the kernel of this name and look at it."""
+    """Compile the kernel of this name and check it."""
     (entry,) = (entry for entry in shipped() if entry.name == name)
     started = time.monotonic()
     compiled = _compile(entry)
@@ -98,9 +100,9 @@ def judge(name: str) -> Verdict:
     if spilled > entry.most_spilled:
         failures.append(f"spills more than {entry.most_spilled} bytes")
     if "serialized" in log:
-        failures.append("its matrix products are serialised")
+        failures.append("matmuls are serialized")
     if shared > MOST_SHARED_BYTES[entry.arch]:
-        failures.append(f"takes more than {MOST_SHARED_BYTES[entry.arch]} bytes of shared memory")
+        failures.append(f"uses more than {MOST_SHARED_BYTES[entry.arch]} bytes of shared memory")
     if not products:
         failures.append(f"has no {entry.product} instruction")
     return Verdict(
@@ -127,7 +129,7 @@ def _compile(entry: Shipped) -> Any:
 
 
 def _look_at(compiled: Any, arch: int) -> tuple[str, str]:
-    """What ptxas says of the kernel, and its machine code as text."""
+    """Return what ptxas reports about the kernel, and its machine code as text."""
     gpu = f"sm_{arch}a" if arch >= 90 else f"sm_{arch}"
     with tempfile.TemporaryDirectory() as folder:
         ptx, cubin = Path(folder, "kernel.ptx"), Path(folder, "kernel.cubin")

@@ -1,13 +1,13 @@
 #!/bin/sh
-# Prints the Python that makes the virtual environment: the one asked for, else the one that made the environment that
-# is there, else the first that runs and is in range. `python3` comes before newer ones: it is the one its owner uses.
-# Every candidate is run, because a version manager leaves commands on the path that only print an error.
+# Prints the Python for the virtual environment: the requested one, or else the one that created the existing environment,
+# or else the first supported one that runs. `python3` comes before newer versions because it is the user's default.
+# Every candidate is executed, because version managers put commands on the PATH that only print an error.
 # Usage: tools/python.sh VENV [PYTHON]
 set -u
 venv=$1
 asked=${2-}
 
-# The interpreter's own path rather than a shim's, and never the one inside the environment we may have to remove.
+# Print the real path of the interpreter instead of a shim, and never the one inside the environment, which may be removed.
 resolve() {
     "$1" -c '
 import os, sys
@@ -19,7 +19,7 @@ print(sys._base_executable if inside else sys.executable)' "$venv" "$2" 2>/dev/n
 
 if [ -n "$asked" ]; then
     resolve "$asked" 99 && exit
-    echo "error: not a Python that runs and is 3.11 or newer: \`$asked\`" >&2
+    echo "error: \`$asked\` is not a working Python 3.11 or newer" >&2
     echo "hint: make PYTHON=/path/to/python3.12 ..." >&2
     exit 2
 fi
@@ -29,8 +29,8 @@ for candidate in ${made_by:+"$made_by"} python3 python3.13 python3.12 python3.11
     resolve "$candidate" 14 && exit
 done
 cat >&2 <<'END'
-error: no Python 3.11 to 3.14 found (looked for python3, python3.11 to python3.14 and python on the path)
-hint: install one and name it if it is not on the path:
+error: no Python 3.11 to 3.14 found (looked for python3, python3.11 to python3.14 and python on the PATH)
+hint: install one, and pass its path if it is not on the PATH:
   apt-get install python3 python3-venv        Debian 12, Ubuntu 24.04 or newer; as root
   uv python install 3.12                      any Linux, no root; then: make PYTHON="$(uv python find 3.12)" ...
 END

@@ -1,8 +1,8 @@
-"""The kernels that stepscope ships, as the ahead-of-time compiler takes them: with their default tiles, and for lengths
-that no tile divides, which is the harder case. `aot.py` compiles and judges them.
+"""The kernels that stepscope ships, described for the ahead-of-time compiler: with their default tiles, and for lengths
+that no tile divides, which is the harder case. `aot.py` compiles and checks them.
 
-A launcher lets Triton find an argument's type and alignment at the first call; here they are written down. Strides are
-multiples of 16 elements, the last is one, and lengths are anything: what a model's tensors look like.
+A launcher lets Triton infer an argument's type and alignment at the first call; here they are written down. Strides are
+multiples of 16 elements, the last is one, and lengths are arbitrary, as for a model's tensors.
 """
 
 import itertools
@@ -18,7 +18,7 @@ PACKAGES = ("stepscope.kernels", "stepscope.kernels.attention")
 
 
 def _import_without_torch() -> None:
-    """Make the kernels' modules importable where there is no torch: their packages' own `__init__` imports it."""
+    """Make the kernel modules importable without torch, which their packages' `__init__` imports."""
     sys.path.insert(0, str(SOURCE))
     for name in PACKAGES:
         package = types.ModuleType(name)
@@ -53,9 +53,10 @@ from stepscope.kernels.attention.triton_kernels import (  # noqa: E402
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shipped:
-    """One kernel as it is shipped. A signature names each argument's type, "constexpr" for those in `constants`.
+    """One shipped kernel. A signature names each argument's type, "constexpr" for those in `constants`.
 
-    `aligned` and the keys of `constants` are argument names, or places: (argument,) or (argument, member of a tuple).
+    `aligned` and the keys of `constants` are argument names, or positions: (argument,) or (argument, member of a
+    tuple).
     """
 
     name: str
@@ -64,7 +65,7 @@ class Shipped:
     constants: dict[Any, Any]
     options: dict[str, Any]
     arch: int
-    product: str  # the instruction of the tensor cores that must be there
+    product: str  # the tensor-core instruction that must be present
     most_spilled: int  # bytes
     aligned: tuple[Any, ...] = ()
     gluon: bool = False
@@ -72,7 +73,7 @@ class Shipped:
 
 
 def shipped() -> list[Shipped]:
-    """All of them."""
+    """Return all of them."""
     return [*_triton(), *_hopper()]
 
 
@@ -81,7 +82,7 @@ KERNELS = {
     "backward_queries": attention_backward_queries,
     "backward_keys": attention_backward_keys,
 }
-# What a launcher passes by descriptor where there is a copy engine.
+# What a launcher passes by descriptor if there is a copy engine.
 DESCRIBED: dict[Pass, tuple[str, ...]] = {
     "forward": ("q", "k", "v"),
     "backward_queries": ("k", "v"),
@@ -144,7 +145,7 @@ def triton_entry(key: TileKey, tile: Tile, arch: int) -> Shipped:
         aligned=tuple(aligned),
         product="HGMMA" if arch >= 90 and (element == "bf16" or _is_asynchronous(key.stage, tile)) else "HMMA",
         most_spilled=_MOST_SPILLED.get((key.stage, key.arithmetic, key.width), USUALLY_SPILLED),
-        # What a Transformer in bf16 uses, on both architectures: with Hopper's own kernels a dozen.
+        # What a bf16 Transformer uses, on both architectures: a dozen, together with the Hopper kernels.
         sample=key.arithmetic == "half" and key.width == 128 and key.causal,
     )
 
@@ -165,14 +166,14 @@ def _scalar_or_pointer(name: str, element: str) -> str:
 
 
 def _is_asynchronous(stage: Pass, tile: Tile) -> bool:
-    """Hopper's own products have 64 rows and four warps; with fewer, as fp32 is fastest, Triton takes Ampere's."""
+    """wgmma takes 64 rows and four warps; with fewer, as is fastest for fp32, Triton uses Ampere's mma."""
     return tile.num_warps >= 4 and (tile.block_n if stage == "backward_keys" else tile.block_m) >= 64
 
 
-# A few registers of addresses that are spilled before a loop and read after it cost nothing.
+# A few address registers that are spilled before a loop and read after it cost nothing.
 USUALLY_SPILLED = 64
 # Wide heads in fp32, where every operand is two and every sum has a second one: no tile was found that keeps everything
-# in registers, and of those measured on an H200 these were the fastest all the same.
+# in registers, and of those measured on an H200 these were the fastest anyway.
 _MOST_SPILLED: dict[tuple[Pass, Arithmetic, int], int] = {
     ("forward", "tf32x3", 128): 320,
     ("forward", "tf32x3", 256): 1024,
@@ -191,7 +192,7 @@ _MOST_SPILLED: dict[tuple[Pass, Arithmetic, int], int] = {
 _GLUON_TYPES = {"bf16": gl.bfloat16, "fp16": gl.float16, "fp32": gl.float32}
 _OPTIONS = ("num_warps", "maxnreg")
 # Bytes, by kernel, width and mask: what the code has under both supported compilers, rounded up. None of it is in an
-# inner loop but that of backward at 64, where tiles of 128 queries do not fit and are the fastest all the same.
+# inner loop except in backward at 64, where tiles of 128 queries do not fit and are still the fastest.
 _MOST_SPILLED_ON_HOPPER = {
     ("forward", 128, False, True): 0,
     ("forward", 128, False, False): 0,

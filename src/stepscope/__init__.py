@@ -1,11 +1,11 @@
-"""stepscope shows where one training step of a Transformer spends its time and memory, and says why.
+"""stepscope shows where a Transformer training step spends its time and memory, and why.
 
     run = stepscope.load("trace.json.gz")
     run.step_ms, run.classes, run.findings
     stepscope.report(run, "report.html")
 
-Names are imported when they are first used, so that `import stepscope` takes milliseconds and never imports torch:
-`stepscope.annotate` belongs in training code, which needs nothing else of this.
+Names are imported on first use, so `import stepscope` takes milliseconds and never imports torch. This makes
+`stepscope.annotate` cheap to use in training code.
 """
 
 from importlib import import_module
@@ -79,7 +79,7 @@ _MODULES = {
 _HOMES = {name: module for module, names in _MODULES.items() for name in names}
 
 
-if not TYPE_CHECKING:  # it would have every name
+if not TYPE_CHECKING:  # a type checker would accept any name
 
     def __getattr__(name: str) -> Any:
         if name not in _HOMES:

@@ -1,4 +1,4 @@
-"""`python -m stepscope` is the command `stepscope`."""
+"""`python -m stepscope` runs the command `stepscope`."""
 
 from stepscope.cli.main import main
 

@@ -124,7 +124,7 @@ def decode_as(content: bytes, kind: type[T], schema: str) -> T:
 
 
 def read_document(path: Path, kind: type[T], *, refusal: str, hint: str) -> T | None:
-    """Read a JSON document of stepscope; None if there is no file. `refusal` starts the message if it cannot be
+    """Read a JSON document of stepscope; None if it does not exist. `refusal` starts the message if it cannot be
     read."""
     try:
         return decode(read_plain(path), kind)

@@ -1,17 +1,15 @@
-"""What an analysis says: findings, tables and figures, before anybody decides how they look.
+"""The results of an analysis: findings, tables, figures and reports, independent of how they are rendered.
 
-This is the waist between the half that computes (`explain`) and the half that draws (`report`). A `Table` keeps raw
-values with their unit; formatting, rounding and colours belong to the renderer, so that CSV and JSON carry full
-precision while the terminal shows three digits. `None` is a value that does not exist (a case that ran out of memory
-has no step time).
+This is the interface between the packages that compute (`explain`) and those that draw (`render`). A `Table` keeps raw
+values with their unit. Formatting, rounding and colors belong to the renderer, so CSV and JSON have full precision
+while the terminal shows three digits. `None` is a missing value: a case that ran out of memory has no step time.
 
-A `Report` is the story of one run or of two, from the sentence at the top to the command that makes it again.
-`explain.story` tells it, `render.site` makes one page of it, and `render.export` files for a paper. A report holds raw
-values with their kind, and text that may come from anybody's file: who draws it formats and escapes. Nothing in it
-names a colour, a size in pixels or a tag.
+A `Report` describes one run or compares two, from the headline to the command that reproduces it. `explain.story`
+creates it, `render.site` turns it into a page, and `render.export` into files for a paper. A report has raw values with
+their kind, and text that may come from any file: renderers format and escape it. It names no colors, pixel sizes or
+tags.
 
-Where something is of one run or of two side by side, `runs` names them (`("",)` for one, `("A", "B")` for two), and
-values come one a run in that order.
+Parts that show one run or two have `runs` (`("",)` for one, `("A", "B")` for two), and one value per run in that order.
 """
 
 from typing import Literal, NamedTuple
@@ -19,18 +17,18 @@ from typing import Literal, NamedTuple
 import msgspec
 
 Cell = str | int | float | None
-# What a number is; the renderer derives digits and units from it. `share` is a fraction shown in per cent, `ratio` a
-# factor shown as 1.23×, `count` an integer with thousands separators, `ms` milliseconds.
+# The kind of a number, from which the renderer derives digits and units. `share` is a fraction shown in percent,
+# `ratio` a factor shown as 1.23×, `count` an integer with thousands separators, `ms` milliseconds.
 Quantity = Literal["text", "ms", "us", "bytes", "count", "number", "share", "ratio"]
 
 
 class Column(msgspec.Struct, frozen=True, kw_only=True):
-    """One column. `key` is its stable name in CSV and JSON; `label` is what a person reads above it."""
+    """One column. `key` is its stable name in CSV and JSON; `label` is its heading."""
 
     key: str
     label: str
     kind: Quantity = "text"
-    # A detail column stands in CSV and JSON always, and in text, Markdown and LaTeX only when the user asks for all.
+    # CSV and JSON always have the detail columns; text, Markdown and LaTeX only with `--detail`.
     detail: bool = False
 
 
@@ -41,16 +39,16 @@ class Table(msgspec.Struct, frozen=True, kw_only=True):
     columns: tuple[Column, ...]
     rows: tuple[tuple[Cell, ...], ...]
     notes: tuple[str, ...] = ()
-    # Columns whose cells are to be doubted, each with the column that says why: where that has a text, a question mark
-    # follows the cell. Both are keys.
+    # Keys of columns with unreliable cells, each with the key of the column that says why: a cell whose reason is not
+    # empty is shown with a question mark.
     doubted_by: dict[str, str] = msgspec.field(default_factory=dict)
 
     def __post_init__(self) -> None:
         keys = [column.key for column in self.columns]
-        assert len(set(keys)) == len(keys), f"two columns of one name among {keys}"
-        assert {*self.doubted_by, *self.doubted_by.values()} <= set(keys), f"no such columns: {self.doubted_by}"
+        assert len(set(keys)) == len(keys), f"duplicate columns: {keys}"
+        assert {*self.doubted_by, *self.doubted_by.values()} <= set(keys), f"unknown columns: {self.doubted_by}"
         for row in self.rows:
-            assert len(row) == len(self.columns), f"{len(row)} cells under {len(self.columns)} columns"
+            assert len(row) == len(self.columns), f"{len(row)} cells for {len(self.columns)} columns"
 
 
 class Finding(msgspec.Struct, frozen=True, kw_only=True):
@@ -86,7 +84,7 @@ class Axis(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Point(msgspec.Struct, frozen=True, kw_only=True):
-    """One mark of a figure. `low` and `high` are its spread, drawn as a band or bar where given."""
+    """One point of a figure. `low` and `high` are its spread, drawn as a band or bar."""
 
     panel: str
     series: str
@@ -97,14 +95,14 @@ class Point(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Figure(msgspec.Struct, frozen=True, kw_only=True):
-    """A line chart in panels side by side: what is drawn, not how."""
+    """A line chart with panels side by side."""
 
     title: str
     subtitle: str
     x: Axis
     y: Axis
     points: tuple[Point, ...]
-    series: tuple[str, ...] = ()  # their order in the legend; those not named come after, as the points name them
+    series: tuple[str, ...] = ()  # their order in the legend; others follow in the order of the points
     series_label: str = ""
     panel_label: str = ""
 
@@ -117,7 +115,7 @@ class Area(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Stretch(msgspec.Struct, frozen=True, kw_only=True):
-    """A part of a timeline with a name, such as a phase; `end` is exclusive, both are slices."""
+    """A named part of a timeline, such as a phase, from slice `start` to slice `end` (exclusive)."""
 
     label: str
     start: int
@@ -125,8 +123,8 @@ class Stretch(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Piece(msgspec.Struct, frozen=True, kw_only=True):
-    """A part of an area that can be told apart from the rest of it: in slices `start` to `end` (exclusive) it takes
-    `size` of the area's height. `detail` is shown on request, a line each."""
+    """A part of an area that is shown separately: in slices `start` to `end` (exclusive) it takes `size` of the area's
+    height. `detail` has lines that are shown on request."""
 
     area: int
     start: int
@@ -137,10 +135,10 @@ class Piece(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Timeline(msgspec.Struct, frozen=True, kw_only=True):
-    """Areas on top of each other over time, with their largest pieces told apart, the largest first.
+    """Stacked areas over time, with their largest pieces shown separately, the largest first.
 
-    Time is cut into slices, each showing its highest instant, so that a peak is in the picture however short it was.
-    `times` are where the slices begin, in the unit of `x`. `line` lies over the areas, such as what is reserved.
+    Time is cut into slices, and each shows its maximum, so even a short peak is visible. `times` are the starts of the
+    slices, in the unit of `x`. `line` is drawn over the areas, such as reserved memory.
     """
 
     title: str
@@ -160,19 +158,20 @@ class Timeline(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Page(msgspec.Struct, frozen=True, kw_only=True):
-    """One screen: a few lines on what this is, tables, and what to do about it."""
+    """One screen: a headline, tables and findings."""
 
     headline: str
     tables: tuple[Table, ...]
-    findings: tuple[Finding, ...] | None  # None where they were not looked for
+    findings: tuple[Finding, ...] | None  # None if no rules ran
 
 
 # --- A report ---------------------------------------------------------------------------------------------------------
 
 
 class Fact(msgspec.Struct, frozen=True, kw_only=True):
-    """One of the few numbers at the top. `before` is A's value in a comparison, where `value` is B's. Their ratio means
-    something only where `is_comparable`: not of shares of two peaks, nor of sizes measured in two ways."""
+    """One of the numbers at the top. In a comparison `before` is A's value and `value` is B's. Their ratio is
+    meaningful only if `is_comparable`: not for shares of two different peaks, or for sizes measured in different
+    ways."""
 
     key: str  # stable: step, memory, mfu, bound, busy, tokens
     label: str
@@ -184,21 +183,21 @@ class Fact(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Copyable(msgspec.Struct, frozen=True, kw_only=True):
-    """Something to type or to paste, exactly as it stands."""
+    """A command or code to copy verbatim."""
 
     label: str
     text: str
 
 
 class Advice(msgspec.Struct, frozen=True, kw_only=True):
-    """A finding with what to do about it, to copy."""
+    """A finding with its fixes to copy; a remark has commands that tell more."""
 
     finding: Finding
     fixes: tuple[Copyable, ...] = ()
 
 
 class Soundness(msgspec.Struct, frozen=True, kw_only=True):
-    """How far the figures can be trusted: in a sentence, and what it rests on."""
+    """The measurement quality: a verdict in one sentence, and the details behind it."""
 
     verdict: Literal["sound", "doubtful", "unknown"]
     sentence: str
@@ -206,7 +205,7 @@ class Soundness(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Missing(msgspec.Struct, frozen=True, kw_only=True):
-    """Something that belongs here and is not there: what, why, and the command that would bring it."""
+    """Something that was not measured: what, why, and the command that measures it."""
 
     what: str
     why: str
@@ -214,27 +213,27 @@ class Missing(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class StageText(NamedTuple):
-    """What a stage of a report makes, and what it shows on the page."""
+    """What a stage of a report produces, and what it adds to the page."""
 
     makes: str
     shows: str
 
 
-# The stages of a report, in the order in which they run.
+# The stages of a report, in running order.
 STAGES: dict[str, StageText] = {
     "bench": StageText("step times", "step times"),
-    "profile": StageText("a recording of the step", "the kernels of a step"),
-    "memory": StageText("a recording of memory", "memory over time"),
-    "precision": StageText("precisions compared", "dtypes and errors of low precision"),
-    "attention": StageText("implementations of attention compared", "attention alone, in several implementations"),
+    "profile": StageText("recording of a step", "kernels of a step"),
+    "memory": StageText("memory snapshot", "memory over time"),
+    "precision": StageText("comparison of precisions", "dtypes and errors of low precision"),
+    "attention": StageText("comparison of attention implementations", "attention implementations"),
 }
 
 
-# --- Parts: what a section shows, besides tables and figures ----------------------------------------------------------
+# --- Parts of a section, in addition to tables and figures ----------------------------------------------------------
 
 
 class Dimension(msgspec.Struct, frozen=True, kw_only=True):
-    """One way of taking time apart. `details` are shown on request, one text a value, or none at all."""
+    """One way to break down time. `details` are shown on request: one text per value, or none."""
 
     key: str  # class, phase, layer, module, kernel
     label: str
@@ -242,23 +241,24 @@ class Dimension(msgspec.Struct, frozen=True, kw_only=True):
     details: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        assert not self.details or len(self.details) == len(self.values), "a detail for each value, or for none"
+        assert not self.details or len(self.details) == len(self.values), "one detail per value, or none"
 
 
 class Breakdown(msgspec.Struct, frozen=True, kw_only=True):
-    """The kernels' time of a step taken apart in several ways at once: choosing a value of one narrows the others.
+    """The kernel time of a step, broken down along several dimensions at once: choosing a value of one filters the
+    others.
 
-    A row is all kernels that agree in every dimension: `places` has one number a dimension, the place of its value
-    there. All times are of a step. `walls_ns` and `idles_ns` are a step's wall time and how much of it nothing ran.
+    A row is all kernels that agree in every dimension: `places` has the index of its value in each. All times are per
+    step. `walls_ns` and `idles_ns` are the wall time and idle time of a step.
     """
 
     title: str
     runs: tuple[str, ...]
     dimensions: tuple[Dimension, ...]
-    places: tuple[tuple[int, ...], ...]  # a tuple a row
-    times_ns: tuple[tuple[float, ...], ...]  # a tuple a run, in it a number a row
+    places: tuple[tuple[int, ...], ...]  # one tuple per row
+    times_ns: tuple[tuple[float, ...], ...]  # one tuple per run, with one number per row
     counts: tuple[tuple[float, ...], ...]
-    shortest_ns: tuple[tuple[float | None, ...], ...]  # None where this run has no such kernel
+    shortest_ns: tuple[tuple[float | None, ...], ...]  # None if the run has no such kernel
     longest_ns: tuple[tuple[float | None, ...], ...]
     walls_ns: tuple[float, ...]
     idles_ns: tuple[float, ...]
@@ -266,15 +266,15 @@ class Breakdown(msgspec.Struct, frozen=True, kw_only=True):
     notes: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        assert all(len(row) == len(self.dimensions) for row in self.places), "a place in every dimension"
+        assert all(len(row) == len(self.dimensions) for row in self.places), "one index per dimension"
         for columns in (self.times_ns, self.counts, self.shortest_ns, self.longest_ns):
-            assert len(columns) == len(self.runs), "a column a run"
-            assert all(len(column) == len(self.places) for column in columns), "a number a row"
+            assert len(columns) == len(self.runs), "one column per run"
+            assert all(len(column) == len(self.places) for column in columns), "one number per row"
 
 
 class Spans(msgspec.Struct, frozen=True, kw_only=True):
-    """Stretches of time on one track, in order, as columns. `names` and `groups` are places in those of the `Lanes`;
-    `counts` is how many kernels a stretch stands for, more than one where they were too many to draw each."""
+    """Spans of time on one track, in order, as columns. `names` and `groups` are indices into those of the `Lanes`;
+    `counts` is the number of kernels in a span, more than one if they are too many to draw separately."""
 
     starts_ns: tuple[int, ...]
     lengths_ns: tuple[int, ...]
@@ -284,7 +284,7 @@ class Spans(msgspec.Struct, frozen=True, kw_only=True):
 
     def __post_init__(self) -> None:
         columns = (self.starts_ns, self.lengths_ns, self.names, self.groups, self.counts)
-        assert len({len(column) for column in columns}) == 1, "columns of one length"
+        assert len({len(column) for column in columns}) == 1, "columns of equal length"
 
 
 class Track(msgspec.Struct, frozen=True, kw_only=True):
@@ -296,10 +296,10 @@ class Track(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Lanes(msgspec.Struct, frozen=True, kw_only=True):
-    """One step as it ran, from its beginning at 0: phases, layers and modules above what ran on each stream.
+    """The timeline of one step, starting at 0: phases, layers and modules above the kernels on each stream.
 
-    `details` are shown on request, one text a name, or none at all. `groups` are what is told apart by colour: phases
-    for the track of phases, classes for streams; the empty group is for what has none.
+    `details` are shown on request: one text per name, or none. `groups` decide the color: phases on the track of
+    phases, classes on streams; the empty group is for spans without one.
     """
 
     title: str
@@ -311,25 +311,25 @@ class Lanes(msgspec.Struct, frozen=True, kw_only=True):
     notes: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        assert not self.details or len(self.details) == len(self.names), "a detail for each name, or for none"
+        assert not self.details or len(self.details) == len(self.names), "one detail per name, or none"
 
 
 class Roof(msgspec.Struct, frozen=True, kw_only=True):
-    """A limit of the device: so many operations a second, in one precision."""
+    """A peak of the device in one precision."""
 
     label: str
     flops_per_s: float
 
 
 class RoofPoint(msgspec.Struct, frozen=True, kw_only=True):
-    """All calls of one operator with one shape. `reached` is the share of what the device allows it."""
+    """All calls of one operator with one shape. `reached` is the share of the speed that the device allows."""
 
     label: str
     group: str  # its class
-    intensity: float  # FLOP a byte
+    intensity: float  # FLOP per byte
     flops_per_s: float
-    time_ms: float  # a step
-    share: float  # of all kernels' time
+    time_ms: float  # per step
+    share: float  # of total kernel time
     reached: float | None
     bound: str  # memory, compute or launch
     detail: str = ""
@@ -346,23 +346,23 @@ class Roofline(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Bars(msgspec.Struct, frozen=True, kw_only=True):
-    """Lengths side by side: a bar for each label and series, on top of each other where `is_stacked`."""
+    """Bars, one per label and series, stacked if `is_stacked`."""
 
     title: str
     kind: Quantity
     labels: tuple[str, ...]
     series: tuple[str, ...]
-    values: tuple[tuple[float | None, ...], ...]  # a tuple a series, in it a number a label
+    values: tuple[tuple[float | None, ...], ...]  # one tuple per series, with one number per label
     is_stacked: bool = False
     notes: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        assert len(self.values) == len(self.series), "a column a series"
-        assert all(len(column) == len(self.labels) for column in self.values), "a number a label"
+        assert len(self.values) == len(self.series), "one column per series"
+        assert all(len(column) == len(self.labels) for column in self.values), "one number per label"
 
 
 class Question(msgspec.Struct, frozen=True, kw_only=True):
-    """`is_answered` false: `answer` says why it cannot be, and `command` makes the recording that would."""
+    """If not `is_answered`, `answer` gives the reason and `command` makes the recording that can answer it."""
 
     question: str
     figure: str
@@ -378,7 +378,7 @@ class Questions(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Beside(msgspec.Struct, frozen=True, kw_only=True):
-    """The same thing of each run, side by side where there is room. None where a run has no such thing."""
+    """The same part of each run, side by side if there is room. None if a run does not have it."""
 
     title: str
     runs: tuple[str, ...]
@@ -389,14 +389,14 @@ Part = Table | Figure | Timeline | Breakdown | Lanes | Roofline | Bars | Questio
 
 
 class Exhibit(msgspec.Struct, frozen=True, kw_only=True):
-    """A part under a stable key, which is its place on the page and its name as a file. Letters, digits and hyphens."""
+    """A part with a stable key of letters, digits and hyphens: its anchor on the page and its file name."""
 
     key: str
     part: Part
 
 
 class Section(msgspec.Struct, frozen=True, kw_only=True):
-    """`lead` says in a sentence or two what the section shows."""
+    """`lead` summarizes the section in one or two sentences."""
 
     key: str
     title: str
@@ -406,15 +406,15 @@ class Section(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Report(msgspec.Struct, frozen=True, kw_only=True):
-    """`sentence` is the run in one sentence, `advice` what would save most, the largest first, and at its end what a
-    fix from above mends as well; `commands` make the report again."""
+    """`sentence` is the run in one sentence. `advice` has the findings, the largest saving first, then those that a fix
+    further up already covers, then remarks. `commands` reproduce the report."""
 
     title: str
     subtitle: str
     runs: tuple[str, ...] = ("",)
     sentence: str
     facts: tuple[Fact, ...]
-    advice: tuple[Advice, ...] | None  # None where nothing was looked for
+    advice: tuple[Advice, ...] | None  # None if no rules ran
     soundness: Soundness
     sections: tuple[Section, ...]
     commands: tuple[Copyable, ...] = ()

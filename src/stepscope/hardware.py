@@ -1,8 +1,8 @@
-"""What a device can do: dense peaks per precision, bandwidth and memory, from the vendors' data sheets.
+"""Device limits: dense peaks per precision, bandwidth and memory, from the vendors' data sheets.
 
-Peaks are for dense matrices (the sheets' figures with sparsity are halved), at boost clock, with fp32 accumulation,
-which is what PyTorch uses: on GeForce cards that halves the figure in NVIDIA's headline. A precision that a device
-lacks is absent rather than zero. Anything not listed here is measured (`measure.environment`) and marked so.
+Peaks are for dense matrices (the sheets' figures with sparsity are halved), at boost clock, with fp32 accumulation, as
+PyTorch uses it: on GeForce cards that is half of NVIDIA's headline number. A precision that a device does not support
+is absent, not zero. Devices that are not listed are measured (`measure.environment`) and marked as such.
 """
 
 import re
@@ -17,7 +17,7 @@ Rate = Annotated[float, msgspec.Meta(gt=0, le=1e30)]
 
 
 class Hardware(msgspec.Struct, frozen=True, kw_only=True):
-    """A device's limits. Rates in operations and bytes a second, memory in bytes."""
+    """A device's limits. Rates are in operations and bytes per second, memory in bytes."""
 
     name: str
     peak_flops: Mapping[str, Rate]
@@ -35,8 +35,8 @@ def _card(name: str, memory_gb: int, bandwidth_gb: float, **peak_tflops: float) 
     )
 
 
-# Patterns are tried in order against the name the driver gives, so variants stand before the plain name.
-# V100 has no bf16 units and no tf32; the others run bf16 and fp16 at one rate.
+# Patterns are matched in order against the driver's device name, so variants come before the plain name.
+# V100 has neither bf16 nor tf32; the others run bf16 and fp16 at the same rate.
 _CARDS: tuple[tuple[str, Hardware], ...] = (
     (r"V100.*PCIE", _card("V100 PCIe", 32, 900, fp32=14.0, fp16=112)),
     (r"V100", _card("V100 SXM2", 32, 900, fp32=15.7, fp16=125)),
@@ -61,7 +61,7 @@ _CARDS: tuple[tuple[str, Hardware], ...] = (
 
 
 def find(driver_name: str) -> Hardware | None:
-    """The data sheet of the device that the driver calls `driver_name`, or None when it is not in the list."""
+    """Return the limits of the device that the driver calls `driver_name`, None if it is not in the list."""
     for pattern, card in _CARDS:
         if re.search(rf"\b(?:{pattern})(?!\w)", driver_name, re.IGNORECASE):
             return card
@@ -73,12 +73,12 @@ def known() -> tuple[Hardware, ...]:
 
 
 def read_proc_bytes(file: str, field: str) -> int:
-    """A size from one of Linux's files: `MemAvailable` in /proc/meminfo, `VmRSS` in /proc/self/status."""
+    """Return a size in bytes from a file of Linux: `MemAvailable` in /proc/meminfo, `VmRSS` in /proc/self/status."""
     found = re.search(rf"^{field}:\s+(\d+) kB", Path(file).read_text(), re.MULTILINE)
     assert found, f"{file} has no {field}"
     return int(found[1]) * 1024
 
 
 def available_bytes() -> int:
-    """What this machine can hand out without taking it from other programs."""
+    """Return the memory that this machine can give to a program without swapping."""
     return read_proc_bytes("/proc/meminfo", "MemAvailable")

@@ -25,7 +25,7 @@ def test_a_grid_with_what_does_not_fit_and_what_cannot_run_completes_and_goes_on
         ("triton", 16): "unsupported",
         ("triton", 4096): "unsupported",
     }
-    assert "it needs a CUDA GPU" in found["triton", 16]["reason"]
+    assert "it requires a CUDA GPU" in found["triton", 16]["reason"]
     assert "fwd vs sdpa" in first.stdout
     assert "predicted" in first.stdout
     assert "next: stepscope attention --from runs/attention/results.jsonl --plot attention.png" in first.stderr

@@ -5,6 +5,7 @@ take a GPU or hours are in fences marked `sh`. The Python of `python.md` is one 
 """
 
 import re
+import runpy
 import shlex
 import shutil
 import subprocess
@@ -66,7 +67,7 @@ def test_commands_of_a_page_run(page: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.timeout(600)
-def test_python_of_its_page_runs(tmp_path: Path) -> None:
+def test_python_page_runs_as_one_script(tmp_path: Path) -> None:
     shutil.copytree(ROOT / "docs/examples", tmp_path / "docs/examples")
     page = (ROOT / "docs/python.md").read_text()
     script = "\n".join(body for kind, title, body in FENCE.findall(page) if kind == "python" and not title)
@@ -75,6 +76,13 @@ def test_python_of_its_page_runs(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     assert {path.name for path in tmp_path.glob("*.html")} == {"report.html", "both.html"}
     assert (tmp_path / "runs/bench/results.jsonl").exists()
+
+
+@pytest.mark.timeout(600)
+def test_quoted_tables_are_what_the_commands_print() -> None:
+    page = (ROOT / "docs/worked-example.md").read_text()
+    fill_in = runpy.run_path(str(ROOT / "tools/quoted_output.py"))["fill_in"]
+    assert page == fill_in(page), "out of date: python tools/quoted_output.py"
 
 
 def test_every_verb_has_a_page_with_commands() -> None:

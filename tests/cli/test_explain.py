@@ -124,7 +124,7 @@ def test_bad_input_is_exit_2_with_a_sentence(tmp_path: Path, content: bytes) -> 
 def test_a_file_that_is_not_there_is_exit_2(tmp_path: Path) -> None:
     done = stepscope(tmp_path, "explain", "gone.json")
     assert (done.returncode, done.stdout) == (2, "")
-    assert "no such file" in done.stderr
+    assert "not found" in done.stderr
 
 
 def test_somebody_elses_sqlite_is_exit_2(tmp_path: Path) -> None:

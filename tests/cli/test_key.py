@@ -7,7 +7,7 @@ from pathlib import Path
 from tests.cli.command import stepscope
 
 
-def test_a_new_key_shows_its_public_half_alone(tmp_path: Path) -> None:
+def test_a_new_key_shows_only_its_public_key(tmp_path: Path) -> None:
     done = stepscope(tmp_path, "key", "new", "lab.key", "--format", "json")
     assert done.returncode == 0, done.stderr
     shown = {row["what"]: row["value"] for row in json.loads(done.stdout)["rows"]}
@@ -25,7 +25,7 @@ def test_a_key_is_not_overwritten_and_never_shown(tmp_path: Path) -> None:
     secret = (tmp_path / "stepscope.key").read_bytes()
     again = stepscope(tmp_path, "key", "new")
     assert again.returncode == 2
-    assert "`stepscope.key` exists" in again.stderr
+    assert "`stepscope.key` already exists" in again.stderr
     assert "--force" in again.stderr
     assert (tmp_path / "stepscope.key").read_bytes() == secret
     assert stepscope(tmp_path, "key", "new", "--force").returncode == 0

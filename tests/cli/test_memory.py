@@ -311,13 +311,13 @@ def test_a_foreign_snapshot_is_shown_drawn_and_kept(tmp_path: Path) -> None:
     [
         (pickle.dumps(Hostile()), ["system", "nothing was run"]),
         (pickle.dumps({"segments": [], "device_traces": [[Hostile()]]}), ["system", "nothing was run"]),
-        (pickle.dumps(foreign())[:-40], ["damaged or was cut short", "hint: write it again"]),
-        (pickle.dumps([1, 2]), ["no memory snapshot", "it holds a list"]),
+        (pickle.dumps(foreign())[:-40], ["damaged or truncated", "hint: create it again"]),
+        (pickle.dumps([1, 2]), ["not a memory snapshot", "it contains a list"]),
         (pickle.dumps({"segments": 1, "device_traces": []}), ["no list `segments`"]),
-        (pickle.dumps({"segments": [], "device_traces": []}), ["holds no memory"]),
-        (pickle.dumps({**foreign(), "stepscope": {"schema": "stepscope.memory/9"}}), ["the labels in", "damaged"]),
+        (pickle.dumps({"segments": [], "device_traces": []}), ["has no memory data"]),
+        (pickle.dumps({**foreign(), "stepscope": {"schema": "stepscope.memory/9"}}), ["damaged labels in"]),
         (b"", ["is empty"]),
-        (b"nothing at all", ["is no pickle, or a damaged one"]),
+        (b"nothing at all", ["not a pickle, or damaged"]),
     ],
 )
 def test_a_pickle_that_is_no_snapshot_is_refused_and_never_run(tmp_path: Path, content: bytes, said: list[str]) -> None:

@@ -87,13 +87,13 @@ def test_speeds_of_bench_stand_beside_the_errors(tmp_path: Path) -> None:
         ([*TOY, "--set", "loss=meen"], ["unknown loss: `meen`", "hint: --set loss=mean"]),
         ([*TOY, "--compile"], ["`--compile` has no effect", "hint: remove --compile"]),
         ([*TOY, "--steps", "3"], ["`--steps` has no effect"]),
-        ([*TOY, "--format", "csv"], ["the page is text or json", "--table dtypes --format csv"]),
-        ([*TOY, "--table", "speed"], ["`--table speed` without `--bench`"]),
+        ([*TOY, "--format", "csv"], ["requires `--table`", "--table dtypes --format csv"]),
+        ([*TOY, "--table", "speed"], ["`--table speed` requires `--bench`"]),
         ([*TOY, "--bench", "missing.jsonl"], ["cannot read the results file"]),
         ([*TOY, "--out", "no/such/a.json"], ["directory not found", "hint: mkdir -p"]),
         (["--from", "missing.json"], ["cannot read `missing.json`"]),
         (["--from", "missing.json", "--size", "nano"], ["`--size` has no effect"]),
-        (["--from", "missing.json", "--out", "b.json"], ["`--out` with `--from`"]),
+        (["--from", "missing.json", "--out", "b.json"], ["`--out` cannot be used with `--from`"]),
     ],
 )
 def test_what_cannot_be_is_refused_in_a_sentence(tmp_path: Path, arguments: list[str], said: list[str]) -> None:

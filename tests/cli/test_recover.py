@@ -1,4 +1,4 @@
-"""`stepscope recover`, as a user types it."""
+"""`stepscope recover` in a subprocess."""
 
 import gzip
 import json
@@ -32,7 +32,7 @@ def test_shapes_are_used_only_when_asked(tmp_path: Path) -> None:
     assert (with_shapes["value"], with_shapes["certain"]) == (32000, True)
 
 
-def test_what_cannot_be_told_is_said(tmp_path: Path) -> None:
+def test_undecided_evidence_exits_with_three(tmp_path: Path) -> None:
     lines = gzip.decompress((EVIDENCE / "gpt2_bf16_odd.csv.gz").read_bytes()).decode().splitlines(keepends=True)
     (tmp_path / "no.csv").write_text("".join(line for line in lines if "nvjet" not in line and "cutlass" not in line))
     done = stepscope(tmp_path, "recover", "no.csv")
@@ -40,10 +40,10 @@ def test_what_cannot_be_told_is_said(tmp_path: Path) -> None:
     assert "cannot tell" in done.stdout
     compiled = stepscope(tmp_path, "recover", str(EVIDENCE / "llama_compiled.forward.json.gz"))
     assert compiled.returncode == 3
-    assert "would decide: counters" in compiled.stdout
+    assert "to narrow this down: add counters" in compiled.stdout
 
 
-def test_a_csv_cut_short_gives_no_certain_layers(tmp_path: Path) -> None:
+def test_a_truncated_csv_has_no_certain_num_layers(tmp_path: Path) -> None:
     text = gzip.decompress((EVIDENCE / "held_gpt2.csv.gz").read_bytes())
     (tmp_path / "cut.csv").write_bytes(text[: len(text) * 2 // 3])
     done = stepscope(tmp_path, "recover", "cut.csv", "--format", "json")
@@ -52,7 +52,7 @@ def test_a_csv_cut_short_gives_no_certain_layers(tmp_path: Path) -> None:
     assert not answer.get("fields", {}).get("num_layers", {}).get("certain")
 
 
-def test_metrics_that_are_missing_widen_the_answer(tmp_path: Path) -> None:
+def test_missing_metrics_leave_more_open(tmp_path: Path) -> None:
     text = gzip.decompress((EVIDENCE / "gpt2_bf16_odd.csv.gz").read_bytes()).decode()
     (tmp_path / "few.csv").write_text(text.replace("sm__sass_data_bytes_mem_global_op_st.sum", "other.sum"))
     fields = json.loads(stepscope(tmp_path, "recover", "few.csv", "--format", "json").stdout)["fields"]
@@ -60,7 +60,7 @@ def test_metrics_that_are_missing_widen_the_answer(tmp_path: Path) -> None:
     assert fields["d_model"]["value"] == 640
 
 
-def test_no_gpu_kernels_and_no_file_are_bad_input(tmp_path: Path) -> None:
+def test_missing_kernels_and_missing_files_are_bad_input(tmp_path: Path) -> None:
     (tmp_path / "empty.json").write_text('{"traceEvents": []}')
     for file in ("empty.json", "nowhere.json"):
         done = stepscope(tmp_path, "recover", file)
@@ -68,12 +68,16 @@ def test_no_gpu_kernels_and_no_file_are_bad_input(tmp_path: Path) -> None:
         assert done.stderr.startswith("error: ")
 
 
-def test_a_flag_that_does_nothing_is_an_error(tmp_path: Path) -> None:
+def test_a_flag_without_effect_is_an_error(tmp_path: Path) -> None:
     file = str(EVIDENCE / "gpt2_bf16_odd.csv.gz")
-    for flags in (("--nonce", "1"), ("--settings", "x.json"), ("--study", "--use-shapes")):
+    for flags, problem in (
+        (("--nonce", "1"), "`--nonce` requires `--sign`"),
+        (("--settings", "x.json"), "`--settings` requires `--study`"),
+        (("--study", "--use-shapes"), "`--use-shapes` cannot be used with `--study`"),
+    ):
         done = stepscope(tmp_path, "recover", file, *flags)
         assert done.returncode == 2
-        assert "does nothing" in done.stderr
+        assert problem in done.stderr
 
 
 def test_a_study_of_two_runs(tmp_path: Path) -> None:

@@ -138,7 +138,7 @@ def test_an_occupied_port_is_said_at_once(tmp_path: Path) -> None:
         environment = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
         run = stepscope(tmp_path, "train", *TINY, **environment)
     assert run.returncode == 2
-    assert f"port `{port}` cannot be used: Address already in use" in run.stderr
+    assert f"cannot listen on port `{port}`: Address already in use" in run.stderr
     assert "Traceback" not in run.stderr
 
 
@@ -157,7 +157,7 @@ def test_bad_input_is_refused_before_anything_starts(tmp_path: Path) -> None:
         (["--strategy", "bucketted"], "bucketed"),
         (["--context", "8,16"], "one value for `context`"),
         (["--from", "nowhere"], "no training run in `nowhere`"),
-        (["--backend", "nccl", "--device", "cpu"], "backend `nccl` on a CPU"),
+        (["--backend", "nccl", "--device", "cpu"], "backend `nccl` requires GPUs"),
     ):
         run = stepscope(tmp_path, "train", *arguments)
         assert run.returncode == 2, arguments

@@ -30,7 +30,7 @@ def write_claim(folder: Path, **changes: object) -> str:
     return "claim.json"
 
 
-def test_a_true_claim_is_consistent_and_everything_was_tested(tmp_path: Path) -> None:
+def test_a_true_claim_is_consistent_and_tested(tmp_path: Path) -> None:
     done = stepscope(tmp_path, "verify", COUNTERS, "--claim", write_claim(tmp_path), "--format", "json")
     assert done.returncode == Exit.OK, done.stdout + done.stderr
     answer = json.loads(done.stdout)
@@ -50,13 +50,13 @@ def test_a_false_claim_is_refuted_by_a_kernel(tmp_path: Path) -> None:
     assert done.returncode == Exit.GATE_FAILED, done.stdout + done.stderr
     assert "refuted" in done.stdout.splitlines()[0]
     assert "#19 bf16 GEMM 128×104" in done.stdout
-    assert "expected 600 × 3,072, summed over 640" in done.stdout
+    assert "expected M 600, N 3,072, K 640" in done.stdout
     assert "tensor_ops 2,044,723,200" in done.stdout
     table = stepscope(tmp_path, "verify", COUNTERS, "--claim", "claim.json", "--format", "csv")
-    assert "down projection of the feed-forward layer" in table.stdout
+    assert "feed-forward down projection" in table.stdout
 
 
-def test_a_config_of_transformers_and_flags_are_a_claim(tmp_path: Path) -> None:
+def test_a_transformers_config_with_flags_is_a_claim(tmp_path: Path) -> None:
     config = {"model_type": "gpt2", "n_layer": 2, "n_embd": 640, "n_head": 10, "n_inner": None, "vocab_size": 32003}
     (tmp_path / "config.json").write_text(json.dumps(config))
     asked = ["verify", COUNTERS, "--claim", "config.json", "--dtype", "bf16", "--context", "200", "--batch"]
@@ -64,33 +64,46 @@ def test_a_config_of_transformers_and_flags_are_a_claim(tmp_path: Path) -> None:
     assert stepscope(tmp_path, *asked, "6").returncode == Exit.GATE_FAILED
 
 
+def test_the_saved_result_of_recover_is_a_claim(tmp_path: Path) -> None:
+    recovered = stepscope(tmp_path, "recover", COUNTERS, "--format", "json")
+    (tmp_path / "model.json").write_text(recovered.stdout)
+    done = stepscope(tmp_path, "verify", COUNTERS, "--claim", "model.json", "--format", "json")
+    assert done.returncode == Exit.OK, done.stdout + done.stderr
+    claimed = {name: field["claimed"] for name, field in json.loads(done.stdout)["fields"].items()}
+    certain = {name: one["value"] for name, one in json.loads(recovered.stdout)["fields"].items() if one["certain"]}
+    assert certain
+    assert {name: value for name, value in claimed.items() if value is not None} == certain
+    other = str(EVIDENCE / "held_gpt2.csv.gz")
+    assert stepscope(tmp_path, "verify", other, "--claim", "model.json").returncode == Exit.GATE_FAILED
+
+
 @pytest.mark.parametrize(
     ("claim", "says"),
     [
         ({"n_layers": 2}, "did you mean num_layers?"),
-        ({"d_ff": -1}, "d_ff `-1` is no size"),
-        ({"num_kv_heads": 3}, "num_kv_heads `3` does not divide num_heads `10`"),
+        ({"d_ff": -1}, "invalid d_ff: `-1`"),
+        ({"num_kv_heads": 3}, "num_heads `10` is not divisible by num_kv_heads `3`"),
     ],
 )
-def test_what_is_no_claim_is_refused(tmp_path: Path, claim: dict[str, object], says: str) -> None:
+def test_an_invalid_claim_is_rejected(tmp_path: Path, claim: dict[str, object], says: str) -> None:
     done = stepscope(tmp_path, "verify", COUNTERS, "--claim", write_claim(tmp_path, **claim))
     assert done.returncode == Exit.BAD_INPUT
     assert says in done.stderr
     assert "Traceback" not in done.stderr
 
 
-def test_evidence_of_something_else_cannot_tell(tmp_path: Path) -> None:
+def test_evidence_of_another_model_cannot_tell(tmp_path: Path) -> None:
     lines = gzip.decompress(Path(COUNTERS).read_bytes()).decode().splitlines(keepends=True)
     kept = [line for line in lines if "nvjet" not in line and "cutlass" not in line]
     (tmp_path / "elementwise.csv").write_text("".join(kept))
     done = stepscope(tmp_path, "verify", "elementwise.csv", "--claim", write_claim(tmp_path))
     assert done.returncode == Exit.UNDECIDED, done.stdout + done.stderr
-    assert "no matrix product among the kernels" in done.stdout
+    assert "no GEMM kernels" in done.stdout
     (tmp_path / "empty.csv").write_text("".join(lines[:2]))
     assert stepscope(tmp_path, "verify", "empty.csv", "--claim", "claim.json").returncode == Exit.BAD_INPUT
 
 
-def test_a_truncated_file_cannot_tell_and_says_that_it_ends_early(tmp_path: Path) -> None:
+def test_a_truncated_file_cannot_tell(tmp_path: Path) -> None:
     whole = gzip.decompress(Path(COUNTERS).read_bytes())
     (tmp_path / "cut.csv").write_bytes(whole[: len(whole) * 2 // 3])
     done = stepscope(tmp_path, "verify", "cut.csv", "--claim", write_claim(tmp_path))
@@ -119,27 +132,27 @@ def test_a_signed_report_is_checked_with_its_nonce_and_files(tmp_path: Path) -> 
 @pytest.mark.parametrize(
     "flags", [[], ["--signed", "r.json"], ["--claim", "c.toml", COUNTERS, "--nonce", "a"], ["--public-key", "k"]]
 )
-def test_flags_that_do_not_go_together_are_refused(tmp_path: Path, flags: list[str]) -> None:
+def test_incompatible_flags_are_rejected(tmp_path: Path, flags: list[str]) -> None:
     done = stepscope(tmp_path, "verify", *flags)
     assert done.returncode == Exit.BAD_INPUT
     assert "hint:" in done.stderr
 
 
-def test_names_from_a_file_reach_no_terminal_as_commands(tmp_path: Path) -> None:
+def test_control_sequences_in_kernel_names_are_not_printed(tmp_path: Path) -> None:
     text = gzip.decompress(Path(COUNTERS).read_bytes()).decode()
     (tmp_path / "evil.csv").write_text(text.replace("vectorized_gather_kernel", "\x1b]0;owned\x07kernel"))
     done = stepscope(tmp_path, "verify", "evil.csv", "--claim", write_claim(tmp_path))
     assert "\x1b]" not in done.stdout
 
 
-def test_parameters_that_nothing_tests_are_not_called_consistent(tmp_path: Path) -> None:
+def test_untested_parameters_are_not_consistent(tmp_path: Path) -> None:
     (tmp_path / "claim.toml").write_text("parameters = 7_000_000_000\n")
     done = stepscope(tmp_path, "verify", str(EVIDENCE / "gpt2_bf16_odd.csv.gz"), "--claim", "claim.toml")
     assert done.returncode == 3, done.stdout
 
 
-def test_flags_that_do_nothing_beside_a_signed_report_are_refused(tmp_path: Path) -> None:
+def test_flags_without_effect_on_a_signed_report_are_rejected(tmp_path: Path) -> None:
     (tmp_path / "report.json").write_text("{}")
     done = stepscope(tmp_path, "verify", "--signed", "report.json", "--public-key", "x", "--weights", "w.bin")
     assert done.returncode == 2
-    assert "`--weights` does nothing beside `--signed`" in done.stderr
+    assert "`--weights` cannot be used with `--signed`" in done.stderr

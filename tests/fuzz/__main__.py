@@ -1,4 +1,4 @@
-"""`python -m tests.fuzz`: damaged inputs by the thousand, and a JSON document of what came of them."""
+"""`python -m tests.fuzz`: run thousands of damaged inputs and print the outcomes as JSON."""
 
 import argparse
 import sys
@@ -12,18 +12,18 @@ from tests.fuzz.seeds import ROOT
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.fuzz", description=__doc__)
-    parser.add_argument("--count", type=int, default=100_000, help="how many inputs (default: %(default)s)")
-    parser.add_argument("--seed", type=int, default=1, help="which ones: the same number makes the same inputs")
-    parser.add_argument("--first", type=int, default=0, help="the number of the first input (default: %(default)s)")
+    parser.add_argument("--count", type=int, default=100_000, help="number of inputs (default: %(default)s)")
+    parser.add_argument("--seed", type=int, default=1, help="the same seed makes the same inputs")
+    parser.add_argument("--first", type=int, default=0, help="number of the first input (default: %(default)s)")
     parser.add_argument("--jobs", type=int, default=2, help="worker processes (default: %(default)s)")
     parser.add_argument(
         "--only",
         default="",
         metavar="NAME,…",
-        help="kinds of input with one of these in their names, such as kineto,ncu",
+        help="only kinds of input with one of these in the name, such as kineto,ncu",
     )
     parser.add_argument(
-        "--out", type=Path, default=ROOT / "build/fuzz", help="for inputs that fail (default: build/fuzz)"
+        "--out", type=Path, default=ROOT / "build/fuzz", help="where to save inputs that fail (default: build/fuzz)"
     )
     given = parser.parse_args()
     done = 0

@@ -1,4 +1,4 @@
-"""The command lines that an input is given to: every verb that reads a file and needs no torch."""
+"""The commands that inputs are passed to: every verb that reads a file and does not need torch."""
 
 from random import Random
 from typing import get_args
@@ -48,7 +48,7 @@ def choose_command(seed: Seed, chance: Random) -> list[str]:
             bench = ["bench", "--config", entry, "--slurm", "--print-sbatch"]
             return chance.choice((bench, ["train", "--config", entry, "--slurm", "--print-sbatch"]))
         case "links":
-            # Read before anything runs; a file where the folder should be is where it ends.
+            # Read before anything runs; a file in place of the directory stops the command.
             return ["comm", "--out", "good.csv"]
         case "signed":
             return ["verify", "--signed", entry, "--public-key", "signed.pub", *format_]

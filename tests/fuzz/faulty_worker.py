@@ -1,4 +1,4 @@
-"""A worker whose command line fails in every way that the fuzzer must tell apart, one after the other."""
+"""A worker whose command fails in every way that the fuzzer must distinguish, one after the other."""
 
 import ctypes
 import sys
@@ -8,21 +8,21 @@ from typing import NoReturn
 from stepscope.errors import Exit
 from tests.fuzz.worker import serve
 
-# What is to come of inputs 0, 1, 2 and so on.
+# The expected outcomes of inputs 0, 1, 2 and so on.
 CLASSES = ("result", "error", "exception", "exception", "exception", "memory", "crash", "hang", "result")
 
 
 class Panic(BaseException):
-    """As polars raises them."""
+    """An exception like those of polars."""
 
 
 def fail(calls: Path) -> NoReturn:
-    """`calls` counts, as some of these take the process along."""
+    """`calls` counts across processes, since some of these kill the process."""
     with calls.open("a") as file:
         file.write("x")
     match calls.stat().st_size - 1:
         case 1:
-            sys.stderr.write("left out: a last line cut short\nerror: no such file\n")
+            sys.stderr.write("skipped: a truncated last line\nerror: file not found\n")
             sys.exit(Exit.BAD_INPUT)
         case 2:
             sys.stderr.write("something went wrong\n")

@@ -1,4 +1,4 @@
-"""The parent: hands out inputs, watches time and memory, starts a worker again that died, and keeps what failed."""
+"""The parent process: distributes inputs, watches time and memory, restarts workers, and saves failures."""
 
 import os
 import re
@@ -20,19 +20,19 @@ from stepscope.errors import Exit
 from tests.fuzz.seeds import ROOT
 from tests.fuzz.worker import STDERR, STDOUT, Begun, Outcome, peak_bytes
 
-# What may come of an input. The first two are as it should be.
+# The possible outcomes of an input. The first two are correct.
 Class = Literal["result", "error", "exception", "hang", "memory", "crash"]
 FINE: tuple[Class, ...] = ("result", "error")
-BUSY_S = 10.0  # of processor time: another process on the machine makes nothing a hang
-WAITING_S = 60.0  # for something that never comes
+BUSY_S = 10.0  # CPU time, so that other processes on the machine cannot cause a hang
+WAITING_S = 60.0  # waiting for something that never happens
 MEMORY_BYTES = 2 << 30
-EXAMPLES = 3  # kept of each cause
+EXAMPLES = 3  # saved per cause
 _LOOK_S = 0.05
 _START_S = 120.0
 
 
 class Case(msgspec.Struct, frozen=True, kw_only=True):
-    """One input and what came of it. `cause` is where an exception came from, for those that failed."""
+    """One input and its outcome. `cause` is the origin of the exception if it failed."""
 
     number: int
     seed: str
@@ -65,7 +65,7 @@ def fuzz(
     kept: Path,
     on_case: Callable[[Case], None] = lambda _: None,
 ) -> Summary:
-    """Runs inputs `first` to `first + count` of the run `seed`. Those that fail are kept in a folder of `kept`."""
+    """Run inputs `first` to `first + count` of the run `seed`. Failing inputs are saved in a directory in `kept`."""
     started = time.monotonic()
     numbers, lock, cases = iter(range(first, first + count)), threading.Lock(), list[Case]()
     keeper = _Keeper(kept, seed, only)
@@ -124,7 +124,7 @@ def _sum_up(cases: list[Case], seed: int, seconds: float) -> Summary:
 
 
 class _Worker:
-    """A worker process, or the next one where one had to be ended."""
+    """A worker process, restarted if it had to be killed."""
 
     def __init__(self, scratch: Path, arguments: list[str]) -> None:
         self._scratch, self._arguments = scratch, arguments
@@ -140,12 +140,12 @@ class _Worker:
         begun = msgspec.json.decode(self._line(process, _START_S) or b"null", type=Begun | None)
         if begun is None:
             self.stop()
-            raise RuntimeError(f"the fuzzer itself failed: input {number} was not made; {self._said(STDERR)[-2000:]}")
+            raise RuntimeError(f"the fuzzer failed: input {number} was not created; {self._said(STDERR)[-2000:]}")
         started = time.monotonic()
         why = self._watch(process)
         seconds = round(time.monotonic() - started, 3)
         class_, cause = why if isinstance(why, tuple) else self._judge(why)
-        # One whose memory is large of itself makes room, too: the next one starts small.
+        # A worker that uses much memory is replaced too: the next one starts small.
         if class_ in ("hang", "memory", "crash") or peak_bytes(str(process.pid), "VmRSS:") > MEMORY_BYTES // 2:
             self.stop()
         return Case(number=number, seed=begun.seed, command=begun.command, class_=class_, cause=cause, seconds=seconds)
@@ -171,7 +171,7 @@ class _Worker:
         return self._process
 
     def _watch(self, process: "subprocess.Popen[bytes]") -> Outcome | tuple[Class, str]:
-        """What the worker says, or why it was ended."""
+        """The answer of the worker, or why it was killed."""
         assert process.stdout is not None
         ready = threading.Event()
         lines: list[bytes] = []
@@ -226,7 +226,7 @@ class _Worker:
 
 
 class _Keeper:
-    """Failing inputs on the disk: a few of each cause, with the command."""
+    """Failing inputs on disk: a few per cause, with the command."""
 
     def __init__(self, folder: Path, seed: int, only: str) -> None:
         self._folder, self._seed, self._only = folder, seed, only
@@ -249,7 +249,7 @@ class _Keeper:
 
 
 def _cause(said: str) -> str:
-    """The innermost frame in stepscope and the exception, of the last traceback."""
+    """The innermost stepscope frame and the exception of the last traceback."""
     frames = re.findall(r'File "[^"]*/stepscope/([^"]+)", line (\d+), in (\S+)', said)
     ends = [line for line in said.splitlines() if re.match(r"[\w.]+(Error|Exception|Panic\w*)\b", line)]
     place = "{}:{} {}".format(*frames[-1]) if frames else "outside"

@@ -1,8 +1,8 @@
-"""Damage, by format: each mutator takes the bytes of a valid file and a source of chance, and returns other bytes.
+"""Mutators by format: each takes the bytes of a valid file and a random generator, and returns damaged bytes.
 
-Half of what goes wrong with a file happens to its values (a later version, another tool, an edit by hand) and half to
-its bytes (a disk, a transfer, an attacker). So most formats are taken apart, changed in one or a few places and put
-together again, and the rest of the time bytes are changed where they lie.
+Half of all damage happens to values (a later version, another tool, a manual edit) and half to bytes (a disk, a
+transfer, an attacker). So most formats are decoded, changed in a few places and encoded again; the rest of the time,
+bytes are changed in place.
 """
 
 import csv
@@ -20,7 +20,7 @@ from typing import Any
 
 import polars as pl
 
-DEEP = 100_000  # levels: far beyond what any parser that recurses can take
+DEEP = 100_000  # levels: far beyond the limit of any recursive parser
 LONG = 5_000
 _NUMBERS: tuple[Any, ...] = (
     *(0, 1, -1, 2, 255, 2**31 - 1, 2**31, 2**32, 2**53 + 1, 2**63 - 1, 2**63, 2**64, -(2**31), -(2**63), 10**30),
@@ -36,7 +36,7 @@ _DEEP_TEXTS = ("[" * DEEP + "]" * DEEP, '{"a":' * DEEP + "1" + "}" * DEEP, "[" *
 
 
 def mutate(name: str, content: bytes, chance: Random) -> bytes:
-    """Other bytes for the file `name`, whose ending says its format."""
+    """Return damaged bytes for the file `name`, whose suffix defines the format."""
     if name.endswith(".gz"):
         if chance.random() < 0.2:
             return damage_bytes(content, chance)
@@ -142,8 +142,8 @@ def _damage_tree(tree: list[Any], chance: Random, values: tuple[Any, ...]) -> No
             container[key] = chance.choice((value[:-1], value + value, value.upper(), value + "\u202e", value * 500))
         case 6 if isinstance(value, list) and value:
             container[key] = chance.choice((value[0], value[::-1], value * 20, [value], [*value, None]))
-        case 7 if isinstance(container, dict):  # the same mistake everywhere, as another version of a tool makes it
-            value = deepcopy(chance.choice(values))  # a later change must not reach what is chosen from
+        case 7 if isinstance(container, dict):  # the same change everywhere, like in another version of a tool
+            value = deepcopy(chance.choice(values))  # later changes must not affect the pool
             for other, place in places:
                 if isinstance(other, dict) and place == key:
                     other[place] = value
@@ -152,8 +152,7 @@ def _damage_tree(tree: list[Any], chance: Random, values: tuple[Any, ...]) -> No
 
 
 def _places(tree: list[Any]) -> list[tuple[Any, Any]]:
-    """Every value in it, as the container and the key. Not by recursion: an earlier change may have made a circle of
-    shared parts deep."""
+    """Return every value in it, as container and key. Not recursive: an earlier change may have made a cycle."""
     found: list[tuple[Any, Any]] = []
     waiting: list[Any] = [tree]
     seen = set()
@@ -170,7 +169,7 @@ def _places(tree: list[Any]) -> list[tuple[Any, Any]]:
 
 
 def _encode(tree: object, chance: Random) -> bytes:
-    """Now and then with a key twice, which no decoder's object can hold. A tree that a swap made circular is a text."""
+    """Encode a tree, sometimes with a duplicate key, which no decoded object can have. A circular tree becomes text."""
     try:
         text = json.dumps(tree, ensure_ascii=chance.random() < 0.7)
     except ValueError:

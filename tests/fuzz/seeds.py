@@ -1,8 +1,8 @@
-"""Small valid files of every kind that stepscope reads: what the fuzzer damages.
+"""Small valid files of every kind that stepscope reads, for the fuzzer to damage.
 
-A seed is a set of files, by their names relative to the folder in which the command runs, and `entry`, the one that is
-named on the command line. Everything else that a command needs (a trace to compare with, a claim, a key) is in
-`companions()`, and is never damaged.
+A seed is a set of files, by name relative to the working directory of the command, and `entry`, the file on the command
+line. Everything else that a command needs (a trace to compare with, a claim, a key) is in `companions()` and is never
+damaged.
 """
 
 import gzip
@@ -49,7 +49,7 @@ DOUBT = Doubt(code="noisy", text="steps differ")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Seed:
-    """`kind` chooses the commands that it is given to; `weight` is how often it is taken."""
+    """`kind` selects the commands; `weight` is how often the seed is used."""
 
     name: str
     kind: str
@@ -68,7 +68,7 @@ def build_seeds() -> list[Seed]:
 
 
 def companions() -> dict[str, bytes]:
-    """Valid files beside the damaged one."""
+    """Valid files in addition to the damaged one."""
     trace = _plain(EVIDENCE.with_suffix(".forward.json.gz"))
     with tempfile.TemporaryDirectory() as scratch:
         signed, public = make_signed(Path(scratch))
@@ -109,7 +109,7 @@ def _kineto(scratch: Path) -> bytes:
 
 
 def _timeline() -> Recording:
-    """Two steps with products, attention by hand, a copy from the host, communication and an optimizer."""
+    """Two steps with GEMMs, unfused attention, a copy from the CPU, communication and an optimizer."""
     timeline = Timeline()
     for _ in range(2):
         with timeline.step():
@@ -137,7 +137,7 @@ def _annotated() -> Recording:
 
 
 def _without_constraints(path: Path) -> bytes:
-    """Tables that take any value, since that is what is put into them."""
+    """Tables that accept any value."""
     with closing(sqlite3.connect(path)) as connection:
         names = [name for (name,) in connection.execute("SELECT name FROM sqlite_master WHERE type = 'table'")]
         for name in names:

@@ -24,13 +24,13 @@ def test_no_damaged_input_breaks_a_reader(summary: Summary, name: str) -> None:
     assert [case for case in summary.failures if case.seed == name] == []
 
 
-def test_most_kinds_of_input_are_read_and_refused(summary: Summary) -> None:
-    """Otherwise the damage would be so coarse, or so fine, that it tests nothing."""
+def test_most_kinds_of_input_are_both_read_and_rejected(summary: Summary) -> None:
+    """Otherwise the damage would be too coarse or too fine to test anything."""
     assert all(summary.classes[name] > COUNT / 5 for name in FINE)
 
 
 def test_the_same_number_makes_the_same_input(tmp_path: Path) -> None:
-    seeds = [seed for seed in build_seeds() if seed.kind != "signed"]  # a key is new each time
+    seeds = [seed for seed in build_seeds() if seed.kind != "signed"]  # keys are random
     for number in range(40):
         made = [write_input(tmp_path / f"{number}-{turn}", seeds, {}, random.Random(number)) for turn in "ab"]
         a, b = (sorted((tmp_path / f"{number}-{turn}").rglob("*")) for turn in "ab")
@@ -40,7 +40,7 @@ def test_the_same_number_makes_the_same_input(tmp_path: Path) -> None:
         ]
 
 
-def test_every_kind_of_failure_is_told_apart_and_kept(tmp_path: Path) -> None:
+def test_every_kind_of_failure_is_recognized_and_saved(tmp_path: Path) -> None:
     found = fuzz(count=len(CLASSES), seed=1, only="claim", worker="tests.fuzz.faulty_worker", kept=tmp_path)
     assert found.classes == {name: CLASSES.count(name) for name in CLASSES}
     assert [case.class_ for case in found.failures] == [name for name in CLASSES if name not in FINE]

@@ -1,8 +1,7 @@
-"""A process that makes inputs and runs the real command line on each, over and over, with stepscope imported once.
+"""A process that creates inputs and runs the real command on each of them, with stepscope imported once.
 
-The parent sends an input's number on standard input. Two answers go to the descriptor that standard output was: that
-the input is on the disk, with the command, and what came of it. What the command itself prints goes to files, so that
-even what Rust or a fault handler writes is found there.
+The parent sends the number of an input on stdin. Two answers go to the original stdout: that the input is on disk, with
+the command, and the outcome. The output of the command goes to files, including what Rust or a fault handler writes.
 """
 
 import faulthandler
@@ -26,32 +25,32 @@ from tests.fuzz.commands import choose_command
 from tests.fuzz.mutators import damage_parquet, mutate
 from tests.fuzz.seeds import Seed, build_seeds, companions
 
-ADDRESS_BYTES = 64 << 30  # a backstop: what counts is what is resident, which the parent watches
+ADDRESS_BYTES = 64 << 30  # a backstop: the parent watches resident memory
 STDOUT, STDERR = "stdout.txt", "stderr.txt"
-SIGNED = 0.7  # share of the changed tables that keep a digest which fits
-UNTOUCHED = 0.02  # share of the inputs that are left whole: they must be read
+SIGNED = 0.7  # share of changed tables with a matching digest
+UNTOUCHED = 0.02  # share of undamaged inputs, which must be read
 
 
 class Begun(msgspec.Struct, frozen=True, kw_only=True):
-    """The input is there."""
+    """The input is ready."""
 
     seed: str
     command: list[str]
 
 
 class Outcome(msgspec.Struct, frozen=True, kw_only=True):
-    """`code` is the exit status of the command; `peak_bytes` is the most memory that was resident meanwhile."""
+    """`code` is the exit status of the command; `peak_bytes` is the peak resident memory."""
 
     code: int
     peak_bytes: int
 
 
 def serve(folder: Path, number: int, only: str, main: Callable[[], object] = cli.main) -> None:
-    """Serves inputs of the run `number` until its standard input ends. `only` are words, separated by commas, of which
-    one must be in the name of a seed."""
+    """Serve inputs of the run `number` until stdin ends. `only` is a comma-separated list of words; the name of a seed
+    must contain one of them."""
     seeds = [seed for seed in build_seeds() if any(word in seed.name for word in only.split(","))]
     good = companions()
-    cli.app = typer.main.get_command(cli.app)  # type: ignore[assignment]  # made once: it takes as long as an input
+    cli.app = typer.main.get_command(cli.app)  # type: ignore[assignment]  # built once: it takes as long as an input
     answers = os.fdopen(os.dup(1), "wb", buffering=0)
     questions = os.fdopen(os.dup(0), "rb")
     outputs = folder / "output"
@@ -76,7 +75,7 @@ def serve(folder: Path, number: int, only: str, main: Callable[[], object] = cli
 def write_input(
     place: Path, seeds: list[Seed], good: dict[str, bytes], chance: random.Random
 ) -> tuple[Seed, list[str]]:
-    """One damaged seed in `place`, with the files that a command may need beside it, and the command."""
+    """One damaged seed in `place`, with the other files that a command may need, and the command."""
     (seed,) = chance.choices(seeds, [seed.weight for seed in seeds])
     files = dict(seed.files)
     for _ in range(0 if chance.random() < UNTOUCHED else chance.choice((1, 1, 1, 2))):
@@ -95,17 +94,17 @@ def write_input(
 
 
 def _sign(files: dict[str, bytes], name: str) -> None:
-    """Gives the manifest the digest of a table that was changed: what follows the digest is to be reached as well."""
+    """Update the digest of a changed table in the manifest, so that the code after the digest check runs too."""
     manifest = str(Path(name).with_name("manifest.json"))
-    with suppress(ValueError, KeyError, TypeError, RecursionError):  # the manifest may be damaged already, or gone
+    with suppress(ValueError, KeyError, TypeError, RecursionError):  # the manifest may be damaged or missing
         content = json.loads(files[manifest])
         content["digests"][Path(name).stem] = hashlib.blake2b(files[name], digest_size=16).hexdigest()
         files[manifest] = json.dumps(content).encode()
 
 
 def _run_command(command: list[str], main: Callable[[], object]) -> Outcome:
-    """By way of `main`, as a user's shell would see it."""
-    Path("/proc/self/clear_refs").write_text("5")  # forget the peak of the inputs before
+    """Run the command through `main`, like a shell."""
+    Path("/proc/self/clear_refs").write_text("5")  # reset the peak of earlier inputs
     sys.argv = ["stepscope", *command]
     code = int(Exit.OK)
     try:

@@ -1,4 +1,4 @@
-"""Recordings made by hand for the questions and comparisons: a host that launches, a device that runs, one clock."""
+"""Hand-made recordings for questions and comparisons: a CPU that launches, a device that runs, one clock."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -28,7 +28,7 @@ LINEAR |= {"output_proj": (64, 64), "gate": (64, 256), "up": (64, 256), "down": 
 
 @dataclass
 class Tape:
-    """The host's clock goes on by `launch_ns` a kernel; a kernel starts when it is launched and its stream is free."""
+    """The CPU clock advances by `launch_ns` per kernel; a kernel starts once launched and its stream is free."""
 
     now: int = 1000
     launch_ns: int = 10
@@ -65,7 +65,7 @@ class Tape:
         self.add("kernels", **ran, process=1, device=0, stream=stream, correlation=number)
 
     def forward(self, op: str, kernel: str, ns: int, shapes: str | None = None) -> int:
-        """An operator that makes an autograd node, and the number of that node."""
+        """An operator that creates an autograd node, and the number of that node."""
         self.sequence += 1
         with self.operator(op, sequence=self.sequence, shapes=shapes):
             self.kernel(kernel, ns)
@@ -103,7 +103,7 @@ def linear_shapes(rows: int, inputs: int, outputs: int) -> str:
 
 
 def model_step(tape: Tape, step: int, *, mode: str = "train", fused: bool = False, gemm_ns: int = 100) -> None:
-    """One step of a model of two layers, with every product where the built-in model has it."""
+    """One step of a two-layer model, with every GEMM of the built-in model."""
     made: list[tuple[str, int, str]] = []
     with tape.inside(f"step:{step}"):
         with tape.inside("phase:forward"):

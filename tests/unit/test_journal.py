@@ -52,7 +52,7 @@ def test_ranks_that_are_level_are_all_listed(tmp_path: Path) -> None:
     _journals(tmp_path, 2, 2)
     entries = read_journals(tmp_path)
     assert find_culprit(entries) is None
-    assert blame(entries).startswith("no rank stands out: rank 0 after collective 2")
+    assert blame(entries).startswith("no single rank is behind: rank 0 after collective 2")
 
 
 @pytest.mark.parametrize("name", ["x" * 5000, "größe " * 200, ""])

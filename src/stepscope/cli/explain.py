@@ -23,7 +23,7 @@ def explain(
             "memory snapshot. Several files are the ranks of one run.",
         ),
     ],
-    table: Annotated[RunPart | None, typer.Option("--table", help="Print only this table.")] = None,
+    table: Annotated[RunPart | None, typer.Option("--table", help="Show only this table.")] = None,
     top: Annotated[
         int, typer.Option(metavar="N", min=1, help="Number of rows in tables of kernels, modules or operators.")
     ] = 20,
@@ -44,7 +44,9 @@ def explain(
     ] = None,
     plot: Annotated[
         Path | None,
-        typer.Option(metavar="FILE", help="Draw memory over time: .html (interactive), .png, .svg or .pdf."),
+        typer.Option(
+            metavar="FILE", help="Save a chart of memory over time as .html (interactive), .png, .svg or .pdf."
+        ),
     ] = None,
     by: Annotated[Stacked, typer.Option("--by", help="What --plot stacks by.")] = "category",
     step: Annotated[str, typer.Option("--step", metavar="last|all|N", help="The step that --plot draws.")] = "last",

@@ -1,4 +1,4 @@
-"""`stepscope key new`: a key to sign reports with."""
+"""`stepscope key new`: create a key pair for signing reports."""
 
 import shlex
 from enum import StrEnum
@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from stepscope.cli.options import FormatFlag
 from stepscope.cli.output import say, show, terminal_width
 from stepscope.render.formats import Format
 
@@ -16,16 +17,18 @@ class Action(StrEnum):
 
 
 def key(
-    action: Annotated[Action, typer.Argument(metavar="new", help="Make a new pair of keys.")],  # noqa: ARG001
+    action: Annotated[Action, typer.Argument(metavar="new", help="Create a key pair.")],  # noqa: ARG001
     path: Annotated[
-        Path, typer.Argument(metavar="FILE", help="For the private key; the public one goes to FILE.pub.")
+        Path, typer.Argument(metavar="FILE", help="The private key file. The public key is written to FILE.pub.")
     ] = Path("stepscope.key"),
-    force: Annotated[bool, typer.Option("--force", help="Replace a key that is there. It is lost then.")] = False,
-    format_: Annotated[Format, typer.Option("--format", help="How the table is printed.")] = Format.TEXT,
+    force: Annotated[
+        bool, typer.Option("--force", help="Overwrite an existing key. The old key cannot be recovered.")
+    ] = False,
+    format_: FormatFlag = Format.TEXT,
 ) -> None:
-    """A key to sign reports with (Ed25519). The private key goes into a file that you alone can read.
+    """Create an Ed25519 key pair for signing reports. Only you can read the private key file.
 
-    Give the public key to whoever is to check your reports.
+    Give the public key to the people who check your reports.
     """
     from stepscope.findings import Column, Table
     from stepscope.recover.reports.keys import new_key, public_path
@@ -33,11 +36,11 @@ def key(
 
     public = new_key(path, force=force)
     rows = (
-        ("private key", f"{path}, readable by you alone"),
+        ("private key file", f"{path} (readable only by you)"),
+        ("public key file", str(public_path(path))),
         ("public key", public.text),
-        ("public key is in", str(public_path(path))),
         ("fingerprint", public.fingerprint),
     )
-    columns = (Column(key="what", label="what"), Column(key="value", label="value"))
-    show(render(Table(title="A new key", columns=columns, rows=rows), format_, width=terminal_width()))
+    columns = (Column(key="what", label="item"), Column(key="value", label="value"))
+    show(render(Table(title="New key", columns=columns, rows=rows), format_, width=terminal_width()))
     say(f"next: stepscope verify EVIDENCE --claim CLAIM --sign {shlex.quote(str(path))}")

@@ -1,4 +1,4 @@
-"""`stepscope memory`: where does the memory of a step go, and when is it most?"""
+"""`stepscope memory`: where the memory of a step goes, and when it peaks."""
 
 import shlex
 from functools import partial
@@ -22,43 +22,47 @@ from stepscope.spec import Grid
 def memory(
     *,
     grid: Grid,
-    out: Annotated[Path, typer.Option(metavar="FOLDER", help="Where results.jsonl and recordings are kept.")] = Path(
+    out: Annotated[Path, typer.Option(metavar="DIR", help="Save results.jsonl and recordings here.")] = Path(
         "runs/memory"
     ),
     from_: FromFlag = None,
-    table: Annotated[MemoryPart | None, typer.Option("--table", help="One part alone, of one case.")] = None,
-    top: Annotated[int, typer.Option(metavar="N", min=1, help="Rows of a table that can be long.")] = 20,
-    questions: Annotated[bool, typer.Option("--questions", help="The questions people ask about memory.")] = False,
+    table: Annotated[
+        MemoryPart | None, typer.Option("--table", help="Show only this table; needs a single case.")
+    ] = None,
+    top: Annotated[int, typer.Option(metavar="N", min=1, help="Number of rows in long tables.")] = 20,
+    questions: Annotated[bool, typer.Option("--questions", help="Answer common questions about memory.")] = False,
     format_: Annotated[
-        Format, typer.Option("--format", help="How it is printed; json of one case is the whole document.")
+        Format, typer.Option("--format", help="Output format; json of one case is the whole document.")
     ] = Format.TEXT,
     detail: Annotated[
         str | None,
         typer.Option(
-            "--detail", metavar="[SHARE]", help="All columns; 10%: the largest tenth of pieces in the picture."
+            "--detail", metavar="[SHARE]", help="Show all columns; 10%: draw the largest 10% of allocations one by one."
         ),
     ] = None,
     plot: Annotated[
         Path | None,
-        typer.Option(metavar="FILE", help="Draw memory over time: .html (interactive), .png, .svg or .pdf."),
+        typer.Option(
+            metavar="FILE", help="Save a chart of memory over time as .html (interactive), .png, .svg or .pdf."
+        ),
     ] = None,
-    by: Annotated[Stacked, typer.Option("--by", help="What the picture is stacked by.")] = "category",
-    step: Annotated[str, typer.Option("--step", metavar="last|all|N", help="The step that is drawn.")] = "last",
+    by: Annotated[Stacked, typer.Option("--by", help="Stack the plot by category or module.")] = "category",
+    step: Annotated[str, typer.Option("--step", metavar="last|all|N", help="The step to plot.")] = "last",
     checkpoint_study: Annotated[
-        bool, typer.Option("--checkpoint-study", help="Peak and time over ways to recompute activations.")
+        bool, typer.Option("--checkpoint-study", help="Compare activation checkpointing settings.")
     ] = False,
     snapshots: Annotated[
-        bool, typer.Option("--snapshots", help="Of several cases keep the snapshots too; of one it is kept anyway.")
+        bool, typer.Option("--snapshots", help="Keep the snapshot of every case; a single case always keeps it.")
     ] = False,
     force: ForceFlag = False,
     retry: RetryFlag = None,
-    fresh: Annotated[bool, typer.Option("--fresh", help="Record everything again.")] = False,
+    fresh: Annotated[bool, typer.Option("--fresh", help="Ignore saved results and record again.")] = False,
     timeout: TimeoutFlag = None,
 ) -> None:
-    """Where does the memory go, and when is it most: parameters, gradients, optimizer state, activations, temporaries?
+    """Show where memory goes and when it peaks: parameters, gradients, optimizer state, activations, temporaries.
 
-    Records every allocation of --steps steps, from the first after the model was built. One case is shown in full;
-    several, comma-separated settings, as a table of peaks. Run the same command again to go on.
+    Records every allocation of --steps steps, from the first step on. A single case is shown in full; several cases
+    (comma-separated settings) as a table of peaks. Run the same command again to resume.
     """
     from stepscope.api.measure import MemoryResults
     from stepscope.api.measure import memory as record_memory
@@ -69,9 +73,9 @@ def memory(
         check_figure(plot, force=force)
     alone = "--questions" if questions else f"--table {table}" if table not in (None, "saved") else ""
     if alone and (checkpoint_study or len(grid.cases()) > 1):
-        raise StepscopeError(f"`{alone}` needs a single case; got several", hint="leave it out")
+        raise StepscopeError(f"`{alone}` needs a single case; got several", hint=f"leave out {alone}")
     if from_ is not None:
-        refuse_settings(grid, "--from shows a file as it is")
+        refuse_settings(grid, "--from shows saved results and runs nothing")
         results = MemoryResults(read_results(from_, MemoryRow), from_.parent)
     else:
         from stepscope.explain.memory.grid import outcome_of
@@ -97,12 +101,12 @@ def memory(
         next_ = f"stepscope explain {shlex.quote(str(run.files[0]))} --questions"
     else:
         if alone and len(results) > 1:
-            raise StepscopeError(f"`{alone}` needs a single case; got {len(results)}", hint="leave it out")
+            raise StepscopeError(f"`{alone}` needs a single case; got {len(results)}", hint=f"leave out {alone}")
         if alone:
             say(f"nothing to show for `{alone}`: the case failed")
         show_tables(results.compare_saved() if table == "saved" else results.tables, format_, detail=detail == "yes")
         if plot is not None:
             results.figure.save(plot, force=True)
-            say(f"picture: {plot}")
+            say(f"chart: {plot}")
         next_ = f"stepscope memory --from {shlex.quote(str(from_ or out / 'results.jsonl'))} --plot peaks.png"
     say(f"next: {next_}")

@@ -1,4 +1,4 @@
-"""`stepscope precision`: which dtypes does a step use, and what does low precision cost?"""
+"""`stepscope precision`: the dtypes of a step under autocast, and the errors of low precision."""
 
 import shlex
 import sys
@@ -20,24 +20,27 @@ from stepscope.spec import Grid
 def precision(
     *,
     grid: Grid,
-    table: Annotated[PrecisionPart | None, typer.Option("--table", help="One table alone.")] = None,
+    table: Annotated[PrecisionPart | None, typer.Option("--table", help="Show only this table.")] = None,
     format_: Annotated[
-        Format, typer.Option("--format", help="How it is printed; json without --table is the whole document.")
+        Format, typer.Option("--format", help="Output format; json without --table is the whole document.")
     ] = Format.TEXT,
-    detail: Annotated[bool, typer.Option("--detail", help="Every module, not only roles.")] = False,
+    detail: Annotated[bool, typer.Option("--detail", help="Show every module instead of one row per role.")] = False,
     bench: Annotated[
-        Path | None, typer.Option("--bench", metavar="FILE", help="Speeds from a results file of stepscope bench.")
+        Path | None,
+        typer.Option("--bench", metavar="FILE", help="Add speedups from a results file of stepscope bench."),
     ] = None,
-    out: Annotated[Path | None, typer.Option(metavar="FILE.json", help="Keep the result.")] = None,
-    force: Annotated[bool, typer.Option("--force", help="Replace a file at --out that another command wrote.")] = False,
+    out: Annotated[Path | None, typer.Option(metavar="FILE.json", help="Save the result.")] = None,
+    force: Annotated[
+        bool, typer.Option("--force", help="Overwrite a file at --out that another command wrote.")
+    ] = False,
     from_: Annotated[
-        Path | None, typer.Option("--from", metavar="FILE.json", help="Show a kept result and run nothing.")
+        Path | None, typer.Option("--from", metavar="FILE.json", help="Show a saved result and run nothing.")
     ] = None,
 ) -> None:
-    """Which dtype does everything have under autocast, and how far are loss and gradients from float64?
+    """Show the dtype of every tensor under autocast, and the errors of loss and gradients compared with float64.
 
-    Runs one step in each precision that the device has, or in those that --precision names. The other settings from
-    --size on make one case.
+    Runs one step in each precision that the device supports, or in those given with --precision. All other settings
+    describe a single case.
     """
     from stepscope.api.measure import BenchResults, PrecisionResult
     from stepscope.api.measure import precision as compare_precisions
@@ -46,7 +49,7 @@ def precision(
     _check_flags(table=table, format_=format_, bench=bench, out=out, from_=from_)
     timed = BenchResults.read(bench).rows if bench is not None else ()
     if from_ is not None:
-        refuse_settings(grid, "--from shows a file as it is")
+        refuse_settings(grid, "--from shows a saved result and runs nothing")
         result = PrecisionResult.read(from_)
         if timed:
             result = result.with_speeds(timed)
@@ -62,7 +65,7 @@ def precision(
     else:
         show(render_page(result.page(detail=detail), width=terminal_width()))
     if out is not None:
-        say(f"kept: {out}")
+        say(f"saved: {out}")
     say(f"next: {_next_command(from_ or out, table)}")
 
 
@@ -71,16 +74,16 @@ def _check_flags(
 ) -> None:
     if table is None and format_ not in (Format.TEXT, Format.JSON):
         raise StepscopeError(
-            f"the page is text or json, not `{format_.value}`", hint=f"--table dtypes --format {format_.value}"
+            f"`--format {format_.value}` requires `--table`", hint=f"--table dtypes --format {format_.value}"
         )
     if table == "speed" and bench is None and from_ is None:
         raise StepscopeError(
-            "`--table speed` without `--bench`",
-            detail="speeds come from a results file of stepscope bench",
+            "`--table speed` requires `--bench`",
+            detail="speeds come from a results file of `stepscope bench`",
             hint="--bench runs/bench/results.jsonl",
         )
     if out is not None and from_ is not None:
-        raise StepscopeError("`--out` with `--from`: it is a file already", hint=f"cp {from_} {out}")
+        raise StepscopeError("`--out` cannot be used with `--from`", hint=f"cp {from_} {out}")
 
 
 def _next_command(kept: Path | None, table: PrecisionPart | None) -> str:

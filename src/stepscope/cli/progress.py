@@ -26,7 +26,7 @@ from stepscope.recording.rows.bench import Row
 from stepscope.recording.rows.training_log import TrainRow
 from stepscope.render.formats import visible
 
-_EVERY_S = 5.0  # between lines of training progress when there is no terminal
+_EVERY_S = 5.0  # between lines of training progress without a terminal
 
 
 def _make_bar(count: ProgressColumn, console: Console, *, estimate_s: float = 30.0) -> Progress:

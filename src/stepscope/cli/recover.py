@@ -1,4 +1,4 @@
-"""`stepscope recover`: what model made these counters?"""
+"""`stepscope recover`: infer the model from GPU counters or a trace."""
 
 import shlex
 from pathlib import Path
@@ -6,6 +6,7 @@ from typing import Annotated
 
 import typer
 
+from stepscope.cli.options import FormatFlag
 from stepscope.cli.output import say, show, show_parts, show_tables
 from stepscope.errors import Exit, StepscopeError
 from stepscope.render.formats import Format
@@ -14,35 +15,46 @@ from stepscope.render.formats import Format
 def recover(
     evidence: Annotated[
         list[Path],
-        typer.Argument(metavar="EVIDENCE...", help="Traces, counters (ncu --csv) and memory snapshots of one run."),
+        typer.Argument(
+            metavar="EVIDENCE...", help="Traces, counters (ncu --csv) and memory snapshots of a single run."
+        ),
     ],
     use_shapes: Annotated[
-        bool, typer.Option("--use-shapes", help="Believe the shapes that a profiler wrote beside the kernels.")
+        bool, typer.Option("--use-shapes", help="Trust the GEMM shapes that the profiler recorded.")
     ] = False,
     study: Annotated[
-        bool, typer.Option("--study", help="EVIDENCE is a grid of runs: which counter reveals which field?")
+        bool,
+        typer.Option("--study", help="Treat EVIDENCE as a grid of runs and show which counter reveals which field."),
     ] = False,
     settings: Annotated[
         Path | None,
-        typer.Option("--settings", metavar="FILE", help="With --study: what runs were, where files do not say (JSON)."),
+        typer.Option(
+            "--settings", metavar="FILE", help="With --study: the settings of runs that do not record them (JSON)."
+        ),
     ] = None,
-    sign: Annotated[Path | None, typer.Option("--sign", metavar="KEY", help="Sign the answer with this key.")] = None,
+    sign: Annotated[
+        Path | None, typer.Option("--sign", metavar="KEY", help="Write a report signed with this private key.")
+    ] = None,
     out: Annotated[
-        Path | None, typer.Option("--out", metavar="REPORT", help="With --sign: where the report goes (report.json).")
+        Path | None,
+        typer.Option("--out", metavar="REPORT", help="With --sign: the report to write (default: report.json)."),
     ] = None,
-    nonce: Annotated[str | None, typer.Option("--nonce", help="With --sign: the verifier's number.")] = None,
+    nonce: Annotated[str | None, typer.Option("--nonce", help="With --sign: the nonce the verifier sent.")] = None,
     weights: Annotated[
-        Path | None, typer.Option("--weights", metavar="PATH", help="With --sign: weights whose hash goes along.")
+        Path | None,
+        typer.Option("--weights", metavar="PATH", help="With --sign: include the SHA-256 of these weights."),
     ] = None,
-    gpu_uuid: Annotated[str | None, typer.Option("--gpu-uuid", help="With --sign: of the GPU.")] = None,
-    force: Annotated[bool, typer.Option("--force", help="Replace a report that is there.")] = False,
-    format_: Annotated[Format, typer.Option("--format", help="How it is printed.")] = Format.TEXT,
+    gpu_uuid: Annotated[
+        str | None, typer.Option("--gpu-uuid", help="With --sign: the UUID of the GPU to record.")
+    ] = None,
+    force: Annotated[bool, typer.Option("--force", help="Overwrite an existing report.")] = False,
+    format_: FormatFlag = Format.TEXT,
 ) -> None:
-    """What model ran, from a GPU's counters or a bare trace: layers, width, heads, feed-forward width, vocabulary,
-    batch, context, data type, parameters; what is certain, what else it could be, and what would decide.
+    """Infer which model ran from GPU counters or a trace: num_layers, d_model, num_heads, num_kv_heads, d_head, d_ff,
+    vocab_size, batch, context, dtype and parameters. Shows which values are certain and what else the others could be.
 
-    Names, grids, durations and counters are read; shapes, modules and stacks are not, unless --use-shapes.
-    Exit 3: the evidence cannot tell.
+    Reads kernel names, grids, durations and counters. Ignores module names, stacks and (without --use-shapes) shapes.
+    Exit 3: the evidence does not determine any size.
     """
     from stepscope.jobs import recover as job
     from stepscope.jobs.signing import make_report, read_flags, sign_to_file
@@ -54,7 +66,7 @@ def recover(
         show_tables(job.study_files(evidence, settings), format_)
         return
     if settings is not None:
-        raise StepscopeError("`--settings` does nothing without `--study`", hint="--study, or leave it out")
+        raise StepscopeError("`--settings` requires `--study`", hint="add --study, or remove --settings")
     signing = read_flags(sign, nonce=nonce, weights=weights, gpu_uuid=gpu_uuid, out=out, force=force, inputs=evidence)
     seen = hash_files(evidence) if signing is not None else ()
     result, device = job.recover_files(evidence, use_shapes=use_shapes)
@@ -68,5 +80,5 @@ def recover(
         sign_to_file(made, signing, report, force=force)
         say(f"signed report: {report}")
     if job.exit_code(result) is Exit.OK:
-        say(f"next: stepscope verify {shlex.join(map(str, evidence))} --claim FILE, with what was claimed in it")
+        say(f"next: stepscope verify {shlex.join(map(str, evidence))} --claim CLAIM")
     raise typer.Exit(job.exit_code(result))

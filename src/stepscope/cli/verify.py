@@ -1,4 +1,4 @@
-"""`stepscope verify`: is the claim true?"""
+"""`stepscope verify`: check a claim about a model against a run."""
 
 import shlex
 from collections.abc import Mapping, Sequence
@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from stepscope.cli.options import FormatFlag
 from stepscope.cli.output import say, show, show_parts, show_tables
 from stepscope.errors import Exit, StepscopeError
 from stepscope.render.formats import Format
@@ -15,41 +16,55 @@ from stepscope.render.formats import Format
 def verify(
     evidence: Annotated[
         list[Path] | None,
-        typer.Argument(metavar="EVIDENCE...", help="Traces, counters (ncu --csv) and memory snapshots of one run."),
+        typer.Argument(
+            metavar="EVIDENCE...", help="Traces, counters (ncu --csv) and memory snapshots of a single run."
+        ),
     ] = None,
     claim: Annotated[
         Path | None,
-        typer.Option("--claim", metavar="FILE", help="Sizes in TOML or JSON, or a config.json of transformers."),
+        typer.Option(
+            "--claim",
+            metavar="FILE",
+            help="The claimed sizes (TOML or JSON), a transformers config.json, or saved recover --format json.",
+        ),
     ] = None,
-    batch: Annotated[int | None, typer.Option("--batch", min=1, help="Claimed besides what the file says.")] = None,
-    context: Annotated[int | None, typer.Option("--context", min=1, help="Claimed besides what the file says.")] = None,
+    batch: Annotated[int | None, typer.Option("--batch", min=1, help="Add a batch size to the claim.")] = None,
+    context: Annotated[int | None, typer.Option("--context", min=1, help="Add a context length to the claim.")] = None,
     dtype: Annotated[
-        str | None, typer.Option("--dtype", help="Claimed besides what the file says: fp32, tf32, fp16 or bf16.")
+        str | None, typer.Option("--dtype", help="Add a data type to the claim: fp32, tf32, fp16 or bf16.")
     ] = None,
-    sign: Annotated[Path | None, typer.Option("--sign", metavar="KEY", help="Sign the answer with this key.")] = None,
+    sign: Annotated[
+        Path | None, typer.Option("--sign", metavar="KEY", help="Write a report signed with this private key.")
+    ] = None,
     out: Annotated[
-        Path | None, typer.Option("--out", metavar="REPORT", help="With --sign: where the report goes (report.json).")
+        Path | None,
+        typer.Option("--out", metavar="REPORT", help="With --sign: the report to write (default: report.json)."),
     ] = None,
     nonce: Annotated[
-        str | None, typer.Option("--nonce", help="With --sign: the verifier's number; with --signed: expected there.")
+        str | None,
+        typer.Option("--nonce", help="With --sign: the nonce the verifier sent; with --signed: the nonce to expect."),
     ] = None,
     weights: Annotated[
-        Path | None, typer.Option("--weights", metavar="PATH", help="With --sign: weights whose hash goes along.")
+        Path | None,
+        typer.Option("--weights", metavar="PATH", help="With --sign: include the SHA-256 of these weights."),
     ] = None,
-    gpu_uuid: Annotated[str | None, typer.Option("--gpu-uuid", help="With --sign: of the GPU.")] = None,
+    gpu_uuid: Annotated[
+        str | None, typer.Option("--gpu-uuid", help="With --sign: the UUID of the GPU to record.")
+    ] = None,
     signed: Annotated[
-        Path | None, typer.Option("--signed", metavar="REPORT", help="Check a signed report instead.")
+        Path | None, typer.Option("--signed", metavar="REPORT", help="Check a signed report instead of a claim.")
     ] = None,
     public_key: Annotated[
-        str | None, typer.Option("--public-key", metavar="KEY", help="With --signed: a .pub file or its line.")
+        str | None,
+        typer.Option("--public-key", metavar="KEY", help="With --signed: the signer's .pub file, or its one line."),
     ] = None,
-    force: Annotated[bool, typer.Option("--force", help="Replace a report that is there.")] = False,
-    format_: Annotated[Format, typer.Option("--format", help="How it is printed.")] = Format.TEXT,
+    force: Annotated[bool, typer.Option("--force", help="Overwrite an existing report.")] = False,
+    format_: FormatFlag = Format.TEXT,
 ) -> None:
-    """Does a run match the model that somebody claims? Predicts every kernel's work from the claim and compares, kernel
-    by kernel. Counters show the shape of work, not weights or data.
+    """Check whether a run matches a claimed model. Predicts the work of every kernel from the claim and compares it
+    with the evidence. Counters show the shape of the work, not the weights or the data.
 
-    Exit 0: consistent. Exit 1: refuted, with the kernel that refutes it. Exit 3: cannot tell, with what is missing.
+    Exit 0: consistent. Exit 1: refuted, naming the kernel. Exit 3: cannot tell, naming what is missing.
     """
     from stepscope.jobs import verify as job
     from stepscope.jobs.signing import make_report, read_flags, sign_to_file
@@ -65,11 +80,11 @@ def verify(
     if claim is None or not files:
         raise StepscopeError(
             "nothing to verify: expected evidence and a claim",
-            detail="or a signed report and the key that it should be signed with",
+            detail="or a signed report (--signed) and the signer's public key (--public-key)",
             hint="stepscope verify EVIDENCE --claim claim.toml",
         )
     if public_key is not None:
-        raise StepscopeError("`--public-key` does nothing without `--signed`", hint="--signed REPORT")
+        raise StepscopeError("`--public-key` requires `--signed`", hint="add --signed REPORT")
     signing = read_flags(
         sign, nonce=nonce, weights=weights, gpu_uuid=gpu_uuid, out=out, force=force, inputs=[*files, claim]
     )
@@ -91,16 +106,22 @@ def verify(
 
 def _check_signed_flags(public_key: str | None, given: Mapping[str, object]) -> None:
     if public_key is None:
-        raise StepscopeError("whose signature should it be?", hint="--public-key lab.key.pub, which came another way")
+        raise StepscopeError(
+            "`--signed` requires `--public-key`",
+            detail="use a key that you received separately from the report",
+            hint="add --public-key lab.key.pub",
+        )
     for flag, value in given.items():
         if value is not None:
-            raise StepscopeError(f"`{flag}` does nothing beside `--signed`", detail="the report holds its own answer")
+            raise StepscopeError(
+                f"`{flag}` cannot be used with `--signed`", detail="the report already contains its result"
+            )
 
 
 def print_signed(
     report: Path, public_key: str, evidence: Sequence[Path], *, nonce: str | None, format_: Format
 ) -> None:
-    """`--signed REPORT --public-key KEY [EVIDENCE...]`. Leaves with 1 where the report is not what was signed."""
+    """Check `--signed REPORT --public-key KEY [EVIDENCE...]`. Exit with 1 if the report or a file was changed."""
     from stepscope.jobs.signing import examination_table, examine_signed
 
     examination = examine_signed(report, public_key, evidence, nonce=nonce)
@@ -108,4 +129,7 @@ def print_signed(
     if examination.exit is not Exit.OK:
         raise typer.Exit(examination.exit)
     if not evidence:
-        say(f"next: stepscope verify EVIDENCE --signed {shlex.quote(str(report))} --public-key …, to hash files again")
+        say(
+            f"next: stepscope verify EVIDENCE --signed {shlex.quote(str(report))} --public-key …, "
+            "to check the evidence files too"
+        )

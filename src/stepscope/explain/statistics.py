@@ -1,7 +1,7 @@
 """The summary of a handful of timings.
 
-The median is what we compare, because one step that the operating system interrupted should not move a result; the mean
-and standard deviation stand beside it because people quote them, and because their distance from the median is telling.
+Comparisons use the median, because one step that the operating system interrupted should not change a result. Mean and
+standard deviation are kept because people quote them, and because their distance from the median shows outliers.
 """
 
 import math
@@ -12,7 +12,7 @@ import msgspec
 
 
 class Statistics(msgspec.Struct, frozen=True, kw_only=True):
-    """All in the unit of the samples. `sd` is the sample's standard deviation; a single sample has none."""
+    """All in the unit of the samples. `sd` is the sample standard deviation, None for a single sample."""
 
     mean: float
     sd: float | None
@@ -24,13 +24,13 @@ class Statistics(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def spread(self) -> float:
-        """Width of the middle 60 per cent, relative to the median."""
+        """Width of the middle 60%, relative to the median."""
         return (self.p80 - self.p20) / self.median if self.median else 0.0
 
 
 def summarise(samples: Sequence[float]) -> Statistics:
     if not samples:
-        raise ValueError("no samples to summarise")
+        raise ValueError("expected at least one sample")
     ordered = sorted(samples)
     return Statistics(
         mean=statistics.fmean(ordered),
@@ -44,7 +44,7 @@ def summarise(samples: Sequence[float]) -> Statistics:
 
 
 def quantile(ordered: Sequence[float], share: float) -> float:
-    """Linear interpolation between the two nearest samples (NumPy's default) of an ascending sequence."""
+    """Return a quantile of an ascending sequence, interpolated linearly (NumPy's default)."""
     position = share * (len(ordered) - 1)
     below = math.floor(position)
     above = min(below + 1, len(ordered) - 1)

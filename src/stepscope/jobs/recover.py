@@ -1,4 +1,4 @@
-"""`stepscope recover`: files somebody hands us, and what model they show."""
+"""`stepscope recover`: read the evidence files and infer the model."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -16,7 +16,7 @@ from stepscope.recover.solve.recovery_tables import answer_page
 
 
 class Undecided(msgspec.Struct, frozen=True, kw_only=True):
-    """No model can be read out of the files, and why."""
+    """The files do not show a model, for the given reason."""
 
     reason: str
     notes: tuple[str, ...] = ()
@@ -25,22 +25,22 @@ class Undecided(msgspec.Struct, frozen=True, kw_only=True):
 def read_evidence(
     paths: Sequence[Path], *, expected: str, use_shapes: bool = False
 ) -> tuple[list[Recording], list[KernelEvidence], str]:
-    """The recordings, the evidence in them, and what it calls its GPU. Raises StepscopeError for what cannot be read,
-    and where no file holds a kernel of a GPU; `expected` says then what is needed."""
+    """Return the recordings, their evidence, and the GPU's name. Raises StepscopeError if a file cannot be read or if
+    no file has GPU kernels; `expected` is then the detail of the error."""
     recordings = [open_recording(path) for path in paths]
     evidence = [gather(one, file=path.name, use_shapes=use_shapes) for one, path in zip(recordings, paths, strict=True)]
     if not any(one.sightings for one in evidence):
         raise StepscopeError(
             f"no GPU kernels in {', '.join(f'`{path}`' for path in paths)}",
             detail=expected,
-            hint="stepscope profile --counters --size small, on a machine with a GPU",
+            hint="run stepscope profile --counters --size small on a machine with a GPU",
         )
     return recordings, evidence, next((one.device for one in evidence if one.device), "")
 
 
 def recover_files(paths: Sequence[Path], *, use_shapes: bool = False) -> tuple[Recovery | Undecided, str]:
-    """What was recovered, and what the evidence calls its GPU."""
-    expected = "a model is recovered from what ran on a GPU: a profiler's trace, or Nsight Compute's counters"
+    """Return the recovered model and the GPU's name."""
+    expected = "expected a profiler trace of a GPU run, or Nsight Compute counters"
     _, evidence, device = read_evidence(paths, expected=expected, use_shapes=use_shapes)
     try:
         return recover(evidence), device
@@ -49,11 +49,11 @@ def recover_files(paths: Sequence[Path], *, use_shapes: bool = False) -> tuple[R
 
 
 def describe(result: Recovery | Undecided, paths: Sequence[Path]) -> Iterator[str | Table]:
-    """Lines and tables, in the order in which they are read."""
+    """Yield text and tables in the order to print them."""
     files = ", ".join(path.name for path in paths)
     if isinstance(result, Undecided):
         yield (
-            "\n".join([f"{files}: cannot tell what model ran", f"  {result.reason}", *map("  ".__add__, result.notes)])
+            "\n".join([f"{files}: cannot tell which model ran", f"  {result.reason}", *map("  ".__add__, result.notes)])
             + "\n"
         )
         return
@@ -66,7 +66,7 @@ def describe(result: Recovery | Undecided, paths: Sequence[Path]) -> Iterator[st
 
 
 def state(result: Recovery | Undecided) -> dict[str, object]:
-    """In JSON's terms, as it is printed and signed."""
+    """Return the result as JSON-compatible values, as printed and signed."""
     if isinstance(result, Undecided):
         return {"verdict": "cannot tell", "reason": result.reason, "candidates": [], "notes": list(result.notes)}
     verdict = "recovered" if result.candidates else "cannot tell"
@@ -79,14 +79,14 @@ def encode(result: Recovery | Undecided) -> str:
 
 
 def check_study_flags(flags: Mapping[str, object]) -> None:
-    """A flag that would be ignored is an error."""
+    """Raise StepscopeError for a flag that `--study` would ignore."""
     for flag, given in flags.items():
         if given:
-            raise StepscopeError(f"`{flag}` does nothing with `--study`", hint="leave it out")
+            raise StepscopeError(f"`{flag}` cannot be used with `--study`", hint=f"remove {flag}")
 
 
 def study_files(paths: Sequence[Path], settings: Path | None) -> list[Table]:
-    """Over recordings of our own, folders that hold a grid of them, or files whose settings stand in another."""
+    """Run a study over recordings, directories of recordings, or files whose settings are in the `settings` file."""
     from stepscope.recover.study import study
     from stepscope.recover.study.runs import read_truths
 
@@ -97,7 +97,7 @@ def study_files(paths: Sequence[Path], settings: Path | None) -> list[Table]:
 
 
 def expand(paths: Sequence[Path]) -> list[Path]:
-    """A folder of recordings stands for those in it."""
+    """Replace each directory of recordings by the recordings in it."""
     found: list[Path] = []
     for path in paths:
         inside = (

@@ -1,8 +1,8 @@
-"""Signing a result, and checking a signed one, for the verbs that offer it.
+"""Sign a result, or check a signed one, for `recover` and `verify`.
 
-What a report says of the GPU is said by somebody: by the evidence (a trace names its device), by the driver of the
-machine that signs, or by whoever signs. None of these is proof, so each is written down with its source, and where
-nobody knows the report says nothing. No nonce is invented: a number that the signer picked says nothing about when.
+The GPU in a report comes from the evidence (a trace names its device), from the driver of the signing machine, or from
+the signer. None of these is proof, so the report records the source of each, and leaves out a GPU without a source. A
+nonce is never generated here: one that the signer picks does not show when the report was made.
 """
 
 from collections.abc import Sequence
@@ -34,16 +34,17 @@ from stepscope.recover.reports.signing import (
     check_signed,
     write_signed,
 )
+from stepscope.units import count_noun
 
 _LIMITS = (
-    "a signature proves who signed and that nothing changed since; not that it is true, nor when it was made",
-    "counters show the shape of work, not weights, data or usefulness: docs/trust.md",
+    "a signature proves who signed the report and that it is unchanged, not that it is true or when it was made",
+    "counters show the shape of the work, not the weights, the data or whether it was useful: docs/trust.md",
 )
 _LONGEST = 200
 
 
 class Signing(msgspec.Struct, frozen=True, kw_only=True):
-    """What a verb's flags say about signing: `--sign`, `--nonce`, `--weights`, `--gpu-uuid`."""
+    """The signing flags of a verb: `--sign`, `--nonce`, `--weights`, `--gpu-uuid`."""
 
     key: Path
     nonce: str | None = None
@@ -52,11 +53,11 @@ class Signing(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Examination(msgspec.Struct, frozen=True, kw_only=True):
-    """A signed report, looked at. `expected_nonce` is what the verifier had asked for, None where nothing was."""
+    """The result of checking a signed report. `expected_nonce` is the nonce the verifier sent, or None."""
 
     signature: SignatureCheck
     mismatches: tuple[Mismatch, ...] = ()
-    rehashed: int = 0  # how many files and folders were given again
+    rehashed: int = 0  # how many files and directories were hashed again
     expected_nonce: str | None = None
 
     @property
@@ -80,8 +81,8 @@ def read_flags(
     force: bool = False,
     inputs: Sequence[Path] = (),
 ) -> Signing | None:
-    """What was asked for, None where nothing is to be signed. A flag that would do nothing is an error, and so is a
-    report in the place of what it is made from; both before anything is read."""
+    """Return the signing flags, or None without a key. Raises StepscopeError, before any file is read, for a flag that
+    requires a key and for a report that would overwrite one of its inputs."""
     if key is not None:
         signing = Signing(key=key, nonce=nonce, weights=weights, gpu_uuid=gpu_uuid)
         check_flags(signing)
@@ -92,21 +93,21 @@ def read_flags(
     given = {"--nonce": nonce, "--weights": weights, "--gpu-uuid": gpu_uuid, "--out": out, "--force": force or None}
     for flag, value in given.items():
         if value is not None:
-            raise StepscopeError(f"`{flag}` does nothing without `--sign`", hint="stepscope key new, then --sign KEY")
+            raise StepscopeError(f"`{flag}` requires `--sign`", hint="run stepscope key new, then add --sign KEY")
     return None
 
 
 def _check_place(report: Path, inputs: Sequence[Path], *, force: bool) -> None:
     if any(one.exists() and report.exists() and one.samefile(report) for one in inputs):
-        raise StepscopeError(f"`{report}` is what the report is made from", hint="--out report.json")
+        raise StepscopeError(f"the report would overwrite its own input: `{report}`", hint="--out report.json")
     if report.is_dir():
-        raise StepscopeError(f"`{report}` is a folder", hint=f"--out {report / 'report.json'}")
+        raise StepscopeError(f"`{report}` is a directory, expected a file", hint=f"--out {report / 'report.json'}")
     if report.exists() and not force:
-        raise StepscopeError(f"`{report}` exists", hint="--force, or another file with --out")
+        raise StepscopeError(f"`{report}` already exists", hint="add --force, or choose another file with --out")
 
 
 def check_flags(signing: Signing) -> None:
-    """What can be refused is refused before a minute is spent on evidence: flags, and a key that cannot be used."""
+    """Check the flags and the key before reading evidence, which can take a minute."""
     if signing.nonce is not None:
         check_nonce(signing.nonce)
     if signing.gpu_uuid is not None:
@@ -123,12 +124,14 @@ def make_report(
     device: str = "",
     seen: Sequence[HashedFile] = (),
 ) -> SignedReport:
-    """The report on `statement`, not yet signed. `device` is what the evidence calls its GPU, `seen` what the evidence
-    was before it was read: a file that changed meanwhile is not what the statement is about."""
+    """Return the unsigned report on `statement`. `device` is the GPU's name according to the evidence. `seen` are the
+    hashes taken before the evidence was read: raises StepscopeError if a file changed since."""
     check_flags(signing)
     hashed = hash_files(evidence)
     if seen and tuple(seen) != tuple(hashed):
-        raise StepscopeError("the evidence changed while it was read", hint="again, with files that nobody writes to")
+        raise StepscopeError(
+            "the evidence changed while it was being read", hint="run it again when nothing writes to these files"
+        )
     return SignedReport(
         stepscope=__version__,
         signed_at=datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
@@ -148,7 +151,7 @@ def sign_to_file(report: SignedReport, signing: Signing, path: Path, *, force: b
 def examine_signed(
     path: Path, public_key: Path | str, evidence: Sequence[Path] = (), *, nonce: str | None = None
 ) -> Examination:
-    """Is it what was signed, by whom it should be, and are these the files that it speaks of?"""
+    """Check the signature, the nonce, and whether `evidence` are the files that were signed."""
     signature = check_signed(path, public_key)
     mismatches = [] if signature.report is None else check_evidence(signature.report, evidence)
     return Examination(
@@ -167,25 +170,25 @@ def examination_table(examination: Examination) -> Table:
     if report is not None:
         rows += _describe(report)
         rows += _summarise(report.statement)
-        rows += [(f"given {one.name}", one.problem) for one in examination.mismatches]
+        rows += [(f"file {one.name}", one.problem) for one in examination.mismatches]
         if examination.rehashed and not examination.mismatches:
-            rows.append(("files given again", "the same bytes as when it was signed"))
+            rows.append(("files checked", "identical to the signed ones"))
         if examination.is_replayed:
-            rows.append(("expected nonce", f"{examination.expected_nonce}, so this is an answer to another question"))
+            rows.append(("expected nonce", f"{examination.expected_nonce}: this report answers a different request"))
     return Table(
-        title="Is the report what was signed?",
-        columns=(Column(key="what", label="what"), Column(key="found", label="found")),
+        title="Signed report",
+        columns=(Column(key="what", label="item"), Column(key="found", label="value")),
         rows=tuple(rows),
         notes=_LIMITS if report is not None else (),
     )
 
 
 def _describe(report: SignedReport) -> list[tuple[str, str]]:
-    rows = [("signed at", f"{report.signed_at}, by the signer's clock"), ("stepscope", report.stepscope)]
-    rows.append(("nonce", report.nonce or "none: nothing shows that the report is fresh"))
-    rows += [("gpu", f"{_name_gpu(gpu)}, says the {gpu.said_by}") for gpu in report.gpus]
+    rows = [("signed at", f"{report.signed_at} (signer's clock)"), ("stepscope", report.stepscope)]
+    rows.append(("nonce", report.nonce or "none: the report may be old"))
+    rows += [("GPU", f"{_name_gpu(gpu)} (according to the {gpu.said_by})") for gpu in report.gpus]
     if not any(gpu.uuid for gpu in report.gpus):
-        rows.append(("gpu uuid", "not known"))
+        rows.append(("GPU UUID", "unknown"))
     rows += [("evidence", f"{file.name}, {file.bytes:,} bytes, sha256 {file.sha256}") for file in report.evidence]
     if report.claim is not None:
         rows.append(("claim", f"{report.claim.name}, sha256 {report.claim.sha256}"))
@@ -197,19 +200,19 @@ def _describe(report: SignedReport) -> list[tuple[str, str]]:
 
 
 def _summarise(statement: Statement) -> list[tuple[str, str]]:
-    """The plain values of what was stated; tables and lists are for readers of the file."""
+    """Return the scalar values of the statement. Tables and lists are only in the file."""
     plain = {key: value for key, value in statement.items() if isinstance(value, str | int | float)}
-    rows = [(f"says {key}", str(value)[:_LONGEST]) for key, value in plain.items()]
+    rows = [(key, str(value)[:_LONGEST]) for key, value in plain.items()]
     more = len(statement) - len(plain)
-    return [*rows, ("says more", f"{more} more, in the file")] if more else rows
+    return [*rows, ("more", f"{count_noun(more, 'more field', 'more fields')} in the file")] if more else rows
 
 
 def _name_gpu(gpu: Gpu) -> str:
-    return " ".join(part for part in (gpu.name, gpu.uuid) if part) or "not named"
+    return " ".join(part for part in (gpu.name, gpu.uuid) if part) or "unnamed"
 
 
 def _gpus(device: str, uuid: str | None) -> tuple[Gpu, ...]:
-    """With the UUID that was given, or else this machine's GPUs that are of the kind that the evidence names."""
+    """Return the evidence's GPU with `uuid`, or without one with those GPUs of this machine that have its name."""
     from_evidence = (Gpu(name=device, uuid=None, said_by="evidence"),) if device else ()
     if uuid is not None:
         return (*from_evidence, Gpu(name=None, uuid=uuid, said_by="signer"))
@@ -218,7 +221,7 @@ def _gpus(device: str, uuid: str | None) -> tuple[Gpu, ...]:
 
 
 def gpus_of_this_machine() -> list[tuple[str, str]]:
-    """Names and UUIDs, as NVIDIA's driver tells them; none where there is no such driver."""
+    """Return names and UUIDs from the NVIDIA driver, or an empty list without a driver."""
     import pynvml
 
     try:

@@ -1,4 +1,4 @@
-"""`stepscope verify`: does the evidence match the claim?"""
+"""`stepscope verify`: compare evidence files with a claim."""
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -15,6 +15,7 @@ from stepscope.recover.claims.verdict import ClaimVerdict, Verification, describ
 from stepscope.recover.claims.verification import verify
 from stepscope.recover.evidence.order import NoTransformerError
 from stepscope.recover.evidence.recording import KernelEvidence
+from stepscope.units import count_noun
 
 _EXITS = {
     ClaimVerdict.CONSISTENT: Exit.OK,
@@ -25,7 +26,7 @@ _MOST_ROWS = 10
 
 
 class Verified(msgspec.Struct, frozen=True, kw_only=True):
-    """The answer, and what the evidence calls its GPU."""
+    """The result, and the GPU's name according to the evidence."""
 
     verification: Verification
     device: str = ""
@@ -39,9 +40,9 @@ def verify_files(
     context: int | None = None,
     dtype: str | None = None,
 ) -> Verified:
-    """Raises StepscopeError for a claim that is none and for evidence that cannot be read or holds no kernel."""
+    """Raises StepscopeError for an invalid claim, and for evidence that cannot be read or has no GPU kernels."""
     claimed = read_claim(claim, batch=batch, context=context, dtype=dtype)
-    expected = "a claim is held against what ran on a GPU: a profiler's trace of one, or Nsight Compute's counters"
+    expected = "expected a profiler trace of a GPU run, or Nsight Compute counters"
     recordings, evidence, device = read_evidence(paths, expected=expected)
     try:
         answer = verify(evidence, claimed, unseen=_unseen_share(recordings, evidence))
@@ -51,7 +52,7 @@ def verify_files(
 
 
 def _unseen_share(recordings: Sequence[Recording], evidence: Sequence[KernelEvidence]) -> float:
-    """Of the GPU's time in kernels that were not looked at, because they ran on other streams or came too late."""
+    """Return the share of GPU time in kernels that were skipped: those on other streams, and those past the limit."""
     whole = 0
     for one in recordings:
         kernels = one.kernels.filter(pl.col("kind") == "kernel")
@@ -61,7 +62,7 @@ def _unseen_share(recordings: Sequence[Recording], evidence: Sequence[KernelEvid
 
 
 def state(verified: Verified) -> dict[str, object]:
-    """In JSON's terms, as it is printed and signed."""
+    """Return the result as JSON-compatible values, as printed and signed."""
     plain: dict[str, object] = msgspec.to_builtins(verified.verification)
     return plain
 
@@ -75,12 +76,12 @@ def exit_code(verified: Verified) -> Exit:
 
 
 def describe(verified: Verified, paths: Sequence[Path]) -> Iterator[str | Table]:
-    """Lines and tables, in the order in which they are read."""
+    """Yield text and tables in the order to print them."""
     answer = verified.verification
     yield f"{', '.join(path.name for path in paths)}: {answer.verdict.value}\n  {answer.why}\n"
     yield (
-        f"  of {answer.kernels:,} kernels {answer.kernels_compared:,} were held against exact predictions, "
-        f"{answer.kernels_counted:,} against numbers of elements\n\n"
+        f"  {count_noun(answer.kernels, 'kernel')}: {answer.kernels_compared:,} compared with exact predictions, "
+        f"{answer.kernels_counted:,} compared by element count\n\n"
     )
     tables = [_fields_table(answer), _comparison_table(answer)]
     if answer.refuted_by:
@@ -99,14 +100,14 @@ def _fields_table(answer: Verification) -> Table:
         Column(key="field", label="field"),
         Column(key="claimed", label="claimed"),
         Column(key="verdict", label="verdict"),
-        Column(key="passes_too", label="would have passed as well"),
+        Column(key="passes_too", label="other values that pass"),
     )
     rows = []
     for name, result in answer.fields.items():
         claimed = "" if result.claimed is None else _say(result.claimed)
         others = ", ".join(describe_interval(one) for one in result.passes_too)
         rows.append((name, f"{claimed} (implied)" if result.implied else claimed, result.verdict, others))
-    return Table(title="What was claimed", columns=columns, rows=tuple(rows))
+    return Table(title="Claimed fields", columns=columns, rows=tuple(rows))
 
 
 def _say(value: int | str | bool) -> str:
@@ -117,13 +118,13 @@ def _say(value: int | str | bool) -> str:
 
 def _comparison_table(answer: Verification) -> Table:
     columns = (
-        Column(key="what", label="what"),
+        Column(key="what", label="kernels"),
         Column(key="expected", label="expected"),
         Column(key="launches", label="launches", kind="count"),
         Column(key="agree", label="agree", kind="count"),
     )
     rows = tuple((one.what, one.expected, one.launches, one.agree) for one in answer.comparisons)
-    return Table(title="Kernel by kernel", columns=columns, rows=rows)
+    return Table(title="Kernels compared with the claim", columns=columns, rows=rows)
 
 
 def _refutation_table(answer: Verification) -> Table:
@@ -131,16 +132,16 @@ def _refutation_table(answer: Verification) -> Table:
         Column(key="index", label="#", kind="count"),
         Column(key="kernel", label="kernel"),
         Column(key="where", label="where"),
-        Column(key="what", label="what"),
+        Column(key="what", label="check"),
         Column(key="expected", label="expected"),
-        Column(key="seen", label="seen"),
+        Column(key="seen", label="got"),
         Column(key="file", label="file", detail=True),
     )
     shown = answer.refuted_by[:_MOST_ROWS]
     rows = tuple((one.index, one.kernel, one.where, one.what, one.expected, one.seen, one.file) for one in shown)
     more = len(answer.refuted_by) - len(shown)
-    notes = (f"{more:,} more: --format json",) if more else ()
-    return Table(title="What refutes the claim", columns=columns, rows=rows, notes=notes)
+    notes = (f"{more:,} more in --format json",) if more else ()
+    return Table(title="Kernels that refute the claim", columns=columns, rows=rows, notes=notes)
 
 
 def _work_table(answer: Verification) -> Table:
@@ -149,14 +150,14 @@ def _work_table(answer: Verification) -> Table:
         Column(key="launches", label="launches", kind="count"),
         Column(key="time_us", label="time", kind="us"),
         Column(key="operations", label="operations", kind="count"),
-        Column(key="first", label="first at #", kind="count"),
-        Column(key="why", label="why"),
+        Column(key="first", label="first #", kind="count"),
+        Column(key="why", label="reason"),
     )
     shown = answer.unexplained[:_MOST_ROWS]
     rows = tuple(
         (one.name, one.launches, one.duration_ns / 1e3, one.operations, one.first_index, one.why) for one in shown
     )
     more = len(answer.unexplained) - len(shown)
-    notes = [f"{answer.unexplained_share:.2%} of the GPU's time"]
-    notes += [f"{more:,} more: --format json"] if more else []
+    notes = [f"{answer.unexplained_share:.2%} of the GPU time"]
+    notes += [f"{more:,} more in --format json"] if more else []
     return Table(title="Work that the claim does not explain", columns=columns, rows=rows, notes=tuple(notes))

@@ -1,4 +1,4 @@
-"""The faster parts: each a drop-in for the reference of its name in `nn.functional`."""
+"""Faster kernels: each is a drop-in replacement for the reference of the same name in `nn.functional`."""
 
 from stepscope.kernels.attention import FlashAttention, FlashAttentionTiled, flash_attention
 

@@ -1,17 +1,17 @@
 """Every operation of the reference Transformer, once, from tensor primitives.
 
-The model, the tests and the benchmarks import these, so that "the reference" means one thing. They are
-written to be read: a kernel that is faster than one of them has to give the same numbers, and the reader
-should be able to check here what those numbers are. Nothing comes from `torch.nn.functional`.
+The model, the tests and the benchmarks import these, so that "the reference" means one thing. They are written to be
+read: a faster kernel has to give the same numbers, and this is where a reader can check what they are. Nothing comes
+from `torch.nn.functional`.
 
-Precision is part of the definition. Sums over many terms (the norm's mean square, the softmax, the loss) are
-computed in fp32 even when the tensors are bf16 or fp16, and the result goes back to the input's dtype; matrix
-products stay in the dtype they are given, or the one that `torch.autocast` chooses. float64 stays float64
-throughout, which makes the same code the truth that tests compare against. Autocast treats exp and sum
-differently on CPU and CUDA; because the widening is explicit here, both devices compute the same thing.
+Precision is part of the definition. Sums over many terms (the norm's mean square, the softmax, the loss) are computed
+in fp32 even when the tensors are bf16 or fp16, and the result is cast back to the input's dtype; matmuls stay in the
+dtype of their inputs, or the one that `torch.autocast` chooses. float64 stays float64 throughout, which makes the same
+code the truth that tests compare against. Autocast treats exp and sum differently on CPU and CUDA; because the widening
+is explicit here, both devices compute the same thing.
 
-A maximum subtracted for stability is detached: the result does not depend on it, so its gradient is exactly
-zero and autograd need not save anything to find that out.
+A maximum subtracted for stability is detached: the result does not depend on it, so its gradient is exactly zero and
+autograd need not save anything for it.
 """
 
 # B batch, H query heads, G key/value heads (G divides H), L length, Q queries, K keys,
@@ -28,7 +28,7 @@ from torch import Tensor
 
 
 def _widen(x: Tensor) -> Tensor:
-    """x in the dtype that sums are computed in: at least fp32."""
+    """Return x in the dtype that sums are computed in: at least fp32."""
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
@@ -38,8 +38,8 @@ def linear(x: Tensor, weight: Tensor) -> Tensor:
 
 
 def embedding(ids: Tensor, weight: Tensor) -> Tensor:
-    """The rows of weight (vocabulary, width) that ids (...) name: (..., width)."""
-    # Not `weight[ids]`: that would take a negative id as counting from the end instead of refusing it.
+    """Return the rows of weight (vocabulary, width) selected by ids (...): (..., width)."""
+    # Not `weight[ids]`: a negative id would count from the end instead of raising.
     return weight.index_select(0, ids.flatten()).view(*ids.shape, weight.shape[1])
 
 
@@ -59,7 +59,7 @@ def rope_tables(
 ) -> tuple[Tensor, Tensor]:
     """cos and sin (context, head_dim / 2) of the angle position * theta ** (-2i / head_dim) of pair i."""
     if head_dim % 2:
-        raise ValueError(f"RoPE rotates pairs: head_dim must be even, not {head_dim}")
+        raise ValueError(f"`head_dim` must be even because RoPE rotates pairs, but got {head_dim}")
     # float64 until the end: an fp32 angle of thousands of radians is already wrong in its fourth decimal.
     pair_P = torch.arange(0, head_dim, 2, dtype=torch.float64, device=device)
     position_L = torch.arange(context, dtype=torch.float64, device=device)
@@ -78,7 +78,7 @@ def rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def silu(x: Tensor) -> Tensor:
-    """x * sigmoid(x), element by element."""
+    """x * sigmoid(x), elementwise."""
     return x * torch.sigmoid(x)
 
 
@@ -88,33 +88,34 @@ def swiglu(gate: Tensor, up: Tensor) -> Tensor:
 
 
 def softmax(x: Tensor, dim: int) -> Tensor:
-    """exp(x) / sum(exp(x)) along dim. A row of only -inf has no softmax and gives NaN."""
-    # The wide maximum makes the difference wide without a wide copy of x. exp works in place because the
-    # difference is needed nowhere else: autograd keeps one tensor of x's size here, the exponentials.
+    """exp(x) / sum(exp(x)) along dim. A row of only -inf has no softmax and returns NaN."""
+    # A wide maximum widens the difference without a wide copy of x. exp works in place because the difference is used
+    # nowhere else: autograd saves one tensor of x's size here, the exponentials.
     exponential = (x - _widen(x.detach().amax(dim, keepdim=True))).exp_()
     return (exponential / exponential.sum(dim, keepdim=True)).to(x.dtype)
 
 
 def causal_mask(num_queries: int, num_keys: int, device: torch.device) -> Tensor:
-    """True (queries, keys) where a key lies in a query's future. The last query and last key are level."""
+    """True (queries, keys) for future keys. The last query is aligned with the last key."""
     mask_QK = torch.ones(num_queries, num_keys, dtype=torch.bool, device=device)
     return mask_QK.triu(1 + num_keys - num_queries)
 
 
 def attention(q_BHLD: Tensor, k_BGLD: Tensor, v_BGLD: Tensor, *, causal: bool, scale: float | None = None) -> Tensor:
-    """softmax(q k^T * scale) v per head: (B, H, queries, D). scale is 1/sqrt(D) unless given.
+    """softmax(q k^T * scale) v per head: (B, H, queries, D). scale defaults to 1/sqrt(D).
 
-    Each key/value head serves the H/G consecutive query heads of its group. Query and key lengths may differ;
-    a causal mask is then aligned at the end (bottom-right), as in decoding: the last query sees every key,
-    the one before it all but the last key. With more queries than keys the first queries see no key, and
-    their output is zero.
+    Each key/value head serves the H/G consecutive query heads of its group. Query and key lengths may differ; a causal
+    mask is then aligned at the end (bottom-right), as in decoding: the last query sees every key, the one before it all
+    but the last key. With more queries than keys the first queries see no key, and their output is zero.
 
-    Its three parts are functions of their own, so that a recorder can tell them apart (`step/annotation.py`).
+    Its three parts are separate functions, so that a profiler can distinguish them (`step/annotation.py`).
     """
     num_heads, num_queries, head_dim = q_BHLD.shape[1:]
     num_groups, num_keys = k_BGLD.shape[1:3]
     if num_heads % num_groups:
-        raise ValueError(f"key/value heads must divide query heads: {num_groups} does not divide {num_heads}")
+        raise ValueError(
+            f"the number of query heads ({num_heads}) must be divisible by the number of key/value heads ({num_groups})"
+        )
     num_blind = max(0, num_queries - num_keys) if causal else 0
     if num_blind:
         # Left out rather than masked: a row of only -inf would be NaN, and so would every gradient.
@@ -129,11 +130,11 @@ def attention(q_BHLD: Tensor, k_BGLD: Tensor, v_BGLD: Tensor, *, causal: bool, s
 
 
 def attention_scores(q_BHLD: Tensor, k_BGLD: Tensor, *, causal: bool, scale: float) -> Tensor:
-    """q k^T * scale, and -inf where a key lies in a query's future: (B, G, S, K), the heads of a group in a row."""
+    """q k^T * scale, with -inf for future keys: (B, G, S, K), the heads of a group in a row."""
     num_heads, num_queries, head_dim = q_BHLD.shape[1:]
     num_groups, num_keys = k_BGLD.shape[1:3]
-    # A group's query heads are stacked along the length: one product serves them all, and no key is copied.
-    # The queries are scaled rather than the scores: fewer elements, and fp16 scores overflow later.
+    # A group's query heads are stacked along the length: one matmul serves them all, and no key is copied. The queries
+    # are scaled rather than the scores: fewer elements, and fp16 scores overflow later.
     heads_per_group = num_heads // num_groups
     q_BGSD = (q_BHLD * scale).reshape(q_BHLD.shape[0], num_groups, heads_per_group * num_queries, head_dim)
     scores_BGSK = q_BGSD @ k_BGLD.transpose(-2, -1)
@@ -144,40 +145,43 @@ def attention_scores(q_BHLD: Tensor, k_BGLD: Tensor, *, causal: bool, scale: flo
 
 
 def attention_values(weights_BGSK: Tensor, v_BGLD: Tensor) -> Tensor:
-    """Each query's mixture of the values: (B, G, S, D)."""
+    """Each query's weighted sum of the values: (B, G, S, D)."""
     return weights_BGSK @ v_BGLD
 
 
 def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
-    """The mean of logsumexp(logits) - logits[target] over all targets (...), from logits (..., vocabulary).
+    """Mean of logsumexp(logits) - logits[target] over all targets (...), from logits (..., vocabulary).
 
-    A scalar in fp32, also from bf16 or fp16 logits: bf16 losses move in steps too coarse to see learning.
+    A scalar in fp32, even from bf16 or fp16 logits: bf16 losses are too coarse to show learning.
     """
     if logits.shape[:-1] != targets.shape:
         # Some mismatches would broadcast into a plausible loss.
-        raise ValueError(f"one target per row of logits: {tuple(targets.shape)} for {tuple(logits.shape)}")
+        raise ValueError(
+            f"expected one target per row of logits, but got targets {tuple(targets.shape)} for logits "
+            f"{tuple(logits.shape)}"
+        )
     logits_NV, targets_N1 = logits.reshape(-1, logits.shape[-1]), targets.reshape(-1, 1)
     max_N1 = _widen(logits_NV.detach().amax(dim=-1, keepdim=True))
     log_sum_N1 = (logits_NV - max_N1).exp_().sum(dim=-1, keepdim=True).log()
     target_logit_N1 = logits_NV.gather(-1, targets_N1)
-    # The two large numbers first: their difference is small, and the logarithm then keeps its digits.
+    # Subtract the two large numbers first: their difference is small, and the logarithm then keeps its digits.
     return (log_sum_N1 + (max_N1 - target_logit_N1)).mean()
 
 
 # --- The table of operations ---
 #
-# The one place where faster kernels slot in. The model calls `ops.attention(...)` and never `attention(...)`. To run it
-# with another kernel, hand it another table; the model's code, its parameters and its state dict stay the same:
+# This is where faster kernels are plugged in. The model calls `ops.attention(...)` and never `attention(...)`. To run
+# it with another kernel, pass it another table; the model's code, its parameters and its state dict stay the same:
 #
-#     ops = dataclasses.replace(REFERENCE, attention=flash_attention)
-#     model = TransformerLM(..., ops=ops)
+#    ops = dataclasses.replace(REFERENCE, attention=flash_attention)
+#    model = TransformerLM(..., ops=ops)
 #
-# An entry has to give what the reference of the same name gives, its gradients included, for every input the model
-# hands it. What differs is how fast, and how much is kept for the backward pass.
+# An entry must return what the reference of the same name returns, gradients included, for every input of the model. It
+# may differ in speed, and in how much is saved for backward.
 
 
 class RMSNormOp(Protocol):
-    """(x, weight, eps) -> x normalised, in x's dtype."""
+    """(x, weight, eps) -> x normalized, in x's dtype."""
 
     def __call__(self, x: Tensor, weight: Tensor, eps: float, /) -> Tensor: ...
 

@@ -1,11 +1,10 @@
 """The reference Transformer language model: pre-norm blocks, RoPE, grouped heads, SwiGLU.
 
-The modules hold parameters and say how the operations are wired; what an operation computes, and with which
-kernel, is the business of the `Operations` table they are given. Swapping a kernel therefore touches no line
-here.
+The modules hold parameters and define how the operations are wired; the `Operations` table they are given defines what
+an operation computes, and with which kernel. Swapping a kernel therefore changes no line here.
 
-Parameters are created on their device at once: pass `device`, or build inside `with torch.device("cuda")`. On
-"meta" nothing is allocated, which is how a model too large for this machine is counted. Random values come
+Parameters are created directly on their device: pass `device`, or build inside `with torch.device("cuda")`. On "meta"
+nothing is allocated, which is how the parameters of a model too large for this machine are counted. Random values come
 from the global generator, so `torch.manual_seed` reproduces a model.
 """
 
@@ -26,31 +25,31 @@ Device = torch.device | str | None
 def _check_positive(**counts: int) -> None:
     for name, count in counts.items():
         if count < 1:
-            raise ValueError(f"{name} must be positive, not {count}")
+            raise ValueError(f"{name} must be positive, but got {count}")
 
 
 def _split_width(d_model: int, num_heads: int, num_kv_heads: int) -> int:
-    """The width of one head, once the heads are known to fit."""
+    """Return the head dimension, after checking that the heads fit."""
     _check_positive(d_model=d_model, num_heads=num_heads, num_kv_heads=num_kv_heads)
     if d_model % num_heads:
-        raise ValueError(f"num_heads must divide d_model: {num_heads} does not divide {d_model}")
+        raise ValueError(f"d_model ({d_model}) must be divisible by num_heads ({num_heads})")
     if num_heads % num_kv_heads:
-        raise ValueError(f"num_kv_heads must divide num_heads: {num_kv_heads} does not divide {num_heads}")
+        raise ValueError(f"num_heads ({num_heads}) must be divisible by num_kv_heads ({num_kv_heads})")
     head_dim = d_model // num_heads
     if head_dim % 2:
-        raise ValueError(f"RoPE rotates pairs: d_model / num_heads must be even, not {head_dim}")
+        raise ValueError(f"d_model / num_heads must be even because RoPE rotates pairs, but got {head_dim}")
     return head_dim
 
 
 def _normal_parameter(rows: int, columns: int, std: float, device: Device, dtype: torch.dtype | None) -> nn.Parameter:
-    """A matrix of normal values cut off at three standard deviations: no single weight starts out extreme."""
+    """A matrix of normal values truncated at three standard deviations: no weight starts out extreme."""
     weight = nn.Parameter(torch.empty(rows, columns, device=device, dtype=dtype))
     nn.init.trunc_normal_(weight, std=std, a=-3 * std, b=3 * std)
     return weight
 
 
 class Linear(nn.Module):
-    """y = x W^T. `weight` is an existing parameter to share, as a tied head does; by default a new one."""
+    """y = x W^T. `weight` is an existing parameter to share, as for a tied head; by default, a new one is created."""
 
     def __init__(
         self,
@@ -69,7 +68,7 @@ class Linear(nn.Module):
             std = math.sqrt(2 / (in_features + out_features))
             weight = _normal_parameter(out_features, in_features, std, device, dtype)
         elif weight.shape != (out_features, in_features):
-            raise ValueError(f"weight must be {(out_features, in_features)}, not {tuple(weight.shape)}")
+            raise ValueError(f"expected weight of shape {(out_features, in_features)}, but got {tuple(weight.shape)}")
         self.ops = ops
         self.weight = weight
 
@@ -99,7 +98,7 @@ class Embedding(nn.Module):
 
 
 class RMSNorm(nn.Module):
-    """Normalise the last dimension by its root mean square, with one learned gain per feature."""
+    """Normalize the last dimension by its root mean square, with one learned gain per feature."""
 
     def __init__(
         self,
@@ -145,7 +144,7 @@ class SwiGLU(nn.Module):
 
 
 class CausalAttention(nn.Module):
-    """Multi-head attention in which a token sees itself and its past; RoPE tells it how far back."""
+    """Multi-head attention in which a token sees itself and its past; RoPE encodes the distance."""
 
     def __init__(
         self,
@@ -180,7 +179,7 @@ class CausalAttention(nn.Module):
 
 
 class Block(nn.Module):
-    """x + attention(norm(x)), then x + feed-forward(norm(x)): the residual stream is never normalised."""
+    """x + attention(norm(x)), then x + feed-forward(norm(x)): the residual stream is never normalized."""
 
     def __init__(
         self,
@@ -206,10 +205,10 @@ class Block(nn.Module):
 
 
 class TransformerLM(nn.Module):
-    """Token ids in, the logits of each next token out.
+    """Maps token ids to the logits of each next token.
 
-    `dtype` is the parameters'; give it here rather than with `.to(dtype)` afterwards, which would also round
-    the RoPE tables: they stay in fp32 or better, because a rounded angle moves a token.
+    `dtype` is that of the parameters; pass it here rather than calling `.to(dtype)` afterwards, which would also round
+    the RoPE tables: they stay in fp32 or better, because a rounded angle shifts a token's position.
     """
 
     # One pair for all blocks, not in the state dict: they follow from the arguments.
@@ -233,10 +232,10 @@ class TransformerLM(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        # Before anything is allocated: a large model takes seconds to build.
+        # Check before anything is allocated: a large model takes seconds to build.
         _check_positive(vocab=vocab, d_ff=d_ff, num_layers=num_layers, max_context=max_context)
         if not rope_theta > 0:
-            raise ValueError(f"rope_theta must be positive, not {rope_theta}")
+            raise ValueError(f"rope_theta must be positive, but got {rope_theta}")
         head_dim = _split_width(d_model, num_heads, num_heads if num_kv_heads is None else num_kv_heads)
         self.ops = ops
         self.max_context = max_context
@@ -254,10 +253,10 @@ class TransformerLM(nn.Module):
         self.register_buffer("rope_sin", sin_CP, persistent=False)
 
     def forward(self, ids_BL: Tensor) -> Tensor:
-        """Logits (B, L, V); position l sees the ids up to and including l."""
+        """Return logits (B, L, V); position l sees the ids up to and including l."""
         length = ids_BL.shape[1]
         if length > self.max_context:
-            raise ValueError(f"the context of {length} tokens is longer than max_context {self.max_context}")
+            raise ValueError(f"got {length} tokens, but max_context is {self.max_context}")
         cos_LP, sin_LP = self.rope_cos[:length], self.rope_sin[:length]
         x_BLM = self.embedding(ids_BL)
         for block in self.blocks:
@@ -266,5 +265,5 @@ class TransformerLM(nn.Module):
         return logits_BLV
 
     def loss(self, ids_BL: Tensor, targets_BL: Tensor) -> Tensor:
-        """The mean cross entropy of the targets, which are the ids one position further on."""
+        """Return the mean cross entropy of the targets, which are the ids shifted by one position."""
         return self.ops.cross_entropy(self(ids_BL), targets_BL)

@@ -1,6 +1,6 @@
 """Training on several devices: DDP in four ways, a sharded optimizer, FSDP, and the collectives under them.
 
-What is here imports torch when it is first used, and not before: whoever starts and watches ranks needs none.
+This package imports torch on first use: processes that start and watch ranks do not need it.
 """
 
 from importlib import import_module

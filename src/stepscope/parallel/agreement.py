@@ -1,10 +1,12 @@
-"""Do all ranks have the same model, and batches of the same shape? If not, which rank differs, and where first.
+"""Checks that all ranks have the same model, and batches of the same shape; if not, names the rank and the first
+difference.
 
-Ranks that disagree do not fail by themselves: an all-reduce of unlike tensors hangs, crashes in the backend, or
-averages what does not belong together. So they are asked before anything is exchanged. What is asked is a list of lines
-that describe one thing each; a digest goes round first, and the lines themselves only when digests differ.
+Ranks that disagree do not fail on their own: an all-reduce of mismatched tensors hangs, crashes in the backend, or
+averages unrelated values. So they are compared before anything is exchanged. The comparison uses lines of text that
+describe one thing each; a digest is exchanged first, and the lines only if digests differ.
 
-And is a module somebody's already? It has one wrapper at a time, and a piece of a sharded parameter is no whole one.
+It also checks that a module is not wrapped already: it has one wrapper at a time, and a shard of a parameter is not a
+whole one.
 """
 
 import hashlib
@@ -25,14 +27,16 @@ _PIECE = "_stepscope_piece"
 
 
 def require_same_model(communicator: Communicator, module: nn.Module) -> None:
-    """Names, shapes, dtypes, layout in memory, what is trained, what is tied: the same on every rank, or an error."""
+    """Raise unless names, shapes, dtypes, memory layout, `requires_grad` and tied parameters are the same on every
+    rank.
+    """
     require_agreement(communicator, describe_model(module), "model", hint="print(module)  # on both ranks")
 
 
 class InputCheck:
-    """Do the inputs of the first training step have the same shapes on all ranks that have any?
+    """Checks that the inputs of the first training step have the same shapes on all ranks that have any.
 
-    Compared when that step is finished, which all ranks do together: a rank may have nothing to run a forward pass on.
+    They are compared at the end of that step, which all ranks reach: a rank may have no data for a forward pass.
     """
 
     def __init__(self, communicator: Communicator, *, wanted: bool) -> None:
@@ -41,24 +45,24 @@ class InputCheck:
         self._lines: list[str] | None = None
 
     def see(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-        """What a forward pass is given; the first counts."""
+        """Record the inputs of a forward pass; the first one counts."""
         if self._waits and self._lines is None:
             self._lines = describe_inputs(args, kwargs)
 
     def settle(self) -> None:
-        """The same error on all ranks, unless they agree."""
+        """Raise the same error on all ranks, unless they agree."""
         if not self._waits:
             return
         self._waits = False
         shared = self._communicator.share_objects(self._lines, "the shapes of inputs")
         described = {rank: lines for rank, lines in enumerate(shared) if lines is not None}
         if len({tuple(lines) for lines in described.values()}) > 1:
-            hint = "batches of one shape, or check_inputs=False where they may differ"
+            hint = "use batches of the same shape, or pass check_inputs=False"
             raise _disagreement(described, "input", hint)
 
 
 def require_agreement(communicator: Communicator, lines: Sequence[str], subject: str, *, hint: str) -> None:
-    """An error on every rank, the same one, unless all ranks brought the same lines about `subject`."""
+    """Raise the same error on every rank, unless all ranks passed the same lines about `subject`."""
     digest = hashlib.sha256("\n".join(lines).encode()).hexdigest()
     digests = communicator.share_objects(digest, f"the {subject}'s digest")
     if len(set(digests)) > 1:
@@ -67,13 +71,13 @@ def require_agreement(communicator: Communicator, lines: Sequence[str], subject:
 
 
 def describe_model(module: nn.Module) -> list[str]:
-    """A line for each parameter and buffer, under each of its names."""
+    """One line per parameter and buffer, under each of its names."""
     parameters = _describe_tensors("parameter", module.named_parameters(remove_duplicate=False))
     return [*parameters, *_describe_tensors("buffer", module.named_buffers(remove_duplicate=False))]
 
 
 def describe_inputs(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[str]:
-    """A line for each tensor, however deep it lies in tuples, lists and dicts."""
+    """One line per tensor, however deep it is in tuples, lists and dicts."""
     named = [(str(position), value) for position, value in enumerate(args)] + list(kwargs.items())
     return [
         f"argument `{name}{keystr(path)}`: {_describe(leaf)}"
@@ -103,32 +107,33 @@ def _describe_layout(tensor: Tensor) -> str:
 
 
 def _disagreement(descriptions: Mapping[int, list[str]], subject: str, hint: str) -> StepscopeError:
-    """Most ranks are taken to be right; where there is no majority, the lowest rank is."""
+    """Most ranks are assumed to be right; without a majority, the lowest rank is."""
     counts = Counter(tuple(lines) for lines in descriptions.values())
     usual = list(counts.most_common(1)[0][0])
     right = next(rank for rank, lines in descriptions.items() if lines == usual)
     odd = next(rank for rank, lines in descriptions.items() if lines != usual)
-    pairs = zip_longest(usual, descriptions[odd], fillvalue="nothing further")
+    pairs = zip_longest(usual, descriptions[odd], fillvalue="nothing")
     expected, found = next(pair for pair in pairs if pair[0] != pair[1])
     return StepscopeError(
-        f"rank `{odd}` has another {subject} than rank `{right}`",
-        detail=f"first difference\nrank {right}: {expected}\nrank {odd}: {found}",
+        f"{subject} mismatch: rank `{odd}` differs from rank `{right}`",
+        detail=f"first difference:\nrank {right}: {expected}\nrank {odd}: {found}",
         hint=hint,
     )
 
 
-# --- What is whose ---
+# --- Ownership ---
 
 
 def claim(module: nn.Module, wrapper: nn.Module) -> None:
-    """Marks `module` and all inside as the wrapper's for as long as it lives, unless another has any of it. Two
-    wrappers around one module would take its gradients from each other, without an error."""
+    """Mark `module` and its submodules as the wrapper's for as long as it lives, unless another wrapper has any of
+    them. Two wrappers around one module would silently take its gradients from each other.
+    """
     parts = list(module.modules())
     for part in parts:
         reference = part.__dict__.get(_MARK)
         other = part if hasattr(part, "finish_gradient_synchronization") else reference and reference()
         if other is not None:
-            raise ValueError(f"`module` is wrapped in {type(other).__name__} already, or a part of it is")
+            raise ValueError(f"`module` or a submodule is already wrapped in {type(other).__name__}")
     for part in parts:
         part.__dict__[_MARK] = weakref.ref(wrapper)
 
@@ -138,5 +143,5 @@ def mark_piece(param: nn.Parameter) -> None:
 
 
 def is_piece(param: Tensor) -> bool:
-    """A part of a parameter, of which other ranks have the others."""
+    """A shard of a parameter, whose other shards are on other ranks."""
     return getattr(param, _PIECE, False)

@@ -1,14 +1,14 @@
-"""Averaging gradients over ranks while they are being computed.
+"""Averages gradients over ranks while they are being computed.
 
-What autograd calls is a hook per parameter; it moves the gradient into its bucket while the cache still holds it.
+Autograd calls a hook per parameter, which moves the gradient into its bucket while it is still in the cache.
 
-Ranks may compute gradients in different orders, or not compute some at all. Messages leave in one order on all of them:
-a bucket waits for those before it. At first that is the reverse of the order of registration. In the first step rank 0
-watches in which order gradients become ready, and from the second step on everybody goes by that.
+Ranks may compute gradients in different orders, or not compute some at all. Messages are sent in the same order on all
+ranks: a bucket waits for those before it. At first that is the reverse registration order. In the first step rank 0
+records the order in which gradients become ready, and all ranks use it from the second step on.
 
-The last bucket leaves in `finish`, with a flag for what came too late for its own bucket: under several backward
-passes, say. When any rank raised it, all buckets go round once more. So ranks need not agree on how often a parameter
-was used, and that costs no message of its own.
+The last bucket is sent in `finish`, with a flag for gradients that came too late for their own bucket, for example
+after several backward passes. If any rank set it, all buckets are reduced once more. So ranks need not agree on how
+often a parameter was used, and that costs no extra message.
 """
 
 import threading
@@ -25,7 +25,7 @@ from stepscope.parallel.communicator import Communicator
 class GradientAverager:
     """The gradients of named parameters, in buckets.
 
-    `under_way`: some were taken into buckets and are not yet averaged. `suspended`: what comes is left in `.grad`.
+    `under_way`: some are in buckets and not yet averaged. `suspended`: new gradients are left in `.grad`.
     """
 
     def __init__(
@@ -47,14 +47,14 @@ class GradientAverager:
         self.buckets = build_buckets(reversed(self.slots), limits, self._scale)
         self._late = False
         self._num_sent = 0
-        # Indices of slots as their gradients come, until an order is agreed on.
+        # Slot indices in the order their gradients arrive, until an order is agreed on.
         self._observed: list[int] | None = [] if overlapped else None
-        # Autograd has a thread for each device, and all of them call the hooks.
+        # Autograd has a thread per device, and all of them call the hooks.
         self._lock = threading.Lock()
         self._attach_hooks()
 
     def finish(self) -> None:
-        """Average what every rank has. All ranks call this, also one that has nothing."""
+        """Average the gradients of all ranks. Every rank must call this, even one without any."""
         if self._send_and_deliver():
             self._send_and_deliver()
         for slot in self.slots:
@@ -72,7 +72,7 @@ class GradientAverager:
         weakref.finalize(self, _detach_hooks, hooks).atexit = False
 
     def _receive(self, slot: Slot) -> None:
-        """A parameter's gradient has come."""
+        """Called when a parameter's gradient is ready."""
         bucket = slot.bucket
         if bucket.is_out:
             slot.arrived += 1
@@ -91,7 +91,7 @@ class GradientAverager:
                 self._send_complete()
 
     def _send_complete(self) -> None:
-        """In order, and never the last one."""
+        """Send in order, and never the last one."""
         while self._num_sent < len(self.buckets) - 1 and self.buckets[self._num_sent].awaited == 0:
             self._send_next()
 
@@ -100,15 +100,16 @@ class GradientAverager:
         self._num_sent += 1
 
     def _send_and_deliver(self) -> bool:
-        """Average what there is; whether some gradient came after its bucket had left, on any rank."""
+        """Average what is there; return whether some gradient came after its bucket was sent, on any rank."""
         while self._num_sent < len(self.buckets):
             self._send_next()
         for bucket in self.buckets:
             bucket.deliver()
         self._num_sent = 0
         late, self._late = self._late, False
-        # All ranks must come to one answer. Over NCCL a read stalls the host, so it is left out where gradients came
-        # once: then, with as many backward passes on all ranks, none is late on any. gloo has stalled the host already.
+        # All ranks must reach the same answer. With NCCL, reading it stalls the CPU, so it is skipped where gradients
+        # came once: then, with as many backward passes on all ranks, none is late on any. gloo has already stalled the
+        # CPU.
         if self.buckets and (self._communicator.backend == "gloo" or self._came_often):
             late = self.buckets[-1].reports_late()
         return late
@@ -118,7 +119,7 @@ class GradientAverager:
         return any(slot.arrived > 1 or slot.expected > 1 for slot in self.slots)
 
     def _adopt_order(self, observed: list[int]) -> None:
-        """From now on gradients leave in the order in which rank 0 last had them; those it did not have come last."""
+        """From now on, send gradients in the order in which rank 0 last had them; those it did not have come last."""
         order = self._communicator.share_objects(observed, "the order of gradients")[0]
         if not order:
             self._observed = []

@@ -1,9 +1,9 @@
-"""Gradients side by side in one buffer, which is one message.
+"""Gradients in one contiguous buffer, which is one message.
 
 A bucket holds gradients of one dtype on one device. A gradient is scaled by 1/ranks while it is copied in, so that the
-sum over ranks is the average and nothing is divided afterwards; the all-reduce is in place, and once it is done each
-parameter's `.grad` is its part of the buffer. With the gradients travels one flag for each of them, which says whether
-this rank had any: a parameter that no rank used must keep having none, or the optimizer would decay it.
+sum over ranks is the average and no division is needed; the all-reduce is in place, and afterwards each parameter's
+`.grad` is its part of the buffer. Each gradient has a flag in the same message that says whether this rank had one: a
+parameter that no rank used must keep `.grad` None, or the optimizer would apply weight decay to it.
 """
 
 from collections.abc import Hashable, Iterable, Sequence
@@ -19,18 +19,18 @@ from stepscope.parallel.communicator import Communicator, Pending
 
 
 class BucketLimits(NamedTuple):
-    """How many bytes a bucket holds at most. One parameter that is larger has a bucket to itself.
+    """The maximum size of each bucket in bytes. A larger parameter gets its own bucket.
 
     Buckets grow from `edge` to `usual` and shrink again. The first is small, so that communication starts early.
-    Towards the end each holds half of what is left: it is on its way while the other half is being computed, and when
-    the backward pass is over little is left to wait for.
+    Towards the end each holds half of what is left: it is sent while the other half is being computed, and little is
+    left to wait for after the backward pass.
     """
 
     edge: float
     usual: float
 
     def next_bytes(self, before_bytes: int, left_bytes: int) -> float:
-        """For a bucket with so much in those before it, and so much in it and those after."""
+        """The size of a bucket, given the bytes before it, and the bytes in it and after it."""
         return min(self.usual, max(self.edge, min(before_bytes, left_bytes / 2)))
 
 
@@ -40,7 +40,7 @@ EDGE_BYTES = 1 << 20
 
 
 def plan_buckets(sizes: Sequence[tuple[Hashable, int]], limits: BucketLimits) -> list[list[int]]:
-    """Positions, bucket by bucket, in the order in which buckets become complete.
+    """Return indices, bucket by bucket, in the order in which buckets become complete.
 
     `sizes` has a kind and a number of bytes for each gradient, in the order in which they become ready; a bucket holds
     one kind.
@@ -70,7 +70,7 @@ def _cut(positions: list[int], sizes_bytes: list[int], limits: BucketLimits) -> 
 
 @dataclass(slots=True, eq=False)
 class Slot:
-    """A parameter, and its place in a bucket."""
+    """A parameter, and its position in a bucket."""
 
     index: int
     name: str
@@ -78,27 +78,27 @@ class Slot:
     bucket: "Bucket"
     view: Tensor | None = None
     filled: bool = False
-    # How often its gradient came since gradients were last averaged, and how often it did the time before: autograd
-    # calls once for every backward pass, and once for every use under reentrant checkpointing.
+    # How often its gradient arrived since gradients were last averaged, and how often it did the time before: autograd
+    # calls once per backward pass, and once per use under reentrant checkpointing.
     arrived: int = 0
     expected: int = 1
 
 
 class Bucket:
-    """Some gradients, and the message that they are."""
+    """Some gradients, and the message they are sent in."""
 
     def __init__(self, slots: Sequence[Slot], name: str, scale: float) -> None:
         self.slots = slots
         self.name = name
         self._scale = scale
-        # Multiplying a small tensor by a number of Python's takes 13 µs, and by a tensor without dimensions 2 µs.
+        # Multiplying a small tensor by a Python number takes 13 µs, and by a zero-dimensional tensor 2 µs.
         self._factor = torch.tensor(scale, dtype=torch.float64)
         self._buffer: Tensor | None = None
         self._flags: Tensor | None = None
         self._nothing_missing: Tensor | None = None
         self._missing = False
         self._pending: Pending | None = None
-        # Slots whose gradient has not come as often as it is expected to.
+        # Slots whose gradient has not arrived as often as expected.
         self.awaited = len(slots)
         for slot in slots:
             slot.bucket = self
@@ -106,17 +106,17 @@ class Bucket:
 
     @property
     def is_out(self) -> bool:
-        """Sent, and not yet delivered: nobody may touch the buffer."""
+        """Sent, and not yet delivered: the buffer must not be touched."""
         return self._pending is not None
 
     def take(self, slot: Slot) -> None:
         """Move the parameter's gradient into the buffer.
 
         `.grad` is None from here on, until it is delivered. So a later backward pass finds nothing to add to, and
-        cannot write into a buffer that is on its way.
+        cannot write into a buffer that is being sent.
         """
         grad = slot.param.grad
-        assert grad is not None, "there is a gradient to take"
+        assert grad is not None, "called with a gradient"
         if grad.layout != torch.strided:
             raise _refuse_sparse(slot.name)
         slot.param.grad = None
@@ -126,13 +126,14 @@ class Bucket:
         if slot.filled:
             view.add_(grad, alpha=self._scale)
         else:
-            # In place where the gradient is in the bucket already.
+            # In place if the gradient is in the bucket already.
             torch.mul(grad, self._factor, out=view)
         slot.filled = True
 
     def send(self, communicator: Communicator, *, late: bool) -> None:
-        """Start the all-reduce, with zeros for what this rank has no gradient of. `late` tells the other ranks that
-        this one has more for a bucket that is out already."""
+        """Start the all-reduce, with zeros where this rank has no gradient. `late` tells the other ranks that this one
+        has more for a bucket that was already sent.
+        """
         buffer, flags = self._complete(late=late)
         self._missing = not all(slot.filled for slot in self.slots)
         if self._missing:
@@ -140,12 +141,12 @@ class Bucket:
         self._pending = communicator.all_reduce(buffer, self.name, average=False)
 
     def deliver(self) -> None:
-        """Wait for the averages, and make them the parameters' gradients, where any rank had one."""
-        assert self._pending is not None, "delivered once"
+        """Wait for the averages, and set them as `.grad` where any rank had one."""
+        assert self._pending is not None, "delivered only once"
         assert self._flags is not None, "sent"
         self._pending.wait()
         self._pending = None
-        # On a GPU a read waits for all work before it: only for what is not known without.
+        # On a GPU a read waits for all work before it, so only read what is not known otherwise.
         used = self._flags.tolist() if self._missing else None
         for position, slot in enumerate(self.slots):
             if used is None or used[position] > 0:
@@ -154,7 +155,7 @@ class Bucket:
         self.awaited = len(self.slots)
 
     def reports_late(self) -> bool:
-        """Whether any rank sent this one saying that it had more for another."""
+        """Whether any rank marked this message with more gradients for another bucket."""
         assert self._flags is not None, "sent"
         return self._flags[-1].item() > 0
 
@@ -175,13 +176,14 @@ class Bucket:
     def _fill_gaps(self, flags: Tensor) -> None:
         for position, slot in enumerate(self.slots):
             if not slot.filled:
-                assert slot.view is not None, "laid out"
+                assert slot.view is not None, "already laid out"
                 slot.view.zero_()
                 flags[position : position + 1].zero_()
 
     def _lay_out(self, wanted: Slot) -> Tensor:
-        """Allocate the buffer, when it is first needed: not before the first backward pass, and not while gradients
-        still lie in buckets that these replace."""
+        """Allocate the buffer when it is first needed: not before the first backward pass, and not while gradients are
+        still in the buckets that these replace.
+        """
         first = self.slots[0].param
         sizes = [slot.param.numel() for slot in self.slots]
         total = sum(sizes)
@@ -190,15 +192,15 @@ class Bucket:
         self._nothing_missing = torch.full_like(self._flags, self._scale)
         self._nothing_missing[-1:].zero_()
         for slot, part in zip(self.slots, torch.split(self._buffer[:total], sizes), strict=True):
-            # As the parameter lies in memory: optimizers are fastest when gradients lie the same way.
+            # In the parameter's memory layout: optimizers are fastest when gradients have the same.
             strides = torch.empty_like(slot.param, device="meta").stride()
             slot.view = part.as_strided(slot.param.shape, strides)
-        assert wanted.view is not None, "one of this bucket's"
+        assert wanted.view is not None, "belongs to this bucket"
         return wanted.view
 
 
 def build_buckets(slots: Iterable[Slot], limits: BucketLimits, scale: float) -> list[Bucket]:
-    """Buckets for slots that come in the order in which their gradients become ready."""
+    """Build buckets for slots in the order in which their gradients become ready."""
     in_order = list(slots)
     sizes = [((slot.param.dtype, slot.param.device), slot.param.nbytes) for slot in in_order]
     plan = plan_buckets(sizes, limits)
@@ -214,13 +216,13 @@ def build_buckets(slots: Iterable[Slot], limits: BucketLimits, scale: float) -> 
 def _deliver(slot: Slot) -> None:
     late, slot.param.grad = slot.param.grad, slot.view
     if late is not None:
-        assert slot.view is not None, "laid out"
+        assert slot.view is not None, "already laid out"
         slot.view.add_(late)
 
 
 def _refuse_sparse(name: str) -> StepscopeError:
     return StepscopeError(
-        f"the gradient of `{name}` is sparse",
-        detail="ranks may have unlike rows, which an all-reduce cannot add up",
+        f"sparse gradients are not supported: `{name}`",
+        detail="ranks may have different rows, which an all-reduce cannot sum",
         hint="torch.nn.Embedding(..., sparse=False)",
     )

@@ -1,6 +1,6 @@
-"""How long collectives are under way, and how long anybody stands still for them.
+"""How long collectives run, and how long a rank waits for them.
 
-A clock runs from its first reading on: whoever never reads it pays nothing, and nothing piles up.
+A clock starts at its first reading: code that never reads it pays nothing, and nothing accumulates.
 """
 
 import os
@@ -16,13 +16,13 @@ from stepscope.parallel.exchange import Exchange
 
 
 class Waitable(Protocol):
-    """What can be waited for."""
+    """Anything with a `wait` method."""
 
     def wait(self) -> object: ...
 
 
 class Span:
-    """When a collective was under way, in the host's nanoseconds; without an end it is not over."""
+    """When a collective ran, in CPU nanoseconds; without an end, it is still running."""
 
     __slots__ = ("begin_ns", "end_ns")
 
@@ -36,7 +36,7 @@ class Span:
 
 
 class HostClock:
-    """For a backend whose `wait` blocks the host."""
+    """For a backend whose `wait` blocks the CPU."""
 
     def __init__(self) -> None:
         self._runs = False
@@ -62,13 +62,13 @@ class HostClock:
 
     @contextmanager
     def standing_still(self) -> Iterator[None]:
-        """Whatever is done in here is done for a collective, and nothing else can be done meanwhile."""
+        """Time inside counts as waiting for a collective: nothing else can run meanwhile."""
         begin_ns = time.perf_counter_ns()
         yield
         self._exposed_ns += time.perf_counter_ns() - begin_ns
 
     def take(self) -> tuple[int, int]:
-        """Under way, and stood still for, since the last reading."""
+        """Communication time and waiting time since the last reading."""
         self._runs = True
         over = [(span.begin_ns, span.end_ns) for span in self._spans if span.end_ns is not None]
         self._spans = [span for span in self._spans if span.end_ns is None]
@@ -77,8 +77,9 @@ class HostClock:
 
 
 class CudaClock:
-    """For NCCL, whose collectives run on a stream of their own: events say how long the current stream stood still, and
-    NCCL how long each took (`TORCH_NCCL_ENABLE_TIMING`, which `group.join` sets)."""
+    """For NCCL, whose collectives run on their own stream: events measure how long the current stream waited, and NCCL
+    reports how long each collective took (`TORCH_NCCL_ENABLE_TIMING`, which `group.join` sets).
+    """
 
     def __init__(self) -> None:
         self._runs = False
@@ -110,7 +111,7 @@ class CudaClock:
 
 
 def _union_ns(spans: list[tuple[int, int]]) -> int:
-    """How long at least one of them was under way."""
+    """Return how long at least one of them was running."""
     total, until = 0, 0
     for begin, end in sorted(spans):
         total += max(0, end - max(begin, until))

@@ -1,7 +1,7 @@
-"""Many tensors, in few messages.
+"""Sends many tensors in few messages.
 
-A message costs a latency besides its bytes, and a model has many small tensors. Those go out together, as bytes, so
-that one message takes any mixture of dtypes. A large one goes out from where it lies: copying it would cost more than
+A message costs a latency in addition to its bytes, and a model has many small tensors. Those are packed together as
+bytes, so that one message takes any mixture of dtypes. A large one is sent in place: copying it would cost more than
 the latency that it saves.
 """
 
@@ -14,18 +14,19 @@ from torch import Tensor
 from stepscope.parallel.communicator import Communicator, Pending
 
 MESSAGE_BYTES = 32 << 20
-# Copying 256 KiB twice takes as long as one message of gloo's takes to set up.
+# Copying 256 KiB twice takes as long as setting up one gloo message.
 IN_PLACE_BYTES = 256 << 10
-# Of each tensor in a message: a view as another dtype must start at a multiple of that dtype's size.
+# Alignment of each tensor in a message: a view as another dtype must start at a multiple of that dtype's size.
 ALIGNMENT_BYTES = 16
 
 
 @torch.no_grad()
 def broadcast_tensors(communicator: Communicator, tensors: Sequence[Tensor], sources: Sequence[int], name: str) -> None:
-    """Each tensor's values, in place, become those that its source has. Shapes, dtypes and strides are the same on all
-    ranks; so are `tensors` and `sources`, element by element."""
+    """Overwrite each tensor in place with the values of its source rank. Shapes, dtypes, strides, `tensors` and
+    `sources` must be the same on all ranks.
+    """
     messages = _plan(tensors, sources)
-    # First all that can leave at once, then what must be packed, while the others are on their way.
+    # First send what needs no packing, then pack the rest while the others are being sent.
     messages.sort(key=lambda message: len(message[1]) > 1 or not message[1][0].is_contiguous())
     under_way = [_send(communicator, source, members, name) for source, members in messages]
     for (source, members), (buffer, pending) in zip(messages, under_way, strict=True):
@@ -35,7 +36,7 @@ def broadcast_tensors(communicator: Communicator, tensors: Sequence[Tensor], sou
 
 
 def _plan(tensors: Sequence[Tensor], sources: Sequence[int]) -> list[tuple[int, list[Tensor]]]:
-    """Who sends what together, by turns over the sources: links carry both directions at once."""
+    """Group tensors into messages, alternating between sources: links carry both directions at once."""
     by_source: dict[int, list[list[Tensor]]] = {}
     unfilled: dict[tuple[int, torch.device], tuple[list[Tensor], int]] = {}
     for tensor, source in zip(tensors, sources, strict=True):
@@ -55,7 +56,7 @@ def _plan(tensors: Sequence[Tensor], sources: Sequence[int]) -> list[tuple[int, 
 
 
 def _send(communicator: Communicator, source: int, members: list[Tensor], name: str) -> tuple[Tensor | None, Pending]:
-    """The message under way, and the buffer that it is in unless it is the tensor itself."""
+    """The message being sent, and its buffer unless it is the tensor itself."""
     if len(members) == 1 and members[0].is_contiguous():
         return None, communicator.broadcast(_as_bytes(members[0]), source, name)
     buffer = torch.empty(_packed_bytes(members), dtype=torch.uint8, device=members[0].device)
@@ -71,7 +72,7 @@ def _unpack(buffer: Tensor, members: list[Tensor]) -> None:
 
 
 def _parts(buffer: Tensor, members: list[Tensor]) -> list[Tensor]:
-    """The message, as tensors of the members' dtypes and shapes."""
+    """View the message as tensors of the members' dtypes and shapes."""
     pieces = torch.split(buffer, [_aligned_bytes(tensor) for tensor in members])
     return [
         piece[: tensor.nbytes].view(tensor.dtype).view(tensor.shape)

@@ -1,11 +1,11 @@
-"""Every collective of this package goes through a `Communicator`: named, written into the journal, and timed.
+"""Every collective of this package goes through a `Communicator`: it is named, logged in the journal, and timed.
 
-Over `torch.distributed` alone, a failed collective says "Connection closed by peer" and nothing of which rank or which
-tensor. Here it has a name and a number, and the error says who fell behind and where. The same place knows when a
-collective began, when it ended, and how long anybody had to wait for it: communication, and communication that was
-not hidden.
+With plain `torch.distributed`, a failed collective reports "Connection closed by peer" and neither the rank nor the
+tensor. Here it has a name and a number, and the error names the rank that fell behind and where. The communicator also
+measures when a collective started, when it ended, and how long the rank waited for it: communication, and exposed
+communication.
 
-CUDA tensors go over gloo by way of the host's memory, which is for tests and for machines without NCCL.
+With gloo, CUDA tensors are copied through CPU memory, which is meant for tests and machines without NCCL.
 """
 
 import os
@@ -24,17 +24,17 @@ from stepscope.parallel.exchange import Background, Exchange
 from stepscope.parallel.journal import FOLDER_VARIABLE, Journal, blame
 
 T = TypeVar("T")
-# torch 2.13 gave these two new names.
+# torch 2.13 renamed these two.
 _all_gather = dist.all_gather_single if hasattr(dist, "all_gather_single") else dist.all_gather_into_tensor
 _reduce_scatter = dist.reduce_scatter_single if hasattr(dist, "reduce_scatter_single") else dist.reduce_scatter_tensor
 
 
 class CollectiveError(StepscopeError, RuntimeError):
-    """A collective that did not end on this rank, most often by another rank's fault."""
+    """A collective that failed on this rank, usually because of another rank."""
 
 
 class CommunicationTime(NamedTuple):
-    """Between two readings: how long collectives were under way, and how long this rank stood still for them."""
+    """Between two readings: how long collectives ran, and how long this rank waited for them."""
 
     busy_ns: int
     exposed_ns: int
@@ -50,9 +50,9 @@ class Communicator:
     def __init__(self, group: dist.ProcessGroup | None = None, *, journal: Journal | None = None) -> None:
         if not dist.is_initialized():
             raise StepscopeError(
-                "no process group",
-                detail="whoever wraps a model says first which ranks there are",
-                hint="torch.distributed.init_process_group(), under torchrun --nproc-per-node 2 train.py",
+                "the default process group has not been initialized",
+                detail="wrapping a model requires a process group",
+                hint="call torch.distributed.init_process_group(), and start with torchrun --nproc-per-node 2 train.py",
             )
         self.group = group
         self.rank = dist.get_rank(group)
@@ -67,7 +67,7 @@ class Communicator:
 
     @classmethod
     def default(cls) -> "Communicator":
-        """Of torch's default process group: one object for as long as that lives."""
+        """The communicator of torch's default process group: the same object as long as that exists."""
         group = dist.group.WORLD
         if group is None or cls._default is None or cls._default[0] is not group:
             made = cls()
@@ -76,7 +76,7 @@ class Communicator:
         return cls._default[1]
 
     def all_reduce(self, tensor: Tensor, name: str, *, average: bool = True) -> "Pending":
-        """In place. The average is the sum, divided when it is waited for."""
+        """Works in place. The average is the sum, divided in `wait`."""
         staged = self._stage(tensor)
         pending = self._begin(
             f"all-reduce of {name}",
@@ -87,7 +87,7 @@ class Communicator:
         return pending
 
     def all_gather(self, whole: Tensor, shard: Tensor, name: str) -> "Pending":
-        """`shard` of every rank, end to end in `whole`; it may be whole's own part at this rank."""
+        """Gather `shard` of every rank into `whole`; it may be the part of `whole` at this rank."""
         _check_parts(whole, shard, self.world)
         staged_whole, staged_shard = self._empty_or_same(whole), self._stage(shard)
         pending = self._begin(
@@ -99,8 +99,9 @@ class Communicator:
         return pending
 
     def reduce_scatter(self, shard: Tensor, whole: Tensor, name: str, *, average: bool = True) -> "Pending":
-        """This rank's part of the sum of `whole` over ranks; `shard` may be that part of it. What `whole` holds
-        afterwards is undefined."""
+        """Write this rank's part of the sum of `whole` over ranks to `shard`, which may be that part of it. The content
+        of `whole` is undefined afterwards.
+        """
         _check_parts(whole, shard, self.world)
         staged_whole, staged_shard = self._stage(whole), self._empty_or_same(shard)
         pending = self._begin(
@@ -112,7 +113,7 @@ class Communicator:
         return pending
 
     def broadcast(self, tensor: Tensor, source: int, name: str) -> "Pending":
-        """From the rank `source` of this group to all."""
+        """Send from the rank `source` of this group to all others."""
         staged = self._stage(tensor)
         pending = self._begin(
             f"broadcast of {name}",
@@ -123,7 +124,7 @@ class Communicator:
         return pending
 
     def share(self, parts: Sequence[tuple[int, Tensor]], name: str) -> list["Pending"]:
-        """Each tensor, in place, becomes what the rank that it is given with has; all of them are under way at once."""
+        """Overwrite each tensor in place with that of the rank it is paired with; all of them are sent concurrently."""
         if self.backend != "gloo":
             return [self.broadcast(tensor, source, f"{name}, those of rank {source}") for source, tensor in parts]
         staged = [(source, self._stage(tensor)) for source, tensor in parts]
@@ -141,7 +142,7 @@ class Communicator:
         return [pending]
 
     def share_objects(self, value: T, name: str) -> list[T]:
-        """Small Python values of all ranks, in their order."""
+        """Return small Python values of all ranks, in rank order."""
         values: list[T | None] = [None] * self.world
         self._run(f"sharing of {name}", lambda: dist.all_gather_object(values, value, group=self.group))
         return values  # type: ignore[return-value]
@@ -150,8 +151,9 @@ class Communicator:
         self._run(f"barrier {name}", lambda: dist.barrier(group=self.group))
 
     def take_time(self) -> CommunicationTime:
-        """What was communicated since this was last called, which the clock starts with. Collectives still under way
-        belong to the next reading."""
+        """Return the communication since the last call; the first call starts the clock. Collectives still running
+        belong to the next reading.
+        """
         busy_ns, exposed_ns = self._clock.take()
         taken = CommunicationTime(busy_ns, exposed_ns, self._issued, self._message_bytes)
         self._issued = self._message_bytes = 0
@@ -199,16 +201,16 @@ class Communicator:
     def _explain(self, name: str, error: RuntimeError) -> CollectiveError:
         reason = str(error).splitlines()[0][:300] if str(error) else type(error).__name__
         return CollectiveError(
-            f"rank {self.rank} could not finish the {name}: {blame(self.journal.entries())}",
-            detail=f"the backend {self.backend} says: {reason}",
-            hint="the log of the rank named above says why it stopped",
+            f"rank {self.rank} could not complete the {name}: {blame(self.journal.entries())}",
+            detail=f"{self.backend} reported: {reason}",
+            hint="see the log of the rank named above",
         )
 
     def _stage(self, tensor: Tensor) -> Tensor:
-        """The tensor itself, or its content in the host's memory where the backend can read no other."""
+        """Return the tensor itself, or a copy in CPU memory if the backend cannot read other memory."""
         if self.backend != "gloo" or not tensor.is_cuda:
             return tensor
-        torch.cuda.current_stream(tensor.device).synchronize()  # what computes it is no communication; the copy is
+        torch.cuda.current_stream(tensor.device).synchronize()  # computing the tensor is not communication; the copy is
         assert isinstance(self._clock, HostClock), "gloo's"
         with self._clock.standing_still():
             return tensor.cpu()
@@ -226,7 +228,7 @@ class Communicator:
 
 
 class Pending:
-    """A collective under way."""
+    """A running collective."""
 
     def __init__(self, communicator: Communicator, name: str, work: Waitable, span: Span | None) -> None:
         self._communicator = communicator
@@ -239,7 +241,9 @@ class Pending:
         self._after = after
 
     def wait(self) -> None:
-        """Until the result is there: gloo blocks, NCCL makes the current stream wait. The second time it is nothing."""
+        """Wait for the result: gloo blocks the CPU, NCCL makes the current stream wait. Does nothing the second
+        time.
+        """
         if self._work is None:
             return
         work, self._work = self._work, None
@@ -254,12 +258,13 @@ class Pending:
 
 @cache
 def _open_journal(folder: str | None, rank: int, process: int) -> Journal:  # noqa: ARG001  # a fork has its own
-    """One for each process, whatever groups it is in."""
+    """One per process, whatever groups it is in."""
     return Journal(Path(folder) if folder else None, rank)
 
 
 def _check_parts(whole: Tensor, shard: Tensor, world: int) -> None:
     if whole.numel() != world * shard.numel() or not whole.is_contiguous() or not shard.is_contiguous():
         raise ValueError(
-            f"`whole` has {whole.numel()} elements and `shard` {shard.numel()}: expected {world} shards, contiguous"
+            f"expected `whole` to be {world} contiguous shards of {shard.numel()} elements, but got "
+            f"{whole.numel()} elements"
         )

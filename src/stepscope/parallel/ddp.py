@@ -1,7 +1,7 @@
 """Data-parallel training: every rank has the whole model and a part of the batch, and gradients are averaged.
 
 The four strategies are one mechanism (`averaging.py`) with two settings: how many gradients share a message, and
-whether a message leaves as soon as its gradients are there or after the backward pass.
+whether a message is sent as soon as its gradients are ready or after the backward pass.
 """
 
 from collections.abc import Iterator
@@ -20,7 +20,9 @@ from stepscope.parallel.communicator import Communicator
 
 
 class Strategy(NamedTuple):
-    """What shares a message (None: buckets of `bucket_mb`), and whether it leaves during the backward pass."""
+    """Which gradients share a message (None: buckets of `bucket_mb`), and whether it is sent during the backward
+    pass.
+    """
 
     limits: BucketLimits | None
     overlapped: bool
@@ -35,23 +37,23 @@ STRATEGIES = {
 
 
 class DDP(nn.Module):
-    """`module`, trained by all ranks on a batch of their own each.
+    """Wraps `module` for data-parallel training: each rank processes its own batch, and gradients are averaged.
 
         model = DDP(model)
         loss(model(batch)).backward()
         model.finish_gradient_synchronization()
         optimizer.step()
 
-    After `finish_gradient_synchronization`, which every rank calls once a step, `.grad` is the average over ranks of
-    what each would have alone, a rank without a gradient counting as zero; where no rank has one, it stays None. From
-    the moment a gradient is computed until then `.grad` is None. Afterwards it is a part of a buffer that the next step
-    writes into: copy what is to be kept.
+    Every rank must call `finish_gradient_synchronization` once per step. After it, `.grad` is the average of the
+    gradients of all ranks, where a rank without a gradient counts as zero; if no rank has one, it stays None. Between
+    the computation of a gradient and this call, `.grad` is None. Afterwards it is a view of a buffer that the next step
+    overwrites: clone what you want to keep.
 
-    Parameters and buffers start as those of rank 0. Buffers that training changes are each rank's own from then on,
+    Parameters and buffers are broadcast from rank 0. Buffers that training changes differ between ranks from then on,
     until `broadcast_buffers`.
 
     `bucket_mb` is the size of a bucket in MiB, for `bucketed`. `check_inputs` compares the shapes of the first training
-    batch over ranks. `docs/parallel.md` has the details.
+    batch across ranks. See `docs/parallel.md`.
     """
 
     def __init__(
@@ -86,7 +88,9 @@ class DDP(nn.Module):
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Backward passes in here add to this rank's own gradients; the next one outside sends the sum."""
+        """Context manager in which backward passes accumulate local gradients; the next backward outside sends the
+        sum.
+        """
         before, self._averager.suspended = self._averager.suspended, True
         try:
             yield
@@ -95,51 +99,52 @@ class DDP(nn.Module):
 
     @torch.no_grad()
     def finish_gradient_synchronization(self) -> None:
-        """Average gradients over ranks. Every rank calls this, also one that ran no backward pass."""
+        """Average gradients over ranks. Every rank must call this, even one that ran no backward pass."""
         if self._averager.suspended:
             raise StepscopeError(
-                "finish_gradient_synchronization was called inside of `no_sync`",
-                detail="gradients gathered there are averaged after the last backward pass, which is outside",
-                hint="leave the `with model.no_sync():` block first",
+                "finish_gradient_synchronization() was called inside no_sync()",
+                detail="gradients accumulated there are averaged after the last backward pass, which must be outside",
+                hint="exit the `with model.no_sync():` block first",
             )
         self._averager.finish()
         self._inputs.settle()
 
     def broadcast_buffers(self) -> None:
-        """Rank 0's buffers to all ranks: before an evaluation that all take part in, say. Every rank calls this."""
+        """Broadcast rank 0's buffers, for example before an evaluation on all ranks. Every rank must call this."""
         buffers = list(self.module.buffers())
         broadcast_tensors(self._communicator, buffers, [0] * len(buffers), "buffers")
 
     def _check_before_forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        # A recomputed forward pass is part of a backward pass, in which gradients may have come.
+        # A recomputed forward pass is part of a backward pass, in which gradients may have arrived.
         if self._averager.under_way and torch._C._current_graph_task_id() == -1:
             raise StepscopeError(
-                "a forward pass began before the gradients of the last backward pass were averaged",
-                detail="without that, ranks would train different models",
-                hint="model.finish_gradient_synchronization()  # after backward, or backward inside of model.no_sync()",
+                "forward pass started before the gradients of the last backward pass were averaged",
+                detail="the ranks would train different models",
+                hint="call model.finish_gradient_synchronization() after backward, or run backward inside "
+                "model.no_sync()",
             )
         for name, param in self._frozen:
             if param.requires_grad:
                 raise StepscopeError(
-                    f"`{name}` was frozen when DDP was made, and is trained now",
+                    f"`{name}` was frozen when the model was wrapped in DDP, and now requires gradients",
                     detail="its gradients would not be averaged",
-                    hint="model = DDP(model.module)  # anew",
+                    hint="model = DDP(model.module)    # wrap it again",
                 )
         self._inputs.see(args, kwargs)
 
 
 def _read_strategy(strategy: str, bucket_mb: float) -> tuple[BucketLimits, bool]:
     if strategy not in STRATEGIES:
-        raise ValueError(f"`strategy` is one of {', '.join(STRATEGIES)}, not {strategy!r}")
+        raise ValueError(f"`strategy` must be one of {', '.join(STRATEGIES)}, but got {strategy!r}")
     if not bucket_mb > 0:
-        raise ValueError(f"`bucket_mb` must be positive, not {bucket_mb}")
+        raise ValueError(f"`bucket_mb` must be positive, but got {bucket_mb}")
     limits, overlapped = STRATEGIES[strategy]
     return limits or BucketLimits(EDGE_BYTES, bucket_mb * 2**20), overlapped
 
 
 def _refuse_module(module: nn.Module) -> None:
     if not isinstance(module, nn.Module):
-        raise TypeError(f"`module` must be an nn.Module, not {type(module).__name__}")
+        raise TypeError(f"`module` must be an nn.Module, but got {type(module).__name__}")
     for name, tensor in [*module.named_parameters(), *module.named_buffers()]:
         if tensor.is_meta:
-            raise ValueError(f"`module` has no values yet: `{name}` is on the meta device")
+            raise ValueError(f"`module` has uninitialized parameters: `{name}` is on the meta device")

@@ -1,17 +1,17 @@
-"""Collectives for gloo that go by messages between pairs of ranks, because its own take longer.
+"""Point-to-point versions of collectives for gloo, whose own are slower.
 
 Reduce-scatter: gloo's is an all-reduce of which each rank keeps its part, and sends twice the bytes. Here every rank
-sends the others the parts that are theirs, and adds what it gets in the order of ranks, so that the sum does not depend
-on whose message came first.
+sends the others their parts, and sums what it receives in rank order, so that the sum does not depend on whose message
+came first.
 
 Sharing, everybody's own tensors with everybody: an all-gather of parts of any size. gloo's all-gather, and broadcasts
-that are issued together, leave wires idle in one direction.
+that are issued together, leave links idle in one direction.
 
-Messages go in pieces. gloo reads nothing from a connection while it is busy writing to it, so that two large messages
-in opposite directions most often take turns. Sharing 53 MB each between two ranks over 1 Gbit/s takes 878 ms with one
-message each, 445 ms in pieces, 690 ms as gloo's all-gather and 440 ms or 875 ms as two broadcasts.
+Messages are split into chunks. gloo does not read from a connection while it is writing to it, so two large messages in
+opposite directions mostly take turns. Sharing 53 MB each between two ranks over 1 Gbit/s takes 878 ms with one message
+each, 445 ms in chunks, 690 ms as gloo's all-gather and 440 ms or 875 ms as two broadcasts.
 
-Messages are waited for, and added up, in threads of their own, as gloo does with its collectives.
+Separate threads wait for messages and sum them, as gloo does for its collectives.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -27,17 +27,16 @@ from torch import Tensor
 
 PIECE_BYTES = 1 << 20
 Works = list[dist.Work | None]
-# One may be adding up what it received while the other hears of a message that is there.
+# One may be summing what it received while the other waits for the next message.
 _THREADS = 2
 Task = tuple["Future[None]", Callable[..., None], tuple[Any, ...]]
 
 
 class Background:
-    """Threads that wait for messages, so that nobody else has to: they do what they are given, in order, two
-    things at a time.
+    """Threads that wait for messages, so that nothing else has to: they run their tasks in order, two at a time.
 
-    Python's own pools wait for their threads when the interpreter ends. A thread that waits for a dead rank would hold
-    the end of one that has failed up until the timeout, so these are left behind.
+    Python's own pools join their threads at interpreter exit. A thread that waits for a dead rank would delay the exit
+    of a failed rank until the timeout, so these are daemon threads.
     """
 
     def __init__(self) -> None:
@@ -63,7 +62,7 @@ def _work(tasks: "SimpleQueue[Task]") -> None:
 
 
 class Exchange:
-    """One under way. It can be waited for as `torch.distributed`'s own works can."""
+    """A running exchange. It can be waited for like a `torch.distributed` work object."""
 
     def __init__(self, future: "Future[None]") -> None:
         self._future = future
@@ -75,7 +74,7 @@ class Exchange:
         rank, world = dist.get_rank(group), dist.get_world_size(group)
         parts = list(whole.chunk(world)) if whole.numel() else [whole] * world
         received = {source: torch.empty_like(shard) for source in range(world) if source != rank}
-        # Everybody's first message goes to the next rank, so that no rank gets all of them at once.
+        # Everybody's first message goes to the next rank, so that no rank receives all of them at once.
         pairs = [((rank - distance) % world, (rank + distance) % world) for distance in range(1, world)]
         from_others = [(source, received[source]) for source, _ in pairs]
         to_others = [(target, parts[target]) for _, target in pairs]
@@ -103,8 +102,9 @@ class Exchange:
 def _start(
     group: dist.ProcessGroup | None, from_others: Sequence[tuple[int, Tensor]], to_others: Sequence[tuple[int, Tensor]]
 ) -> Works:
-    """Tensors with the ranks that they come from and go to, piece by piece by turns. Between two ranks pieces come in
-    the order in which they were sent."""
+    """Exchange tensors with the ranks that they come from and go to, alternating chunk by chunk. Between two ranks,
+    chunks arrive in the order in which they were sent.
+    """
     works: Works = []
     for incoming, outgoing in zip_longest(_by_turns(from_others), _by_turns(to_others)):
         if incoming is not None:
@@ -115,7 +115,7 @@ def _start(
 
 
 def _by_turns(tensors: Sequence[tuple[int, Tensor]]) -> Iterator[tuple[int, Tensor]]:
-    """The first piece of each, then the second of each, and so on."""
+    """The first chunk of each, then the second of each, and so on."""
     pieces = [[(rank, piece) for piece in _cut(tensor)] for rank, tensor in tensors]
     return (piece for piece in chain.from_iterable(zip_longest(*pieces)) if piece is not None)
 
@@ -136,8 +136,8 @@ def _wait_for(works: Works) -> None:
 def _add_up(works: Works, shard: Tensor, own: Tensor, received: dict[int, Tensor], rank: int) -> None:
     _wait_for(works)
     in_order = [received.get(source, own) for source in range(len(received) + 1)]
-    # Two summands may change places, so the first two ranks can add to their own part; for the others that would
-    # overwrite it before its turn.
+    # Addition of two values commutes, so the first two ranks can add to their own part; for the others that would
+    # overwrite it too early.
     total = own if rank < 2 else in_order[0]
     for summand in in_order:
         if summand is not total:

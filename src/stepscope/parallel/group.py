@@ -1,7 +1,7 @@
-"""Joining a process group, and leaving it.
+"""Joining and leaving a process group.
 
-Ranks started by us meet through a file, so that no port can be taken. Ranks started by `torchrun` or `srun` find each
-other as they are told in their environment.
+Ranks that we start meet through a file, so no port can be in use. Ranks started by `torchrun` or `srun` use environment
+variables.
 """
 
 import os
@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 from stepscope.errors import StepscopeError
 from stepscope.parallel.communicator import Communicator
+from stepscope.units import count_noun
 
 VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
@@ -24,8 +25,9 @@ VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 def join(
     *, backend: str, timeout_s: float, meeting: Path | None = None, rank: int = 0, world: int = 1
 ) -> Iterator[Communicator]:
-    """Joins the ranks that meet at a file, or where there is none, those of the environment. A collective that takes
-    longer than `timeout_s` fails on every rank that waits for it."""
+    """Join the ranks that meet at a file or, without one, through environment variables. A collective that exceeds
+    `timeout_s` fails on every rank that waits for it.
+    """
     if backend == "nccl":
         os.environ.setdefault("TORCH_NCCL_ENABLE_TIMING", "1")
     timeout = timedelta(seconds=timeout_s)
@@ -52,9 +54,9 @@ def _init_from_environment(backend: str, timeout: timedelta) -> None:
     except dist.DistError as error:
         address = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
         raise StepscopeError(
-            f"the ranks could not meet at `{address}`",
+            f"the ranks could not connect at `{address}`",
             detail=str(error).splitlines()[0][:300],
-            hint="another port: MASTER_PORT=29501, or torchrun --master-port 29501",
+            hint="use another port: MASTER_PORT=29501, or torchrun --master-port 29501",
         ) from None
 
 
@@ -62,26 +64,28 @@ def _check_environment() -> None:
     missing = [name for name in VARIABLES if name not in os.environ]
     if missing:
         raise StepscopeError(
-            f"`{missing[0]}` is not set",
-            detail=f"a rank is told by {', '.join(VARIABLES)} who and where it is",
+            f"environment variable `{missing[0]}` is not set",
+            detail=f"a rank requires {', '.join(VARIABLES)}",
             hint="torchrun --nproc-per-node 2 -m stepscope train",
         )
     rank, world = os.environ["RANK"], os.environ["WORLD_SIZE"]
     if not rank.isdigit() or not world.isdigit() or int(rank) >= int(world):
         raise StepscopeError(
-            f"rank `{rank}` of `{world}`",
+            f"invalid RANK `{rank}` for WORLD_SIZE `{world}`",
             detail="expected RANK to be a number below WORLD_SIZE",
             hint="torchrun --help",
         )
     port = os.environ["MASTER_PORT"]
     if not port.isdigit() or int(port) > 65535:
-        raise StepscopeError(f"MASTER_PORT `{port}` is no port", detail="expected a number", hint="MASTER_PORT=29500")
+        raise StepscopeError(
+            f"invalid MASTER_PORT: `{port}`", detail="expected a number up to 65535", hint="MASTER_PORT=29500"
+        )
     if rank == "0":
         _check_port(int(port))
 
 
 def _check_port(port: int) -> None:
-    """Said before torch waits for its whole timeout. Under torchrun the store is the agent's own, on that very port."""
+    """Check before torch waits for its whole timeout. Under torchrun, the agent itself holds the store on that port."""
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
         return
     with socket.socket() as probe:
@@ -90,14 +94,14 @@ def _check_port(port: int) -> None:
             probe.bind(("", port))
         except OSError as error:
             raise StepscopeError(
-                f"port `{port}` cannot be used: {error.strerror}",
-                detail="rank 0 listens there for the others",
+                f"cannot listen on port `{port}`: {error.strerror}",
+                detail="rank 0 listens there for the other ranks",
                 hint=f"MASTER_PORT={port + 1}",
             ) from None
 
 
 def choose_device(name: str, *, local_rank: int) -> torch.device:
-    """A rank's own: one GPU a rank, shared where there are fewer, unless a device is named by its number."""
+    """Return a rank's device: one GPU per rank, shared if there are fewer, unless the device has an index."""
     if name == "cpu" or (name == "auto" and not torch.cuda.is_available()):
         return torch.device("cpu")
     if name in ("auto", "cuda"):
@@ -106,19 +110,21 @@ def choose_device(name: str, *, local_rank: int) -> torch.device:
 
 
 def choose_backend(name: str, device: str, world: int) -> str:
-    """`auto` is NCCL on GPUs and gloo on a CPU. NCCL wants a GPU for each rank, which is better said here."""
+    """`auto` is NCCL on GPUs and gloo on a CPU. NCCL requires one GPU per rank, which is checked here for a better
+    error.
+    """
     on_gpu = choose_device(device, local_rank=0).type == "cuda"
     if on_gpu and not torch.cuda.is_available():
-        raise StepscopeError(f"no device `{device}`", detail="torch sees no CUDA device", hint="--device cpu")
+        raise StepscopeError(f"device not found: `{device}`", detail="torch sees no CUDA device", hint="--device cpu")
     if name == "nccl" and not on_gpu:
-        raise StepscopeError("backend `nccl` on a CPU", detail="NCCL moves memory of GPUs", hint="--backend gloo")
+        raise StepscopeError("backend `nccl` requires GPUs", detail="the ranks run on CPUs", hint="--backend gloo")
     if name == "gloo" or not on_gpu:
         return "gloo"
     local, count = int(os.environ.get("LOCAL_WORLD_SIZE", world)), torch.cuda.device_count()
     if local > count:
         raise StepscopeError(
-            f"`{local}` ranks and {count} GPU{'s' if count > 1 else ''}",
-            detail="NCCL wants a GPU for each rank; gloo takes what there is, by way of the host's memory",
+            f"NCCL requires one GPU per rank: got `{local}` ranks and {count_noun(count, 'GPU')}",
+            detail="with gloo, several ranks can share a GPU; it copies through CPU memory",
             hint=f"--ranks {count}, or --backend gloo",
         )
     return "nccl"

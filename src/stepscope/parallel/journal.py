@@ -1,9 +1,9 @@
-"""What every rank is doing, for whoever must say which of them is at fault.
+"""What every rank is doing, to find the one that caused a failure.
 
-When one rank dies or hangs, the others learn only that a collective did not end. So each rank keeps, in a small file
-mapped into memory, how many collectives it has issued and finished and what the last one was; its peers, and whoever
-started them, read the files of all ranks and see who fell behind. A write is a store to memory, about a
-microsecond, and what was stored survives the process. No torch: the process that watches has none.
+When one rank dies or hangs, the others only learn that a collective did not complete. So each rank keeps, in a small
+memory-mapped file, how many collectives it has issued and finished and what the last one was; its peers, and the
+process that started them, read the files of all ranks and see who fell behind. A write is a store to memory, about a
+microsecond, and survives the process. This does not import torch: the process that watches has not loaded it.
 """
 
 import mmap
@@ -18,7 +18,7 @@ from typing import Literal
 import msgspec
 
 FOLDER_VARIABLE = "STEPSCOPE_JOURNAL"
-VICTIM = "CollectiveError"  # how the reason of a rank begins that failed for another's sake
+VICTIM = "CollectiveError"  # prefix of the reason of a rank that failed because of another
 _HEADER = struct.Struct("<QQQQB")  # issued, finished, process, time, state
 _HOST_BYTES, _TEXT_BYTES = 64, 400
 _SIZE = _HEADER.size + _HOST_BYTES + 2 * _TEXT_BYTES
@@ -26,31 +26,31 @@ _STATES: tuple[Literal["running", "raised", "left"], ...] = ("running", "raised"
 
 
 class Entry(msgspec.Struct, frozen=True, kw_only=True):
-    """A rank's last word."""
+    """The last state of a rank."""
 
     rank: int
     issued: int
     finished: int
     collective: str  # the last one issued
-    reason: str  # why it stops, where it could still say so
+    reason: str  # why it stopped, if it could still report it
     state: Literal["running", "raised", "left"]
     process: int
     host: str
-    at_ns: int  # of the last change, since the epoch
+    at_ns: int  # time of the last change, since the epoch
 
     @property
     def is_gone(self) -> bool:
-        """The process has ended; False too where that cannot be known from here."""
+        """Whether the process has ended; False if that cannot be known from here."""
         return self._process_state in ("gone", "Z")
 
     @property
     def is_stopped(self) -> bool:
-        """Somebody has halted the process (SIGSTOP, a debugger)."""
+        """Whether the process is stopped (SIGSTOP, a debugger)."""
         return self._process_state in ("T", "t")
 
     @property
     def _process_state(self) -> str:
-        """As the kernel has it, empty where it cannot be known from here."""
+        """The kernel's state, empty if it cannot be known from here."""
         if self.host != socket.gethostname():
             return ""
         try:
@@ -63,7 +63,7 @@ class Entry(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def is_victim(self) -> bool:
-        """It failed for another's sake."""
+        """Whether it failed because of another rank."""
         return self.state == "raised" and self.reason.startswith(VICTIM)
 
     @property
@@ -75,7 +75,7 @@ class Entry(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Journal:
-    """One rank's own. Without a folder it is kept in memory and only this rank can read it."""
+    """The journal of one rank. Without a directory it is kept in memory, and only this rank can read it."""
 
     def __init__(self, folder: Path | None, rank: int) -> None:
         self.folder = folder
@@ -102,12 +102,12 @@ class Journal:
         self._put_header("running")
 
     def leave(self, reason: str = "") -> None:
-        """The last entry: this rank is done, or raised for `reason`."""
+        """Write the last entry: this rank is done, or raised `reason`."""
         self._put_text(_HEADER.size + _HOST_BYTES + _TEXT_BYTES, reason, _TEXT_BYTES)
         self._put_header("raised" if reason else "left")
 
     def entries(self) -> list[Entry]:
-        """Of all ranks that can be read from here."""
+        """Return the entries of all ranks that are readable from here."""
         if self.folder is None:
             return [_read(self._map[:], self.rank)]
         return read_journals(self.folder)
@@ -126,8 +126,9 @@ def read_journals(folder: Path) -> list[Entry]:
 
 
 def find_culprit(entries: Sequence[Entry]) -> Entry | None:
-    """The rank that the others wait for: the first that raised by itself, else one whose process is gone
-    or halted, else one that has issued fewer collectives than another. None when no rank stands out."""
+    """Return the rank that the others wait for: the first that raised on its own, else one whose process has ended or
+    is stopped, else one that has issued fewer collectives than another. None if no rank stands out.
+    """
     suspects = [entry for entry in entries if not entry.is_victim]
     raised = [entry for entry in suspects if entry.state == "raised"]
     if raised:
@@ -142,14 +143,14 @@ def find_culprit(entries: Sequence[Entry]) -> Entry | None:
 
 
 def blame(entries: Sequence[Entry]) -> str:
-    """The culprit in words: which rank, what became of it, and its last collective."""
+    """Describe the culprit: which rank, what happened to it, and its last collective."""
     culprit = find_culprit(entries)
     if culprit is None:
-        return "no rank stands out: " + _list(entries)
+        return "no single rank is behind: " + _list(entries)
     what = {
         "raised": f"raised {culprit.reason}",
-        "left": "had left already",
-        "running": "died" if culprit.is_gone else "is halted" if culprit.is_stopped else "fell behind",
+        "left": "had already exited",
+        "running": "died" if culprit.is_gone else "is stopped" if culprit.is_stopped else "fell behind",
     }[culprit.state]
     return f"rank {culprit.rank} {what}, {culprit.last_collective}"
 

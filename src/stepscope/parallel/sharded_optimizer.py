@@ -1,13 +1,13 @@
-"""An optimizer whose state is divided among ranks.
+"""An optimizer whose state is sharded over ranks.
 
-Every rank keeps the state of its share of whole parameters (`assign_owners`), updates those, and gets the others from
-their owners. All of it hangs on one property of optimizers: they pass over a parameter without a gradient and keep no
-state for it. So the optimizer on every rank is given all parameters, and during its step it sees the gradients of its
-share alone. Param groups are its own, and a scheduler that changes them changes what the step uses; indices in a state
-dict are those of an unsharded optimizer; and a new param group needs nothing but owners.
+Every rank keeps the state of its share of whole parameters (`assign_owners`), updates those, and receives the others
+from their owners. This relies on one property of optimizers: they skip parameters without a gradient and keep no state
+for them. So the optimizer on every rank has all parameters, and during its step it only sees the gradients of its
+share. Param groups are its own, and a scheduler that changes them changes what the step uses; indices in a state dict
+are those of an unsharded optimizer; and a new param group only needs owners.
 
-The parameters of one owner lie end to end in memory (`Arena`), so that they are one message and need no copy. A
-message for each large one and one for all small ones together took a third more of the processor's time.
+The parameters of one owner are contiguous in memory (`Arena`), so that they are one message and need no copy. One
+message per large parameter and one for all small ones together took a third more CPU time.
 """
 
 import heapq
@@ -31,9 +31,10 @@ class ShardedOptimizer(Optimizer):
 
         optimizer = ShardedOptimizer(model.parameters(), torch.optim.AdamW, lr=3e-4)
 
-    Every rank calls the constructor, `step`, `add_param_group`, `state_dict` and `load_state_dict`. Gradients are the
-    same on all ranks when `step` is called (DDP sees to it), and parameters are afterwards; they are bitwise those of
-    the optimizer alone. It must update each parameter from that one's gradient and state: torch's do, all but LBFGS.
+    Every rank must call the constructor, `step`, `add_param_group`, `state_dict` and `load_state_dict`. Gradients must
+    be the same on all ranks when `step` is called (DDP ensures this), and parameters are the same afterwards; they are
+    bitwise identical to those of the unsharded optimizer. The optimizer must update each parameter from its own
+    gradient and state: all of torch's do, except LBFGS.
 
     `param_groups` and `state` are the inner optimizer's own: `state` holds this rank's share.
     """
@@ -64,8 +65,9 @@ class ShardedOptimizer(Optimizer):
     def step(self, closure: Callable[[], float]) -> float: ...
 
     def step(self, closure: Callable[[], float] | None = None) -> float | None:
-        """Update this rank's share, and get the others' updates. A closure, if given, recomputes the loss first, and
-        averages its gradients over ranks itself."""
+        """Update this rank's share, and receive the others. A closure, if given, recomputes the loss first, and must
+        average its gradients over ranks itself.
+        """
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -75,29 +77,31 @@ class ShardedOptimizer(Optimizer):
         return loss
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """As the inner optimizer's; the new parameters go to the ranks that have least."""
+        """Like the inner optimizer's; the new parameters go to the ranks with the least state."""
         if len(self.param_groups) < len(self._optimizer.param_groups):
-            # The base class's constructor hands over the groups that the inner optimizer has already.
+            # The base class's constructor passes the groups that the inner optimizer already has.
             self.param_groups.append(param_group)
             return
         (group,) = _list_params([param_group])
         known = set(self._all_params())
         for position, param in enumerate(_tensors_of(group)):
             if param in known:
-                raise ValueError(f"`param_group` holds a parameter that the optimizer has already: number {position}")
+                raise ValueError(
+                    f"some parameters appear in more than one parameter group: number {position} of `param_group`"
+                )
         self._optimizer.add_param_group(group)
         self._assign_new_params()
 
     def state_dict(self, *, to: int | None = 0) -> StateDict:
-        """The whole state, in the inner optimizer's own format: it can be loaded by that optimizer unsharded, and by
-        this one on any number of ranks.
+        """Return the whole state, in the inner optimizer's own format: that optimizer can load it unsharded, and this
+        one on any number of ranks.
 
-        Every rank calls this. The rank `to` gets the whole, all others a dict whose `state` is empty; with None, every
-        rank gets the whole. Tensors are copies in the host's memory: the whole state may not fit into a GPU.
+        Every rank must call this. Rank `to` gets the whole state, all others a dict whose `state` is empty; with None,
+        every rank gets the whole state. Tensors are copies in CPU memory: the whole state may not fit on a GPU.
         """
         world = self._communicator.world
         if to is not None and not 0 <= to < world:
-            raise ValueError(f"`to` is a rank below {world}, or None, not {to}")
+            raise ValueError(f"`to` must be None or a rank below {world}, but got {to}")
         share = self._optimizer.state_dict()
         present = self._communicator.share_objects(set(share["state"]), "the indices of the optimizer's state")
         sources = {index: owner for index, owner in enumerate(self._owners) if index in present[owner]}
@@ -106,10 +110,10 @@ class ShardedOptimizer(Optimizer):
         return {**share, "state": whole}
 
     def load_state_dict(self, state_dict: StateDict) -> None:
-        """Take over a state that `state_dict` of this class or of the inner optimizer gave, on any number of ranks.
+        """Load a state that `state_dict` of this class or of the inner optimizer returned, on any number of ranks.
 
-        Every rank calls this with the same `param_groups`. The whole state may be on all ranks or on some: what the
-        owner of a parameter lacks, it gets from the lowest rank that has it.
+        Every rank must call this with the same `param_groups`. The whole state may be on all ranks or on some: what the
+        owner of a parameter is missing comes from the lowest rank that has it.
         """
         _check_groups(state_dict, self.param_groups)
         states = state_dict["state"]
@@ -149,12 +153,12 @@ class ShardedOptimizer(Optimizer):
         return [param for group in self.param_groups for param in group["params"]]
 
     def _adopt_inner(self) -> None:
-        """The inner optimizer makes new objects when it loads a state."""
+        """The inner optimizer creates new objects when it loads a state."""
         self.param_groups = self._optimizer.param_groups
         self.state = self._optimizer.state
 
     def _assign_new_params(self) -> None:
-        """Owners for the parameters at the end that have none yet."""
+        """Assign owners to the parameters at the end that have none yet."""
         require_agreement(
             self._communicator,
             _describe_groups(self.param_groups),
@@ -162,7 +166,7 @@ class ShardedOptimizer(Optimizer):
             hint="print(optimizer)  # on both ranks",
         )
         new = self._all_params()[len(self._owners) :]
-        # What is frozen has no state; should it be trained later, it has an owner all the same.
+        # Frozen parameters have no state, but still get an owner, in case they are trained later.
         new_bytes = [param.nbytes if param.requires_grad else 0 for param in new]
         owners = assign_owners(new_bytes, self._loads_bytes)
         shares: dict[tuple[int, torch.device], list[Tensor]] = {}
@@ -170,7 +174,7 @@ class ShardedOptimizer(Optimizer):
             self._loads_bytes[owner] += size_bytes
             shares.setdefault((owner, param.device), []).append(param)
             if owner != self._communicator.rank:
-                # Some optimizers make their state at once, for every parameter.
+                # Some optimizers create their state immediately, for every parameter.
                 self.state.pop(param, None)
         self._owners += owners
         self._arenas += [(owner, Arena(params)) for (owner, _), params in shares.items()]
@@ -178,45 +182,49 @@ class ShardedOptimizer(Optimizer):
 
 def _check_class(optimizer_cls: type[Optimizer]) -> None:
     if not (isinstance(optimizer_cls, type) and issubclass(optimizer_cls, Optimizer)):
-        raise TypeError(f"`optimizer_cls` must be a class of optimizers, not {optimizer_cls!r}")
+        raise TypeError(f"`optimizer_cls` must be a subclass of torch.optim.Optimizer, but got {optimizer_cls!r}")
     if issubclass(optimizer_cls, torch.optim.LBFGS | ShardedOptimizer):
-        raise ValueError(f"`optimizer_cls` must update parameters one by one, which {optimizer_cls.__name__} does not")
+        raise ValueError(
+            f"`optimizer_cls` must update each parameter independently, which {optimizer_cls.__name__} does not"
+        )
 
 
 def _list_params(params: ParamsT) -> list[Any]:
-    """Iterators run through once, and what the optimizer would take with a warning or mix up refused."""
+    """Consume iterators once, and reject what the optimizer would only warn about or mix up."""
     if isinstance(params, Tensor | set | Mapping) or not isinstance(params, Iterable):
-        raise TypeError(f"`params` must be tensors or param groups in an order, not {type(params).__name__}")
+        raise TypeError(
+            f"`params` must be an ordered iterable of tensors or param groups, but got {type(params).__name__}"
+        )
     listed: list[Any] = [_list_group(entry) if isinstance(entry, dict) else entry for entry in params]
     if not listed:
-        raise ValueError("`params` is empty")
+        raise ValueError("optimizer got an empty parameter list: `params`")
     first_seen: dict[Tensor, int] = {}
     for position, param in enumerate(param for entry in listed for param in _tensors_of(entry)):
         if not isinstance(param, Tensor):
-            raise TypeError(f"`params` must hold tensors: number {position} is a {type(param).__name__}")
+            raise TypeError(f"`params` must contain tensors, but number {position} is {type(param).__name__}")
         if is_piece(param):
-            raise ValueError(f"`params` must hold whole parameters: number {position} is a piece of one in FSDP")
-        if not param.is_leaf:
-            raise ValueError(f"`params` must hold leaves: number {position} was computed from other tensors")
-        if param in first_seen:
             raise ValueError(
-                f"`params` holds a parameter twice: numbers {first_seen[param]} and {position} are the same"
+                f"`params` must contain whole parameters, but number {position} is a shard of an FSDP model"
             )
+        if not param.is_leaf:
+            raise ValueError(f"`params` must contain leaf tensors, but number {position} is not a leaf")
+        if param in first_seen:
+            raise ValueError(f"`params` contains duplicate parameters: numbers {first_seen[param]} and {position}")
         first_seen[param] = position
     return listed
 
 
 def _list_group(group: dict[str, Any]) -> dict[str, Any]:
     if "params" not in group:
-        raise ValueError("`params` has a param group without `params`")
+        raise ValueError("`params` has a param group without the key `params`")
     members = group["params"]
     if isinstance(members, set):
-        raise TypeError("`params` has a param group whose parameters are a set, which has no order")
+        raise TypeError("`params` has a param group with a set of parameters, which has no order; use a list")
     return {**group, "params": [members] if isinstance(members, Tensor) else list(members)}
 
 
 def _tensors_of(entry: Any) -> list[Any]:
-    """Of a tensor, a pair of a name and a tensor, or a param group of either."""
+    """The tensors in a tensor, a (name, tensor) pair, or a param group of either."""
     if isinstance(entry, dict):
         return [tensor for member in entry["params"] for tensor in _tensors_of(member)]
     return [entry[1] if isinstance(entry, tuple) and len(entry) == 2 else entry]
@@ -235,26 +243,26 @@ def _describe_groups(groups: Sequence[Mapping[str, Any]]) -> list[str]:
 
 
 def _check_groups(state_dict: StateDict, groups: Sequence[Mapping[str, Any]]) -> None:
-    """Before anything is exchanged, so that all ranks refuse together what the inner optimizer would."""
+    """Check before anything is exchanged, so that all ranks reject together what the inner optimizer would."""
     saved = [len(group["params"]) for group in state_dict["param_groups"]]
     ours = [len(group["params"]) for group in groups]
     if saved != ours:
-        raise ValueError(f"`state_dict` has param groups of {saved} parameters, and this optimizer of {ours}")
+        raise ValueError(f"loaded `state_dict` has param groups of {saved} parameters, but this optimizer has {ours}")
 
 
-# --- Who keeps what, and how it travels ---
+# --- Ownership and messages ---
 
 
 def assign_owners(sizes_bytes: Sequence[int], loads_bytes: Sequence[int]) -> list[int]:
-    """A rank for each size, given what ranks have already. Ties go to the lower rank: all ranks decide alike.
+    """Assign a rank to each size, given each rank's current load. Ties go to the lower rank, so all ranks decide alike.
 
-    Parameters stay whole: optimizers may do what they like with one (take its norm, factor it), and a state can be
-    saved and loaded on another number of ranks. Each goes to the rank that has least so far, the largest first.
-    Whatever the order, no rank then has more than an even share plus the largest parameter; taking the largest first
-    makes it far less.
+    Parameters stay whole: optimizers may do anything with one (take its norm, factor it), and a state can be saved and
+    loaded on another number of ranks. Each goes to the rank with the smallest load so far, the largest first. In any
+    order, no rank then has more than an even share plus the largest parameter; taking the largest first makes it far
+    less.
     """
     if not loads_bytes:
-        raise ValueError("`loads_bytes` has one entry for each rank, and there is none")
+        raise ValueError("`loads_bytes` must have one entry per rank, but is empty")
     ranks = [(load_bytes, rank) for rank, load_bytes in enumerate(loads_bytes)]
     heapq.heapify(ranks)
     owners = [0] * len(sizes_bytes)
@@ -267,12 +275,12 @@ def assign_owners(sizes_bytes: Sequence[int], loads_bytes: Sequence[int]) -> lis
 
 
 class Arena:
-    """`params` of one owner, on one device, end to end in one buffer, which is one message.
+    """`params` of one owner, on one device, contiguous in one buffer, which is one message.
 
-    A parameter moves into the buffer for good when nothing but itself can notice: it has a memory of its own, and
-    nobody else holds that memory. Then it is sent and received without a copy. One that does not move, or that somebody
-    moves out again later (`module.to`, an assignment to `.data`), is copied into its place before it is sent, and out
-    of it afterwards. So the messages are the same on all ranks, whatever lies where on each.
+    A parameter moves into the buffer permanently if nothing else can notice: it has its own storage, and nothing else
+    references it. Then it is sent and received without a copy. One that does not move, or that is later moved out again
+    (`module.to`, an assignment to `.data`), is copied into its place before it is sent, and out of it afterwards. So
+    the messages are the same on all ranks, whatever moved on each.
     """
 
     @torch.no_grad()
@@ -289,25 +297,25 @@ class Arena:
 
     @torch.no_grad()
     def collect(self) -> None:
-        """Before it is sent: what lies elsewhere comes in."""
+        """Before sending: copy in what is elsewhere."""
         for param, place in self._places:
             if param.data_ptr() != place.data_ptr():
                 place.copy_(param)
 
     @torch.no_grad()
     def distribute(self) -> None:
-        """After it was received: what lies elsewhere gets its values."""
+        """After receiving: copy out what is elsewhere."""
         for param, place in self._places:
             if param.data_ptr() != place.data_ptr():
                 param.copy_(place)
 
 
 def _may_move(param: Tensor) -> bool:
-    """Plain and in one piece, with memory of its own that no other tensor, array or process can look at."""
+    """Whether it is dense and contiguous, with storage that no other tensor, array or process can see."""
     if type(param.data) is not Tensor or not param.is_contiguous():
         return False
     memory = param.untyped_storage()
     if not memory.is_cuda and (memory.is_shared() or not memory.resizable()):  # other processes, and numpy
         return False
-    # Two hold it: the parameter, and `memory` itself.
+    # Two references: the parameter, and `memory` itself.
     return memory.nbytes() == param.nbytes and torch._C._storage_Use_Count(memory._cdata) == 2

@@ -1,7 +1,8 @@
-"""Moving an optimizer's state between ranks: from its owners to who saves it, and from who loaded it to its owners.
+"""Moves an optimizer's state between ranks: from its owners to the rank that saves it, and from the rank that loaded it
+to its owners.
 
-A parameter's state is a dict of tensors and other values. What is in it goes round first, as small objects without the
-tensors' values; then every rank knows which messages come, and the values follow in few of them.
+A parameter's state is a dict of tensors and other values. Its structure is exchanged first, as small objects without
+the tensors' values; then every rank knows which messages follow, and the values are sent in few of them.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -17,7 +18,7 @@ State = dict[str, Any]
 
 
 class _TensorOutline(NamedTuple):
-    """In the place of a tensor, until its values come."""
+    """A placeholder for a tensor, until its values arrive."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -29,10 +30,11 @@ def exchange_states(
     sources: Mapping[int, int],
     is_wanted: Callable[[int], bool],
 ) -> dict[int, State]:
-    """The states of all indices in `sources` that this rank wants, as copies in the host's memory.
+    """Return the states of all indices in `sources` that this rank wants, as copies in CPU memory.
 
     `sources` says which rank sends which, and is the same on all ranks; `states` holds at least what this rank sends.
-    One index after the other goes round, so that a rank that wants none never holds more than one that is not its own.
+    Indices are exchanged one after the other, so that a rank that wants none never holds more than one that is not its
+    own.
     """
     mine = {index: _outline(states[index]) for index, source in sources.items() if source == communicator.rank}
     outlines: dict[int, State] = {}
@@ -56,14 +58,14 @@ def _broadcast_state(communicator: Communicator, state: State, source: int) -> S
 
 
 def _prepare(value: Any, device: torch.device) -> Any:
-    """The tensor to send, or an empty one to receive it in."""
+    """Return the tensor to send, or an empty one to receive it in."""
     if isinstance(value, _TensorOutline):
         return torch.empty(value.shape, dtype=value.dtype, device=device)
     return value.detach().to(device).contiguous() if isinstance(value, Tensor) else value
 
 
 def _keep(value: Any, origin: Any) -> Any:
-    """In the host's memory, and apart from the optimizer's own, which the next step changes."""
+    """Copy to CPU memory, separate from the optimizer's own, which the next step changes."""
     if not isinstance(value, Tensor):
         return value
     kept = value.cpu()
@@ -79,6 +81,6 @@ def _outline(state: State) -> State:
 
 
 def choose_sources(present: Sequence[set[int]], owners: Sequence[int]) -> dict[int, int]:
-    """For each index that its owner lacks and another rank has: the lowest rank that has it."""
+    """For each index that its owner is missing and another rank has: the lowest rank that has it."""
     lacking = {index for indices in present for index in indices if index not in present[owners[index]]}
     return {index: next(rank for rank, indices in enumerate(present) if index in indices) for index in sorted(lacking)}

@@ -1,1 +1,1 @@
-"""What happened, on disk: readable without torch, on a machine that has never seen a GPU."""
+"""Recordings on disk: readable without torch, on a machine without a GPU."""

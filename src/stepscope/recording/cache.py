@@ -1,7 +1,7 @@
-"""Large foreign files are read once: the recording made of one is kept, and found again while the file is unchanged.
+"""A cache of recordings, so that a large file from another tool is parsed once while it is unchanged.
 
-Kept under `$STEPSCOPE_CACHE`, or `stepscope` in the user's cache folder, at most `_MOST_BYTES`, the longest unused
-going first. A cache that cannot be written costs a second reading and nothing else.
+The cache is in `$STEPSCOPE_CACHE`, or in `stepscope` in the user's cache directory. It holds at most `_MOST_BYTES` and
+evicts the least recently used recordings. If it cannot be written, the file is parsed again next time.
 """
 
 import hashlib
@@ -20,22 +20,22 @@ from stepscope.recording.store import Recording
 
 _WORTH_S = 1.0
 _MOST_BYTES = 4 << 30
-_KEY = re.compile("[0-9a-f]{24}")  # what a folder of the cache is called
+_KEY = re.compile("[0-9a-f]{24}")  # the name of a cache entry
 
 
 def read_cached(path: Path, read: Callable[[Path], Recording]) -> tuple[Recording, Path | None]:
-    """The recording of a file, and the folder it is kept in, None where it is not."""
+    """Return the recording of a file, and its cache directory if it is cached."""
     if path.is_dir():
         return read(path), path
     folder = cache_folder() / _key(path)
     if store.is_recording(folder):
         try:
             recording = store.load(folder)
-        except StepscopeError:  # written by a version that is gone, or damaged: read the file itself again
-            with suppress(OSError):  # another process deletes it too
+        except StepscopeError:  # from another version, or damaged: parse the file again
+            with suppress(OSError):  # another process may delete it too
                 store.delete(folder)
         else:
-            with suppress(OSError):  # a cache that cannot be written is still read
+            with suppress(OSError):  # a read-only cache can still be read
                 os.utime(folder)
             return recording, folder
     started = time.monotonic()
@@ -45,14 +45,14 @@ def read_cached(path: Path, read: Callable[[Path], Recording]) -> tuple[Recordin
     try:
         store.save(recording, folder, force=True)
         _make_room(folder)
-    except (StepscopeError, OSError):  # not to be written, or somebody else is making room
+    except (StepscopeError, OSError):  # not writable, or another process is evicting
         return recording, None
     return recording, folder
 
 
 def _key(path: Path) -> str:
     what: list[object] = [str(path)]
-    with suppress(OSError):  # the reader will say what is wrong with it
+    with suppress(OSError):  # the reader reports what is wrong with it
         seen = path.stat()
         what = [str(path.resolve()), seen.st_size, seen.st_mtime_ns, seen.st_ino]
     content = repr((store.SCHEMA, stepscope.__version__, what)).encode()

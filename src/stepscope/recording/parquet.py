@@ -1,12 +1,12 @@
-"""A table as a Parquet file, with a digest, and decoded only where that cannot end the process.
+"""Tables as Parquet files with a digest, decoded only if that cannot crash the process.
 
-Polars believes what a file says of itself. Of a damaged one it panics, which prints a backtrace and is no Exception, or
-asks for more memory than there is, which ends the process without a word to Python. Of a file whose digest is known,
-damage shows before it is decoded. One without, from before digests were kept, is decoded by another process first: a
-third of a second, and no damage to a file can break that out of its own process.
+Polars trusts what a file says about itself. On a damaged file it panics, which prints a backtrace and is not an
+`Exception`, or allocates more memory than there is, which kills the process. A digest detects damage before decoding.
+Files without a digest, from earlier versions, are first decoded in another process, which takes a third of a second and
+contains any crash.
 
-Looking at the file's own sizes instead was tried: they are spread over its footer and every page, and what the pages
-hold inside can be wrong as well.
+Checking the sizes in the file instead was tried: they are spread over the footer and every page, and the contents of
+the pages can be wrong too.
 """
 
 import hashlib
@@ -22,50 +22,50 @@ import polars as pl
 from stepscope.recording.tables import SCHEMAS
 
 _DIGEST_BYTES = 16
-# Tables of ours reach 1.2 rows per byte: counters that are mostly zero. What says that it has more is not decoded.
+# Real tables reach 1.2 rows per byte: counters that are mostly zero. A file that claims many more is not decoded.
 _ROWS_OF_ANY_FILE, _MOST_ROWS_PER_BYTE = 1 << 20, 8
 _TRIAL_BYTES, _TRIAL_BYTES_PER_BYTE = 1 << 30, 64
 _TRIAL_S, _TRIAL_BYTES_PER_S = 10, 10_000_000
 
 
 class DamagedTableError(Exception):
-    """The file is not as it was written; the text names it and says how that shows."""
+    """The file is not as it was written; the message names it and says what is wrong."""
 
 
 def write_table(frame: pl.DataFrame, path: Path) -> str:
-    """Returns the digest of the file."""
+    """Write a table and return the digest of the file."""
     frame.write_parquet(path, compression="zstd", compression_level=1)
     return _digest(path)
 
 
 def read_tables(paths: Mapping[str, Path], digests: Mapping[str, str]) -> dict[str, pl.DataFrame]:
-    """Tables by name, their columns as they stand in the files. Raises DamagedTableError, or OSError."""
+    """Return the tables by name, unchecked. Raise DamagedTableError or OSError."""
     for name, path in paths.items():
         if name in digests and _digest(path) != digests[name]:
-            raise DamagedTableError(f"`{path.name}`: it was changed or damaged after it was written")
+            raise DamagedTableError(f"`{path.name}`: changed or damaged after it was written")
     _require_survival([path for name, path in paths.items() if name not in digests])
     return {name: _decode(name, path) for name, path in paths.items()}
 
 
 def pack(frame: pl.DataFrame, path: Path) -> None:
-    """A file of its own kind, digest first, for what is kept for the next look alone."""
+    """Write a private cache file: the digest, then the Parquet data."""
     write_table(frame, path)
     content = path.read_bytes()
     path.write_bytes(hashlib.blake2b(content, digest_size=_DIGEST_BYTES).digest() + content)
 
 
 def unpack(path: Path) -> pl.DataFrame:
-    """Raises DamagedTableError, or OSError."""
+    """Read a file that `pack` wrote. Raise DamagedTableError or OSError."""
     packed = path.read_bytes()
     content = packed[_DIGEST_BYTES:]
     if hashlib.blake2b(content, digest_size=_DIGEST_BYTES).digest() != packed[:_DIGEST_BYTES]:
-        raise DamagedTableError(f"`{path.name}` is not as it was written")
+        raise DamagedTableError(f"`{path.name}`: changed or damaged after it was written")
     return pl.read_parquet(content)
 
 
 def try_decoding(paths: Sequence[str]) -> None:
-    """In a process of its own: names each file before it is decoded. What polars itself refuses is left to the one
-    that asked, which meets it again."""
+    """Decode files in a separate process, printing the name of each before decoding it. Errors that polars raises are
+    ignored here: the caller gets them when it decodes the file itself."""
     size = sum(Path(path).stat().st_size for path in paths)
     limit = _TRIAL_BYTES + _TRIAL_BYTES_PER_BYTE * size
     resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
@@ -82,7 +82,7 @@ def _decode(name: str, path: Path) -> pl.DataFrame:
     try:
         rows = pl.scan_parquet(path).select(pl.len()).collect().item()
         if rows > _ROWS_OF_ANY_FILE + _MOST_ROWS_PER_BYTE * path.stat().st_size:
-            raise DamagedTableError(f"`{path.name}`: it cannot hold {rows:,} rows in {path.stat().st_size:,} bytes")
+            raise DamagedTableError(f"`{path.name}`: {rows:,} rows do not fit in {path.stat().st_size:,} bytes")
         columns = list(SCHEMAS[name])
         return pl.read_parquet(path, columns=columns).select(columns)
     except pl.exceptions.PolarsError as error:
@@ -105,7 +105,7 @@ def _require_survival(paths: list[Path]) -> None:
         said, survived = late.stdout or b"", False
     if not survived:
         last = said.decode().splitlines()[-1:] or [paths[0].name]
-        raise DamagedTableError(f"`{last[0]}`: it cannot be decoded")
+        raise DamagedTableError(f"`{last[0]}`: cannot be decoded")
 
 
 def _digest(path: Path) -> str:

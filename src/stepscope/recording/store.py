@@ -1,9 +1,9 @@
-"""A recording: what happened, in a folder that outlives the run and is read without torch.
+"""A recording: a directory that outlives the run and can be read without torch.
 
-A folder holds `manifest.json` (what ran, where, with which versions, and what is missing or doubtful) and one Parquet
-file a table. It is written beside its place and moved there when it is whole, so that a folder with a manifest is
-complete. Only a recording is ever replaced, and only where nothing else is in its folder. Foreign files become the same
-`Recording` in memory; what is asked of one can be asked of the other.
+The directory contains `manifest.json` (what ran, where, with which versions, and what is missing or unreliable) and one
+Parquet file per table. It is written to a temporary directory and renamed when complete, so a directory with a manifest
+is complete. Only a recording is ever replaced, and only if its directory contains nothing else. Files from other tools
+become the same `Recording` in memory, so every analysis works on both.
 """
 
 import errno
@@ -29,9 +29,9 @@ from stepscope.spec import Case
 
 SCHEMA = "stepscope.recording/1"
 MANIFEST_NAME = "manifest.json"
-RAW_NAME = "raw"  # the recorder's own file, kept as it came, with its own ending
-# An event begins or ends a row of memory, or is one of a few about it. Totals are kept for each event: more than these
-# would take all the memory there is.
+RAW_NAME = "raw"  # the original file of the recorder, with its own suffix
+# Most events start or end a row of memory. Totals are kept per event, so a manifest that claims many more events than
+# rows would exhaust the memory.
 _EVENTS_OF_ANY_FILE, _MOST_EVENTS_PER_ROW = 1 << 24, 8
 
 Source = Literal["pytorch profiler", "nsight systems", "nsight compute", "memory snapshot", "stepscope"]
@@ -41,7 +41,7 @@ StepTime = Annotated[int, msgspec.Meta(ge=1, le=tables.LONGEST_NS)]
 
 
 class Overhead(msgspec.Struct, frozen=True, kw_only=True):
-    """What recording cost: medians of the step without anything, with the recorder, and with the annotation too."""
+    """The overhead of recording: median times of unprofiled, profiled, and profiled and annotated steps."""
 
     plain_ns: StepTime
     recorded_ns: StepTime | None = None
@@ -49,12 +49,12 @@ class Overhead(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class MemoryFacts(msgspec.Struct, frozen=True, kw_only=True):
-    """What a recording of memory says about itself. `estimated_bytes` is how much of it is in pieces whose size had to
-    be guessed, because the file does not go back to when they were taken."""
+    """Facts about a memory recording. `estimated_bytes` is the total of allocations whose size is an estimate, because
+    they were made before the file begins."""
 
     events: LongCount
     estimated_bytes: LongCount = 0
-    # For recordings of our own.
+    # Only in recordings of stepscope.
     device: str = ""
     allocator_peak_bytes: LongCount | None = None
     allocator_peak_reserved_bytes: LongCount | None = None
@@ -63,21 +63,21 @@ class MemoryFacts(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Manifest(msgspec.Struct, frozen=True, kw_only=True):
-    """What a recording is of. Nothing here names a person, a machine or a folder."""
+    """What was recorded. Nothing here identifies a person, a machine or a directory."""
 
     schema: str = SCHEMA
     source: Source
-    file: str = ""  # the base name of the foreign file
-    device: str = ""  # what the driver calls the device
+    file: str = ""  # base name of a file from another tool
+    device: str = ""  # device name from the driver
     device_sms: Count | None = None
     rank: Count | None = None
     world_size: Count | None = None
     versions: dict[str, str] = msgspec.field(default_factory=dict)
     shapes_recorded: bool = False
     modules_recorded: bool = False
-    # What is missing from the file and what was set aside while reading it, in words for the user.
+    # For the user: what is missing from the file, and what was left out while reading it.
     notes: tuple[str, ...] = ()
-    # For recordings of our own.
+    # Only in recordings of stepscope.
     case: Case | None = None
     environment: Environment | None = None
     command: str = ""
@@ -85,19 +85,19 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     doubts: tuple[Doubt, ...] = ()
     overhead: Overhead | None = None
     parameters: LongCount | None = None
-    optimizer: str | None = None  # what ran: the setting, or the class of a factory's own
-    # With hardware counters: operations of one forward pass by the textbook, by class of kernel.
+    optimizer: str | None = None  # what ran: the setting, or the class that a factory created
+    # With hardware counters: theoretical FLOPs of one forward pass by kernel class.
     forward_flops: dict[str, LongCount] | None = None
     compiled: bool = False
     memory: MemoryFacts | None = None
-    # On the disk only: the tables that were written; None in recordings from before this was kept.
+    # On disk only: the tables that were written; None in recordings from earlier versions.
     tables: tuple[str, ...] | None = None
-    digests: dict[str, str] | None = None  # of their files
+    digests: dict[str, str] | None = None  # of the table files
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recording:
-    """The manifest and its tables, in the columns of `recording.tables`."""
+    """The manifest and the tables, with the columns of `recording.tables`."""
 
     manifest: Manifest
     kernels: pl.DataFrame = field(default_factory=partial(tables.empty, "kernels"))
@@ -119,18 +119,18 @@ class Recording:
 
 TABLE_NAMES = tuple(one.name for one in fields(Recording) if one.name != "manifest")
 _KEPT = r"attributed-[0-9a-f]{12}\.(parquet|\d+)|findings-[0-9a-f]{12}\.json"
-_RAW = rf"{RAW_NAME}\.(json|csv|pickle|sqlite|nsys-rep|qdrep)(\.gz)?"  # what recorders write
+_RAW = rf"{RAW_NAME}\.(json|csv|pickle|sqlite|nsys-rep|qdrep)(\.gz)?"  # files that recorders write
 _PARTS = re.compile(rf"{re.escape(MANIFEST_NAME)}|({'|'.join(TABLE_NAMES)})\.parquet|{_RAW}|{_KEPT}")
 
 
 def save(
     recording: Recording, folder: Path, *, raw: Path | None = None, force: bool = False, command: str = ""
 ) -> None:
-    """Writes the whole recording or nothing. `raw` is moved in as the recorder's own file. `check_place` says what may
-    be replaced."""
+    """Write the whole recording or nothing. `raw` is the original file of the recorder and is moved in. `check_place`
+    defines what may be replaced."""
     check_place(folder, force=force, command=command)
     with (
-        writing(folder, if_full="nothing was kept", hint="a folder on another disk"),
+        writing(folder, if_full="nothing was saved", hint="save to a directory on another disk"),
         _telling_polars_errors(),
         replacing(folder, last=MANIFEST_NAME) as building,
     ):
@@ -139,7 +139,7 @@ def save(
         digests = {name: write_table(getattr(recording, name), building / f"{name}.parquet") for name in written}
         if raw is not None:
             kept_name = RAW_NAME + "".join(raw.suffixes)
-            assert _is_part(kept_name), "or the recording could never be replaced"
+            assert _is_part(kept_name), "other files would block replacing the recording"
             shutil.move(raw, building / kept_name)
         manifest = msgspec.structs.replace(recording.manifest, tables=written, digests=digests)
         content = msgspec.json.format(msgspec.json.encode(manifest), indent=2)
@@ -147,36 +147,38 @@ def save(
 
 
 def check_place(folder: Path, *, force: bool, command: str = "") -> None:
-    """Refuses a place that a recording must not take. A recording is replaced by `force`, or by the `command` that made
-    it; a folder that is neither empty nor a recording, or has something else in it too, never is."""
+    """Raise StepscopeError if a recording must not be written here. A recording is replaced with `force`, or by the
+    `command` that made it. A directory with other files in it is never replaced."""
     restore(folder)
     if not folder.exists() or _is_empty_folder(folder):
         return
     if not is_of_kind(folder / MANIFEST_NAME, SCHEMA):
         raise StepscopeError(
-            f"`{folder}` exists and is not a recording", detail="only a recording is replaced", hint="another folder"
+            f"`{folder}` exists and is not a recording",
+            detail="stepscope only replaces recordings",
+            hint="choose another directory",
         )
     foreign = find_foreign(folder, _is_part)
     if foreign is not None:
         raise StepscopeError(
-            f"`{folder}` has something in it that is not part of the recording: `{foreign}`",
+            f"`{folder}` contains a file that is not part of the recording: `{foreign}`",
             detail="replacing the recording would delete it",
-            hint=f"move `{folder / foreign}` elsewhere, or save to another folder",
+            hint=f"move `{folder / foreign}` elsewhere, or choose another directory",
         )
     if not force and not (command and is_result_of(folder / MANIFEST_NAME, command)):
-        raise StepscopeError(f"`{folder}` exists", hint="--force, or another folder")
+        raise StepscopeError(f"`{folder}` already exists", hint="--force, or choose another directory")
 
 
 def _is_empty_folder(path: Path) -> bool:
     try:
         return path.is_dir() and not any(path.iterdir())
-    except OSError:  # one that cannot be listed may have anything in it
+    except OSError:  # a directory that cannot be listed may not be empty
         return False
 
 
 @contextmanager
 def _telling_polars_errors() -> Iterator[None]:
-    """A full disk comes out of polars as an error of its own."""
+    """Turn polars errors into OSError: polars has its own error for a full disk."""
     try:
         yield
     except pl.exceptions.PolarsError as error:
@@ -185,13 +187,13 @@ def _telling_polars_errors() -> Iterator[None]:
 
 
 def is_recording(path: Path) -> bool:
-    """Whether a folder is to be read as a recording. Whether it is one, `load` finds out."""
+    """Whether a directory should be read as a recording. `load` checks whether it is a valid one."""
     restore(path)
     return path.is_dir() and (path / MANIFEST_NAME).is_file()
 
 
 def delete(folder: Path) -> bool:
-    """Deletes a recording and what was kept beside it, unless something else is in the folder."""
+    """Delete a recording and its cached results, unless the directory contains other files. Return whether it did."""
     is_own = find_foreign(folder, _is_part) is None
     if is_own:
         shutil.rmtree(folder, ignore_errors=True)
@@ -199,28 +201,27 @@ def delete(folder: Path) -> bool:
 
 
 def _is_part(name: str) -> bool:
-    """Whether a file is one that a recording consists of, or that was found out about it and kept (`explain`)."""
+    """Whether a file belongs to a recording, including the results that `explain` caches."""
     return _PARTS.fullmatch(name) is not None
 
 
 def load(folder: Path) -> Recording:
-    """Reads a recording of any table that is there; one that is not was empty. Raises StepscopeError for one that is
-    damaged, with the place."""
+    """Read a recording; a missing table is empty. Raise StepscopeError if it is damaged."""
     try:
         manifest = decode(read_plain(folder / MANIFEST_NAME), Manifest)
     except (msgspec.DecodeError, OSError) as error:
         raise _damaged(folder, f"`{MANIFEST_NAME}`: {error}") from None
     if manifest.schema != SCHEMA:
         raise StepscopeError(
-            f"`{folder}` is a recording of another version: `{manifest.schema[:60]}`", detail=f"expected `{SCHEMA}`"
+            f"unsupported recording version in `{folder}`: `{manifest.schema[:60]}`", detail=f"expected `{SCHEMA}`"
         )
     manifest = _with_current_classes(manifest)
     paths = {name: folder / f"{name}.parquet" for name in TABLE_NAMES}
     present = {name: path for name, path in paths.items() if path.is_file()}
-    # A later version may have written tables that this one does not know.
+    # A later version may have written tables that are unknown here.
     missing = [name for name in manifest.tables or () if name in paths and name not in present]
     if missing:
-        raise StepscopeError(f"the recording `{folder}` has lost its `{missing[0]}.parquet`")
+        raise StepscopeError(f"incomplete recording: `{missing[0]}.parquet` is missing from `{folder}`")
     try:
         frames = read_tables(present, manifest.digests or {})
     except (DamagedTableError, OSError) as error:
@@ -228,7 +229,7 @@ def load(folder: Path) -> Recording:
     recording = Recording(manifest=msgspec.structs.replace(manifest, tables=None, digests=None), **frames)
     rows = recording.allocations.height + recording.segments.height
     if manifest.memory is not None and manifest.memory.events > _EVENTS_OF_ANY_FILE + _MOST_EVENTS_PER_ROW * rows:
-        told = f"it says {manifest.memory.events:,} events, more than {rows:,} rows can tell of"
+        told = f"{manifest.memory.events:,} events are too many for {rows:,} rows"
         raise _damaged(folder, f"`{MANIFEST_NAME}`: {told}")
     try:
         for name, frame in frames.items():
@@ -253,7 +254,7 @@ def _with_current_classes(manifest: Manifest) -> Manifest:
 
 
 def _limits(recording: Recording, table: str) -> dict[str, int]:
-    """What the numbers that point into other tables stay below."""
+    """The upper limits of columns that refer to rows of other tables."""
     facts = recording.manifest.memory
     match table:
         case "counters":

@@ -1,10 +1,10 @@
-"""The tables of a recording: what every reader fills in and every analysis reads.
+"""The tables of a recording: every reader fills them in, and every analysis reads them.
 
-All times are whole nanoseconds on one clock per recording. Threads and processes are the numbers the operating system
-gave them; a device and its streams are the driver's. A column that a source does not know is null, never a guess.
+All times are whole nanoseconds on one clock per recording. Thread and process ids come from the operating system,
+device and stream numbers from the driver. A value that the source does not contain is null, never a guess.
 
-What may stand in a column is declared here once. `recording.validation` holds every table against it, so that no
-analysis meets a value outside of it.
+The valid values of each column are declared here once. `recording.validation` checks every table against them, so
+analyses never see other values.
 """
 
 from dataclasses import dataclass
@@ -14,26 +14,26 @@ import msgspec
 import polars as pl
 
 Schema = dict[str, type[pl.DataType]]
-# Times reach until 2043, and neither a difference of two nor a sum of many durations overflows 64 bits.
+# Times reach to 2043, and neither their differences nor sums of many durations overflow 64 bits.
 FARTHEST_NS = 2**61
 LONGEST_NS = 2**50  # 13 days
 LONGEST_KERNEL_NS = 2**44  # 4.9 hours
 MOST_BYTES = 2**48
-MOST_COUNTED = 1e60  # neither a product of two nor a sum of many is infinite
+MOST_COUNTED = 1e60  # products and sums of these stay finite
 _Size = Annotated[int, msgspec.Meta(ge=0, le=2**40)]
 _Stride = Annotated[int, msgspec.Meta(ge=-(2**62), le=2**62)]
 
 
 @dataclass(frozen=True, slots=True)
 class ColumnRule:
-    """What may stand in a column: `required` ones have a value in every row, numbers lie between `least` and `most`
-    (as far as the type allows where these are None), and text decodes to `json`."""
+    """The valid values of a column. A `required` column has no nulls, numbers are between `least` and `most` (None: the
+    limits of the type), and text decodes to `json`."""
 
     kind: type[pl.DataType]
     required: bool = False
     least: float | None = None
     most: float | None = None
-    absent: int | None = None  # stands in a column without nulls for what a file does not say
+    absent: int | None = None  # replaces null in a column that must not have nulls
     json: Any = None
 
 
@@ -50,15 +50,16 @@ _SHAPE = ColumnRule(pl.String, json=list[_Size])
 _TIMED = {"name": _NAME, "start_ns": _TIME, "end_ns": _TIME}
 _ON_HOST = {"process": _NUMBER, "thread": ColumnRule(pl.Int64, absent=0)}
 
-# What ran on a device. On a CPU recording these are the innermost operators, kind `cpu`, with the thread as stream.
+# Work on a device. In a CPU recording these are the operators that do the work, of kind `cpu`, with the thread as
+# stream.
 KERNELS = {
     **_TIMED,
     "kind": _NAME,  # kernel, memcpy, memset or cpu
     "process": _NUMBER,
-    "device": ColumnRule(pl.Int32, least=-1, absent=0),  # -1 is the host
+    "device": ColumnRule(pl.Int32, least=-1, absent=0),  # -1 is the CPU
     "stream": ColumnRule(pl.Int64, absent=0),
-    "correlation": _NUMBER,  # joins the launch of the same process
-    "graph": ColumnRule(pl.Boolean),  # started by the replay of a graph
+    "correlation": _NUMBER,  # matches the launch in the same process
+    "graph": ColumnRule(pl.Boolean),  # launched by a CUDA graph
     "bytes": _BYTES,
     "grid_x": _COUNT,
     "grid_y": _COUNT,
@@ -69,10 +70,10 @@ KERNELS = {
     "registers": _COUNT,
     "shared_bytes": _COUNT,
 }
-# Calls of the CUDA or HIP runtime and driver.
+# Calls to the CUDA or HIP runtime and driver.
 LAUNCHES = {**_TIMED, **_ON_HOST, "correlation": _NUMBER}
-# Operators of the framework. `sequence` names the autograd node an operator made, or, where `forward_thread` is not
-# null, the node whose backward it is.
+# Operators of the framework. `sequence` is the autograd node that the operator created, or, if `forward_thread` is not
+# null, the node whose backward it runs.
 OPS = {
     **_TIMED,
     **_ON_HOST,
@@ -84,10 +85,10 @@ OPS = {
     "strides": ColumnRule(pl.String, json=list[list[_Stride | list[_Stride]]]),
     "arguments": ColumnRule(pl.String, json=list[Any]),
 }
-# Stretches of host time with a name: `source` is `user` (a profiler range), `module` (an nn.Module's call seen by the
-# profiler's stacks), `python` (another frame worth keeping) or `nvtx`.
+# Named ranges of CPU time: `source` is `user` (a profiler range), `module` (a call of an nn.Module, from the profiler's
+# stacks), `python` (another frame worth keeping) or `nvtx`.
 RANGES = {**_TIMED, **_ON_HOST, "source": _NAME}
-# Arrows from the operator that made an autograd node to the one that ran its backward.
+# Links from the operator that created an autograd node to the operator that ran its backward.
 LINKS = {
     "forward_ns": _TIME,
     "forward_thread": _NUMBER,
@@ -95,14 +96,14 @@ LINKS = {
     "backward_thread": _NUMBER,
     "process": _NUMBER,
 }
-# Steps timed without the recorder, one row a phase and step: the clock the recording is held against.
+# Unprofiled steps, one row per phase and step: the reference for the recorded times.
 STEPS = {
     "phase": _NAME,
     "step": _COUNT,
     "duration_ns": ColumnRule(pl.Int64, required=True, least=0, most=LONGEST_NS),
     "clock": _NAME,
 }
-# Hardware counters, one row a kernel and metric; `kernel` is the row in `kernels`.
+# Hardware counters, one row per kernel and metric; `kernel` is the row in `kernels`.
 COUNTERS = {
     "kernel": ColumnRule(pl.Int64, required=True, least=0),
     "metric": _NAME,
@@ -111,35 +112,35 @@ COUNTERS = {
     "text": _TEXT,
 }
 
-# --- Memory. Time has two coordinates there: the event, which is the position in the order in which memory was taken
-# and given back, and says exactly what was there together; and nanoseconds.
+# --- Memory. Time has two coordinates here: the event, which is the position in the sequence of allocations and frees
+# and defines exactly what is alive at the same time, and nanoseconds.
 _LIVED = {
-    "start_event": _LONG_COUNT,  # null: there before recording began
-    "end_event": _LONG_COUNT,  # null: still there at its end
+    "start_event": _LONG_COUNT,  # null: allocated before the recording
+    "end_event": _LONG_COUNT,  # null: still allocated at the end
     "start_ns": _MAYBE_TIME,
     "end_ns": _MAYBE_TIME,
     "device": _COUNT,  # null on a CPU
     "stream": _NUMBER,
     "address": _NUMBER,
-    "bytes": _TAKEN_BYTES,  # what it takes of the device's memory
+    "bytes": _TAKEN_BYTES,  # device memory, after rounding
 }
-# One row a piece of memory, from when it was taken to when it was given back.
+# One row per allocation, from its start to its free.
 ALLOCATIONS = {
     **_LIVED,
-    "requested_bytes": _BYTES,  # before the allocator rounded it up
-    "step": _COUNT,  # where it was taken: the step, its phase, the module's path and the operator
+    "requested_bytes": _BYTES,  # before rounding by the allocator
+    "step": _COUNT,  # where it was allocated: step, phase, module path and operator
     "phase": _TEXT,
     "module": _TEXT,
     "op": _TEXT,
-    "category": _TEXT,  # one of explain.memory.CATEGORIES, or what a later version calls it
-    "name": _TEXT,  # a parameter's, a buffer's; what autograd calls it
+    "category": _TEXT,  # one of explain.memory.CATEGORIES, or a category of a later version
+    "name": _TEXT,  # of the parameter or buffer, or autograd's name
     "shape": _SHAPE,
     "dtype": _TEXT,
     "stack": _COUNT,  # row in `stacks`
 }
-# What the allocator holds of the device, in use or not.
+# Memory that the allocator has reserved, in use or not.
 SEGMENTS = dict(_LIVED)
-# One row a phase of a step, and one with a null phase for the whole step.
+# One row per phase of a step, and one with a null phase for the whole step.
 SPANS = {
     "step": _COUNT,
     "phase": _TEXT,
@@ -148,17 +149,17 @@ SPANS = {
     "start_ns": _TIME,
     "end_ns": _TIME,
 }
-# Frames one a line, the innermost first: `file.py:12 function`.
+# One frame per line, innermost first: `file.py:12 function`.
 STACKS = {"stack": ColumnRule(pl.Int32, required=True, least=0), "frames": _NAME}
-# What autograd keeps for backward: one row a tensor that a node saved.
+# Tensors saved for backward: one row per tensor of a node.
 SAVED = {
-    "node": ColumnRule(pl.Int64, required=True, least=0),  # in the order of the forward pass
-    "op": _NAME,  # the node's name: MulBackward0
-    "argument": _NAME,  # what the node calls it: self, result
+    "node": ColumnRule(pl.Int64, required=True, least=0),  # in forward order
+    "op": _NAME,  # name of the node: MulBackward0
+    "argument": _NAME,  # the node's name for the tensor: self, result
     "module": _TEXT,
     "shape": _SHAPE,
     "dtype": _TEXT,
-    "bytes": _TAKEN_BYTES,  # of this tensor
+    "bytes": _TAKEN_BYTES,  # of the tensor
     "storage": ColumnRule(pl.Int64, required=True),  # tensors with the same number share memory
     "storage_bytes": _TAKEN_BYTES,
     "kind": _NAME,  # activation, parameter, buffer or input
@@ -179,7 +180,7 @@ TABLES: dict[str, dict[str, ColumnRule]] = {
     "stacks": STACKS,
     "saved": SAVED,
 }
-# By table, the columns of which the second is never below the first, and how far apart the two may be.
+# For each table, pairs of columns whose second is never less than the first, and their largest difference.
 _STRETCH = (("start_ns", "end_ns", LONGEST_NS),)
 _LIFE = (("start_event", "end_event", None),)
 ORDERED: dict[str, tuple[tuple[str, str, int | None], ...]] = {
@@ -191,7 +192,7 @@ ORDERED: dict[str, tuple[tuple[str, str, int | None], ...]] = {
     "segments": _LIFE,
     "spans": (*_STRETCH, *_LIFE),
 }
-# Columns that no two rows of a table have in common.
+# Columns that identify a row.
 UNIQUE = {"counters": ["kernel", "metric"], "stacks": ["stack"]}
 SCHEMAS: dict[str, Schema] = {
     table: {name: column.kind for name, column in columns.items()} for table, columns in TABLES.items()
@@ -203,13 +204,13 @@ def empty(table: str) -> pl.DataFrame:
 
 
 def conform(table: str, frame: pl.DataFrame) -> pl.DataFrame:
-    """`frame` with exactly the table's columns in their order; those it lacks are null, and a column that no table has
-    is our mistake."""
+    """Return `frame` with exactly the columns of the table, in order. Missing columns are null; an unknown column is a
+    bug."""
     if not frame.height:
         return empty(table)
     schema = SCHEMAS[table]
     unknown = set(frame.columns) - set(schema)
-    assert not unknown, f"columns {sorted(unknown)} belong to no `{table}` table"
+    assert not unknown, f"table `{table}` has no columns {sorted(unknown)}"
     columns = [
         (pl.col(name) if name in frame.columns else pl.lit(None)).cast(kind).alias(name)
         for name, kind in schema.items()

@@ -1,11 +1,12 @@
-"""The boundary between files and analysis: every table of a recording is held against `recording.tables` here, once.
+"""Validation: every table of a recording is checked against `recording.tables` here, once.
 
-Foreign files are repaired. A row without a usable time is left out, a value that cannot be is null, and a note counts
-either, so that the rest of the file is of use. A recording of our own was right when it was written: there the first
-misfit is an error that names its table, column and row. What no source promises is settled in both: texts of JSON that
-do not decode are null, and a kernel or operator that does not say its device, stream or thread is counted under 0.
+Files from other tools are repaired. A row without a valid time is left out, an invalid value becomes null, and a note
+counts both, so the rest of the file stays usable. A recording of stepscope was valid when it was written, so the first
+invalid value is an error that names its table, column and row. In both, JSON text that does not decode becomes null,
+and kernels and operators without a device, stream or thread get 0.
 
-All tests are columns at a time, and texts are decoded once each: on a trace of 128 MB this is below 2 % of reading it.
+Checks run on whole columns and each distinct text is decoded once: on a 128 MB trace this is below 2% of the reading
+time.
 """
 
 from collections import Counter
@@ -17,6 +18,7 @@ import msgspec
 import polars as pl
 
 from stepscope.recording.tables import MOST_BYTES, ORDERED, TABLES, UNIQUE, ColumnRule
+from stepscope.units import count_noun
 
 _OF_EVENTS = ("kernels", "launches", "ops", "ranges", "links")
 _SINGULAR = {"kernels": "kernel", "launches": "launch", "ops": "op", "ranges": "range"}  # of tables with `absent`
@@ -25,17 +27,12 @@ _LIMITS: dict[type[pl.DataType], tuple[float | None, float | None]] = {pl.Int32:
 
 
 class MisfitError(Exception):
-    """The first value of a table that cannot be; the text says which, where, and what was expected."""
-
-
-def counted(count: int, one: str, many: str) -> str:
-    """`1 kernel has …` or `3 kernels have …`."""
-    return f"{count:,} {one if count == 1 else many}"
+    """An invalid value in a table; the message says which, where, and what was expected."""
 
 
 @dataclass(frozen=True, slots=True)
 class Repairs:
-    """What was left out of a foreign file, counted over all of its tables and blocks."""
+    """Counts of what was left out of a file from another tool, over all of its tables and blocks."""
 
     lost_rows: Counter[str] = field(default_factory=Counter)  # by table
     lost_values: Counter[tuple[str, str]] = field(default_factory=Counter)  # by table and column
@@ -44,32 +41,34 @@ class Repairs:
         notes = []
         events = sum(count for table, count in self.lost_rows.items() if table in _OF_EVENTS)
         if events:
-            had = counted(events, "event has impossible times and is", "events have impossible times and are")
+            had = count_noun(events, "event has invalid times and is", "events have invalid times and are")
             notes.append(f"{had} left out")
         for table, count in self.lost_rows.items():
             if table not in _OF_EVENTS:
                 outside = (f"row of `{table}` is out of range and is", f"rows of `{table}` are out of range and are")
-                notes.append(f"{counted(count, *outside)} left out")
+                notes.append(f"{count_noun(count, *outside)} left out")
         for (table, name), count in self.lost_values.items():
             column = TABLES[table][name]
             where = f"of `{name}` in `{table}`"
             if column.json is not None:
-                bad = counted(count, f"text {where} does not decode and is", f"texts {where} do not decode and are")
+                bad = count_noun(
+                    count, f"text {where} is invalid JSON and is", f"texts {where} are invalid JSON and are"
+                )
                 notes.append(f"{bad} left out")
             elif column.absent is None:
-                bad = counted(
+                bad = count_noun(
                     count, f"value {where} is out of range and is", f"values {where} are out of range and are"
                 )
                 notes.append(f"{bad} left out")
             else:
-                bare = counted(count, f"{_SINGULAR[table]} has no {name} and is", f"{table} have no {name} and are")
+                bare = count_noun(count, f"{_SINGULAR[table]} has no {name} and is", f"{table} have no {name} and are")
                 notes.append(f"{bare} counted as {name} {column.absent}")
         return notes
 
 
 def repair(table: str, frame: pl.DataFrame, repairs: Repairs) -> pl.DataFrame:
-    """The rows and values of a foreign file that can be; `repairs` counts the others. `frame` need not have all columns
-    of the table, and may have numbers in place of texts."""
+    """Return the valid rows and values of a file from another tool; `repairs` counts the others. `frame` may lack
+    columns of the table, and may have numbers in place of texts."""
     if not frame.height:
         return frame
     missing = [name for name, column in TABLES[table].items() if column.absent is not None and name not in frame]
@@ -91,8 +90,8 @@ def repair(table: str, frame: pl.DataFrame, repairs: Repairs) -> pl.DataFrame:
 
 
 def settle(table: str, frame: pl.DataFrame, repairs: Repairs) -> pl.DataFrame:
-    """What no file of anybody's has to say: texts of JSON that do not decode are null, and where a column has no nulls
-    its number for that takes their place."""
+    """Replace values that no source guarantees: JSON text that does not decode becomes null, and null becomes `absent`
+    in a column that must not have nulls."""
     for name, column in TABLES[table].items():
         if name not in frame:
             continue
@@ -107,14 +106,14 @@ def settle(table: str, frame: pl.DataFrame, repairs: Repairs) -> pl.DataFrame:
 
 
 def fit_in_time(table: str) -> pl.Expr:
-    """Whether a row's times can be."""
+    """Whether the times of a row are valid."""
     columns = TABLES[table]
     times = [pl.col(name).is_between(columns[name].least, columns[name].most) for name in ("start_ns", "end_ns")]
     return pl.all_horizontal(*times, *(_in_order(*pair) for pair in ORDERED[table])).fill_null(value=False)
 
 
 def check(table: str, frame: pl.DataFrame) -> None:
-    """Raises MisfitError where a table of our own is damaged."""
+    """Raise MisfitError if a table of a stepscope recording is damaged."""
     for name, column in TABLES[table].items():
         if frame.schema[name] != column.kind:
             raise MisfitError(f"column `{name}` is `{frame.schema[name]}`, expected `{column.kind.__name__}`")
@@ -122,22 +121,22 @@ def check(table: str, frame: pl.DataFrame) -> None:
         if misfit is not None:
             _refuse_first(frame, misfit, name, _expected(column))
         if column.most == MOST_BYTES and float(frame[name].cast(pl.Float64).sum()) > _MOST_IN_ALL:
-            raise MisfitError(f"column `{name}` adds up to more bytes than any machine has")
+            raise MisfitError(f"column `{name}` adds up to an impossible number of bytes")
     for start, end, longest in ORDERED.get(table, ()):
-        expected = f"at least `{start}`" + (f", and at most {longest} more" if longest else "")
+        expected = f"at least `{start}`" + (f" and at most `{start}` + {longest}" if longest else "")
         _refuse_first(frame, ~_in_order(start, end, longest), end, expected)
     for keys in [UNIQUE[table]] if table in UNIQUE else []:
-        _refuse_first(frame, pl.struct(keys).is_duplicated(), keys[-1], "a row of its own for each")
+        _refuse_first(frame, pl.struct(keys).is_duplicated(), keys[-1], "unique values")
 
 
 def check_references(frame: pl.DataFrame, limits: Mapping[str, int]) -> None:
-    """Raises MisfitError where a number points beyond what there is: `limits` by column are what it stays below."""
+    """Raise MisfitError if a value is not below the limit of its column, given in `limits`."""
     for name, below in limits.items():
         _refuse_first(frame, pl.col(name) >= below, name, f"a number below {below}")
 
 
 def _comparable(table: str, frame: pl.DataFrame) -> dict[str, ColumnRule]:
-    """The columns that are there as what they are in the table, or as wider numbers."""
+    """The columns that have the type of the table, or a wider number."""
     return {
         name: column
         for name, column in TABLES[table].items()
@@ -146,7 +145,7 @@ def _comparable(table: str, frame: pl.DataFrame) -> dict[str, ColumnRule]:
 
 
 def _misfits(name: str, column: ColumnRule) -> pl.Expr | None:
-    """Whether a value cannot be, None where any can."""
+    """Return an expression for invalid values, or None if every value is valid."""
     value, (least, most) = pl.col(name), _range(column)
     tests = [value < least] if least is not None else []
     tests += [value > most] if most is not None else []
@@ -163,7 +162,7 @@ def _range(column: ColumnRule) -> tuple[float | None, float | None]:
 def _in_order(start: str, end: str, longest: int | None) -> pl.Expr:
     first, last = pl.col(start), pl.col(end)
     ordered = last >= first
-    # Within the range of times no difference overflows.
+    # No difference overflows within the valid range of times.
     return (ordered & (last - first <= longest) if longest else ordered).fill_null(value=True)
 
 

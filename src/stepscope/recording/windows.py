@@ -1,17 +1,16 @@
-"""Tables that are gone through in windows of a key, in memory or on disk, by the same code.
+"""Tables that are processed in windows of a key, in memory or on disk, by the same code.
 
-`EventTable` keeps a table in memory, where one window holds all of it. `Spill` keeps one that is larger than memory,
-and is an external sort: rows are gathered until there are enough for a run; a run is sorted by the table's key and
-written in compressed chunks, of which only the outer keys stay in memory. Reading merges the runs: for each window of
-the key it takes what every run has there. Rows with the same key come back in the order in which they were added.
+`EventTable` keeps a table in memory, as a single window. `Spill` keeps a table that is larger than memory and is an
+external sort: rows are collected into a run, and each run is sorted by the table's key and written in compressed
+chunks, of which only the first and last keys stay in memory. Reading merges the runs window by window. Rows with the
+same key keep the order in which they were added.
 
-Memory is one run being gathered, or one window being read. A chunk that a border goes through is read twice. Cutting
-the time into slices while reading would need less code, and the length of a trace in advance, which its file does not
-say.
+Memory is bounded by one run or one window. A chunk that crosses a border is read twice. Slicing by time while reading
+would need less code, but also the length of the trace in advance, which the file does not contain.
 
-A window's border may lie anywhere in time. Intervals that are still open there are carried into the next window,
-together with all that was open beside them since the oldest of them began, so that `explain.trace.nesting` counts the
-same depths as over the whole recording.
+A border may be at any time. Intervals that are still open there are carried into the next window, together with
+everything that was open since the oldest of them began, so that `explain.trace.nesting` finds the same depths as over
+the whole recording.
 """
 
 import io
@@ -27,18 +26,18 @@ from stepscope.files import scratch_folder, writing
 WINDOW_ROWS = 200_000
 RUN_ROWS = 1 << 17
 CHUNK_ROWS = 1 << 13
-_MOST_CARRIED = 100_000  # rows that have ended; only what crosses instead of nesting could ever miss more
+_MOST_CARRIED = 100_000  # rows that have ended; only intervals that overlap without nesting could need more
 
 Change = Callable[[pl.DataFrame], pl.DataFrame]
 
 
 class EventTable:
-    """A table in memory: `add` frames of the same columns, one without rows at least."""
+    """A table in memory. Call `add` at least once, with frames that have the same columns."""
 
     def __init__(self, key: pl.Expr, open_by: Sequence[str] = ()) -> None:
         self.num_rows = 0
-        self.open_by = open_by  # whose intervals are carried together
-        self.change: Change | None = None  # made to every window as it is read
+        self.open_by = open_by  # columns that group intervals to carry
+        self.change: Change | None = None  # applied to every window when it is read
         self._key = key
         self._frames: list[pl.DataFrame] = []
 
@@ -47,35 +46,35 @@ class EventTable:
         self.num_rows += frame.height
 
     def windows(self, borders: Sequence[int]) -> Iterator[pl.DataFrame]:
-        """The rows before the first border, from each border to the next, and from the last one on; sorted in none of
-        them, but equal keys in the order in which they were added."""
+        """Yield the rows before the first border, between borders, and after the last one. Rows are not sorted, but
+        equal keys keep the order in which they were added."""
         for window in self._windows(borders):
             yield self.change(window) if self.change else window
 
     @property
     def marks(self) -> list[tuple[int, int]]:
-        """(first key, rows) of the pieces that windows are made of; none where all of them are in memory anyway."""
+        """(first key, rows) of each chunk; empty if the table is in memory."""
         return []
 
     def delete(self) -> None:
-        """Gives the room back; the table is empty."""
+        """Free the memory or disk space; the table is empty afterwards."""
         self._frames = []
         self.num_rows = 0
 
     def _windows(self, borders: Sequence[int]) -> Iterator[pl.DataFrame]:
-        assert not borders, "in memory there is one window"
+        assert not borders, "a table in memory has one window"
         yield pl.concat(self._frames, rechunk=False) if len(self._frames) > 1 else self._frames[0]
 
 
 class Texts:
-    """Distinct texts and their numbers: a spilled table has numbers in place of names."""
+    """Distinct texts and their numbers: a table on disk stores numbers instead of texts."""
 
     def __init__(self) -> None:
         self._numbers: dict[str, int] = {}
         self._series = pl.Series([], dtype=pl.String)
 
     def number(self, texts: pl.Series) -> pl.Series:
-        """Null stays null."""
+        """Replace texts by numbers. Null stays null."""
         distinct = texts.drop_nulls().unique().to_list()
         known = {text: self._numbers.setdefault(text, len(self._numbers)) for text in distinct}
         if self._series.len() < len(self._numbers):
@@ -90,7 +89,7 @@ class Texts:
 
 @dataclass(frozen=True, slots=True)
 class Disk:
-    """A folder for spilled tables, and the texts in them."""
+    """A directory for tables on disk, and the texts in them."""
 
     folder: Path
     texts: Texts = field(default_factory=Texts)
@@ -98,7 +97,7 @@ class Disk:
 
 @contextmanager
 def spilling(beside: Path) -> Iterator[Disk]:
-    """A folder inside `beside`, gone when the block is left in whatever way."""
+    """Create a directory inside `beside` and delete it when the block exits."""
     with _writing(beside):
         beside.mkdir(parents=True, exist_ok=True)
     with scratch_folder(beside, "spill") as folder:
@@ -108,7 +107,7 @@ def spilling(beside: Path) -> Iterator[Disk]:
 def make_table(
     disk: Disk | None, name: str, key: pl.Expr, columns: Sequence[str], open_by: Sequence[str] = ()
 ) -> EventTable:
-    """In memory without a `disk`. Only on disk are rows reduced to `columns`."""
+    """Create a table in memory, or on disk if `disk` is given. Only a table on disk is reduced to `columns`."""
     return EventTable(key, open_by) if disk is None else Spill(disk, name, key, columns, open_by)
 
 
@@ -121,7 +120,7 @@ class _Chunk:
     last_key: int
 
     def reaches(self, begin: int | None, end: int | None) -> bool:
-        """Whether it has rows from `begin` on and before `end`."""
+        """Whether it may have rows from `begin` (inclusive) to `end` (exclusive)."""
         return (begin is None or self.last_key >= begin) and (end is None or self.first_key < end)
 
 
@@ -167,7 +166,7 @@ class Spill(EventTable):
 
     def _windows(self, borders: Sequence[int]) -> Iterator[pl.DataFrame]:
         self._write_run()
-        assert self._schema is not None, "a table that nothing was added to has no columns"
+        assert self._schema is not None, "`add` must be called before reading"
         for begin, end in zip((None, *borders), (*borders, None), strict=True):
             taken = [self._take(chunk, begin, end) for chunk in self._chunks if chunk.reaches(begin, end)]
             if not taken:
@@ -202,14 +201,14 @@ class Spill(EventTable):
 
 
 def in_windows(*tables: EventTable) -> Iterator[tuple[pl.DataFrame, ...]]:
-    """Several tables side by side, a window of their key at a time. Tables of intervals come with those of earlier
-    windows that may matter still."""
+    """Yield the same window of several tables at a time. Tables of intervals include those of earlier windows that may
+    still matter."""
     for _, frames in bordered_windows(*tables):
         yield frames
 
 
 def bordered_windows(*tables: EventTable) -> Iterator[tuple[int | None, tuple[pl.DataFrame, ...]]]:
-    """`in_windows`, each with the border that it begins at: None for the first."""
+    """Like `in_windows`, with the border at which each window begins: None for the first."""
     borders = choose_borders(tables, WINDOW_ROWS)
     carried = [_Carried(table.open_by) for table in tables]
     windows = zip(*(table.windows(borders) for table in tables), strict=True)
@@ -218,7 +217,7 @@ def bordered_windows(*tables: EventTable) -> Iterator[tuple[int | None, tuple[pl
 
 
 def choose_borders(tables: Sequence[EventTable], rows: int) -> list[int]:
-    """Keys that cut the tables together into windows of about so many rows each, chunks being the measure."""
+    """Return keys that split the tables into windows of about `rows` rows each, in whole chunks."""
     borders: list[int] = []
     collected = 0
     for key, count in sorted(mark for table in tables for mark in table.marks):
@@ -230,14 +229,14 @@ def choose_borders(tables: Sequence[EventTable], rows: int) -> list[int]:
 
 
 class _Carried:
-    """What the next window needs of the intervals of those before."""
+    """The intervals of earlier windows that the next window needs."""
 
     def __init__(self, keys: Sequence[str]) -> None:
         self._keys = list(keys)
         self._kept: pl.DataFrame | None = None
 
     def extend(self, new: pl.DataFrame, border: int | None) -> pl.DataFrame:
-        """The intervals of the window that ends at `border`: those that it was given, and those from before."""
+        """Return the intervals of the window that ends at `border`, including carried ones."""
         together = new if self._kept is None else pl.concat([self._kept, new])
         self._kept = None if border is None or not self._keys else self._keep(together, border)
         return together
@@ -253,5 +252,5 @@ class _Carried:
 
 
 def _writing(folder: Path) -> AbstractContextManager[None]:
-    room = "a trace read in bounded memory needs room on disk, about a tenth of its plain size"
-    return writing(folder, if_full=room, hint="STEPSCOPE_CACHE=FOLDER stepscope explain FILE --bounded")
+    room = "`--bounded` needs disk space of about a tenth of the uncompressed trace"
+    return writing(folder, if_full=room, hint="STEPSCOPE_CACHE=DIR stepscope explain FILE --bounded")

@@ -1,9 +1,8 @@
-"""What single kernels say about the problems they solved.
+"""Facts that a single kernel gives about its problem.
 
-A kernel does not say what it was called for. It says how many blocks it started, of which shape, and, under Nsight
-Compute, how many operations it did and how many bytes it wrote. Each family of kernels turns that into a fact: a window
-for a number of elements, a number of rows, or a predicate on the sizes of a matrix product. A fact may be weak and must
-be sound: the sizes that were there are never excluded.
+A launch does not say what it is for. It has a number of blocks and their shape, and under Nsight Compute the number of
+operations and of stored bytes. Each kernel family turns that into a fact: a window for a number of elements, a number
+of rows, or a predicate on the sizes of a GEMM. A fact may be weak but must be sound: it never excludes the true sizes.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -16,12 +15,12 @@ from stepscope.recording.readers.counter_metrics import CounterKey
 
 Triple = tuple[int, int, int]
 UNLIMITED = 1 << 62
-# Above any size of a matrix in a model: the largest are vocabularies and the tokens of a batch.
+# Larger than any matrix dimension in a model: the largest are vocabularies and the tokens of a batch.
 LARGEST_SIZE = 1 << 24
 
 
 class Window(msgspec.Struct, frozen=True):
-    """Whole numbers from `low` to `high`, both included, in steps from `low` on."""
+    """The integers from `low` to `high`, both included, in steps of `step`."""
 
     low: int
     high: int
@@ -47,7 +46,7 @@ def exactly(number: int) -> Window:
 
 
 class Sighting(msgspec.Struct, frozen=True, kw_only=True):
-    """One kernel, as it was seen."""
+    """One kernel launch in the evidence."""
 
     index: int
     name: KernelName
@@ -56,55 +55,55 @@ class Sighting(msgspec.Struct, frozen=True, kw_only=True):
     duration_ns: int = 0
     registers: int | None = None
     shared_bytes: int | None = None
-    counters: Mapping[CounterKey, int] = {}  # what was not measured is missing
-    # Rows, columns, inner and batch of a product, where somebody wrote them down and is believed.
+    counters: Mapping[CounterKey, int] = {}  # only those that were measured
+    # Rows, columns, inner and batch of a GEMM, if the profiler recorded them and the user trusts them.
     told: tuple[int, int, int, int] | None = None
 
     @property
     def has_geometry(self) -> bool:
-        """A file may leave out grids, or hold something else in their place: then a kernel's says nothing."""
+        """Whether the launch has a grid and a block. Some files leave them out or have other values instead."""
         return min(*self.grid, *self.block) > 0
 
 
 class Elements(msgspec.Struct, frozen=True, kw_only=True):
-    """Copies and elementwise arithmetic: how many elements were computed."""
+    """Copies and elementwise arithmetic: the number of elements."""
 
     count: Window
 
 
 class Rows(msgspec.Struct, frozen=True, kw_only=True):
-    """Norms, softmax, losses, row sums: how many rows, and how wide where that is known."""
+    """Norms, softmax, losses, row sums: the number of rows, and their width if known."""
 
     rows: Window
     width: Window | None = None
 
 
 class Gather(msgspec.Struct, frozen=True, kw_only=True):
-    """Lookups in a table of embeddings: how many, and how many bytes each."""
+    """Embedding lookups: how many, and how many bytes each."""
 
     rows: Window
     width_bytes: Window | None = None
 
 
 class Update(msgspec.Struct, frozen=True, kw_only=True):
-    """Kernels over lists of tensors, as optimizers use: elements in all, and tensors."""
+    """Optimizer kernels over lists of tensors: total elements, and tensors."""
 
     elements: Window
     tensors: Window | None = None
 
 
-# --- Matrix products
+# --- GEMMs
 #
-# What a kernel reported is a measure of its problem's sizes, within two limits. Every measure here grows, or stays,
-# with rows, columns and inner: tiles, padded work, bytes written. So when all but one are known, what the missing one
-# can be is an interval, and bisection finds it without trying them all.
+# What a kernel reports is a measure of its problem's sizes, within two limits. Every measure here increases or stays
+# the same with rows, columns and inner: tiles, padded work, stored bytes. So if all sizes but one are known, the
+# possible values of the last form an interval, and bisection finds it.
 
 ProductSizes = tuple[int, int, int, int]  # rows, columns, inner, batch
 Measure = Callable[[int, int, int, int], int]
 
 
 class SizeBound(msgspec.Struct, frozen=True):
-    """`low <= measure(rows, columns, inner, batch) <= high`, of a measure that never falls as sizes grow."""
+    """`low <= measure(rows, columns, inner, batch) <= high`, for a measure that never decreases as sizes grow."""
 
     measure: Measure
     low: int
@@ -127,14 +126,14 @@ def at_most(measure: Measure, number: int) -> SizeBound:
 
 
 class Product(msgspec.Struct, frozen=True):
-    """A matrix product, maybe a batch of them, known by bounds and by what must divide where work was handed out in
-    equal parts. In PyTorch's terms: out[rows, columns] is a sum over inner."""
+    """A GEMM or a batch of GEMMs, given by bounds, and by divisibility where work is divided into equal parts. In
+    PyTorch's terms: out[rows, columns] is a sum over inner."""
 
     bounds: tuple[SizeBound, ...]
-    # The measure of the sizes divides the number.
+    # (measure, number): the measure of the sizes must divide the number.
     divisors: tuple[tuple[Measure, int], ...] = ()
-    # Of rows, columns and inner, where tensors lie contiguous in memory. A view of a wider matrix need not keep to it,
-    # so this ranks and never excludes.
+    # Multiples of rows, columns and inner for contiguous tensors. A view of a wider matrix can differ, so this only
+    # ranks candidates and never excludes one.
     usual_multiples: tuple[int, int, int] = (1, 1, 1)
 
     def admits(self, rows: int, columns: int, inner: int, batch: int) -> bool:
@@ -153,9 +152,11 @@ def find_window(
     batch: int = 1,
     largest: int = LARGEST_SIZE,
 ) -> Window | None:
-    """What the one size that is not given can be; None if nothing fits. Batches are tried: there are few.
+    """Return the window of the one size that is not given, or None if nothing fits. The batch must be given: a caller
+    tries all, there are few.
 
-    Every size that `admits` takes is inside. Where something must divide, `admits` may refuse some that are."""
+    The window contains every size that `admits` accepts. With divisors, `admits` may reject some sizes in the window.
+    """
     sizes = (rows, columns, inner, batch)
     assert sizes.count(None) == 1, "one size is asked for, the others are given"
     axis = sizes.index(None)
@@ -174,7 +175,7 @@ def find_window(
 
 
 def _first_reaching(measure: Callable[[int], int], number: int, low: int, high: int) -> int:
-    """The first size from `low` to `high` whose measure is at least this, `high + 1` where none is."""
+    """Return the first size from `low` to `high` with at least this measure, or `high + 1` if there is none."""
     end = high + 1
     while low < end:
         middle = (low + end) // 2
@@ -189,7 +190,7 @@ def _first_reaching(measure: Callable[[int], int], number: int, low: int, high: 
 
 
 class AttentionSizes(msgspec.Struct, frozen=True, kw_only=True):
-    """A problem of attention as its kernels see it."""
+    """An attention problem from the point of view of its kernels."""
 
     batch: int
     heads: int
@@ -201,7 +202,7 @@ class AttentionSizes(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def sequences(self) -> int:
-        """Heads of all sequences: each is a problem of its own."""
+        """The heads of all sequences: each is a separate problem."""
         return self.batch * self.heads
 
 
@@ -209,7 +210,7 @@ Rule = Callable[[AttentionSizes], bool]
 
 
 class Attention(msgspec.Struct, frozen=True):
-    """The windows hold besides the rules."""
+    """A fused attention kernel. Both the windows and the rules must hold."""
 
     direction: Literal["forward", "backward"]
     rules: tuple[Rule, ...] = ()
@@ -241,13 +242,13 @@ def ceil_div(number: int, divisor: int) -> int:
 
 
 def within_tiles(tiles: int, size: int) -> Window:
-    """The lengths that take this many tiles."""
+    """Return the lengths that need this many tiles."""
     return Window((tiles - 1) * size + 1, tiles * size)
 
 
 def count_tile_pairs(problem: AttentionSizes, query_tile: int, key_tile: int, *, skips: bool) -> int:
-    """Pairs of tiles that a head computes. Under a causal mask that is aligned at the last query and key, a tile of
-    queries goes as far as its last query sees."""
+    """Return the pairs of tiles that one head computes. With a causal mask, aligned at the last query and key, a tile
+    of queries stops at the last key that it can see."""
     across = ceil_div(problem.keys, key_tile)
     down = ceil_div(problem.queries, query_tile)
     if not skips:
@@ -258,7 +259,7 @@ def count_tile_pairs(problem: AttentionSizes, query_tile: int, key_tile: int, *,
 
 
 def fits_pairs(problem: AttentionSizes, pairs: int, query_tile: int, key_tile: int) -> bool:
-    """Whether so many pairs are those of a head. A mask may have been skipped along or handed over as a tensor."""
+    """Whether one head computes this many pairs. A causal mask may be skipped, or passed as a tensor and computed."""
     choices = (False, True) if problem.causal else (False,)
     return any(pairs == count_tile_pairs(problem, query_tile, key_tile, skips=skips) for skips in choices)
 

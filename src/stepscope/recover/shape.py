@@ -1,8 +1,8 @@
-"""The shape of a decoder and of its run: the integers that are claimed or sought, and what follows from them.
+"""The sizes of a decoder and of its run, and what follows from them.
 
-`RunShape` has all of them, as far as they are known: claims and candidates are such shapes with more besides. A search
-works on the half that attention depends on, of one candidate (`Core`) or of many at once (`Cores`). Below are the sizes
-of the matrix products and of the tensors that a model of a shape makes.
+`RunShape` has all of them as far as they are known; claims and candidates extend it. The search works on the sizes that
+attention depends on, of one candidate (`Core`) or of many at once (`Cores`). Below are the sizes of the GEMMs and
+tensors of a model.
 """
 
 from collections.abc import Iterator, Sequence
@@ -17,10 +17,10 @@ from stepscope.recover.evidence.order import Role, Zone
 
 Ints = npt.NDArray[np.int64]
 Flags = npt.NDArray[np.bool_]
-Quantity = int | Ints  # of one candidate, or of each of many
+Quantity = int | Ints  # of one candidate, or of many
 Number = TypeVar("Number", int, Ints)
 Size = int | None
-# In the order in which they are shown.
+# In display order.
 SizeName = Literal[
     "num_layers",
     "d_model",
@@ -33,9 +33,9 @@ SizeName = Literal[
     "context",
 ]
 SIZES: tuple[SizeName, ...] = get_args(SizeName)
-LAYER_SIZES: tuple[SizeName, ...] = SIZES[1:]  # what single kernels depend on
+LAYER_SIZES: tuple[SizeName, ...] = SIZES[1:]  # the sizes that single kernels depend on
 CORE_FIELDS = ("d_model", "num_heads", "num_kv_heads", "d_head", "batch", "context")
-# The positions that the head is asked about: all, all but the last of each sequence, the last alone.
+# The positions that the LM head runs on: all, all but the last of each sequence, or only the last.
 HeadRows = Literal["all", "all but last", "last"]
 HEAD_ROWS: tuple[HeadRows, ...] = get_args(HeadRows)
 ProductShape = tuple[Size, Size, Size, Size]  # rows, columns, inner, batch
@@ -43,7 +43,7 @@ ProductShape = tuple[Size, Size, Size, Size]  # rows, columns, inner, batch
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionHalf(Generic[Number]):
-    """What the attention half of a layer depends on. `tokens` = batch · context."""
+    """The sizes that the attention half of a layer depends on. `tokens` = batch · context."""
 
     batch: Number
     context: Number
@@ -66,7 +66,7 @@ class AttentionHalf(Generic[Number]):
 
     @property
     def joint_width(self) -> Number:
-        """Of queries, keys and values in one matrix."""
+        """The width of queries, keys and values in one matrix."""
         return self.query_width + 2 * self.key_width
 
 
@@ -77,7 +77,7 @@ class Core(AttentionHalf[int]):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cores(AttentionHalf[Ints]):
-    """Many candidates: an array a field. Where little is known there are hundreds of thousands."""
+    """Many candidates, as one array per field. With little evidence there are hundreds of thousands."""
 
     def __len__(self) -> int:
         return len(self.batch)
@@ -102,7 +102,7 @@ def join_cores(parts: Sequence[Cores]) -> Cores:
 
 
 class RunShape(msgspec.Struct, frozen=True, kw_only=True):
-    """Sizes of a model and of its run. None is not known, and what needs it is not checked."""
+    """The sizes of a model and of its run. None is unknown: checks that need it are skipped."""
 
     num_layers: Size = None
     d_model: Size = None
@@ -133,7 +133,7 @@ class RunShape(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ClaimedShape(RunShape, frozen=True, kw_only=True):
-    """A shape that checks are asked about."""
+    """A shape to run checks for."""
 
     head_rows: HeadRows | None = None  # None: any of them
 
@@ -152,7 +152,7 @@ def plus(first: Size, second: Size) -> Size:
 
 
 def product_sizes(role: Role, shape: ClaimedShape) -> tuple[ProductShape, ...]:
-    """In every way in which a model of this shape may ask for the product."""
+    """Return the sizes of the GEMM with this role, for every way in which a model of this shape may compute it."""
     tokens, width = shape.tokens, shape.d_model
     match role:
         case "query_key_value":
@@ -189,7 +189,7 @@ def count_head_rows(shape: ClaimedShape, way: HeadRows) -> Size:
 
 
 def _attention_sizes(role: Role, shape: ClaimedShape) -> tuple[ProductShape, ...]:
-    """A product a head; or, where heads share keys, one for each group of them."""
+    """One GEMM per head, or one per group of heads if they share keys."""
     length, head, heads, kv_heads = shape.context, shape.d_head, shape.num_heads, shape.num_kv_heads
     group = heads // kv_heads if heads and kv_heads else None
     choices: list[ProductShape] = []
@@ -200,14 +200,14 @@ def _attention_sizes(role: Role, shape: ClaimedShape) -> tuple[ProductShape, ...
 
 # --- Tensors
 #
-# A kernel that only moves or transforms data works on a tensor of the model, and there are few kinds of those. A count
-# that none of them has speaks against a candidate; one that several candidates explain decides nothing between them.
+# A data movement kernel works on one of a few kinds of tensors of the model. A count that fits none of them is evidence
+# against a candidate. A count that several candidates explain does not decide between them.
 
-_ROTARY_PARTS = (1, 2, 4, 8)  # whole heads, halves that change places, and a quarter of either
+_ROTARY_PARTS = (1, 2, 4, 8)  # whole heads, rotated halves, and quarters of both
 
 
 def tensor_sizes(core: Core | Cores, zone: Zone) -> Iterator[Quantity]:
-    """Of the tensors of a layer's attention half, and of what is made before the first layer."""
+    """Yield the sizes of tensors in the attention half of a layer, or before the first layer."""
     yield core.tokens * core.d_model
     yield core.tokens
     match zone:
@@ -236,8 +236,8 @@ def _heads(core: Core | Cores) -> Iterator[Quantity]:
 
 
 def _positions(core: Core | Cores) -> Iterator[Quantity]:
-    """Tables of positions, turned or learned, and what is built to find out whether sequences are packed: one more a
-    sequence."""
+    """Yield the sizes of rotary and learned position tables, and of what is computed to detect packed sequences: one
+    more element per sequence."""
     for part in _ROTARY_PARTS:
         width = core.d_head // part
         yield from (width, core.context * width, core.tokens * width)
@@ -252,22 +252,24 @@ def _masks(core: Core | Cores) -> Iterator[Quantity]:
 
 
 def _weights(core: Core | Cores) -> Iterator[Quantity]:
-    """Weights that are cast before each product, as autocast does."""
+    """Yield the sizes of weights that are cast before each GEMM, as autocast does."""
     yield from (core.d_model * width for width in (core.query_width, core.key_width, core.joint_width))
 
 
 def counted_up_to(core: Core | Cores) -> Iterator[Quantity]:
-    """What numbers are counted for: positions of a sequence, sequences, pairs of features."""
+    """Yield the lengths of aranges: positions of a sequence, sequences, pairs of features."""
     yield from (core.context, core.context + 1, core.batch, core.d_head, core.d_head // 2, core.d_head // 4)
 
 
 def feed_forward_sizes(tokens: int, d_model: int, d_ff: Quantity, *, joint: bool) -> tuple[Quantity, ...]:
-    """Between the two halves: activations, and weights that are cast. `joint`: one product makes gate and up."""
+    """Return the sizes in the feed-forward layer: activations, and weights that are cast. `joint`: one GEMM computes
+    gate and up."""
     return (tokens * d_ff, d_model * d_ff, *((2 * d_model * d_ff,) if joint else ()))
 
 
 def divisors(*factors: int) -> list[int]:
-    """Of the product, in ascending order. Large products are quick where their factors are given."""
+    """Return the divisors of the product of the factors, in ascending order. Passing the factors makes it fast for
+    large products."""
     found = {1}
     for prime in (prime for factor in factors for prime in _primes(factor)):
         found |= {number * prime for number in found}

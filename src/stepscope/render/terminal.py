@@ -210,9 +210,14 @@ def _render_findings(findings: tuple[Finding, ...], width: int | None) -> str:
     cards = [one for one in findings if not one.is_remark]
     remarks = [one for one in findings if one.is_remark]
     lines = ["Findings"] if cards else []
+    printed: dict[str, str] = {}
     for one in cards[:_ON_A_PAGE]:
         lines.append(_head_finding(one))
         lines.extend(_indented(one.evidence, width))
+        if one.fix in printed:
+            lines.append(f"       Same fix as {printed[one.fix]}")
+            continue
+        printed[one.fix] = one.code
         lines.extend(_indented(f"{one.action}:", width))
         # A command or code is for pasting: it keeps its lines.
         lines.extend(f"         {visible(line)}" for line in one.fix.splitlines())

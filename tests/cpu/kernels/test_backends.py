@@ -1,4 +1,4 @@
-"""Which backend is taken, and what each refuses: with tensors that claim to be on a GPU, as CI has none."""
+"""Backend selection and what each backend does not support: with tensors that claim to be on a GPU, as CI has none."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -38,7 +38,7 @@ def problem(
 
 
 @pytest.mark.usefixtures("gpu")
-def test_hopper_takes_what_it_can() -> None:
+def test_hopper_runs_what_it_supports() -> None:
     assert backends.refusal("hopper", problem()) is None
     assert backends.choose(problem()) == "hopper"
 
@@ -47,28 +47,28 @@ def test_hopper_takes_what_it_can() -> None:
 @pytest.mark.parametrize(
     ("options", "reason"),
     [
-        ({"head_dim": 160}, "the head dim is 160, and it takes 40, 48, 56"),
-        ({"head_dim": 32}, "the head dim is 32"),
-        ({"dtype": torch.float32}, "the dtype is torch.float32, and it takes float16 and bfloat16"),
-        ({"device": "cpu"}, "the tensors are on cpu, and it needs an sm_90 GPU"),
+        ({"head_dim": 160}, "it requires a head dim of 40, 48, 56"),
+        ({"head_dim": 32}, "it requires a head dim of 40"),
+        ({"dtype": torch.float32}, "it requires float16 or bfloat16, but the dtype is torch.float32"),
+        ({"device": "cpu"}, "it requires an sm_90 GPU, but the tensors are on cpu"),
     ],
     ids=str,
 )
-def test_hopper_refuses(options: dict[str, Any], reason: str) -> None:
+def test_hopper_rejects_unsupported_problems(options: dict[str, Any], reason: str) -> None:
     assert (backends.refusal("hopper", problem(**options)) or "").startswith(reason)
 
 
 @pytest.mark.parametrize(
     ("name", "value", "reason"),
     [
-        ("_capability", lambda _: (8, 0), "the GPU is sm_80, and it needs sm_90"),
-        ("_capability", lambda _: (10, 0), "the GPU is sm_100, and it needs sm_90"),
-        ("triton_version", lambda: (3, 5), "it needs triton 3.6 or later"),
-        ("triton_version", lambda: None, "it needs triton 3.6 or later"),
-        ("is_tma_able", lambda _: False, "`q` has strides or an address that the copy engine cannot read"),
+        ("_capability", lambda _: (8, 0), "it requires sm_90, but the GPU is sm_80"),
+        ("_capability", lambda _: (10, 0), "it requires sm_90, but the GPU is sm_100"),
+        ("triton_version", lambda: (3, 5), "it requires triton 3.6 or later"),
+        ("triton_version", lambda: None, "it requires triton 3.6 or later"),
+        ("is_tma_able", lambda _: False, "the copy engine cannot read `q`"),
     ],
 )
-def test_hopper_refuses_on_other_machines(gpu: pytest.MonkeyPatch, name: str, value: Any, reason: str) -> None:
+def test_hopper_rejects_other_machines(gpu: pytest.MonkeyPatch, name: str, value: Any, reason: str) -> None:
     gpu.setattr(backends, name, value)
     assert (backends.refusal("hopper", problem()) or "").startswith(reason)
 
@@ -76,11 +76,11 @@ def test_hopper_refuses_on_other_machines(gpu: pytest.MonkeyPatch, name: str, va
 @pytest.mark.parametrize(
     ("name", "value", "reason"),
     [
-        ("_capability", lambda _: (7, 5), "the GPU is sm_75, and it needs sm_80 or later"),
+        ("_capability", lambda _: (7, 5), "it requires sm_80 or later, but the GPU is sm_75"),
         ("triton_version", lambda: None, "triton is not installed"),
     ],
 )
-def test_triton_refuses_on_other_machines(gpu: pytest.MonkeyPatch, name: str, value: Any, reason: str) -> None:
+def test_triton_rejects_other_machines(gpu: pytest.MonkeyPatch, name: str, value: Any, reason: str) -> None:
     assert backends.has_kernel(torch.device("cuda"), torch.float16)
     gpu.setattr(backends, name, value)
     assert backends.refusal("triton", problem()) == reason
@@ -88,23 +88,25 @@ def test_triton_refuses_on_other_machines(gpu: pytest.MonkeyPatch, name: str, va
 
 
 @pytest.mark.usefixtures("gpu")
-def test_triton_has_no_float64() -> None:
-    assert backends.refusal("triton", problem(dtype=torch.float64)) == "it has no float64"
+def test_triton_does_not_support_float64() -> None:
+    assert backends.refusal("triton", problem(dtype=torch.float64)) == "float64 is not supported"
     assert backends.choose(problem(dtype=torch.float64)) == "sdpa"
 
 
-def test_triton_runs_on_a_cpu_in_its_interpreter_only(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_triton_runs_on_a_cpu_only_in_its_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
-    assert backends.refusal("triton", problem(device="cpu")) == "the tensors are on cpu, and it needs a CUDA GPU"
+    assert backends.refusal("triton", problem(device="cpu")) == "it requires a CUDA GPU, but the tensors are on cpu"
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     half = problem(device="cpu", dtype=torch.float16)
     assert backends.refusal("triton", half) is None
     assert backends.choose(half, among=backends.KERNELS) == "triton"
-    assert backends.refusal("triton", problem(device="cpu")) == "Triton's interpreter computes products of bf16 wrongly"
+    assert (
+        backends.refusal("triton", problem(device="cpu")) == "Triton's interpreter computes bf16 `tl.dot` incorrectly"
+    )
 
 
 @pytest.mark.usefixtures("gpu")
-def test_a_deterministic_backward_is_not_hoppers() -> None:
+def test_deterministic_backward_does_not_run_on_hopper() -> None:
     before = dict(chosen_backends())
     assert backends.choose(problem(), deterministic=True) == "triton"
     new = {key: count for key, count in chosen_backends().items() if before.get(key) != count}
@@ -112,7 +114,7 @@ def test_a_deterministic_backward_is_not_hoppers() -> None:
 
 
 @pytest.mark.usefixtures("gpu")
-def test_what_is_promised_to_repeat_is_not_left_to_sdpa() -> None:
+def test_deterministic_backward_does_not_run_on_sdpa() -> None:
     wide = problem(dtype=torch.float64)
     assert backends.choose(wide, deterministic=True) == "tiled"
     with pytest.raises(ValueError, match="`sdpa` cannot run this: its backward pass is deterministic only under"):
@@ -125,7 +127,7 @@ def test_what_is_promised_to_repeat_is_not_left_to_sdpa() -> None:
         torch.use_deterministic_algorithms(mode=False)
 
 
-def test_the_record_says_what_auto_took_and_why_not_the_better() -> None:
+def test_record_has_the_choice_of_auto_and_the_reasons_against_others() -> None:
     x = torch.zeros(1, 1, 3, 4)
     before = dict(chosen_backends())
     flash_attention(x, x, x, causal=True)
@@ -133,43 +135,43 @@ def test_the_record_says_what_auto_took_and_why_not_the_better() -> None:
     flash_attention(x[:, :, :2], x, x, causal=True)
     flash_attention(x, x, x, causal=True, backend="tiled")
     new = {key: count - before.get(key, 0) for key, count in chosen_backends().items() if before.get(key) != count}
-    reason = "sdpa: it aligns a causal mask at the start, and the lengths of queries and keys differ"
+    reason = "sdpa: it aligns causal masks at the start, which requires as many queries as keys"
     assert new == {("sdpa", ""): 2, ("tiled", reason): 1}
 
 
-def test_the_record_cannot_be_written_to() -> None:
+def test_record_is_read_only() -> None:
     with pytest.raises(TypeError):
         chosen_backends()["hopper", ""] = 1  # type: ignore[index]
 
 
 @pytest.mark.parametrize("backend", ["sdpa", "sdpa-flash", "sdpa-math"])
-def test_sdpa_refuses_a_causal_mask_over_unequal_lengths(backend: str) -> None:
+def test_sdpa_rejects_a_causal_mask_over_unequal_lengths(backend: str) -> None:
     reason = backends.refusal(backend, problem(device="cpu", lengths=(2, 3), causal=True))
-    assert reason == "it aligns a causal mask at the start, and the lengths of queries and keys differ"
+    assert reason == "it aligns causal masks at the start, which requires as many queries as keys"
     assert backends.refusal(backend, problem(device="cpu", lengths=(2, 3))) is None
 
 
 @pytest.mark.parametrize("backend", ["auto", "sdpa", "sdpa-flash", "sdpa-math", "naive", "tiled"])
 def test_a_single_query_sees_every_key(backend: str) -> None:
-    """As in decoding: the mask hides nothing then, and SDPA can be asked without it."""
+    """As in decoding: the mask hides nothing then, and SDPA runs without it."""
     q, k, v = torch.randn(1, 2, 1, 8), torch.randn(1, 2, 5, 8), torch.randn(1, 2, 5, 8)
     plain = functional.attention(q, k, v, causal=False)
     assert (flash_attention(q, k, v, causal=True, backend=backend) - plain).abs().max() < 1e-5
 
 
 @pytest.mark.parametrize("backend", ["sdpa", "sdpa-flash", "sdpa-math", "naive", "compiled"])
-def test_without_keys_only_the_tiles_run(backend: str) -> None:
-    assert "no keys" in (backends.refusal(backend, problem(device="cpu", lengths=(2, 0))) or "")
+def test_without_keys_only_tiled_runs(backend: str) -> None:
+    assert "without keys" in (backends.refusal(backend, problem(device="cpu", lengths=(2, 0))) or "")
     x = torch.ones(1, 1, 2, 4)
     assert not flash_attention(x, x[:, :, :0], x[:, :, :0]).any()
 
 
 @pytest.mark.parametrize("backend", ["sdpa-efficient", "sdpa-cudnn"])
-def test_kernels_that_only_a_gpu_has(backend: str) -> None:
+def test_some_kernels_exist_only_on_a_gpu(backend: str) -> None:
     assert backends.refusal(backend, problem(device="cpu")) == "PyTorch has no such kernel for cpu"
 
 
-def test_pytorchs_own_reasons_are_passed_on(gpu: pytest.MonkeyPatch) -> None:
+def test_reasons_of_pytorch_are_passed_on(gpu: pytest.MonkeyPatch) -> None:
     def refuse(_: object, debug: bool = False) -> bool:
         if debug:
             import warnings
@@ -195,11 +197,11 @@ def blank(*shape: int) -> Tensor:
         (blank(2, 4, 8, 68)[..., :64], False),  # rows of 136 bytes
         (blank(2, 4, 8, 72)[..., 4:68], False),  # starts at byte 8
         (blank(2, 4, 64, 8).mT, False),
-        (blank(1, 1, 1, 64).as_strided((1, 1, 1, 64), (3, 3, 3, 1)), True),  # never stepped over
+        (blank(1, 1, 1, 64).as_strided((1, 1, 1, 64), (3, 3, 3, 1)), True),  # its stride is never used
         (blank(1, 1, 8, 64).expand(2, 4, 8, 64), False),
         (blank(1).expand(2, 4, 8, 64), False),
     ],
     ids=["dense", "BLHD", "padded", "odd rows", "shifted", "columns", "ones", "expanded", "one number"],
 )
-def test_what_the_copy_engine_reads(x: Tensor, able: bool) -> None:
+def test_which_tensors_the_copy_engine_can_read(x: Tensor, able: bool) -> None:
     assert is_tma_able(x) is able

@@ -210,14 +210,14 @@ def test_what_is_gone_from_a_folder_is_said(tmp_path: Path) -> None:
 
 def test_what_a_report_cannot_take_is_refused(tmp_path: Path) -> None:
     assert "is given twice" in refuse(MEMORY, MEMORY).message
-    assert "no such file" in refuse(tmp_path / "nothing").message
+    assert "not found" in refuse(tmp_path / "nothing").message
     (tmp_path / "text").write_text("some text")
     error = refuse(tmp_path / "text")
     assert "results.jsonl" in error.detail
     (tmp_path / "other.json").write_text('{"schema": "stepscope.comm/1"}')
     assert "`stepscope.comm/1`" in refuse(tmp_path / "other.json").detail
     (tmp_path / "empty").mkdir()
-    assert "is no recording" in refuse(tmp_path / "empty").message
+    assert "is not a recording" in refuse(tmp_path / "empty").message
 
 
 def test_failed_rows_alone_are_no_run(tmp_path: Path) -> None:

@@ -174,7 +174,7 @@ def test_a_report_of_a_run_is_that_of_its_file(run: stepscope.Run, tmp_path: Pat
 
 
 def test_two_runs_make_one_report(run: stepscope.Run) -> None:
-    assert stepscope.report([run, TRACE], cache=False).report.runs == ("A", "B")
+    assert stepscope.report([run, TRACE], cache=False).report.runs == ("before", "after")
 
 
 def test_a_page_of_somebody_else_is_not_replaced(run: stepscope.Run, tmp_path: Path) -> None:

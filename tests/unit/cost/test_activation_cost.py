@@ -131,5 +131,5 @@ def test_without_blocks_worth_it_nothing_is_recomputed() -> None:
 
 
 def test_other_models_have_no_closed_form() -> None:
-    with pytest.raises(ValueError, match="not of `gpt2`"):
+    with pytest.raises(ValueError, match="got `gpt2`"):
         cost.activations_of(Workload(model=HuggingFace(config="gpt2")))

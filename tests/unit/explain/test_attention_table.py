@@ -1,4 +1,4 @@
-"""The tables and pictures of attention, from rows as a sweep would write them."""
+"""The tables and figures of attention, from rows like those of a sweep."""
 
 from pathlib import Path
 
@@ -35,7 +35,7 @@ def shown(table: Table) -> list[str]:
 
 
 def sweep() -> list[AttentionRow]:
-    """Four implementations, one of which runs out of memory and one that cannot do D 16."""
+    """Four implementations: one runs out of memory, and one does not support head dimension 16."""
     names: tuple[Implementation, ...] = ("naive", "sdpa-flash", "sdpa-cudnn", "hopper")
     rows = []
     for name in names:

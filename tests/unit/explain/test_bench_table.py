@@ -1,4 +1,4 @@
-"""The table of a sweep: what varies is a column, what is shared is said once, like is compared with like."""
+"""The table of a sweep: varying settings are columns, shared ones are in the title, and comparisons match."""
 
 import msgspec
 
@@ -70,7 +70,7 @@ def test_two_axes_have_a_speedup_column_each() -> None:
     assert cells(table, "speedup_compile") == [1.0, 2.0, 1.0, 4.0]
 
 
-def test_warmup_study_shows_what_skipping_does_to_the_mean() -> None:
+def test_mean_is_compared_with_the_longest_warmup() -> None:
     cold = (910 * MS, *(100 * MS,) * 9)
     table = bench_table([row(warmup=0, step_ns=cold), row(warmup=5, step_ns=(100 * MS,) * 10)])
     assert cells(table, "mean_vs_warm") == [1.81, 1.0]
@@ -80,7 +80,7 @@ def test_warmup_study_shows_what_skipping_does_to_the_mean() -> None:
 def test_rates_follow_from_the_median() -> None:
     table = bench_table([row(batch=2, context=500, step_ns=(100 * MS,) * 9 + (900 * MS,))])
     assert cells(table, "tokens_per_s") == [10_000]
-    assert cells(table, "tflops") == [30.0]  # three times the forward pass's 1 TFLOP in 0.1 s
+    assert cells(table, "tflops") == [30.0]  # 3 × 1 TFLOP of the forward pass in 0.1 s
     assert cells(table, "mfu") == [30.0 / 50.0]
 
 

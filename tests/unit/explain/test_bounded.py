@@ -368,7 +368,7 @@ def test_findings_and_single_kernels_are_said_to_be_missing(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize(
-    ("events", "said"), [([], "no events"), ([event("user_annotation", "a", "1", "2")], "no kernel timeline")]
+    ("events", "said"), [([], "no readable events"), ([event("user_annotation", "a", "1", "2")], "no kernel timeline")]
 )
 def test_what_holds_no_kernels_is_an_error(tmp_path: Path, events: list[str], said: str) -> None:
     path = write_trace(tmp_path / "t.json", events)
@@ -402,7 +402,7 @@ def test_a_full_disk_is_a_clean_error(tmp_path: Path, monkeypatch: pytest.Monkey
     monkeypatch.setattr(pl.DataFrame, "write_ipc", write_ipc)
     with pytest.raises(StepscopeError, match="No space left") as caught:
         bounded.make_bounded_profile(write_trace(tmp_path / "t.json", steps(3)), tmp_path / "spilled")
-    assert "room on disk" in str(caught.value)
+    assert "needs disk space" in str(caught.value)
     assert not list((tmp_path / "spilled").iterdir())
 
 

@@ -1,4 +1,4 @@
-"""What a reader of `stepscope comm` is shown, and the lines that are fitted to it."""
+"""The table and figures of `stepscope comm`, and the fitted links."""
 
 import pytest
 
@@ -84,7 +84,7 @@ def test_each_place_is_fitted_separately() -> None:
     rows = [communicate(message_bytes=size, ranks=ranks) for size in (MB, 8 * MB) for ranks in (1, 2, 4)]
     rows += [communicate(message_bytes=size, interface="eth1") for size in (MB, 8 * MB)]
     rows += [communicate(message_bytes=size, dtype="bf16") for size in (MB, 8 * MB)]
-    rows += [communicate("broadcast", message_bytes=MB)]  # one size is no line
+    rows += [communicate("broadcast", message_bytes=MB)]  # one size cannot be fitted
     found = fit_links(rows)
     assert {(one.place.ranks, one.place.interface, one.place.dtype) for one in found} == {
         (2, None, "fp32"),

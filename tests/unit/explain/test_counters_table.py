@@ -119,7 +119,7 @@ def test_the_longest_rows_are_kept_in_launch_order(recording: Recording) -> None
 
 
 def test_the_notes_say_how_often_each_kernel_ran(recording: Recording) -> None:
-    assert "each kernel was run 7 times over" in kernels_table(recording).notes[0]
+    assert "replayed 7 times" in kernels_table(recording).notes[0]
 
 
 # --- Grids

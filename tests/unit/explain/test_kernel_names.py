@@ -122,7 +122,7 @@ def test_a_name_that_says_nothing_is_other(name: str) -> None:
     decoded = decode(name)
     assert decoded.kernel_class == "other"
     assert decoded.library == "unknown"
-    assert any("not recognised: class other" in note for note in describe(decoded).notes)
+    assert any("not recognized: class other" in note for note in describe(decoded).notes)
 
 
 @pytest.mark.parametrize(
@@ -194,7 +194,7 @@ def test_the_verb_prints_every_format_and_exits_with_zero() -> None:
         assert done.exit_code == 0
         assert "cuBLAS" in done.stdout
     rows = json.loads(CliRunner().invoke(app, ["foo", "--format", "json"]).stdout)["rows"]
-    assert {row["field"]: row["meaning"] for row in rows}["kernel_class"] == "other: not recognised"
+    assert {row["field"]: row["meaning"] for row in rows}["kernel_class"] == "other: not recognized"
 
 
 def test_markup_in_a_name_is_not_interpreted() -> None:

@@ -20,12 +20,12 @@ TENSILE = "Cijk_{}_{}_BH_MT64x32x128_MI16x16x16x1_SN_APM1_GSU1_GSUASB_ISA942_PGR
         ("ncclDevKernel_ReduceScatter_Sum_bf16_RING_LL(x)", "NCCL", "reduce-scatter", "bf16"),
         ("ncclDevKernel_AllGather_RING_LL(x)", "NCCL", "all-gather", None),
         ("ncclDevKernel_SendRecv(x)", "NCCL", "send and receive", None),
-        ("ncclDevKernel_Generic(ncclDevKernelArgsStorage<4096ul>)", "RCCL", "collective, not named", None),
+        ("ncclDevKernel_Generic(ncclDevKernelArgsStorage<4096ul>)", "RCCL", "unnamed collective", None),
         ("void deep_ep::intranode::dispatch<8, 768, 8192>(x)", "DeepEP", "send tokens to their experts", None),
         (
             "void deep_ep::internode_ll::combine<true, 7168, 9, 32>(x)",
             "DeepEP",
-            "bring tokens back from their experts",
+            "return tokens from their experts",
             None,
         ),
         (

@@ -74,7 +74,7 @@ class Training:
         return self
 
     def profile(self, folder: Path, first: int = 0) -> MemoryProfile:
-        self.model.frames = []  # of the blocks that are still there
+        self.model.frames = []  # of the live blocks
         return read(self.model.snapshot(first), folder)
 
 
@@ -208,7 +208,7 @@ def test_our_own_recording_leaks_nothing(ours: MemoryProfile) -> None:
     assert leaks_table(ours).rows == ()
 
 
-# --- What was there before, and several devices -----------------------------------------------------------------------
+# --- Memory from before the recording, and several devices ------------------------------------------------------------
 
 
 def test_memory_from_before_the_recording_counts(tmp_path: Path) -> None:
@@ -435,7 +435,7 @@ def test_steps_are_chosen_by_number_from_one(tmp_path: Path, ours: MemoryProfile
             draw_step(ours, step)
     foreign = Training().run(2).profile(tmp_path)
     assert draw_step(foreign, "last") == memory_timeline(foreign)
-    with pytest.raises(StepscopeError, match="marks no steps"):
+    with pytest.raises(StepscopeError, match="no step markers"):
         draw_step(foreign, "2")
 
 

@@ -1,4 +1,4 @@
-"""The memory of many cases beside each other, from rows as a sweep would write them."""
+"""Memory tables over many cases, from rows like those of a sweep."""
 
 import re
 
@@ -178,7 +178,7 @@ def test_single_precision_has_no_comparison(only: str) -> None:
     assert precision_table([weigh(precision=only, parameters=100)]) is None
 
 
-# --- The chart --------------------------------------------------------------------------------------------------------
+# --- Chart ------------------------------------------------------------------------------------------------------------
 
 
 def test_peaks_are_plotted_against_a_varying_context() -> None:
@@ -217,7 +217,7 @@ def test_chart_of_failures_has_no_points() -> None:
     assert grid_figure([weigh("oom", context=128), weigh("error", context=256)]).points == ()
 
 
-# --- Recomputing activations ------------------------------------------------------------------------------------------
+# --- Activation checkpointing -----------------------------------------------------------------------------------------
 
 
 def test_study_compares_every_checkpoint_setting_with_none() -> None:

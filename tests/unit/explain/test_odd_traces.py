@@ -103,12 +103,12 @@ def test_kernels_whose_times_are_all_impossible_are_no_run_on_the_host(scratch: 
     for explain_it in (explain, explain_bounded):
         with pytest.raises(StepscopeError, match="no kernel timeline") as error:
             explain_it(path)
-        assert "1 event has impossible times" in error.value.detail
+        assert "1 event has invalid times" in error.value.detail
 
 
 def test_ranges_whose_times_are_all_impossible_are_left_out(scratch: Path) -> None:
     path = write_trace(scratch / "t.json", [kernel("k", "10", "5", 1), event("user_annotation", "step:0", "10", "-5")])
-    assert explain(path).notes == ("1 event has impossible times and is left out",)
+    assert explain(path).notes == ("1 event has invalid times and is left out",)
 
 
 @pytest.mark.parametrize("is_bounded", [False, True])
@@ -191,7 +191,12 @@ def test_counters_beyond_any_number_are_not_known(scratch: Path, value: str) -> 
     [
         ("nsight systems", "a.sqlite", "", "nsys export --type sqlite"),
         ("nsight compute", "my a.csv", "", "stepscope explain 'my a.csv' --table counters"),
-        ("pytorch profiler", "a.json", "", "torch.profiler.profile(activities=[CPU, CUDA])"),
+        (
+            "pytorch profiler",
+            "a.json",
+            "",
+            "torch.profiler.profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA])",
+        ),
         ("pytorch profiler", "", "stepscope profile --size small", "stepscope profile --size small"),
         ("nsight systems", "", "stepscope profile --nsys", "stepscope profile --nsys"),
     ],

@@ -131,7 +131,7 @@ def test_list_does_not_explain_a_dtype_it_did_not_cause() -> None:
     """A list may change between versions of PyTorch."""
     reason = explain_dtype(output("", "bf16", "rms_norm", "bf16"), device="cuda", precision="bf16")
     assert "different list" in reason
-    # In place there is no autocast.
+    # Autocast does not apply to in-place operations.
     assert find_policy("exp", "cuda") == "fp32"
     assert find_policy("exp_", "cuda") is None
 
@@ -166,7 +166,7 @@ def test_dtypes_table_names_its_device_and_every_kind_of_tensor() -> None:
         "norm": "bf16",
         "logits": "bf16",
         "loss": "fp32",
-        "gradients of outputs": "same",
+        "gradients of outputs": "as output",
         "gradients of parameters": "fp32",
     }
 
@@ -291,7 +291,7 @@ def test_foreign_file_is_rejected(tmp_path: Path) -> None:
     newer = encode_report(report(run("bf16"))).decode().replace("stepscope.precision/1", "stepscope.precision/9")
     for content in (newer, "{}", '{"schema": "stepscope.explain/1"}', "no json", '{"schema": "stepscope.precision/1"}'):
         (tmp_path / "a.json").write_text(content)
-        with pytest.raises(StepscopeError, match="not a file of `stepscope precision"):
+        with pytest.raises(StepscopeError, match="not a result of `stepscope precision`"):
             read_report(tmp_path / "a.json")
     with pytest.raises(StepscopeError, match="cannot read"):
         read_report(tmp_path / "missing.json")

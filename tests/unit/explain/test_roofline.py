@@ -79,7 +79,7 @@ def test_without_shapes_or_a_known_device_nothing_is_claimed() -> None:
         row = roofline(timeline.profile()).row(0, named=True)
         assert (row["bound"], row["limit_ns"], row["reached"]) == ("unknown", None, None)
     assert measure_use(without_shapes.profile()) is None
-    assert "not known" in roofline_table(unknown_device.profile()).notes[0]
+    assert "unknown device limits" in roofline_table(unknown_device.profile()).notes[0]
 
 
 def test_utilisation_is_counted_without_what_is_computed_twice() -> None:
@@ -104,7 +104,7 @@ def test_utilisation_of_the_built_in_model_is_by_the_closed_form() -> None:
     case = build_case({"size": "small", "batch": 2, "context": 8, "precision": "bf16"})
     use = measure_use(timeline.profile(case=case, overhead=Overhead(plain_ns=1_000_000)))
     assert use is not None
-    assert use.source == "closed form"
+    assert use.source == "formula"
     # Every weight but the embedding against 16 tokens, three times; attention is next to nothing at this length.
     assert use.step_flops == pytest.approx(3 * 2 * 16 * (128_625_408 - 7_680_000), rel=1e-3)
 

@@ -1,4 +1,4 @@
-"""Tables of what autograd keeps: memory is counted once, and rows add up."""
+"""Tables of saved activations: memory counts once, and rows add up."""
 
 from collections.abc import Mapping
 

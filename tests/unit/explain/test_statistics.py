@@ -22,7 +22,7 @@ def test_one_sample_has_no_deviation() -> None:
 
 
 def test_no_samples_is_an_error() -> None:
-    with pytest.raises(ValueError, match="no samples"):
+    with pytest.raises(ValueError, match="at least one sample"):
         summarise([])
 
 

@@ -1,4 +1,4 @@
-"""What a report is made of, and what is said of one that was signed."""
+"""The contents of a report, and the check of a signed one."""
 
 from pathlib import Path
 
@@ -47,7 +47,7 @@ def found(table_of: job.Examination) -> dict[str, str]:
     return {str(what): str(said) for what, said in examination_table(table_of).rows}
 
 
-def test_a_report_says_what_was_looked_at_and_when(folder: Path) -> None:
+def test_a_report_has_the_files_and_the_time(folder: Path) -> None:
     signing = Signing(key=folder / "a.key", nonce="n", weights=folder / "trace.json")
     report = make_report(signing, {"a": 1}, [folder / "trace.json"], claim=folder / "claim.toml", device="NVIDIA H200")
     assert (report.stepscope, report.nonce, report.statement) == (__version__, "n", {"a": 1})
@@ -60,16 +60,16 @@ def test_a_report_says_what_was_looked_at_and_when(folder: Path) -> None:
     assert said == [("NVIDIA H200", None, "evidence"), ("NVIDIA H200", UUID, "signing machine")]
 
 
-def test_no_nonce_is_invented(folder: Path) -> None:
+def test_no_nonce_is_generated(folder: Path) -> None:
     assert make_report(Signing(key=folder / "a.key"), {}, []).nonce is None
 
 
-def test_a_uuid_that_is_given_is_the_signers_word(folder: Path) -> None:
+def test_a_given_uuid_is_attributed_to_the_signer(folder: Path) -> None:
     report = make_report(Signing(key=folder / "a.key", gpu_uuid=UUID), {}, [])
     assert [(gpu.uuid, gpu.said_by) for gpu in report.gpus] == [(UUID, "signer")]
 
 
-def test_evidence_from_another_gpu_is_not_given_this_machines(folder: Path) -> None:
+def test_gpus_of_this_machine_must_match_the_evidence(folder: Path) -> None:
     report = make_report(Signing(key=folder / "a.key"), {}, [], device="NVIDIA B200")
     assert [(gpu.name, gpu.uuid) for gpu in report.gpus] == [("NVIDIA B200", None)]
 
@@ -85,31 +85,31 @@ def test_a_machine_without_a_driver_has_no_gpus(monkeypatch: pytest.MonkeyPatch)
 
 
 @pytest.mark.parametrize("flags", [{"nonce": ""}, {"nonce": "a b"}, {"nonce": "é"}, {"gpu_uuid": "0"}])
-def test_flags_are_refused_before_any_work(flags: dict[str, str], folder: Path) -> None:
+def test_invalid_flags_are_rejected_before_any_work(flags: dict[str, str], folder: Path) -> None:
     with pytest.raises(StepscopeError):
         check_flags(Signing(key=folder / "a.key", **flags))  # type: ignore[arg-type]
     check_flags(Signing(key=folder / "a.key", nonce="0aZ-_=", gpu_uuid=UUID))
 
 
-def test_a_key_that_cannot_be_used_is_refused_before_any_work(folder: Path) -> None:
+def test_an_unusable_key_is_rejected_before_any_work(folder: Path) -> None:
     (folder / "a.key").chmod(0o644)
-    with pytest.raises(StepscopeError, match="others can read"):
+    with pytest.raises(StepscopeError, match="other users can read"):
         check_flags(Signing(key=folder / "a.key"))
 
 
-def test_a_good_report_passes_and_says_what_it_does_not_prove(folder: Path) -> None:
+def test_a_good_report_passes_and_shows_its_limits(folder: Path) -> None:
     report, key = sign(folder)
     examination = examine_signed(report, key, [folder / "trace.json"])
     assert examination.exit is Exit.OK
     assert found(examination)["signature"] == "good"
-    assert "nothing shows" in found(examination)["nonce"]
-    assert found(examination)["files given again"] == "the same bytes as when it was signed"
-    assert found(examination)["says verdict"] == "consistent"
-    assert found(examination)["says more"] == "1 more, in the file"
+    assert "may be old" in found(examination)["nonce"]
+    assert found(examination)["files checked"] == "identical to the signed ones"
+    assert found(examination)["verdict"] == "consistent"
+    assert found(examination)["more"] == "1 more field in the file"
     assert "not that it is true" in examination_table(examination).notes[0]
 
 
-def test_a_changed_report_fails_and_nothing_in_it_is_shown(folder: Path) -> None:
+def test_a_changed_report_fails_and_is_not_shown(folder: Path) -> None:
     report, key = sign(folder)
     report.write_bytes(report.read_bytes().replace(b"consistent", b"refuted!!!"))
     examination = examine_signed(report, key, [folder / "trace.json"])
@@ -127,27 +127,25 @@ def test_another_signer_is_named_by_fingerprint(folder: Path) -> None:
     assert found(examination)["signed by"] != other.fingerprint
 
 
-def test_evidence_that_is_not_what_was_signed_fails(folder: Path) -> None:
+def test_changed_evidence_fails(folder: Path) -> None:
     report, key = sign(folder)
     (folder / "trace.json").write_text("[]")
     examination = examine_signed(report, key, [folder / "trace.json"])
     assert examination.exit is Exit.GATE_FAILED
-    assert found(examination)["given trace.json"] == "changed"
-    assert "files given again" not in found(examination)
+    assert found(examination)["file trace.json"] == "changed"
+    assert "files checked" not in found(examination)
 
 
 @pytest.mark.parametrize("nonce", [None, "yesterday"])
-def test_an_answer_to_another_question_fails(nonce: str | None, folder: Path) -> None:
+def test_a_different_nonce_fails(nonce: str | None, folder: Path) -> None:
     report, key = sign(folder, nonce=nonce)
     assert examine_signed(report, key, nonce=nonce).exit is Exit.OK
     examination = examine_signed(report, key, nonce="today")
     assert examination.exit is Exit.GATE_FAILED
-    assert "another question" in found(examination)["expected nonce"]
+    assert "different request" in found(examination)["expected nonce"]
 
 
-def test_the_verb_leaves_with_one_where_a_report_is_not_what_it_should_be(
-    folder: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_bad_report_exits_with_one(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     report, key = sign(folder)
     print_signed(report, str(key), [], nonce=None, format_=Format.TEXT)
     assert "good" in capsys.readouterr().out
@@ -160,7 +158,7 @@ def test_the_verb_leaves_with_one_where_a_report_is_not_what_it_should_be(
 
 
 @pytest.mark.parametrize("format_", list(Format))
-def test_no_control_sequence_gets_from_a_report_to_the_terminal(
+def test_control_sequences_in_a_report_are_not_printed(
     format_: Format, folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (folder / "\x1b[2Jtrace").write_text("{}")
@@ -174,12 +172,12 @@ def test_no_control_sequence_gets_from_a_report_to_the_terminal(
 
 
 @pytest.mark.parametrize("place", ["lab.key", "lab.key.pub", "evidence.csv", "weights.bin"])
-def test_a_report_never_takes_the_place_of_what_it_is_made_from(place: str, tmp_path: Path) -> None:
+def test_a_report_never_overwrites_its_inputs(place: str, tmp_path: Path) -> None:
     new_key(tmp_path / "lab.key")
     for name in ("evidence.csv", "weights.bin"):
         (tmp_path / name).write_text("precious")
     before = (tmp_path / place).read_bytes()
-    with pytest.raises(StepscopeError, match="made from"):
+    with pytest.raises(StepscopeError, match="own input"):
         read_flags(
             tmp_path / "lab.key",
             nonce=None,
@@ -192,14 +190,14 @@ def test_a_report_never_takes_the_place_of_what_it_is_made_from(place: str, tmp_
     assert (tmp_path / place).read_bytes() == before
 
 
-def test_a_report_that_is_there_is_noticed_before_anything_is_read(tmp_path: Path) -> None:
+def test_an_existing_report_is_rejected_before_reading(tmp_path: Path) -> None:
     new_key(tmp_path / "lab.key")
     (tmp_path / "report.json").write_text("old")
-    with pytest.raises(StepscopeError, match="` exists"):
+    with pytest.raises(StepscopeError, match="` already exists"):
         read_flags(tmp_path / "lab.key", nonce=None, weights=None, gpu_uuid=None, out=tmp_path / "report.json")
 
 
-def test_evidence_that_changes_while_it_is_read_is_refused(tmp_path: Path) -> None:
+def test_evidence_that_changes_while_reading_is_rejected(tmp_path: Path) -> None:
     new_key(tmp_path / "lab.key")
     evidence = tmp_path / "evidence.csv"
     evidence.write_text("one")

@@ -1,4 +1,4 @@
-"""The allocator replayed from its trace has the allocator's own bytes, at every event."""
+"""Replaying the allocator from its trace gives the allocator's byte counts at every event."""
 
 import random
 from pathlib import Path
@@ -70,7 +70,7 @@ def test_whole_trace_is_replayed_to_the_byte(kind: str, seed: int, count: int) -
 @pytest.mark.parametrize("kind", KINDS)
 @given(seed=st.integers(0, 10**6), before=st.integers(1, 100), after=st.integers(1, 100))
 @settings(max_examples=15, deadline=None)
-def test_a_kept_start_makes_the_rest_exact(kind: str, seed: int, before: int, after: int) -> None:
+def test_recorded_start_state_makes_the_replay_exact(kind: str, seed: int, before: int, after: int) -> None:
     model = Model(**KINDS[kind])
     exercise(model, seed, before)
     start = trace_of(model.snapshot()).segments_at_end
@@ -85,7 +85,7 @@ def test_a_kept_start_makes_the_rest_exact(kind: str, seed: int, before: int, af
 @pytest.mark.parametrize("kind", KINDS)
 @given(seed=st.integers(0, 10**6), count=st.integers(2, 200), share=st.floats(0.05, 0.95))
 @settings(max_examples=25, deadline=None)
-def test_a_trace_cut_at_the_front_says_how_exact_it_is(kind: str, seed: int, count: int, share: float) -> None:
+def test_trace_without_its_beginning_reports_estimated_bytes(kind: str, seed: int, count: int, share: float) -> None:
     model = Model(**KINDS[kind])
     exercise(model, seed, count)
     first = int(len(model.entries) * share)
@@ -104,7 +104,7 @@ def test_a_trace_cut_at_the_front_says_how_exact_it_is(kind: str, seed: int, cou
 @pytest.mark.parametrize("kind", KINDS)
 @given(seed=st.integers(0, 10**6), share=st.floats(0.0, 0.5))
 @settings(max_examples=15, deadline=None)
-def test_lost_events_are_noted_and_the_end_is_still_right(kind: str, seed: int, share: float) -> None:
+def test_missing_events_are_noted_and_the_end_is_right(kind: str, seed: int, share: float) -> None:
     model = Model(**KINDS[kind])
     exercise(model, seed, 80)
     rng = random.Random(seed)
@@ -120,7 +120,7 @@ def test_lost_events_are_noted_and_the_end_is_still_right(kind: str, seed: int, 
 
 
 @pytest.mark.parametrize("left_out", ["free_requested", "free_completed"])
-def test_a_recording_may_leave_out_half_of_every_free(left_out: str) -> None:
+def test_recording_with_only_one_event_per_free(left_out: str) -> None:
     model = Model()
     rng = random.Random(3)
     for _ in range(300):
@@ -138,7 +138,7 @@ def test_a_recording_may_leave_out_half_of_every_free(left_out: str) -> None:
     assert replay(trace_of(cut)).allocated_bytes.tolist() == [model.allocated[at] for at in kept[200:]]
 
 
-def test_a_free_that_still_waits_holds_its_place() -> None:
+def test_pending_free_keeps_its_memory() -> None:
     model = Model()
     waits = model.malloc(100)
     model.free(waits, complete=False)
@@ -148,23 +148,23 @@ def test_a_free_that_still_waits_holds_its_place() -> None:
     first = len(model.entries)
     model.complete(waits)
     model.malloc(100)
-    replayed = replay(trace_of(model.snapshot(first)))  # the request for it is from before
+    replayed = replay(trace_of(model.snapshot(first)))  # the free was requested before the trace
     assert replayed.exact
     assert agree(replayed, model, first)
     assert replayed.allocations.height == 2
 
 
-def test_the_rest_that_is_not_split_off_belongs_to_the_block() -> None:
+def test_remainder_that_is_not_split_off_belongs_to_the_block() -> None:
     model = Model()
-    model.malloc(19 * MIB + 5)  # of a segment of 20 MiB
+    model.malloc(19 * MIB + 5)  # in a segment of 20 MiB
     model.malloc(100)
     replayed = replay(trace_of(model.snapshot()))
     assert replayed.allocations["bytes"].to_list() == [20 * MIB, 512]
     assert replayed.allocations["requested_bytes"].to_list() == [19 * MIB + 5, 100]
 
 
-def test_a_block_beyond_the_limit_is_never_split() -> None:
-    size = 28 * MIB + 400_000  # of a segment of 30 MiB
+def test_block_above_the_split_limit_is_not_split() -> None:
+    size = 28 * MIB + 400_000  # in a segment of 30 MiB
     for limit, taken in ((None, 28 * MIB + 400_384), (24 * MIB, 30 * MIB)):
         model = Model(max_split=limit)
         block = model.malloc(size)
@@ -177,7 +177,7 @@ def test_a_block_beyond_the_limit_is_never_split() -> None:
 
 
 def before_a_gap(size: int) -> tuple[Model, int, int]:
-    """A block of `size` in a hole of 5 MiB, with free memory behind it, and where a trace begins now."""
+    """A block of `size` in a gap of 5 MiB, followed by free memory, and the event at which a trace would start."""
     model = Model()
     _, hole, behind = (model.malloc(5 * MIB) for _ in range(3))
     model.free(hole)
@@ -187,7 +187,7 @@ def before_a_gap(size: int) -> tuple[Model, int, int]:
     return model, block, len(model.entries)
 
 
-def test_a_large_block_before_free_memory_is_an_estimate() -> None:
+def test_large_block_before_free_memory_is_an_estimate() -> None:
     model, block, first = before_a_gap(4 * MIB + MIB // 2)
     model.free(block)
     replayed = replay(trace_of(model.snapshot(first)))
@@ -198,7 +198,7 @@ def test_a_large_block_before_free_memory_is_an_estimate() -> None:
 
 
 @pytest.mark.parametrize("size", [4 * MIB + MIB // 2, 5 * MIB])
-def test_the_next_block_behind_it_settles_the_estimate(size: int) -> None:
+def test_next_block_behind_it_confirms_the_estimate(size: int) -> None:
     model, block, first = before_a_gap(size)
     model.malloc(3 * MIB)
     model.free(block)
@@ -208,7 +208,7 @@ def test_the_next_block_behind_it_settles_the_estimate(size: int) -> None:
     assert agree(replayed, model, first)
 
 
-def test_tables_tell_when_where_and_from_which_line() -> None:
+def test_tables_have_times_addresses_and_stacks() -> None:
     model = Model(frames=[frame("train.py")])
     early = model.malloc(100)
     gone = model.malloc(600)
@@ -223,7 +223,7 @@ def test_tables_tell_when_where_and_from_which_line() -> None:
             *("start_event", "end_event", "start_ns", "end_ns", "device", "stream", "address", "bytes"),
             *("requested_bytes", "stack", "metadata"),
         ]
-        stack = 0 if given_start else None  # a free tells who freed
+        stack = 0 if given_start else None  # a free has the stack of the caller
         assert table.rows() == [
             (None, None, None, None, 0, 0, early, 512, 100, 0, None),
             (None, 0, None, times[0], 0, 0, gone, 1024, 600, stack, None),
@@ -233,7 +233,7 @@ def test_tables_tell_when_where_and_from_which_line() -> None:
         assert segments.rows() == [(None, None, 2 * MIB, 0), (2, None, 20 * MIB, 7)]
 
 
-def test_an_expandable_segment_grows_and_shrinks_in_parts() -> None:
+def test_expandable_segment_grows_and_shrinks() -> None:
     model = Model(expandable=True)
     kept = model.malloc(30 * MIB)
     model.free(model.malloc(30 * MIB))
@@ -245,22 +245,22 @@ def test_an_expandable_segment_grows_and_shrinks_in_parts() -> None:
     ]
 
 
-def test_frees_and_blocks_that_cannot_be_are_counted() -> None:
+def test_impossible_frees_and_blocks_are_counted() -> None:
     twice = (event("alloc", 0x1000), event("alloc", 0x1000), event("free_requested", 0x9000), event("defragment"))
     replayed = replay(trace_of(empty(*twice, event("free_completed", 0x9000), event("free_completed", 0x9000))))
     assert not replayed.exact
     notes = "\n".join(replayed.notes)
     for said in (
-        "1 blocks taken where no free memory",
-        "1 blocks taken where one was still",
-        "1 frees",
-        "1 events of a kind",
+        "1 block allocated where no free memory",
+        "1 block allocated over a live block",
+        "1 free of memory that was not allocated",
+        "1 event of unknown kind",
     ):
         assert said in notes
     assert replayed.allocated_bytes[-1] == 0
 
 
-def test_a_segment_of_no_bytes_changes_nothing() -> None:
+def test_empty_segment_is_ignored() -> None:
     model = Model()
     model.malloc(3 * MIB)
     model.entries[1:1] = [event(action, model.entries[0]["addr"], 0) for action in ("segment_alloc", "segment_free")]
@@ -269,7 +269,7 @@ def test_a_segment_of_no_bytes_changes_nothing() -> None:
     assert replayed.reserved_bytes.tolist() == [20 * MIB] * 4
 
 
-def test_a_device_without_events_has_what_is_there() -> None:
+def test_device_without_events_has_its_live_memory() -> None:
     model = Model()
     model.malloc(3 * MIB)
     replayed = replay(trace_of({**model.snapshot(), "device_traces": []}))
@@ -279,7 +279,7 @@ def test_a_device_without_events_has_what_is_there() -> None:
     assert replayed.exact
 
 
-def test_a_trace_is_followed_across_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_replay_continues_across_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     model = Model()
     exercise(model, 5, 100)
     monkeypatch.setattr(allocator, "_CHUNK", 7)
@@ -287,7 +287,7 @@ def test_a_trace_is_followed_across_chunks(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 @given(st.lists(st.integers(1, 2**40), min_size=1), st.sampled_from([0, 1, 2, 4, 8, 16]))
-def test_sizes_are_rounded_as_the_allocator_rounds(sizes: list[int], divisions: int) -> None:
+def test_sizes_are_rounded_like_the_allocator(sizes: list[int], divisions: int) -> None:
     model = Model(divisions=divisions)
     chosen = AllocatorSettings(roundup_divisions=(divisions,) * 16)
     assert round_sizes(np.array(sizes), chosen).tolist() == [model.round(size) for size in sizes]

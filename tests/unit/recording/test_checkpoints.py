@@ -1,4 +1,4 @@
-"""A checkpoint is whole or not there, whatever happens while it is written."""
+"""Checkpoints are atomic, whatever happens while one is written."""
 
 import contextlib
 import errno
@@ -17,7 +17,7 @@ TRAINING = Training(workload=Workload(model=SIZES["nano"]))
 
 
 class KilledError(BaseException):
-    """From here on nothing more happens, neither tidying up."""
+    """Simulates a kill: nothing runs afterwards, not even cleanup."""
 
 
 def _save(folder: Path, step: int, content: bytes = b"state") -> None:
@@ -40,14 +40,14 @@ def test_the_newest_is_found_and_only_two_are_kept(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("damage", [lambda content: content[:-1], lambda content: b"x" + content[1:]])
-def test_a_damaged_one_is_an_error_that_says_what_to_do(tmp_path: Path, damage: object) -> None:
+def test_damaged_checkpoint_is_an_error_with_a_command(tmp_path: Path, damage: object) -> None:
     _save(tmp_path, 1)
     _save(tmp_path, 2)
     path = tmp_path / "step-00000002.pt"
     path.write_bytes(damage(path.read_bytes()))  # type: ignore[operator]
     with pytest.raises(StepscopeError, match="damaged checkpoint") as caught:
         newest(tmp_path)
-    assert "goes on from step 1" in caught.value.detail
+    assert "resumes from step 1" in caught.value.detail
     for name in caught.value.hint.split()[1:]:
         Path(name).unlink()
     found = newest(tmp_path)
@@ -55,7 +55,7 @@ def test_a_damaged_one_is_an_error_that_says_what_to_do(tmp_path: Path, damage: 
     assert found.manifest.step == 1
 
 
-def test_a_full_disk_leaves_the_one_before(tmp_path: Path) -> None:
+def test_full_disk_keeps_the_previous_checkpoint(tmp_path: Path) -> None:
     _save(tmp_path, 1)
 
     def fill(file: IO[bytes]) -> None:
@@ -64,7 +64,7 @@ def test_a_full_disk_leaves_the_one_before(tmp_path: Path) -> None:
 
     with pytest.raises(StepscopeError, match="No space left") as caught:
         save(tmp_path, 2, TRAINING, "", fill)
-    assert "the checkpoint before it is whole" in caught.value.detail
+    assert "previous checkpoint is intact" in caught.value.detail
     assert sorted(path.suffix for path in tmp_path.iterdir()) == [".json", ".pt"]
     found = newest(tmp_path)
     assert found is not None
@@ -72,7 +72,7 @@ def test_a_full_disk_leaves_the_one_before(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("failure", [ValueError, KeyboardInterrupt])
-def test_what_fails_while_it_is_written_leaves_no_part(tmp_path: Path, failure: type[BaseException]) -> None:
+def test_failed_write_leaves_no_temporary_file(tmp_path: Path, failure: type[BaseException]) -> None:
     def fail(file: IO[bytes]) -> None:
         file.write(b"half")
         raise failure
@@ -82,7 +82,7 @@ def test_what_fails_while_it_is_written_leaves_no_part(tmp_path: Path, failure: 
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_full_disk_that_the_writer_makes_nothing_of_is_an_error(tmp_path: Path) -> None:
+def test_full_disk_that_the_writer_ignores_is_an_error(tmp_path: Path) -> None:
     def fill(file: IO[bytes]) -> None:
         with Path("/dev/full").open("wb", buffering=0) as full:
             os.dup2(full.fileno(), file.fileno())
@@ -95,7 +95,7 @@ def test_a_full_disk_that_the_writer_makes_nothing_of_is_an_error(tmp_path: Path
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_manifest_that_finds_no_room_takes_its_state_along(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_state_is_deleted_if_its_manifest_cannot_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     _save(tmp_path, 1)
 
     def fill(path: Path, content: bytes) -> None:
@@ -108,7 +108,7 @@ def test_a_manifest_that_finds_no_room_takes_its_state_along(tmp_path: Path, mon
 
 
 @pytest.mark.parametrize("unlinked", range(5))
-def test_a_kill_while_all_are_forgotten_leaves_whole_ones(
+def test_kill_while_deleting_leaves_complete_checkpoints(
     tmp_path: Path, unlinked: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     _save(tmp_path, 1)
@@ -124,7 +124,7 @@ def test_a_kill_while_all_are_forgotten_leaves_whole_ones(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_what_a_kill_left_behind_goes_with_the_next_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_leftovers_of_a_kill_are_deleted_by_the_next_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     _save(tmp_path, 1)
     _save(tmp_path, 2)
     _kill_after(1, monkeypatch)
@@ -141,7 +141,7 @@ def test_what_a_kill_left_behind_goes_with_the_next_one(tmp_path: Path, monkeypa
     assert sorted(path.name for path in tmp_path.iterdir()) == [*kept, later.name]
 
 
-def test_what_somebody_else_put_there_is_never_deleted(tmp_path: Path) -> None:
+def test_other_files_are_never_deleted(tmp_path: Path) -> None:
     for name in ("step-best.pt", "step-by-step.json", "step-00000001.txt", "step-1.pt", "step-00000001.pt.bak"):
         (tmp_path / name).write_text("theirs")
     before = sorted(path.name for path in tmp_path.iterdir())
@@ -152,7 +152,7 @@ def test_what_somebody_else_put_there_is_never_deleted(tmp_path: Path) -> None:
 
 
 def _kill_after(unlinked: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Killed when one more file is to be deleted than so many."""
+    """Simulates a kill after a number of deletions."""
     left, unlink = unlinked, Path.unlink
 
     def count_down(path: Path, missing_ok: bool = False) -> None:
@@ -166,10 +166,10 @@ def _kill_after(unlinked: int, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("calls", range(1, 9))
-def test_a_kill_at_any_moment_leaves_the_one_before_or_the_new_one(
+def test_kill_at_any_moment_leaves_the_previous_or_the_new_checkpoint(
     tmp_path: Path, calls: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Killed at the n-th time that something is forced to disk, renamed or hashed."""
+    """Simulates a kill at the n-th sync, rename or hash."""
     _save(tmp_path, 1)
 
     left = calls
@@ -190,7 +190,7 @@ def test_a_kill_at_any_moment_leaves_the_one_before_or_the_new_one(
     for name in ("_digest", "write_atomically", "_forget_old"):
         count_down(checkpoints, name)
     count_down(Path, "replace")
-    count_down(Path, "unlink")  # the dead tidy nothing up
+    count_down(Path, "unlink")  # a killed process does not clean up
     with contextlib.suppress(KilledError):
         _save(tmp_path, 2, b"new")
     monkeypatch.undo()

@@ -1,4 +1,4 @@
-"""Which of Nsight Compute's metrics mean what to us, under which spellings."""
+"""The Nsight Compute metrics that stepscope knows, in all spellings."""
 
 import polars as pl
 import pytest
@@ -18,7 +18,7 @@ def canonical(*rows: tuple[int, str, str, float | None]) -> dict[tuple[int, str]
     return {(kernel, key): value for kernel, key, value in canonical_counters(counters(*rows)).iter_rows()}
 
 
-def test_few_metrics_are_among_all_and_no_metric_stands_twice() -> None:
+def test_few_is_a_subset_of_full_without_duplicates() -> None:
     assert set(FEW) < set(FULL)
     assert len(FULL) == len(set(FULL)) == len(METRICS)
     assert not any("dmma" in name for name in FULL)
@@ -32,14 +32,14 @@ def test_few_metrics_are_among_all_and_no_metric_stands_twice() -> None:
         ("smsp__sass_thread_inst_executed_op_ffma_pred_on.sum", "ffma"),
         ("smsp__inst_executed_pipe_tensor.sum", "tensor_instructions"),
         ("dram__bytes_write.sum", "dram_write_bytes"),
-        # A mean is no sum, a child is part of its parent, and the tensor pipe of fp64 is none of a Transformer's.
+        # Not a sum, part of another metric, and the fp64 tensor pipe, which Transformers do not use.
         ("sm__inst_executed_pipe_tensor.avg", None),
         ("sm__ops_path_tensor_src_fp16_sparsity_off.sum", None),
         ("sm__inst_executed_pipe_fp64_op_dmma.avg.pct_of_peak_sustained_active", None),
         ("gpu__time_duration.sum", None),
     ],
 )
-def test_a_metric_has_one_name_of_ours_or_none(metric: str, key: str | None) -> None:
+def test_metric_has_at_most_one_key(metric: str, key: str | None) -> None:
     assert key_of(metric) == key
 
 
@@ -54,17 +54,17 @@ def test_two_spellings_of_a_metric_count_once() -> None:
     assert canonical((0, "sm" + name, "inst", 5.0), (0, "smsp" + name, "inst", 5.0)) == {(0, "fadd"): 5.0}
 
 
-def test_bytes_are_bytes_in_any_unit() -> None:
+def test_bytes_are_converted_from_any_unit() -> None:
     rows = [(n, "dram__bytes_read.sum", unit, 2.5) for n, unit in enumerate(("byte", "Kbyte", "Mbyte", "Gbyte"))]
     assert list(canonical(*rows).values()) == [2.5, 2500, 2_500_000, 2_500_000_000]
 
 
-def test_what_was_not_measured_is_missing_and_not_zero() -> None:
+def test_unmeasured_counter_is_missing_and_not_zero() -> None:
     fadd = "sm__sass_thread_inst_executed_op_fadd_pred_on.sum"
     assert canonical((0, fadd, "inst", 0.0), (1, fadd, "inst", None)) == {(0, "fadd"): 0.0}
 
 
-def test_a_real_file_has_every_counter_of_the_few() -> None:
+def test_real_file_has_all_of_the_few_counters() -> None:
     found = canonical_counters(ncu.read(COUNTED).counters)
     assert set(found["key"]) == {metric.key for metric in METRICS if metric.key and not metric.only_full}
     assert found.height == 49 * found["key"].n_unique()

@@ -1,4 +1,4 @@
-"""Recordings of ours that were damaged, edited, or written by a later version."""
+"""Recordings that were damaged, edited, or written by a later version."""
 
 import base64
 import json
@@ -22,7 +22,7 @@ from tests.unit.kineto_files import training_step, write_trace
 from tests.unit.ncu_files import COUNTED
 
 SNAPSHOT = COUNTED.with_name("h200_tiny_train.pickle.gz")
-# A table `stacks` with one byte changed, of which polars panics.
+# A table `stacks` with one changed byte, which makes polars panic.
 PANICS = (
     "c-oay&2G~`5MHlMWT`zAkzLu6RauBysfdDOX!9d_*p$!)N^l}XRBoF%POGLhvO`0A<b*i$2o>Tv5RbzF@dV7+tBQ(KN4qmSGvCbT@!Fvn)|tU9"
     "W*x8+BZX+Nb=ZusGAmb^$<`oQa<*y3z_?{7AVuH`)gKT>?JZJTv#mSXLQYN?;U@pA!SdRk`ClP0uCsN;h-?zo7*&*$k{hI2WNGpy-KwH1#i=}<"
@@ -58,7 +58,7 @@ def edit_manifest(folder: Path, change: Callable[[dict[str, Any]], object]) -> N
 
 
 def edit_table(folder: Path, table: str, **columns: pl.Expr) -> None:
-    """As somebody would who also knows about digests."""
+    """Edit a table and update its digest."""
     path = folder / f"{table}.parquet"
     digest = parquet.write_table(pl.read_parquet(path).with_columns(**columns), path)
     edit_manifest(folder, lambda manifest: manifest["digests"].update({table: digest}))
@@ -76,7 +76,7 @@ def refusal(folder: Path) -> str:
     return error.value.detail
 
 
-def test_a_table_that_changed_is_not_decoded(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_changed_table_is_not_decoded(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     content = bytearray((folder / "ops.parquet").read_bytes())
     content[len(content) // 2] ^= 1
     (folder / "ops.parquet").write_bytes(content)
@@ -84,9 +84,7 @@ def test_a_table_that_changed_is_not_decoded(folder: Path, monkeypatch: pytest.M
     assert "`ops.parquet`" in refusal(folder)
 
 
-def test_a_table_that_polars_panics_of_is_an_error_without_noise(
-    folder: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_table_that_makes_polars_panic_is_a_clean_error(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
     (folder / "stacks.parquet").write_bytes(zlib.decompress(base64.b85decode(PANICS)))
     assert "`stacks.parquet`" in refusal(folder)
     assert capfd.readouterr() == ("", "")
@@ -97,7 +95,7 @@ def test_a_table_without_a_digest_is_read(folder: Path) -> None:
     assert store.load(folder).kernels.height == 7
 
 
-def test_a_small_file_that_says_it_is_huge_is_not_read(folder: Path) -> None:
+def test_small_file_that_claims_to_be_huge_is_not_read(folder: Path) -> None:
     nothing = pl.DataFrame({"stack": pl.repeat(0, 20_000_000, dtype=pl.Int32, eager=True)}).with_columns(
         frames=pl.lit("")
     )
@@ -118,7 +116,7 @@ def test_a_small_file_that_says_it_is_huge_is_not_read(folder: Path) -> None:
         ("links", "forward_ns", None),
     ],
 )
-def test_a_misfit_is_named_by_table_column_and_row(folder: Path, table: str, column: str, value: object) -> None:
+def test_invalid_value_is_named_by_table_column_and_row(folder: Path, table: str, column: str, value: object) -> None:
     kind = pl.read_parquet_schema(folder / f"{table}.parquet")[column]
     edit_table(folder, table, **{column: at(0, value, column).cast(kind)})
     detail = refusal(folder)
@@ -149,7 +147,7 @@ def test_a_kernel_without_a_device_is_explained_with_a_note(folder: Path) -> Non
 @pytest.mark.parametrize(
     ("column", "value"), [("kernel", None), ("kernel", -1), ("kernel", 2**40), ("metric", None), ("unit", None)]
 )
-def test_counters_belong_to_kernels(counted: Recording, tmp_path: Path, column: str, value: object) -> None:
+def test_counters_must_refer_to_kernels(counted: Recording, tmp_path: Path, column: str, value: object) -> None:
     store.save(counted, tmp_path / "kept")
     expression = at(5, value, column) if column == "kernel" else at(5, value, column).cast(pl.String)
     edit_table(tmp_path / "kept", "counters", **{column: expression})
@@ -168,7 +166,7 @@ def test_counters_belong_to_kernels(counted: Recording, tmp_path: Path, column: 
         ("spans", "end_event", 2**33),
     ],
 )
-def test_events_and_stacks_of_memory_are_there(
+def test_memory_rows_must_refer_to_events_and_stacks(
     remembered: Recording, tmp_path: Path, table: str, column: str, value: object
 ) -> None:
     store.save(remembered, tmp_path / "kept")
@@ -177,13 +175,13 @@ def test_events_and_stacks_of_memory_are_there(
     assert f"column `{column}`, row 1" in refusal(tmp_path / "kept")
 
 
-def test_a_manifest_that_counts_too_many_events_takes_no_memory(remembered: Recording, tmp_path: Path) -> None:
+def test_manifest_with_too_many_events_is_rejected_early(remembered: Recording, tmp_path: Path) -> None:
     store.save(remembered, tmp_path / "kept")
     edit_manifest(tmp_path / "kept", lambda manifest: manifest["memory"].update(events=2**40))
     assert "1,099,511,627,776 events" in refusal(tmp_path / "kept")
 
 
-def test_events_are_of_one_device_where_spans_are(remembered: Recording, tmp_path: Path) -> None:
+def test_events_count_one_device_if_there_are_spans(remembered: Recording, tmp_path: Path) -> None:
     store.save(remembered, tmp_path / "kept")
     edit_table(tmp_path / "kept", "allocations", device=at(0, 1, "device").cast(pl.Int32))
     profile = make_memory_profile(store.load(tmp_path / "kept"))
@@ -218,12 +216,12 @@ def test_numbers_of_a_manifest_have_a_range(folder: Path, change: dict[str, obje
 
 
 @pytest.mark.parametrize("content", [b"[" * 100_000, b'{"schema": "\xff"}', b"\x00", b"", b"[]"])
-def test_a_manifest_that_is_no_document_is_an_error(folder: Path, content: bytes) -> None:
+def test_invalid_manifest_is_an_error(folder: Path, content: bytes) -> None:
     (folder / store.MANIFEST_NAME).write_bytes(content)
     assert store.MANIFEST_NAME in refusal(folder)
 
 
-def test_what_a_later_version_adds_is_passed_over(folder: Path) -> None:
+def test_additions_of_a_later_version_are_ignored(folder: Path) -> None:
     doubt = {"code": "from-the-future", "text": "the clock was odd"}
     more = {"doubts": [doubt], "tables": ["kernels", "weather", "x" * 5000], "color": "blue", "device": "Unknown 9000"}
     edit_manifest(folder, lambda manifest: manifest.update(more))
@@ -232,7 +230,7 @@ def test_what_a_later_version_adds_is_passed_over(folder: Path) -> None:
     assert profile.recording.manifest.doubts[0].code == "from-the-future"
 
 
-def test_what_was_found_out_is_made_again_where_it_is_damaged(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_damaged_cached_results_are_computed_again(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("stepscope.explain.trace.profile._WORTH_KEEPING", 0)
     recording = store.load(folder)
     first = make_profile(recording, folder)
@@ -244,6 +242,6 @@ def test_what_was_found_out_is_made_again_where_it_is_damaged(folder: Path, monk
     assert make_profile(recording, folder).kernels.equals(first.kernels)
 
 
-def test_digests_stay_on_the_disk(folder: Path) -> None:
+def test_digests_are_only_on_disk(folder: Path) -> None:
     assert store.load(folder).manifest.digests is None
     assert Manifest(source="stepscope").digests is None

@@ -1,4 +1,4 @@
-"""What a file is shows in its bytes; what it is not is said."""
+"""Formats are recognized by content, and unsupported files are clear errors."""
 
 import gzip
 import os
@@ -17,12 +17,12 @@ from stepscope.recording.store import Manifest, MemoryFacts, Recording
 from tests.unit.kineto_files import training_step, write_trace
 
 
-def test_a_trace_is_known_by_its_content(tmp_path: Path) -> None:
+def test_trace_is_recognized_by_its_content(tmp_path: Path) -> None:
     path = write_trace(tmp_path / "t.json", training_step()).rename(tmp_path / "no-ending")
     assert open_recording(path).manifest.source == "pytorch profiler"
 
 
-def test_a_recording_comes_back_as_it_was_saved(tmp_path: Path) -> None:
+def test_recording_survives_saving(tmp_path: Path) -> None:
     first = open_recording(write_trace(tmp_path / "t.json", training_step()))
     store.save(first, tmp_path / "kept")
     again = open_recording(tmp_path / "kept")
@@ -40,7 +40,7 @@ def test_nothing_is_overwritten_without_force(tmp_path: Path) -> None:
     assert [one.name for one in tmp_path.iterdir()] == ["kept"]
 
 
-def test_somebody_elses_folder_with_a_manifest_is_never_replaced(tmp_path: Path) -> None:
+def test_foreign_directory_with_a_manifest_is_never_replaced(tmp_path: Path) -> None:
     app = tmp_path / "app"
     (app / "src").mkdir(parents=True)
     (app / "manifest.json").write_text('{"name": "web app", "start_url": "/"}')
@@ -52,7 +52,7 @@ def test_somebody_elses_folder_with_a_manifest_is_never_replaced(tmp_path: Path)
 
 
 @pytest.mark.parametrize("name", ["notes.md", "figures/a.png", "kernels.csv", "attributed.parquet"])
-def test_a_recording_with_something_else_in_it_is_never_replaced(tmp_path: Path, name: str) -> None:
+def test_recording_with_other_files_is_never_replaced(tmp_path: Path, name: str) -> None:
     recording = Recording(manifest=Manifest(source="stepscope"))
     store.save(recording, tmp_path / "kept")
     (tmp_path / "kept" / name).parent.mkdir(exist_ok=True)
@@ -63,7 +63,7 @@ def test_a_recording_with_something_else_in_it_is_never_replaced(tmp_path: Path,
     assert (tmp_path / "kept" / name).read_text() == "work"
 
 
-def test_what_was_found_out_about_a_recording_goes_with_it(tmp_path: Path) -> None:
+def test_cached_results_are_replaced_with_the_recording(tmp_path: Path) -> None:
     raw = tmp_path / "trace.json.gz"
     raw.touch()
     recording = Recording(manifest=Manifest(source="stepscope"))
@@ -83,7 +83,7 @@ def test_the_same_command_replaces_its_own_recording(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("dangling", [False, True])
-def test_a_link_to_a_recording_is_written_through(tmp_path: Path, dangling: bool) -> None:
+def test_symlink_to_a_recording_is_followed(tmp_path: Path, dangling: bool) -> None:
     target, link = tmp_path / "target", tmp_path / "link"
     if not dangling:
         store.save(Recording(manifest=Manifest(source="stepscope", file="old")), target)
@@ -94,7 +94,7 @@ def test_a_link_to_a_recording_is_written_through(tmp_path: Path, dangling: bool
     assert sorted(one.name for one in tmp_path.iterdir()) == ["link", "target"]
 
 
-def test_a_recording_that_a_kill_left_moved_aside_is_read_again(tmp_path: Path) -> None:
+def test_recording_interrupted_by_a_kill_is_restored(tmp_path: Path) -> None:
     store.save(Recording(manifest=Manifest(source="stepscope", file="old")), tmp_path / "kept")
     scratch, lock = files._make_locked(tmp_path, "kept", "kept")
     (scratch / "new").mkdir()
@@ -105,7 +105,7 @@ def test_a_recording_that_a_kill_left_moved_aside_is_read_again(tmp_path: Path) 
 
 
 @pytest.mark.parametrize("name", ["raw.notes.txt", "raw", "raw.json.bak", "raw.d"])
-def test_only_what_a_recorder_writes_is_part_of_a_recording(tmp_path: Path, name: str) -> None:
+def test_only_files_of_recorders_are_part_of_a_recording(tmp_path: Path, name: str) -> None:
     recording = Recording(manifest=Manifest(source="stepscope"))
     store.save(recording, tmp_path / "kept")
     (tmp_path / "kept" / name).write_text("work")
@@ -115,7 +115,7 @@ def test_only_what_a_recorder_writes_is_part_of_a_recording(tmp_path: Path, name
     assert (tmp_path / "kept" / name).read_text() == "work"
 
 
-def test_an_empty_folder_is_filled_and_its_manifest_comes_last(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_empty_directory_is_filled_with_the_manifest_last(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder, raw = tmp_path / "kept", tmp_path / "trace.json.gz"
     folder.mkdir()
     raw.touch()
@@ -133,7 +133,7 @@ def test_an_empty_folder_is_filled_and_its_manifest_comes_last(tmp_path: Path, m
     assert store.load(folder).manifest.file == "new"
 
 
-def test_a_count_of_events_that_no_rows_bear_out_is_laid_to_the_manifest(tmp_path: Path) -> None:
+def test_wrong_event_count_is_reported_for_the_manifest(tmp_path: Path) -> None:
     facts = MemoryFacts(events=1 << 40)
     store.save(Recording(manifest=Manifest(source="stepscope", memory=facts)), tmp_path / "kept")
     with pytest.raises(StepscopeError) as caught:
@@ -141,7 +141,7 @@ def test_a_count_of_events_that_no_rows_bear_out_is_laid_to_the_manifest(tmp_pat
     assert caught.value.detail.startswith("`manifest.json`")
 
 
-def test_a_save_that_fails_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_save_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
@@ -156,28 +156,28 @@ def test_a_save_that_fails_leaves_nothing(tmp_path: Path, monkeypatch: pytest.Mo
     [
         (b"", "empty"),
         (b"\x80\x04\x95pickle", "pickle"),
-        (b"plain words", "nothing that can be read"),
-        (gzip.compress(b"plain words", mtime=0), "nothing that can be read"),
+        (b"plain words", "unrecognized file format"),
+        (gzip.compress(b"plain words", mtime=0), "unrecognized file format"),
         (b"\x1f\x8bnot gzip at all", "damaged"),
     ],
 )
-def test_what_cannot_be_read_says_what_was_expected(tmp_path: Path, content: bytes, said: str) -> None:
+def test_unreadable_file_says_what_was_expected(tmp_path: Path, content: bytes, said: str) -> None:
     path = tmp_path / "file"
     path.write_bytes(content)
     with pytest.raises(StepscopeError, match=said):
         open_recording(path)
 
 
-def test_places_that_are_no_files(tmp_path: Path) -> None:
-    for path, said in ((tmp_path / "gone", "no such file"), (tmp_path, "no recording"), (Path("/dev/zero"), "no file")):
+def test_missing_files_and_directories_are_errors(tmp_path: Path) -> None:
+    for path, said in ((tmp_path / "gone", "not found"), (tmp_path, "not a recording"), (Path("/dev/zero"), "regular")):
         with pytest.raises(StepscopeError, match=said):
             open_recording(path)
     os.mkfifo(tmp_path / "pipe")
-    with pytest.raises(StepscopeError, match="no file"):
+    with pytest.raises(StepscopeError, match="not a regular file"):
         open_recording(tmp_path / "pipe")
 
 
-def test_somebody_elses_database_is_refused(tmp_path: Path) -> None:
+def test_foreign_database_is_rejected(tmp_path: Path) -> None:
     with sqlite3.connect(tmp_path / "other.sqlite") as database:
         database.execute("create table customers (name)")
     database.close()
@@ -199,7 +199,7 @@ def test_a_damaged_recording_is_an_error(tmp_path: Path, damage: str) -> None:
         open_recording(tmp_path / "kept")
 
 
-def test_the_second_look_reads_what_the_first_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_second_read_uses_the_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("STEPSCOPE_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr("stepscope.recording.cache._WORTH_S", 0.0)
     path = write_trace(tmp_path / "t.json", training_step())
@@ -220,7 +220,7 @@ def test_the_second_look_reads_what_the_first_kept(tmp_path: Path, monkeypatch: 
     assert changed.kernels.height == first.kernels.height - 1
 
 
-def test_a_damaged_cache_costs_a_second_reading_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_damaged_cache_entry_is_read_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("STEPSCOPE_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr("stepscope.recording.cache._WORTH_S", 0.0)
     path = write_trace(tmp_path / "t.json", training_step())
@@ -231,9 +231,7 @@ def test_a_damaged_cache_costs_a_second_reading_only(tmp_path: Path, monkeypatch
     assert again.kernels.height == 7
 
 
-def test_a_damaged_entry_that_another_process_deletes_too_is_no_error(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_damaged_entry_deleted_by_another_process_is_fine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("STEPSCOPE_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr("stepscope.recording.cache._WORTH_S", 0.0)
     path = write_trace(tmp_path / "t.json", training_step())
@@ -251,7 +249,7 @@ def test_a_damaged_entry_that_another_process_deletes_too_is_no_error(
     assert again.kernels.height == 7
 
 
-def test_a_cache_that_cannot_be_written_is_no_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unwritable_cache_is_not_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "file").write_text("in the way")
     monkeypatch.setenv("STEPSCOPE_CACHE", str(tmp_path / "file" / "cache"))
     monkeypatch.setattr("stepscope.recording.cache._WORTH_S", 0.0)
@@ -260,7 +258,7 @@ def test_a_cache_that_cannot_be_written_is_no_error(tmp_path: Path, monkeypatch:
     assert folder is None
 
 
-def test_a_cache_that_can_only_be_read_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_read_only_cache_is_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("STEPSCOPE_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr("stepscope.recording.cache._WORTH_S", 0.0)
     path = write_trace(tmp_path / "t.json", training_step())
@@ -275,7 +273,7 @@ def test_a_cache_that_can_only_be_read_is_read(tmp_path: Path, monkeypatch: pyte
     assert again.kernels.height == 7
 
 
-def test_a_full_disk_is_said_by_save_and_forgiven_by_the_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_full_disk_fails_save_but_not_the_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(*_: object, **__: object) -> None:
         raise pl.exceptions.ComputeError("No space left on device (os error 28)")
 
@@ -290,9 +288,7 @@ def test_a_full_disk_is_said_by_save_and_forgiven_by_the_cache(tmp_path: Path, m
     assert read_cached(path, open_recording)[1] is None
 
 
-def test_a_cache_full_of_somebody_elses_folders_deletes_none_of_them(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_cache_never_deletes_foreign_directories(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("stepscope.recording.cache._WORTH_S", 0.0)
     monkeypatch.setattr("stepscope.recording.cache._MOST_BYTES", 0)
     monkeypatch.setenv("STEPSCOPE_CACHE", str(tmp_path / "cache"))

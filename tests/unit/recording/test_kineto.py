@@ -1,4 +1,4 @@
-"""Traces of PyTorch's profiler: exact, from any layout, and honest about what is missing."""
+"""PyTorch profiler traces: exact times, any layout, and notes about what is missing."""
 
 import gzip
 import json
@@ -21,7 +21,7 @@ def read(path: Path) -> Recording:
     return kineto.read(path)
 
 
-def test_every_event_finds_its_table(tmp_path: Path) -> None:
+def test_events_are_sorted_into_tables(tmp_path: Path) -> None:
     recording = read(write_trace(tmp_path / "t.json", training_step()))
     heights = {name: getattr(recording, name).height for name in ("kernels", "launches", "ops", "ranges", "links")}
     assert heights == {"kernels": 7, "launches": 6, "ops": 8, "ranges": 4, "links": 1}
@@ -31,7 +31,7 @@ def test_every_event_finds_its_table(tmp_path: Path) -> None:
     assert recording.manifest.shapes_recorded
 
 
-def test_times_since_the_epoch_keep_their_nanoseconds(tmp_path: Path) -> None:
+def test_epoch_times_keep_their_nanoseconds(tmp_path: Path) -> None:
     """A double holds 1712195495519689.123 as ….000 or ….250."""
     start = "1712195495519689.123"
     recording = read(write_trace(tmp_path / "t.json", [kernel("k", start, "0.007", 1), kernel("l", start, "5", 2)]))
@@ -94,14 +94,14 @@ def test_a_bare_list_of_events_is_a_trace(tmp_path: Path) -> None:
     assert read(path).kernels.height == 7
 
 
-def test_lists_among_the_properties_behind_the_events_are_no_events(tmp_path: Path) -> None:
+def test_lists_in_the_properties_are_not_events(tmp_path: Path) -> None:
     properties = (
         ', "distributedInfo": {"rank": 3, "world_size": 8, "pg_config": [{"name": "a"}, {"name": "b"}]}, "x": [{}]'
     )
     recording = read(write_trace(tmp_path / "t.json", training_step(), properties=properties))
     assert (recording.manifest.rank, recording.manifest.world_size) == (3, 8)
     assert recording.kernels.height == 7
-    assert not any("could not be read" in note for note in recording.manifest.notes)
+    assert not any("unreadable" in note for note in recording.manifest.notes)
 
 
 def test_nothing_private_is_kept(tmp_path: Path) -> None:
@@ -113,7 +113,7 @@ def test_nothing_private_is_kept(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("share", [0.3, 0.6, 0.9, 0.99])
 @pytest.mark.parametrize("packed", [False, True])
-def test_a_trace_cut_by_a_crash_gives_what_is_there_and_says_so(tmp_path: Path, share: float, packed: bool) -> None:
+def test_truncated_trace_is_read_with_a_note(tmp_path: Path, share: float, packed: bool) -> None:
     whole = write_trace(tmp_path / "t.json", training_step() * 20).read_bytes()
     content = gzip.compress(whole) if packed else whole
     path = tmp_path / ("cut.json.gz" if packed else "cut.json")
@@ -123,26 +123,26 @@ def test_a_trace_cut_by_a_crash_gives_what_is_there_and_says_so(tmp_path: Path, 
     assert recording.kernels.height + recording.ops.height > 0
 
 
-def test_a_damaged_event_costs_itself_alone(tmp_path: Path) -> None:
+def test_damaged_event_keeps_the_others(tmp_path: Path) -> None:
     events = training_step()
     events.insert(3, '{"ph": "X", "cat": "cpu_op", "name": "bad \\x escape", "ts": 5.000}')
     events.insert(9, '{"ph": "X", "cat": "cpu_op", "name": "nan", "ts": nan}')
     recording = read(write_trace(tmp_path / "t.json", events))
     assert recording.kernels.height == 7
     assert recording.ops.height == 8
-    assert any(note.startswith("2 events") for note in recording.manifest.notes)
+    assert any(note.startswith("2 unreadable events") for note in recording.manifest.notes)
 
 
-def test_values_of_odd_types_do_not_cost_the_event(tmp_path: Path) -> None:
+def test_event_survives_values_of_unexpected_types(tmp_path: Path) -> None:
     odd = event("kernel", "odd", "10.5", "1", pid=0, tid=7, args={"correlation": "none", "stream": 7, "device": None})
     recording = read(write_trace(tmp_path / "t.json", [odd, *training_step()]))
     assert recording.kernels.filter(pl.col("name") == "odd")["start_ns"].to_list() == [10_500]
 
 
-def test_an_event_that_ends_before_it_starts_is_set_aside_and_said(tmp_path: Path) -> None:
+def test_event_that_ends_before_it_starts_is_left_out_with_a_note(tmp_path: Path) -> None:
     recording = read(write_trace(tmp_path / "t.json", [kernel("k", "10.000", "-3.000", 1), *training_step()]))
     assert recording.kernels.height == 7
-    assert any("impossible times" in note for note in recording.manifest.notes)
+    assert any("invalid times" in note for note in recording.manifest.notes)
 
 
 def test_blocks_and_processes_change_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -159,8 +159,8 @@ def test_blocks_and_processes_change_nothing(tmp_path: Path, monkeypatch: pytest
         assert getattr(whole, table).equals(getattr(pieces, table))
 
 
-def test_a_cut_through_an_event_is_mended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Inside an event's arguments may stand what looks like the end of one event and the start of the next."""
+def test_event_cut_between_blocks_is_joined(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The arguments of an event can contain text that looks like the boundary between two events."""
     tricky = {"list": [{"name": "a"}, {"name": "b"}] * 30}
     events = [op(f"aten::op{i}", f"{i}.000", "0.500", **tricky) for i in range(200)]
     path = write_trace(tmp_path / "t.json", events)
@@ -169,7 +169,7 @@ def test_a_cut_through_an_event_is_mended(tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.setattr(json_blocks, "_READ_BYTES", 500)
     recording = read(path)
     assert recording.ops["name"].to_list() == [f"aten::op{i}" for i in range(200)]
-    assert recording.manifest.notes == () or not any("could not be read" in one for one in recording.manifest.notes)
+    assert recording.manifest.notes == () or not any("unreadable" in one for one in recording.manifest.notes)
 
 
 @pytest.mark.parametrize(
@@ -177,28 +177,28 @@ def test_a_cut_through_an_event_is_mended(tmp_path: Path, monkeypatch: pytest.Mo
     [
         (b"", "empty"),
         (b"   \n", "empty"),
-        (b"hello", "no trace"),
-        (b'{"a": 1}', "no PyTorch profiler trace"),
-        (b'{"traceEvents": []}', "no events"),
-        (b'{"traceEvents": [1, 2, 3]}', "no events"),
-        (b'{"traceEvents": [' + b"[" * 100_000, "no events"),
-        (b'{"traceEvents": [{"args": ' + b'{"a":' * 50_000 + b"1", "no events"),
-        (b"[" * 1_000_000, "no events"),
+        (b"hello", "not a trace"),
+        (b'{"a": 1}', "not a PyTorch profiler trace"),
+        (b'{"traceEvents": []}', "no readable events"),
+        (b'{"traceEvents": [1, 2, 3]}', "no readable events"),
+        (b'{"traceEvents": [' + b"[" * 100_000, "no readable events"),
+        (b'{"traceEvents": [{"args": ' + b'{"a":' * 50_000 + b"1", "no readable events"),
+        (b"[" * 1_000_000, "no readable events"),
         (b"\x1f\x8b\x08\x00garbage", "empty"),
     ],
 )
-def test_what_is_no_trace_is_an_error_and_not_a_traceback(tmp_path: Path, content: bytes, said: str) -> None:
+def test_non_trace_is_an_error_without_traceback(tmp_path: Path, content: bytes, said: str) -> None:
     path = tmp_path / "bad.json"
     path.write_bytes(content)
     with pytest.raises(StepscopeError, match=said):
         read(path)
 
 
-def test_a_gzip_bomb_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gzip_bomb_is_rejected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(json_blocks, "_BOMB_BYTES", 1 << 20)
     path = tmp_path / "bomb.json.gz"
     path.write_bytes(gzip.compress(b'{"traceEvents": [' + b" " * (64 << 20)))
-    with pytest.raises(StepscopeError, match="times its size"):
+    with pytest.raises(StepscopeError, match="× its size"):
         read(path)
 
 
@@ -207,8 +207,8 @@ def test_a_long_name_is_cut(tmp_path: Path) -> None:
     assert recording.kernels["name"].str.len_chars().to_list() == [16_384]
 
 
-def test_a_trace_without_a_device_has_operators_for_kernels(tmp_path: Path) -> None:
-    """The product counts as one, though it calls an operator; what only calls others does not count."""
+def test_operators_count_as_kernels_without_a_device(tmp_path: Path) -> None:
+    """A GEMM counts although it calls an operator; an operator that only calls others does not."""
     events = [
         op("aten::matmul", "0.000", "100.000"),
         op("aten::mm", "1.000", "98.000"),
@@ -248,7 +248,7 @@ def test_any_bytes_are_a_recording_or_an_error(tmp_path: Path, content: bytes) -
 def test_a_string_longer_than_many_blocks_does_not_stop_the_reader(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ending: str
 ) -> None:
-    """It used to go round for ever, waiting for a cut in a buffer that no longer grew."""
+    """It once looped forever, waiting for a cut in a buffer that no longer grew."""
     monkeypatch.setattr(json_blocks, "BLOCK_BYTES", 10_000)
     monkeypatch.setattr(json_blocks, "_TAIL_BYTES", 2_000)
     monkeypatch.setattr(json_blocks, "_READ_BYTES", 1_000)
@@ -264,25 +264,25 @@ def test_a_string_longer_than_many_blocks_does_not_stop_the_reader(
     assert recording.kernels["name"].to_list() == (["a", "b"] if ending == "closed" else ["a"])
 
 
-def test_an_event_longer_than_any_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_extremely_long_event_is_rejected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(json_blocks, "BLOCK_BYTES", 10_000)
     monkeypatch.setattr(json_blocks, "_TAIL_BYTES", 2_000)
     monkeypatch.setattr(json_blocks, "_READ_BYTES", 1_000)
     monkeypatch.setattr(json_blocks, "_LONGEST_EVENT", 50_000)
-    with pytest.raises(StepscopeError, match="an event of more than"):
+    with pytest.raises(StepscopeError, match="an event is longer than"):
         read(write_trace(tmp_path / "t.json", [op("aten::x", "2.000", "1.000", s="y" * 100_000)]))
 
 
 @pytest.mark.parametrize("bad", ["1e999999999", "1" * 200, "1e30", "nan"])
-def test_times_that_no_clock_shows_are_set_aside(tmp_path: Path, bad: str) -> None:
+def test_events_with_invalid_times_are_left_out(tmp_path: Path, bad: str) -> None:
     events = [kernel("good", "10.000", "5.000", 1), kernel("bad", bad, "5.000", 2), kernel("worse", "20.000", bad, 3)]
     recording = read(write_trace(tmp_path / "t.json", events))
     assert recording.kernels["name"].to_list() == ["good"]
     assert recording.manifest.notes
 
 
-def test_a_cut_file_of_a_gpu_is_not_taken_for_a_cpus(tmp_path: Path) -> None:
-    """The profiler writes kernels last: without them, the operators before are no account of the device."""
+def test_truncated_gpu_trace_is_not_read_as_a_cpu_trace(tmp_path: Path) -> None:
+    """The profiler writes kernels last: without them, operators must not count as kernels."""
     content = write_trace(
         tmp_path / "t.json", [op(f"aten::op{i}", f"{i}.000", "0.500") for i in range(100)]
     ).read_bytes()
@@ -291,7 +291,7 @@ def test_a_cut_file_of_a_gpu_is_not_taken_for_a_cpus(tmp_path: Path) -> None:
     assert read(path).kernels.height == 0
 
 
-def test_our_own_pictures_are_not_read_back(tmp_path: Path) -> None:
+def test_perfetto_exports_are_rejected(tmp_path: Path) -> None:
     path = tmp_path / "picture.json"
     path.write_text('{"displayTimeUnit":"ns","stepscope":"a picture","traceEvents":[' + training_step()[0] + "]}")
     with pytest.raises(StepscopeError, match="--perfetto"):

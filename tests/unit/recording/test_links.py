@@ -1,4 +1,4 @@
-"""Links that are kept, and found again by others."""
+"""Saving and finding links."""
 
 from pathlib import Path
 
@@ -31,7 +31,7 @@ def link_of(collective: Collective, place: LinkPlace) -> Link | None:
     return found.links.get(collective) if found else None
 
 
-def test_what_was_kept_is_found_by_where_it_was_measured(cache: Path) -> None:
+def test_links_are_found_by_place(cache: Path) -> None:
     shaped = LinkPlace(backend="gloo", device_name="Test CPU", ranks=2, interface="eth1")
     keep_links([Links(place=PLACE, links={"all-reduce": FAST}), Links(place=shaped, links={"all-reduce": SLOW})])
     assert links_path() == cache / "links.json"
@@ -47,25 +47,25 @@ def test_what_was_kept_is_found_by_where_it_was_measured(cache: Path) -> None:
         assert find_links(other) is None
 
 
-def test_the_newer_of_one_collective_replaces_the_older_and_leaves_the_rest() -> None:
+def test_newer_link_replaces_the_older_and_keeps_the_rest() -> None:
     keep_links([Links(place=PLACE, links={"all-reduce": SLOW, "broadcast": SLOW})])
     keep_links([Links(place=PLACE, links={"all-reduce": FAST})])
     assert link_of("all-reduce", PLACE) == FAST
     assert link_of("broadcast", PLACE) == SLOW
 
 
-def test_a_file_can_be_carried_elsewhere(tmp_path: Path) -> None:
+def test_links_file_can_be_copied(tmp_path: Path) -> None:
     carried = keep_links([Links(place=PLACE, links={"all-reduce": FAST})], tmp_path / "away" / "links.json")
     assert find_links(PLACE) is None
     found = find_links(PLACE, carried)
     assert found is not None
     assert found.links == {"all-reduce": FAST}
-    with pytest.raises(StepscopeError, match="no file of links"):
+    with pytest.raises(StepscopeError, match="links file not found"):
         find_links(PLACE, tmp_path / "nowhere.json")
 
 
 @pytest.mark.parametrize("content", ["[", "{}", '[{"place": 1}]'])
-def test_a_damaged_file_is_an_error_and_is_not_written_over(cache: Path, content: str) -> None:
+def test_damaged_file_is_an_error_and_is_not_overwritten(cache: Path, content: str) -> None:
     cache.mkdir()
     links_path().write_text(content)
     with pytest.raises(StepscopeError, match="cannot read the links"):
@@ -75,7 +75,7 @@ def test_a_damaged_file_is_an_error_and_is_not_written_over(cache: Path, content
 
 
 @pytest.mark.parametrize(("latency_ns", "bytes_per_s"), [(-1, 1e9), (0, 0), (float("nan"), 1e9)])
-def test_a_link_that_cannot_be_is_refused(latency_ns: float, bytes_per_s: float) -> None:
+def test_impossible_link_is_rejected(latency_ns: float, bytes_per_s: float) -> None:
     with pytest.raises(ValueError, match="`latency_ns`"):
         Link(latency_ns=latency_ns, bytes_per_s=bytes_per_s)
 

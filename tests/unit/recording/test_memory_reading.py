@@ -1,4 +1,4 @@
-"""Snapshots of our own as recordings: real ones against the allocator, small ones for every way to be wrong."""
+"""Reading labelled snapshots: real ones compared with the allocator, small ones for every kind of damage."""
 
 from itertools import pairwise
 from pathlib import Path
@@ -36,7 +36,7 @@ def plain() -> MemoryProfile:
 # --- Recorded on a GPU ------------------------------------------------------------------------------------------------
 
 
-def test_the_peak_is_the_allocators_to_the_byte(profile: MemoryProfile) -> None:
+def test_peak_equals_the_allocators_peak(profile: MemoryProfile) -> None:
     facts = profile.recording.manifest.memory
     assert facts is not None
     assert profile.peak_bytes == facts.allocator_peak_bytes
@@ -58,7 +58,7 @@ def test_categories_add_up_after_every_event(profile: MemoryProfile) -> None:
 
 
 def _sums(rows: pl.DataFrame, num_events: int) -> list[int]:
-    """Event by event, with nothing in common with the code under test."""
+    """Event by event, independent of the code under test."""
     changes = [0] * (num_events + 1)
     for start, end, size in rows.select("start_event", "end_event", "bytes").iter_rows():
         changes[start or 0] += size
@@ -72,7 +72,7 @@ def _sums(rows: pl.DataFrame, num_events: int) -> list[int]:
 
 
 @pytest.mark.parametrize("column", ["op", "module", "category", "name", "shape", "phase"])
-def test_steps_that_nobody_watched_are_lent_what_the_last_one_knows(profile: MemoryProfile, column: str) -> None:
+def test_unprofiled_steps_copy_labels_from_the_profiled_one(profile: MemoryProfile, column: str) -> None:
     facts = profile.recording.manifest.memory
     assert facts is not None
     assert facts.watched_steps == (0, 3)
@@ -84,7 +84,7 @@ def test_steps_that_nobody_watched_are_lent_what_the_last_one_knows(profile: Mem
     assert any(by_step[0])
 
 
-def test_lent_stacks_lead_to_lines_of_the_model(plain: MemoryProfile) -> None:
+def test_copied_stacks_lead_to_lines_of_the_model(plain: MemoryProfile) -> None:
     taken = plain.allocations.filter((pl.col("step") == 1) & (pl.col("module") == "lm_head") & (pl.col("op") != ""))
     (forward,) = taken.filter(pl.col("phase") == "forward")["stack"].unique().to_list()
     assert plain.stack_text(forward).startswith("stepscope/nn/functional.py:")
@@ -110,8 +110,8 @@ def _requested(profile: MemoryProfile, event: int, category: str) -> int:
     return int(profile.alive_at(event).filter(pl.col("category") == category)["requested_bytes"].sum())
 
 
-def test_workspaces_of_libraries_are_told_from_what_the_model_keeps(profile: MemoryProfile) -> None:
-    """Of cuBLAS, one for the thread of the forward pass and one for autograd's."""
+def test_library_workspaces_have_their_own_category(profile: MemoryProfile) -> None:
+    """cuBLAS has one for the forward thread and one for autograd's."""
     kept = profile.allocations.filter(pl.col("category") == "workspaces")
     assert kept["bytes"].to_list() == [32 * MIB, 32 * MIB]
     assert kept["phase"].to_list() == ["forward", "backward"]
@@ -119,14 +119,14 @@ def test_workspaces_of_libraries_are_told_from_what_the_model_keeps(profile: Mem
     assert kept["end_event"].null_count() == 2
 
 
-def test_recomputed_activations_and_autocast_copies_are_told(profile: MemoryProfile) -> None:
+def test_recomputed_activations_and_autocast_copies_have_categories(profile: MemoryProfile) -> None:
     nested = "nested" in profile.recording.manifest.file
     in_backward = profile.allocations.filter((pl.col("phase") == "backward") & (pl.col("step") == 1))
     assert ("recomputed" in in_backward["name"].to_list()) == nested
     assert ("autocast copies" in in_backward["category"].to_list()) == nested
 
 
-def test_spans_cover_the_events_in_their_order(profile: MemoryProfile) -> None:
+def test_spans_cover_the_events_in_order(profile: MemoryProfile) -> None:
     spans = profile.recording.spans
     assert profile.steps == (0, 1, 2, 3)
     assert profile.phases == ("forward", "loss", "backward", "optimizer")
@@ -148,7 +148,7 @@ def test_spans_cover_the_events_in_their_order(profile: MemoryProfile) -> None:
     assert all(one < following for one, following in pairwise(begins))
 
 
-def test_what_autograd_keeps_is_a_table_of_its_own(plain: MemoryProfile) -> None:
+def test_saved_activations_are_a_table(plain: MemoryProfile) -> None:
     saved = plain.recording.saved
     assert set(saved["kind"].unique()) == {"activation", "parameter", "buffer", "input"}
     assert {"blocks.0.ffn", "blocks.1.attention", "lm_head"} <= set(saved["module"].drop_nulls())
@@ -166,7 +166,7 @@ OPERATORS = (
 
 
 def mark_steps(count: int) -> tuple[Mark, ...]:
-    """Six marks a step: it, forward and backward begin and end."""
+    """Six marks per step: starts and ends of step, forward and backward."""
     marks = []
     for step in range(count):
         inside = [(opens, "phase", phase) for phase in PHASES for opens in (True, False)]
@@ -178,7 +178,7 @@ def mark_steps(count: int) -> tuple[Mark, ...]:
 
 
 def label(model: Model, **changes: Any) -> dict[str, Any]:
-    """A snapshot of ours with one step; changes are taken as they are, right or wrong."""
+    """A labelled snapshot with one step; changes are applied unchecked."""
     labels = MemoryLabels(
         device="cuda:0",
         marks=mark_steps(1),
@@ -191,7 +191,7 @@ def label(model: Model, **changes: Any) -> dict[str, Any]:
 
 
 def run_step(model: Model, step: int = 0, *, size: int = 4000, watched: bool = True) -> None:
-    """One piece from forward into backward, and one within backward. Only a watched step has operators and stacks."""
+    """One allocation from forward into backward, and one in backward. Only a profiled step has operators and stacks."""
     first = 6 * step + 1
     model.frames = [frame("/lab/model.py", 7)] if watched else []
     kept = model.malloc(size, metadata=f"{first}:0" if watched else f"{first}")
@@ -210,7 +210,7 @@ def read(content: object, folder: Path) -> Recording:
     return memory.read(write(content, folder / "made.pickle"))
 
 
-def test_memory_is_given_the_place_that_its_note_says(tmp_path: Path) -> None:
+def test_allocation_gets_the_place_in_its_metadata(tmp_path: Path) -> None:
     recording = read(label(make_step()), tmp_path)
     columns = ("step", "phase", "op", "module", "category")
     assert recording.allocations.select(columns).rows() == [
@@ -221,8 +221,8 @@ def test_memory_is_given_the_place_that_its_note_says(tmp_path: Path) -> None:
     assert recording.manifest.memory.device == "cuda:0"
 
 
-def test_an_old_note_of_another_thread_does_not_take_memory_back_in_time(tmp_path: Path) -> None:
-    """Autograd's thread still carries what was set there in the step before, or nothing at all."""
+def test_stale_metadata_of_another_thread_is_ignored(tmp_path: Path) -> None:
+    """Autograd's thread still has the metadata of the previous step, or none."""
     model = Model()
     for note in ("1:0", "3:1", "1:0", "", "2"):
         model.malloc(4000, metadata=note)
@@ -231,7 +231,7 @@ def test_an_old_note_of_another_thread_does_not_take_memory_back_in_time(tmp_pat
     assert allocations["op"].to_list() == ["aten::mul", "aten::mm", None, None, None]
 
 
-def test_facts_name_memory_by_operator_and_by_what_is_there_at_a_mark(tmp_path: Path) -> None:
+def test_facts_match_memory_by_operator_and_by_mark(tmp_path: Path) -> None:
     model = Model()
     weight = model.malloc(5000)
     before = model.segments()
@@ -261,14 +261,14 @@ def test_facts_name_memory_by_operator_and_by_what_is_there_at_a_mark(tmp_path: 
 
 
 def make_steps(*sizes: int) -> dict[str, Any]:
-    """The last is watched."""
+    """The last step is profiled."""
     model = Model()
     for step, size in enumerate(sizes):
         run_step(model, step, size=size, watched=step == len(sizes) - 1)
     return label(model, marks=mark_steps(len(sizes)), watched_steps=[len(sizes) - 1])
 
 
-def test_a_step_like_the_watched_one_borrows_from_it(tmp_path: Path) -> None:
+def test_step_like_the_profiled_one_copies_its_labels(tmp_path: Path) -> None:
     recording = read(make_steps(4000, 4000, 4000), tmp_path)
     assert recording.allocations["op"].to_list() == ["aten::mul", "aten::mm"] * 3
     assert recording.allocations["stack"].to_list() == [0, 1] * 3
@@ -279,7 +279,7 @@ def test_a_step_like_the_watched_one_borrows_from_it(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("sizes", "said"), [((4000, 6000, 4000), "1 step differs from"), ((6000, 6000, 4000), "2 steps differ from")]
 )
-def test_a_step_that_differs_borrows_nothing_and_is_said(tmp_path: Path, sizes: tuple[int, ...], said: str) -> None:
+def test_step_that_differs_copies_nothing_and_is_noted(tmp_path: Path, sizes: tuple[int, ...], said: str) -> None:
     recording = read(make_steps(*sizes), tmp_path)
     facts = recording.manifest.memory
     assert facts is not None
@@ -290,7 +290,7 @@ def test_a_step_that_differs_borrows_nothing_and_is_said(tmp_path: Path, sizes: 
     assert odd["op"].null_count() == odd.height == 2 * len(facts.unmatched_steps)
 
 
-def test_events_without_frames_stand_beside_those_with(tmp_path: Path) -> None:
+def test_events_with_and_without_frames_are_read(tmp_path: Path) -> None:
     content = label(make_step())
     for entry in content["device_traces"][0][2:]:
         del entry["frames"]
@@ -299,10 +299,10 @@ def test_events_without_frames_stand_beside_those_with(tmp_path: Path) -> None:
     assert recording.stacks.height == 1
 
 
-def test_on_a_cpu_a_block_is_what_was_asked_for(tmp_path: Path) -> None:
+def test_cpu_blocks_have_the_requested_size(tmp_path: Path) -> None:
     model = make_step()
     content = label(model, device="cpu", segments_at_start=[{"address": 64, "total_size": 100}])
-    # The address comes again without having been given back: that was missed.
+    # The address is allocated again: the free was not recorded.
     content["device_traces"][0].append({**model.entries[1], "size": 30, "user_metadata": "5"})
     content["device_traces"][0].append({**model.entries[1], "size": 20, "user_metadata": "5"})
     recording = read(content, tmp_path)
@@ -313,7 +313,7 @@ def test_on_a_cpu_a_block_is_what_was_asked_for(tmp_path: Path) -> None:
     assert make_memory_profile(recording).reserved is None
 
 
-def test_times_are_since_the_first_step(tmp_path: Path) -> None:
+def test_times_start_at_the_first_step(tmp_path: Path) -> None:
     recording = read(label(make_step()), tmp_path)
     assert recording.spans.select("step", "phase", "start_ns", "end_ns").rows() == [
         (0, None, 0, 5000),
@@ -348,29 +348,29 @@ DAMAGED: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("changes", DAMAGED.values(), ids=DAMAGED)
-def test_damaged_labels_are_an_error_of_the_files(tmp_path: Path, changes: dict[str, Any]) -> None:
+def test_damaged_labels_are_an_error(tmp_path: Path, changes: dict[str, Any]) -> None:
     read(label(make_step()), tmp_path)
-    with pytest.raises(StepscopeError, match=r"damaged|another version|do not fit"):
+    with pytest.raises(StepscopeError, match=r"damaged|label version|do not match"):
         read(label(make_step(), **changes), tmp_path)
 
 
 @pytest.mark.parametrize("note", ["6", "1:3", "9" * 5000, "1:" + "9" * 5000])
-def test_a_note_that_points_nowhere_is_an_error(tmp_path: Path, note: str) -> None:
+def test_metadata_that_points_nowhere_is_an_error(tmp_path: Path, note: str) -> None:
     model = Model()
     model.malloc(4000, metadata=note)
-    with pytest.raises(StepscopeError, match="the labels do not fit the events: `"):
+    with pytest.raises(StepscopeError, match="labels do not match the events: `"):
         read(label(model), tmp_path)
 
 
-def test_labels_are_a_dict_of_one_device_with_events(tmp_path: Path) -> None:
+def test_labels_need_a_dict_one_device_and_events(tmp_path: Path) -> None:
     model = make_step()
     with pytest.raises(StepscopeError, match="expected a dict"):
         read({**model.snapshot(), "stepscope": [1]}, tmp_path)
     several = label(model)
     several["device_traces"].append(list(model.entries))
-    with pytest.raises(StepscopeError, match="are of one device, and it has 2"):
+    with pytest.raises(StepscopeError, match="expected 1 device, got 2"):
         read(several, tmp_path)
     silent = label(model)
     silent["device_traces"], silent["segments"] = [[]], []
-    with pytest.raises(StepscopeError, match="labels of ours and no events"):
+    with pytest.raises(StepscopeError, match="labels but no events"):
         read(silent, tmp_path)

@@ -1,4 +1,4 @@
-"""The CSV of Nsight Compute becomes a recording, whatever a program printed in between."""
+"""Nsight Compute CSV files become recordings, whatever the program printed in between."""
 
 import gzip
 import random
@@ -80,7 +80,7 @@ def test_every_table_has_the_columns_of_a_recording(path: Path) -> None:
 
 
 @pytest.mark.parametrize("pack", [str.encode, lambda text: gzip.compress(text.encode())])
-def test_kernels_are_laid_end_to_end(path: Path, pack: Any) -> None:
+def test_kernels_are_placed_end_to_end(path: Path, pack: Any) -> None:
     recording = read(path, pack(raw(kernel(0), kernel(1, duration="1,000,000"), kernel(2))))
     assert rows(recording.kernels, "start_ns", "end_ns") == [(0, 3200), (3200, 1_003_200), (1_003_200, 1_006_400)]
     first = recording.kernels.row(0, named=True)
@@ -104,10 +104,10 @@ def test_kernels_are_laid_end_to_end(path: Path, pack: Any) -> None:
         "registers": 32,
         "shared_bytes": 24_580 + 16,
     }
-    assert "laid end to end" in notes(recording)
+    assert "placed end to end" in notes(recording)
 
 
-def test_counters_are_numbers_where_they_are_and_words_otherwise(path: Path) -> None:
+def test_counters_are_numbers_or_text(path: Path) -> None:
     recording = read(path, raw(kernel(0), kernel(1, share="1,234.5")))
     second = recording.counters.filter(kernel=1)
     assert rows(second, "metric", "unit", "value", "text") == [
@@ -140,26 +140,26 @@ def test_durations_are_read_in_their_unit(path: Path, unit: str, said: str, dura
 
 
 @pytest.mark.parametrize("said", ["", "n/a", "nan", "inf"])
-def test_a_kernel_without_a_duration_has_no_length_and_is_counted(path: Path, said: str) -> None:
+def test_kernel_without_a_duration_is_counted(path: Path, said: str) -> None:
     recording = read(path, raw(kernel(0), kernel(1, duration=said)))
     assert rows(recording.kernels, "start_ns", "end_ns") == [(0, 3200), (3200, 3200)]
     assert "1 of 2 kernels have no duration" in notes(recording)
 
 
 @pytest.mark.parametrize("said", ["1e17", "-5", "-1e300", "1e300", str(tables.LONGEST_KERNEL_NS + 1)])
-def test_a_kernel_with_an_impossible_duration_has_no_length_and_keeps_its_row(path: Path, said: str) -> None:
+def test_kernel_with_an_invalid_duration_keeps_its_row(path: Path, said: str) -> None:
     recording = read(path, raw(kernel(0), kernel(1, duration=said, share="7"), kernel(2, share="8")))
     assert rows(recording.kernels, "start_ns", "end_ns") == [(0, 3200), (3200, 3200), (3200, 6400)]
     shares = recording.counters.filter(pl.col("metric").str.starts_with("sm__"))
     assert rows(shares, "kernel", "value") == [(0, 12.5), (1, 7.0), (2, 8.0)]
-    assert "1 kernel has an impossible duration" in notes(recording)
+    assert "1 kernel has an invalid duration" in notes(recording)
     assert "no duration" not in notes(recording)
 
 
 def test_the_longest_kernel_keeps_its_duration(path: Path) -> None:
     recording = read(path, raw(kernel(0, duration=str(tables.LONGEST_KERNEL_NS))))
     assert rows(recording.kernels, "start_ns", "end_ns") == [(0, tables.LONGEST_KERNEL_NS)]
-    assert "impossible" not in notes(recording)
+    assert "invalid" not in notes(recording)
 
 
 def test_kernels_beyond_the_range_of_times_keep_their_rows(path: Path) -> None:
@@ -170,19 +170,19 @@ def test_kernels_beyond_the_range_of_times_keep_their_rows(path: Path) -> None:
     assert recording.kernels.height == fit + 2
     assert recording.counters["kernel"].max() == fit + 1
     assert recording.kernels["end_ns"].tail(3).to_list() == [tables.FARTHEST_NS] * 3
-    assert "2 kernels have impossible durations" in notes(recording)
+    assert "2 kernels have invalid durations" in notes(recording)
 
 
 @pytest.mark.parametrize("said", ["-5", "1e300", "-1e300"])
 @pytest.mark.parametrize(("old", "column"), [('"32","24.58"', "registers"), ('"24.58","16"', "shared_bytes")])
-def test_launch_settings_that_cannot_be_are_null_and_counted(path: Path, old: str, column: str, said: str) -> None:
+def test_impossible_launch_settings_are_null_and_counted(path: Path, old: str, column: str, said: str) -> None:
     new = f'"{said}",{old.split(",")[1]}'
     recording = read(path, raw(kernel(0), kernel(1).replace(old, new)))
     assert recording.kernels[column].is_null().to_list() == [False, True]
     assert f"1 value of `{column}` in `kernels`" in notes(recording)
 
 
-def test_the_manifest_names_the_device_and_nobody(path: Path) -> None:
+def test_manifest_has_the_device_and_nothing_private(path: Path) -> None:
     recording = read(path, raw(kernel(0)))
     manifest = recording.manifest
     assert (manifest.source, manifest.file) == ("nsight compute", "kernels.csv")
@@ -192,12 +192,12 @@ def test_the_manifest_names_the_device_and_nobody(path: Path) -> None:
     assert "python3.12" not in told
 
 
-def test_what_the_program_printed_in_between_is_counted_and_left_out(path: Path) -> None:
+def test_output_of_the_program_is_counted_and_left_out(path: Path) -> None:
     content = raw(kernel(0), "loss 3.2\n", "\n", '"quoted", but no row\n', kernel(1), "==PROF== Disconnected\n")
     recording = read(path, "epoch 1\n" + content)
     assert recording.kernels.height == 2
-    assert "2 lines between the rows are no CSV" in notes(recording)
-    assert "1 rows with too few or too many fields" in notes(recording)
+    assert "2 lines are not CSV" in notes(recording)
+    assert "1 row with too few or too many fields" in notes(recording)
 
 
 def test_two_outputs_in_one_file_are_one_recording(path: Path) -> None:
@@ -205,20 +205,20 @@ def test_two_outputs_in_one_file_are_one_recording(path: Path) -> None:
 
 
 @pytest.mark.parametrize("cut", [3, 40, 100, 150])
-def test_a_last_row_cut_short_is_set_aside_and_said(path: Path, cut: int) -> None:
+def test_truncated_last_row_is_left_out_with_a_note(path: Path, cut: int) -> None:
     recording = read(path, raw(kernel(0), kernel(1)[:-cut]))
     assert recording.kernels.height == 1
     assert "ends in the middle of a row" in notes(recording)
     assert "too few" not in notes(recording)
 
 
-def test_a_last_row_that_lost_its_newline_only_is_a_row(path: Path) -> None:
+def test_last_row_without_a_newline_is_a_row(path: Path) -> None:
     recording = read(path, raw(kernel(0), kernel(1)).rstrip())
     assert recording.kernels.height == 2
     assert "middle of a row" not in notes(recording)
 
 
-def test_a_gzip_file_cut_short_keeps_what_came(path: Path) -> None:
+def test_truncated_gzip_file_keeps_its_beginning(path: Path) -> None:
     chance = random.Random(0)
     packed = gzip.compress(raw(*(kernel(at, share=f"{chance.random():.6f}") for at in range(3000))).encode())
     recording = read(path, packed[: len(packed) // 2])
@@ -233,7 +233,7 @@ def test_many_kernels_keep_their_counters(path: Path) -> None:
     assert shares["value"].to_list() == [float(at) for at in range(5000)]
 
 
-def test_the_pages_of_one_row_a_metric_are_read_too(path: Path) -> None:
+def test_pages_with_one_row_per_metric_are_read(path: Path) -> None:
     columns = [*IDENTITY, "Grid Size", "Device", "CC", "Section Name", "Metric Name", "Metric Unit", "Metric Value"]
     content = PREAMBLE + line([*columns, "Rule Name"])
     for number, name in enumerate(("gemm", "softmax")):
@@ -258,7 +258,7 @@ def test_the_pages_of_one_row_a_metric_are_read_too(path: Path) -> None:
     ]
 
 
-def test_a_decimal_comma_is_not_taken_for_thousands(path: Path) -> None:
+def test_decimal_comma_is_not_a_thousands_separator(path: Path) -> None:
     recording = read(path, raw(kernel(0, share="9,25")))
     share = recording.counters.filter(pl.col("metric").str.starts_with("sm__"))
     assert rows(share, "value", "text") == [(None, "9,25")]
@@ -272,26 +272,26 @@ def test_a_metric_may_have_any_name(path: Path) -> None:
 
 
 @pytest.mark.parametrize("content", ["", "\n", "hello\n", PREAMBLE, '"a","b"\n"1","2"\n', "\0" * 5000])
-def test_what_is_no_csv_of_nsight_compute_is_refused(path: Path, content: str) -> None:
-    with pytest.raises(StepscopeError, match="not the CSV of Nsight Compute") as raised:
+def test_other_csv_is_rejected(path: Path, content: str) -> None:
+    with pytest.raises(StepscopeError, match="not an Nsight Compute CSV") as raised:
         read(path, content)
     assert "ncu --csv --page raw" in raised.value.hint
 
 
-def test_a_report_is_refused_with_the_command_that_prints_it(tmp_path: Path) -> None:
+def test_report_is_rejected_with_the_export_command(tmp_path: Path) -> None:
     with pytest.raises(StepscopeError) as raised:
         read(tmp_path / "run.ncu-rep", b"NVR\0\1\2\3")
     assert raised.value.hint == "ncu --import run.ncu-rep --csv --page raw > run.csv"
 
 
-def test_a_header_without_kernels_is_refused_with_what_ncu_said(path: Path) -> None:
+def test_header_without_kernels_is_rejected_with_the_error_of_ncu(path: Path) -> None:
     complaint = "==ERROR== ERR_NVGPUCTRPERM - The user does not have permission to access NVIDIA GPU Counters\n"
     with pytest.raises(StepscopeError, match="no kernels") as raised:
         read(path, complaint + raw())
     assert "ERR_NVGPUCTRPERM" in raised.value.detail
 
 
-def test_a_missing_file_and_damaged_gzip_are_refused(tmp_path: Path) -> None:
+def test_missing_file_and_damaged_gzip_are_rejected(tmp_path: Path) -> None:
     with pytest.raises(StepscopeError, match="cannot read"):
         ncu.read(tmp_path / "none.csv")
     packed = bytearray(gzip.compress(raw(kernel(0)).encode()))
@@ -302,7 +302,7 @@ def test_a_missing_file_and_damaged_gzip_are_refused(tmp_path: Path) -> None:
 
 @settings(max_examples=200, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(seed=st.integers(0, 2**32), flips=st.integers(0, 20), kept=st.floats(0, 1), packed=st.booleans())
-def test_a_damaged_file_is_read_or_refused(tmp_path: Path, seed: int, flips: int, kept: float, packed: bool) -> None:
+def test_damaged_file_is_read_or_rejected(tmp_path: Path, seed: int, flips: int, kept: float, packed: bool) -> None:
     content = bytearray(raw(kernel(0), "loss 3.2\n", kernel(1), kernel(2)).encode())
     content = bytearray(gzip.compress(content)) if packed else content
     chance = random.Random(seed)

@@ -1,4 +1,4 @@
-"""An export of Nsight Systems becomes a recording: whole, by its own names, and with nothing private in it."""
+"""Nsight Systems exports become recordings: complete, and with nothing private in them."""
 
 import random
 import shutil
@@ -68,7 +68,7 @@ def test_kernels_keep_their_times_places_and_sizes(path: Path) -> None:
     }
 
 
-def test_a_kernel_without_its_long_name_goes_by_a_shorter_one(path: Path) -> None:
+def test_kernel_without_its_long_name_uses_a_shorter_one(path: Path) -> None:
     export = Export()
     export.kernel("x", 0, 1, demangledName=99, shortName=export.string("short name"))
     export.kernel("x", 1, 2, demangledName=99, shortName=99, mangledName=export.string("_Z1k"))
@@ -77,9 +77,9 @@ def test_a_kernel_without_its_long_name_goes_by_a_shorter_one(path: Path) -> Non
 
 
 @pytest.mark.parametrize("with_words", [True, False])
-def test_copies_and_sets_are_named_as_pytorch_names_them(path: Path, with_words: bool) -> None:
+def test_copies_and_sets_are_named_like_in_pytorch(path: Path, with_words: bool) -> None:
     export = Export()
-    shift = 20 if with_words else 0  # another version, with other numbers, that says what they mean
+    shift = 20 if with_words else 0  # another version with other numbers, and their names
     export.work("MEMCPY", 0, 5, bytes=64, copyKind=1 + shift, srcKind=0 + shift, dstKind=2 + shift)
     export.work("MEMCPY", 5, 6, bytes=64, copyKind=8 + shift, srcKind=2 + shift, dstKind=2 + shift, graphNodeId=3)
     export.work("MEMCPY", 6, 7, bytes=64, copyKind=77, srcKind=None, dstKind=99)
@@ -97,7 +97,7 @@ def test_copies_and_sets_are_named_as_pytorch_names_them(path: Path, with_words:
     ]
 
 
-def test_kernels_of_a_graph_and_graphs_traced_whole_are_marked(path: Path) -> None:
+def test_graph_kernels_and_whole_graphs_are_marked(path: Path) -> None:
     export = Export()
     export.kernel("node", 0, 5, graphNodeId=12)
     export.kernel("plain", 5, 6)
@@ -122,7 +122,7 @@ def test_calls_lose_their_version_and_keep_their_thread(path: Path) -> None:
     ]
 
 
-def test_the_manifest_says_what_it_was_and_nothing_private(path: Path) -> None:
+def test_manifest_has_nothing_private(path: Path) -> None:
     recording = read(training_step(), path)
     manifest = recording.manifest
     assert manifest.source == "nsight systems"
@@ -137,34 +137,34 @@ def test_the_manifest_says_what_it_was_and_nothing_private(path: Path) -> None:
     assert str(path.parent) not in told
 
 
-def test_a_device_is_named_by_the_number_that_cuda_gave_it(path: Path) -> None:
+def test_device_is_named_by_its_cuda_number(path: Path) -> None:
     export = training_step()
     export.add("TARGET_INFO_GPU", vmId=1, id=5, name="NVIDIA L4", smCount=58)
     export.add("TARGET_INFO_CUDA_DEVICE", gpuId=5, cudaId=0, pid=PID)
     assert read(export, path).manifest.device == "NVIDIA L4"
 
 
-def test_launches_of_another_process_are_not_ours(path: Path) -> None:
+def test_launches_of_another_process_do_not_match(path: Path) -> None:
     export = Export()
     export.call("cudaLaunchKernel_v7000", 0, 1, 5, process=PID)
     export.kernel("launched", 10, 20, 5)
     export.kernel("orphan", 10, 40, 5, process=500, device=1)
     recording = read(export, path)
-    assert "1 of 2 pieces of device work (75% of its time) have no launch" in notes(recording)
+    assert "1 of 2 device activities (75% of device time) have no launch" in notes(recording)
     assert "2 processes in this file" in notes(recording)
     assert "2 devices in this file" in notes(recording)
 
 
-def test_what_is_missing_is_said(path: Path) -> None:
+def test_missing_data_is_noted(path: Path) -> None:
     export = Export()
     export.kernel("k", 0, 1)
     told = notes(read(export, path))
     assert "no NVTX ranges in this file" in told
-    assert "no CUDA calls in this file" in told
-    assert "does not say which device" in told
+    assert "no CUDA API calls in this file" in told
+    assert "does not name the device" in told
 
 
-def test_times_that_cannot_be_are_set_aside_and_said(path: Path) -> None:
+def test_invalid_times_are_left_out_with_a_note(path: Path) -> None:
     export = training_step()
     export.kernel("backwards", 50, 40)
     export.kernel("never", 2**62, 2**62 + 1)
@@ -172,8 +172,8 @@ def test_times_that_cannot_be_are_set_aside_and_said(path: Path) -> None:
     recording = read(export, path)
     assert recording.kernels.height == 2
     assert "backwards" not in recording.ranges["name"]
-    assert "2 pieces of device work without a time" in notes(recording)
-    assert "1 NVTX ranges without a time" in notes(recording)
+    assert "2 device activities without a valid time" in notes(recording)
+    assert "1 NVTX range without a valid time" in notes(recording)
 
 
 def test_hostile_values_become_null_or_are_cut(path: Path) -> None:
@@ -188,16 +188,16 @@ def test_hostile_values_become_null_or_are_cut(path: Path) -> None:
     assert (kernel["grid_x"], kernel["registers"]) == (None, None)
     assert "caf� �" in recording.ranges["name"]
     assert recording.ops.filter(name="aten::cat")["shapes"].to_list() == [None]
-    assert "the names of 1 pieces of device work were longer than 16 KiB" in notes(recording)
-    assert "the names of 2 NVTX ranges were longer" in notes(recording)
+    assert "1 device activity with a name longer than 16 KiB" in notes(recording)
+    assert "2 NVTX ranges with a name longer" in notes(recording)
 
 
-def test_a_file_is_read_where_it_lies_and_left_as_it_is(tmp_path: Path) -> None:
+def test_file_is_read_in_place_and_unchanged(tmp_path: Path) -> None:
     folder = tmp_path / "a b?c#d%20é"
     folder.mkdir()
     path = training_step().write(folder / "report.sqlite")
     with closing(sqlite3.connect(path)) as connection:
-        connection.execute("PRAGMA journal_mode = WAL")  # whoever reads such a file leaves two more beside it
+        connection.execute("PRAGMA journal_mode = WAL")  # other readers create two more files next to it
     before = path.read_bytes()
     assert nsys.read(path).kernels.height == 2
     assert [one.name for one in folder.iterdir()] == ["report.sqlite"]
@@ -205,29 +205,29 @@ def test_a_file_is_read_where_it_lies_and_left_as_it_is(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("content", [b"", b"SQLite", b"{}", b"\x1f\x8b" * 50])
-def test_what_is_no_sqlite_is_refused(path: Path, content: bytes) -> None:
+def test_non_sqlite_file_is_rejected(path: Path, content: bytes) -> None:
     path.write_bytes(content)
     with pytest.raises(StepscopeError, match="not a SQLite file") as raised:
         nsys.read(path)
     assert "nsys export" in raised.value.hint
 
 
-def test_a_missing_file_and_a_folder_are_refused(tmp_path: Path) -> None:
+def test_missing_file_and_directory_are_rejected(tmp_path: Path) -> None:
     for path in (tmp_path / "none.sqlite", tmp_path):
         with pytest.raises(StepscopeError, match="cannot read"):
             nsys.read(path)
 
 
-def test_a_database_of_something_else_is_refused_by_what_it_lacks(path: Path) -> None:
+def test_other_database_is_rejected_with_the_missing_tables(path: Path) -> None:
     with closing(sqlite3.connect(path)) as connection, connection:
         connection.execute("CREATE TABLE cookies (name TEXT)")
         connection.execute("CREATE VIEW CUPTI_ACTIVITY_KIND_KERNEL AS SELECT 1 AS start")
-    with pytest.raises(StepscopeError, match="not an export of Nsight Systems") as raised:
+    with pytest.raises(StepscopeError, match="not an Nsight Systems export") as raised:
         nsys.read(path)
     assert "CUPTI_ACTIVITY_KIND_KERNEL" in raised.value.detail
 
 
-def test_an_export_without_cuda_is_refused(path: Path) -> None:
+def test_export_without_cuda_is_rejected(path: Path) -> None:
     export = Export()
     export.range("host only", 0, 10)
     with pytest.raises(StepscopeError, match="no CUDA activity") as raised:
@@ -235,7 +235,7 @@ def test_an_export_without_cuda_is_refused(path: Path) -> None:
     assert "--trace cuda" in raised.value.hint
 
 
-def test_an_export_cut_short_is_refused(path: Path) -> None:
+def test_truncated_export_is_rejected(path: Path) -> None:
     training_step().write(path)
     path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
     with pytest.raises(StepscopeError, match="damaged SQLite file"):
@@ -244,7 +244,7 @@ def test_an_export_cut_short_is_refused(path: Path) -> None:
 
 @settings(max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(seed=st.integers(0, 2**32), flips=st.integers(0, 40), kept=st.floats(0.05, 1), only_pages=st.booleans())
-def test_a_damaged_export_is_read_or_refused(
+def test_damaged_export_is_read_or_rejected(
     tmp_path: Path, seed: int, flips: int, kept: float, only_pages: bool
 ) -> None:
     whole = tmp_path / "whole.sqlite"
@@ -252,7 +252,7 @@ def test_a_damaged_export_is_read_or_refused(
         training_step().write(whole)
     content = bytearray(whole.read_bytes())
     chance = random.Random(seed)
-    # Most of a small file is empty: half of the examples damage what is not.
+    # Most of a small file is empty: half of the examples only damage the used bytes.
     places = [at for at, byte in enumerate(content) if byte and at >= 100] if only_pages else range(len(content))
     for _ in range(flips):
         content[chance.choice(places)] = chance.randrange(256)
@@ -262,9 +262,11 @@ def test_a_damaged_export_is_read_or_refused(
         assert nsys.read(damaged).kernels.height
 
 
-def test_a_report_needs_nsys_and_says_what_to_type_where_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_report_without_nsys_is_rejected_with_the_export_command(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(shutil, "which", lambda _: None)
     (tmp_path / "run.nsys-rep").write_bytes(b"x")
-    with pytest.raises(StepscopeError, match="not on the PATH") as raised:
+    with pytest.raises(StepscopeError, match="not found on the PATH") as raised:
         nsys.read(tmp_path / "run.nsys-rep")
     assert raised.value.hint == "nsys export --type sqlite --output run.sqlite --force-overwrite true run.nsys-rep"

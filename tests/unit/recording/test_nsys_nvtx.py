@@ -1,4 +1,4 @@
-"""NVTX ranges become operators where PyTorch wrote them, and their backward passes find their way home."""
+"""NVTX ranges from PyTorch become operators, and backward operators find their forward thread."""
 
 from pathlib import Path
 from typing import Any
@@ -29,7 +29,7 @@ def notes(recording: Recording) -> str:
     return "\n".join(recording.manifest.notes)
 
 
-def test_operators_are_told_from_ranges(path: Path) -> None:
+def test_operators_and_ranges_are_separated(path: Path) -> None:
     recording = read(training_step(), path)
     assert rows(recording.ranges, "name", "thread", "source") == [
         ("step:0", MAIN, "nvtx"),
@@ -48,28 +48,28 @@ def test_operators_are_told_from_ranges(path: Path) -> None:
     assert msgspec.json.decode(recording.ops["shapes"][0]) == [[2, 3], [3, 4], []]
 
 
-def test_backward_operators_know_the_thread_that_made_their_node(path: Path) -> None:
+def test_backward_operators_know_the_thread_that_created_their_node(path: Path) -> None:
     ops = read(training_step(), path).ops
     assert rows(ops, "name", "sequence", "forward_thread") == [
         ("aten::linear", 12, None),
         ("aten::mm", 12, None),
         ("autograd::engine::evaluate_function: MmBackward0", 12, MAIN),
         ("MmBackward0", 12, MAIN),
-        ("aten::mm", 12, MAIN),  # inside of the node
-        ("aten::add_", 12, MAIN),  # after the node, inside of its evaluation
+        ("aten::mm", 12, MAIN),  # inside the node
+        ("aten::add_", 12, MAIN),  # after the node, inside its evaluation
         ("autograd::engine::evaluate_function: torch::autograd::AccumulateGrad", None, None),
         ("torch::autograd::AccumulateGrad", None, None),
         ("aten::detach", None, None),
     ]
 
 
-def test_an_evaluation_may_have_its_number_by_itself(path: Path) -> None:
+def test_evaluation_may_have_its_own_number(path: Path) -> None:
     export = Export()
     export.kernel("k", 0, 1)
     export.range("aten::mm, seq = 3, op_id = 1", 0, 10)
     export.range("autograd::engine::evaluate_function: MmBackward0, seq = 3", 20, 40, thread=AUTOGRAD)
     export.range("autograd::engine::evaluate_function: MmBackward0, op_id = 5", 50, 60, thread=AUTOGRAD)
-    export.range("MmBackward0, seq = 3", 70, 80, thread=AUTOGRAD)  # inside of neither
+    export.range("MmBackward0, seq = 3", 70, 80, thread=AUTOGRAD)  # inside neither
     ops = read(export, path).ops
     assert rows(ops, "sequence", "forward_thread") == [(3, None), (3, MAIN), (None, None), (3, MAIN)]
 
@@ -82,30 +82,30 @@ def test_a_backward_pass_on_the_thread_of_the_forward_pass_is_found_there(path: 
     assert read(export, path).ops["forward_thread"].to_list() == [None, MAIN]
 
 
-def test_a_node_that_several_threads_may_have_made_is_nobodys(path: Path) -> None:
+def test_node_of_several_threads_has_no_forward_thread(path: Path) -> None:
     export = training_step()
     export.range("aten::mul, seq = 12, op_id = 90", 0, 5, thread=333)
-    export.range("MulBackward0, seq = 70, op_id = 91", 910, 920, thread=AUTOGRAD)  # made before the recording began
+    export.range("MulBackward0, seq = 70, op_id = 91", 910, 920, thread=AUTOGRAD)  # created before the recording
     recording = read(export, path)
     backward = recording.ops.filter(pl.col("thread") == AUTOGRAD)
     assert backward["forward_thread"].to_list() == [None] * 8
     assert backward["sequence"].to_list() == [None] * 8
-    assert "5 backward operators have no forward operator in this file, or several" in notes(recording)
+    assert "5 backward operators have no unique forward operator" in notes(recording)
 
 
-def test_a_node_number_of_another_process_says_nothing(path: Path) -> None:
+def test_node_number_of_another_process_is_ignored(path: Path) -> None:
     export = training_step()
     export.range("aten::mul, seq = 12, op_id = 90", 0, 5, thread=333, process=500)
     ops = read(export, path).ops
     assert ops.filter(pl.col("thread") == AUTOGRAD)["forward_thread"].to_list()[:4] == [MAIN] * 4
 
 
-def test_a_forward_pass_done_again_inside_of_the_backward_pass_stays_one(path: Path) -> None:
+def test_recomputed_forward_pass_inside_backward_is_forward(path: Path) -> None:
     export = training_step()
     export.range("aten::gelu, seq = 4, op_id = 50", 504, 510, thread=AUTOGRAD)
     export.range("aten::to, seq = 4, op_id = 51", 505, 506, thread=AUTOGRAD)
     export.range("aten::copy_, op_id = 52", 507, 508, thread=AUTOGRAD)
-    export.range("aten::mm, seq = 12, op_id = 51", 511, 515, thread=AUTOGRAD)  # the same number by chance
+    export.range("aten::mm, seq = 12, op_id = 51", 511, 515, thread=AUTOGRAD)  # coincidentally the same number
     ops = read(export, path).ops
     again = ops.filter(pl.col("start_ns").is_between(504, 511))
     assert rows(again, "name", "sequence", "forward_thread") == [
@@ -117,7 +117,7 @@ def test_a_forward_pass_done_again_inside_of_the_backward_pass_stays_one(path: P
     assert ops.filter(name="MmBackward0")["forward_thread"].to_list() == [MAIN]
 
 
-def test_a_backward_pass_inside_of_a_backward_pass_runs_what_its_own_thread_made(path: Path) -> None:
+def test_nested_backward_pass_uses_nodes_of_its_own_thread(path: Path) -> None:
     export = training_step()
     evaluate = "autograd::engine::evaluate_function: "
     export.range("aten::block, seq = 13, op_id = 70", 260, 270)
@@ -131,7 +131,7 @@ def test_a_backward_pass_inside_of_a_backward_pass_runs_what_its_own_thread_made
     assert rows(ops, "sequence", "forward_thread") == [(13, MAIN), (4, None), (4, AUTOGRAD), (4, AUTOGRAD), (13, MAIN)]
 
 
-def test_a_user_s_own_ranges_stay_ranges_under_emit_nvtx(path: Path) -> None:
+def test_user_ranges_stay_ranges_with_emit_nvtx(path: Path) -> None:
     export = training_step()
     names = ["nccl:all_reduce", "Optimizer.step#AdamW.step", "## forward, all of it ##"]
     for at, name in enumerate(names):
@@ -154,10 +154,10 @@ def test_registered_strings_and_other_kinds_of_ranges_are_read(path: Path) -> No
     assert read(export, path).ranges["name"].to_list() == ["registered", "start-end", "imported", "(unnamed)"]
 
 
-def test_a_range_that_is_still_open_ends_with_the_recording(path: Path) -> None:
+def test_open_range_ends_with_the_recording(path: Path) -> None:
     export = Export()
     export.kernel("k", 0, 100)
     export.range("open", 5, None)
     recording = read(export, path)
     assert rows(recording.ranges, "name", "end_ns") == [("open", 100)]
-    assert "1 NVTX ranges were open" in notes(recording)
+    assert "1 NVTX range was still open" in notes(recording)

@@ -1,4 +1,4 @@
-"""A results file survives what happens to files: cut lines, full disks, other versions, second writers."""
+"""A results file survives truncated lines, full disks, other versions and second writers."""
 
 import errno
 import os
@@ -35,7 +35,7 @@ def test_rows_come_back_as_they_were_written(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kept_bytes", [1, 10, 500, -2])
-def test_a_last_line_cut_short_is_set_aside_and_the_rest_kept(tmp_path: Path, kept_bytes: int) -> None:
+def test_truncated_last_line_is_moved_away_and_the_rest_kept(tmp_path: Path, kept_bytes: int) -> None:
     whole = lines()
     path = write(tmp_path / "results.jsonl", [*whole[:2], whole[2][:kept_bytes]])
     with ResultsFile.open(path, BenchRow) as results:
@@ -47,7 +47,7 @@ def test_a_last_line_cut_short_is_set_aside_and_the_rest_kept(tmp_path: Path, ke
     assert (tmp_path / "results.jsonl.damaged").read_bytes() == whole[2][:kept_bytes] + b"\n"
 
 
-def test_a_last_line_that_lost_its_newline_only_is_a_row(tmp_path: Path) -> None:
+def test_last_line_without_a_newline_is_a_row(tmp_path: Path) -> None:
     path = write(tmp_path / "results.jsonl", [b"".join(lines()).rstrip()])
     with ResultsFile.open(path, BenchRow) as results:
         assert results.damaged_bytes == 0
@@ -55,14 +55,14 @@ def test_a_last_line_that_lost_its_newline_only_is_a_row(tmp_path: Path) -> None
     assert len(read_rows(path, BenchRow)[0]) == 4
 
 
-def test_blocks_of_zeros_after_a_power_cut_are_set_aside(tmp_path: Path) -> None:
+def test_zeros_after_a_power_failure_are_moved_away(tmp_path: Path) -> None:
     path = write(tmp_path / "results.jsonl", [*lines(), b"\0" * 4096])
     with ResultsFile.open(path, BenchRow) as results:
         assert len(results.rows) == 3
     assert read_rows(path, BenchRow) == (tuple(ROWS), ())
 
 
-def test_damage_in_the_middle_is_not_ours_to_mend(tmp_path: Path) -> None:
+def test_damage_in_the_middle_is_an_error(tmp_path: Path) -> None:
     whole = lines()
     path = write(tmp_path / "results.jsonl", [whole[0], whole[1][:50] + b"\n", whole[2]])
     before = path.read_bytes()
@@ -82,7 +82,7 @@ def test_damage_in_the_middle_is_not_ours_to_mend(tmp_path: Path) -> None:
         b"\0" * 99,
     ],
 )
-def test_a_file_of_another_version_is_refused_and_left_alone(tmp_path: Path, line: bytes) -> None:
+def test_file_of_another_version_is_rejected_and_unchanged(tmp_path: Path, line: bytes) -> None:
     path = write(tmp_path / "results.jsonl", [line])
     with pytest.raises(StepscopeError, match="not a results file of this version"), ResultsFile.open(path, BenchRow):
         pass
@@ -90,7 +90,7 @@ def test_a_file_of_another_version_is_refused_and_left_alone(tmp_path: Path, lin
 
 
 @pytest.mark.parametrize("kept_bytes", [1, 20, 500])
-def test_a_first_line_cut_short_is_known_by_how_it_begins(tmp_path: Path, kept_bytes: int) -> None:
+def test_truncated_first_line_is_recognized_by_its_start(tmp_path: Path, kept_bytes: int) -> None:
     path = write(tmp_path / "results.jsonl", [lines()[0][:kept_bytes]])
     with ResultsFile.open(path, BenchRow) as results:
         assert results.damaged_bytes == kept_bytes
@@ -108,7 +108,7 @@ def test_the_newest_row_of_a_case_wins(tmp_path: Path) -> None:
     assert len(path.read_bytes().splitlines()) == 2
 
 
-def test_a_second_writer_is_refused(tmp_path: Path) -> None:
+def test_second_writer_is_rejected(tmp_path: Path) -> None:
     path = tmp_path / "results.jsonl"
     with (
         ResultsFile.open(path, BenchRow),
@@ -118,10 +118,10 @@ def test_a_second_writer_is_refused(tmp_path: Path) -> None:
         pass
 
 
-def test_reading_says_what_it_left_out_and_changes_nothing(tmp_path: Path) -> None:
+def test_reading_notes_skipped_lines_and_changes_nothing(tmp_path: Path) -> None:
     whole = lines()
     path = write(tmp_path / "results.jsonl", [*whole[:2], whole[2][:40]])
-    assert read_rows(path, BenchRow) == (tuple(ROWS[:2]), ("left out: a last line cut short (40 bytes)",))
+    assert read_rows(path, BenchRow) == (tuple(ROWS[:2]), ("skipped: a truncated last line (40 bytes)",))
     assert path.read_bytes().endswith(whole[2][:40])
 
 
@@ -134,13 +134,13 @@ def test_reading_says_what_it_left_out_and_changes_nothing(tmp_path: Path) -> No
         (b'"context":', b'"a_setting_of_tomorrow":1,"context":'),
     ],
 )
-def test_rows_of_a_later_version_are_left_out_and_counted(tmp_path: Path, old: bytes, new: bytes) -> None:
+def test_rows_of_a_later_version_are_skipped_and_counted(tmp_path: Path, old: bytes, new: bytes) -> None:
     whole = lines()
     assert old in whole[1]
     path = write(tmp_path / "results.jsonl", [whole[0], whole[1].replace(old, new), whole[2]])
     rows, (remark,) = read_rows(path, BenchRow)
     assert rows == (ROWS[0], ROWS[2])
-    assert remark == "left out: 1 row of a later version of stepscope"
+    assert remark == "skipped: 1 row of a later version of stepscope"
     before = path.read_bytes()
     with ResultsFile.open(path, BenchRow) as results:
         assert results.rows == (ROWS[0], ROWS[2])
@@ -151,19 +151,19 @@ def test_rows_of_a_later_version_are_left_out_and_counted(tmp_path: Path, old: b
 
 
 @pytest.mark.parametrize("content", [b"", b"hi", b"not json at all\n"])
-def test_a_file_without_rows_is_not_shown_as_an_empty_sweep(tmp_path: Path, content: bytes) -> None:
+def test_file_without_rows_is_an_error(tmp_path: Path, content: bytes) -> None:
     with pytest.raises(StepscopeError, match="no rows"):
         read_rows(write(tmp_path / "results.jsonl", [content]), BenchRow)
 
 
-def test_what_is_no_regular_file_is_refused_and_left_alone(tmp_path: Path) -> None:
+def test_non_regular_file_is_rejected_and_unchanged(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "results.jsonl")
     with pytest.raises(StepscopeError, match="not a file"), ResultsFile.open(tmp_path / "results.jsonl", BenchRow):
         pass
     assert (tmp_path / "results.jsonl").is_fifo()
 
 
-def test_an_empty_file_that_was_there_stays(tmp_path: Path) -> None:
+def test_existing_empty_file_is_kept(tmp_path: Path) -> None:
     path = write(tmp_path / "results.jsonl", [])
     with ResultsFile.open(path, BenchRow):
         pass
@@ -195,7 +195,7 @@ def test_a_full_disk_leaves_the_file_as_it_was(tmp_path: Path, monkeypatch: pyte
     assert path.read_bytes() == before
 
 
-def test_an_unwritable_folder_says_so(tmp_path: Path) -> None:
+def test_unwritable_directory_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with (
         pytest.raises(StepscopeError, match="cannot write") as raised,
@@ -216,7 +216,7 @@ def test_an_unwritable_folder_says_so(tmp_path: Path) -> None:
         ("ok", ["few", "host-bound", "not-finite", "of a later version"], dict.fromkeys([None, *Retry], False)),
     ],
 )
-def test_retry_chooses_failed_rows_or_those_that_something_disturbed(
+def test_retry_selects_failed_or_disturbed_rows(
     status: Status, codes: list[str], runs_again: dict[Retry | None, bool]
 ) -> None:
     one = row(status, doubts=tuple(Doubt(code=code, text="") for code in codes))
@@ -232,7 +232,7 @@ def test_retry_chooses_failed_rows_or_those_that_something_disturbed(
         (b'"num_layers":4', b'"num_layers":2147483648'),
     ],
 )
-def test_a_number_that_cannot_be_is_an_error_with_its_line(tmp_path: Path, old: bytes, new: bytes) -> None:
+def test_impossible_number_is_an_error_with_its_line(tmp_path: Path, old: bytes, new: bytes) -> None:
     whole = lines()
     assert old in whole[1]
     path = write(tmp_path / "results.jsonl", [whole[0], whole[1].replace(old, new), whole[2]])
@@ -241,17 +241,17 @@ def test_a_number_that_cannot_be_is_an_error_with_its_line(tmp_path: Path, old: 
 
 
 @pytest.mark.parametrize("name", ["memory_h200.jsonl", "memory_checkpoint_study_h200.jsonl"])
-def test_cases_of_kept_results_are_found_by_their_keys(name: str) -> None:
+def test_cases_of_saved_results_are_found_by_key(name: str) -> None:
     rows, _ = read_rows(RECORDED / name, MemoryRow)
     assert rows
     assert [case_key(one.case, one.environment, one.source) for one in rows] == [one.key for one in rows]
 
 
-def test_a_case_that_was_timed_before_settings_were_added_keeps_its_key() -> None:
-    # Kept from before any setting was added: the rows of this file have keys of an earlier version.
+def test_case_from_before_new_settings_keeps_its_key() -> None:
+    # The rows of this file have keys from before any setting was added.
     rows, _ = read_rows(RECORDED / "bench_h200.jsonl", BenchRow)
     assert case_key(rows[0].case, rows[0].environment, rows[0].source) == "d2f04e04d2f50db0"
 
 
-def test_a_setting_that_was_added_later_makes_another_case_only_where_it_is_set() -> None:
+def test_new_setting_changes_the_key_only_if_set() -> None:
     assert row(grad_accumulation=1).key == row().key != row(grad_accumulation=2).key

@@ -1,4 +1,4 @@
-"""A memory snapshot becomes tables; a hostile, damaged or foreign one becomes an error, and nothing in it is run."""
+"""Memory snapshots become tables; hostile or damaged ones are errors, and nothing in them is run."""
 
 import copyreg
 import gc
@@ -49,12 +49,12 @@ def short_programme() -> Model:
     return model
 
 
-# What is in a good one
+# Valid snapshots
 
 
 @pytest.mark.parametrize("zipped", [False, True])
 @pytest.mark.parametrize("protocol", range(pickle.HIGHEST_PROTOCOL + 1))
-def test_every_protocol_is_read_zipped_or_not(path: Path, protocol: int, zipped: bool) -> None:
+def test_every_protocol_is_read_plain_or_gzipped(path: Path, protocol: int, zipped: bool) -> None:
     model = short_programme()
     trace = read_snapshot(write(model.snapshot(), path, protocol=protocol, zipped=zipped)).traces[0]
     assert dict(trace.events.schema) == EVENT_SCHEMA
@@ -64,14 +64,14 @@ def test_every_protocol_is_read_zipped_or_not(path: Path, protocol: int, zipped:
     assert trace.events["stream"].to_list() == [entry["stream"] for entry in model.entries]
 
 
-def test_running_out_of_memory_has_no_address(path: Path) -> None:
+def test_oom_event_has_no_address(path: Path) -> None:
     model = short_programme()
     events = read(model.snapshot(), path).traces[0].events
     assert events["address"].to_list() == [entry.get("addr") for entry in model.entries]
     assert events["address"].null_count() == 1
 
 
-def test_segments_and_blocks_are_those_of_the_end(path: Path) -> None:
+def test_segments_and_blocks_are_from_the_end(path: Path) -> None:
     model = short_programme()
     segments = read(model.snapshot(), path).traces[0].segments_at_end
     assert [(one.address, one.bytes, one.stream, one.small) for one in segments] == [
@@ -82,7 +82,7 @@ def test_segments_and_blocks_are_those_of_the_end(path: Path) -> None:
     assert [block.stack for block in segments[0].blocks] == [0, None]
 
 
-def test_stacks_are_text_once_each_and_keep_nobodys_home(path: Path) -> None:
+def test_stacks_are_stored_once_without_home_directories(path: Path) -> None:
     ours = frame("/home/alice/venv/lib/python3.12/site-packages/torch/nn/modules/linear.py", 134, "forward")
     theirs = [frame("/home/alice/train.py", 7, "main\nloop"), ours]
     content = empty(event(frames=[ours]), event(frames=theirs), event(frames=list(theirs)), event(frames=[dict(ours)]))
@@ -110,7 +110,7 @@ def test_stacks_are_text_once_each_and_keep_nobodys_home(path: Path) -> None:
         ("model/layer.py", "model/layer.py"),
     ],
 )
-def test_paths_say_which_code_and_not_whose(name: str, short: str) -> None:
+def test_shortened_paths_identify_code_but_not_users(name: str, short: str) -> None:
     assert shorten_path(name) == short
 
 
@@ -136,7 +136,7 @@ def test_two_devices_are_two_traces(path: Path) -> None:
     ]
 
 
-def test_a_device_with_segments_alone_is_a_trace(path: Path) -> None:
+def test_device_with_only_segments_is_a_trace(path: Path) -> None:
     content = {"segments": short_programme().segments(device=1), "device_traces": []}
     (trace,) = read(content, path).traces
     assert (trace.device, trace.events.height) == (1, 0)
@@ -163,7 +163,7 @@ def test_old_snapshots_lack_times_frames_and_addresses_of_blocks(path: Path) -> 
     assert trace.settings == AllocatorSettings()
 
 
-def test_settings_tell_how_blocks_are_split(path: Path) -> None:
+def test_settings_define_how_blocks_are_split(path: Path) -> None:
     expandable = Model(expandable=True)
     expandable.malloc(5)
     assert read(expandable.snapshot(), path).traces[0].settings.expandable_segments
@@ -185,17 +185,17 @@ def test_an_action_of_a_later_version_is_kept_as_other(path: Path) -> None:
 
 
 @pytest.mark.parametrize("protocol", range(pickle.HIGHEST_PROTOCOL + 1))
-def test_the_first_bytes_show_a_pickle_of_a_dict(protocol: int) -> None:
+def test_pickle_of_a_dict_is_recognized_by_its_first_bytes(protocol: int) -> None:
     assert snapshot_pickle.begins_like_pickle(pickle.dumps(empty(), protocol=protocol))
     for other in (b"", b"{", b"[1]", b"SQLite format 3\0", b"==PROF==", b'"Kernel Name"', b"(hello)"):
         assert not snapshot_pickle.begins_like_pickle(other)
 
 
-# What is hostile
+# Hostile files
 
 
 class Creates:
-    """Writes a file when it is unpickled by anybody who lets it."""
+    """Creates a directory if it is unpickled unsafely."""
 
     def __init__(self, target: Path) -> None:
         self._target = target
@@ -206,35 +206,35 @@ class Creates:
 
 @pytest.mark.parametrize("protocol", range(pickle.HIGHEST_PROTOCOL + 1))
 @pytest.mark.parametrize("zipped", [False, True])
-def test_what_a_file_wants_to_call_is_not_called(tmp_path: Path, path: Path, protocol: int, zipped: bool) -> None:
+def test_functions_in_a_pickle_are_not_called(tmp_path: Path, path: Path, protocol: int, zipped: bool) -> None:
     target = tmp_path / "created"
     hostile = {**empty(), "extra": Creates(target)}
     write(hostile, path, protocol=protocol, zipped=zipped)
-    with pytest.raises(StepscopeError, match=r"wants to call `(posix|os)\.mkdir`") as caught:
+    with pytest.raises(StepscopeError, match=r"tries to import `(posix|os)\.mkdir`") as caught:
         read_snapshot(path)
     assert "nothing was run" in str(caught.value)
     assert not target.exists()
-    pickle.loads(pickle.dumps(hostile))  # the file would have done it
+    pickle.loads(pickle.dumps(hostile))  # plain unpickling calls it
     assert target.exists()
 
 
 @pytest.mark.parametrize("name", ["builtins.getattr", "collections.OrderedDict", "numpy.ndarray", "torch.Tensor"])
-def test_no_name_at_all_is_admitted(path: Path, name: str) -> None:
+def test_every_name_is_rejected(path: Path, name: str) -> None:
     module, _, member = name.partition(".")
-    assert f"wants to call `{name}`" in refusal(f"c{module}\n{member}\n.".encode(), path)
-    assert f"wants to call `{name}`" in refusal(f"(i{module}\n{member}\n.".encode(), path)
+    assert f"tries to import `{name}`" in refusal(f"c{module}\n{member}\n.".encode(), path)
+    assert f"tries to import `{name}`" in refusal(f"(i{module}\n{member}\n.".encode(), path)
 
 
 @pytest.mark.parametrize("opcode", [b"\x82\xf0", b"\x83\xf0\x00", b"\x84\xf0\x00\x00\x00"])
 @pytest.mark.parametrize("used_before", [False, True])
-def test_extension_codes_are_names_too(tmp_path: Path, path: Path, opcode: bytes, used_before: bool) -> None:
+def test_extension_codes_are_rejected_like_names(tmp_path: Path, path: Path, opcode: bytes, used_before: bool) -> None:
     target = tmp_path / "created"
     content = b"\x80\x04" + opcode + b"\x8c" + bytes([len(str(target))]) + str(target).encode() + b"\x85R."
     copyreg.add_extension("os", "mkdir", 240)
     try:
-        if used_before:  # pickle then hands the function out without asking for it again
+        if used_before:  # pickle then returns the cached function
             pickle.loads(b"\x80\x04" + opcode + b".")
-        assert "wants to call `os.mkdir`" in refusal(content, path)
+        assert "tries to import `os.mkdir`" in refusal(content, path)
     finally:
         copyreg.remove_extension("os", "mkdir", 240)
     assert not target.exists()
@@ -242,8 +242,8 @@ def test_extension_codes_are_names_too(tmp_path: Path, path: Path, opcode: bytes
 
 
 @pytest.mark.parametrize("content", [b"Psomething\n.", b"\x80\x04K\x01Q."])
-def test_objects_outside_of_the_file_are_refused(path: Path, content: bytes) -> None:
-    assert "refers to an object outside of itself" in refusal(content, path)
+def test_external_objects_are_rejected(path: Path, content: bytes) -> None:
+    assert "refers to an external object" in refusal(content, path)
 
 
 @pytest.mark.parametrize(
@@ -256,17 +256,17 @@ def test_objects_outside_of_the_file_are_refused(path: Path, content: bytes) -> 
         pytest.param(b"\x80\x04\x95" + (1 << 40).to_bytes(8, "little"), id="a frame of 1 TiB"),
     ],
 )
-def test_a_few_bytes_that_ask_for_all_memory_get_none(path: Path, content: bytes) -> None:
+def test_few_bytes_cannot_allocate_all_memory(path: Path, content: bytes) -> None:
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    assert "does not fit into memory" in refusal(content, path)
+    assert "does not fit in memory" in refusal(content, path)
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - peak < 1 << 20  # KiB
 
 
-def test_a_small_gzip_that_unfolds_into_much_is_stopped(path: Path) -> None:
-    """In a process of its own: what other tests allocated and freed in this one is there for it."""
+def test_gzip_bomb_is_stopped(path: Path) -> None:
+    """In a separate process, because memory that other tests freed here would not count."""
     with gzip.open(path, "wb", compresslevel=1) as file:
         file.write(b"\x80\x04](")
-        file.write(b"]" * (8 * MIB))  # a list each
+        file.write(b"]" * (8 * MIB))  # one list per byte
     assert path.stat().st_size < MIB
     code = (
         "import pathlib, sys; from stepscope.recording.memory import snapshot, snapshot_pickle;"
@@ -274,10 +274,10 @@ def test_a_small_gzip_that_unfolds_into_much_is_stopped(path: Path) -> None:
     )
     done = subprocess.run([sys.executable, "-c", code, path], capture_output=True, text=True, check=False)
     assert "StepscopeError" in done.stderr
-    assert "does not fit into memory" in done.stderr
+    assert "does not fit in memory" in done.stderr
 
 
-def test_the_limit_and_the_collector_are_as_they_were(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_limit_and_garbage_collector_are_restored(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(snapshot_pickle, "LIMIT_BYTES", 64 * MIB)
     before = resource.getrlimit(resource.RLIMIT_DATA)
     read(empty(), path)
@@ -292,23 +292,23 @@ def test_the_limit_and_the_collector_are_as_they_were(path: Path, monkeypatch: p
         gc.enable()
 
 
-def test_a_list_that_is_many_lists_is_refused(path: Path) -> None:
+def test_shared_list_is_rejected(path: Path) -> None:
     segment = short_programme().segments()[0]
     shared = {"segments": [segment, {**segment, "address": 1 << 40}], "device_traces": []}
-    assert "segments[1].blocks: expected a list of its own" in refusal(pickle.dumps(shared), path)
+    assert "segments[1].blocks: expected a separate list" in refusal(pickle.dumps(shared), path)
     entries = [event()]
-    assert "a list of its own" in refusal(pickle.dumps({"segments": [], "device_traces": [entries, entries]}), path)
+    assert "a separate list" in refusal(pickle.dumps({"segments": [], "device_traces": [entries, entries]}), path)
 
 
-# What is damaged, or something else
+# Damaged and other files
 
 
-def test_what_cannot_be_opened_is_said(tmp_path: Path) -> None:
-    for path, reason in ((tmp_path / "absent", "No such file"), (tmp_path, "is no file")):
+def test_unopenable_file_is_an_error(tmp_path: Path) -> None:
+    for path, reason in ((tmp_path / "absent", "No such file"), (tmp_path, "not a regular file")):
         with pytest.raises(StepscopeError, match=reason):
             read_snapshot(path)
     os.mkfifo(tmp_path / "pipe")
-    with pytest.raises(StepscopeError, match="is no file"):
+    with pytest.raises(StepscopeError, match="not a regular file"):
         read_snapshot(tmp_path / "pipe")
 
 
@@ -316,25 +316,25 @@ def test_what_cannot_be_opened_is_said(tmp_path: Path) -> None:
     ("content", "said"),
     [
         (b"", "is empty"),
-        (b"hello", "no pickle"),
-        (b'{"traceEvents": []}', "no pickle"),
-        (b"\x80", "cut short"),
+        (b"hello", "not a pickle"),
+        (b'{"traceEvents": []}', "not a pickle"),
+        (b"\x80", "truncated"),
         (b"\x80\x09.", "unsupported pickle protocol"),
-        (b"\x80\x04.", "no pickle"),
-        (b"I" + b"9" * 5000 + b"\n.", "no pickle"),
+        (b"\x80\x04.", "not a pickle"),
+        (b"I" + b"9" * 5000 + b"\n.", "not a pickle"),
         (b"\x1f\x8bnonsense", "damaged"),
-        (gzip.compress(pickle.dumps(empty()), mtime=0)[:-9], "cut short"),
+        (gzip.compress(pickle.dumps(empty()), mtime=0)[:-9], "truncated"),
         (gzip.compress(pickle.dumps(empty()), mtime=0)[:-8] + b"\0" * 8, "damaged"),
-        (gzip.compress(b"", mtime=0), "cut short"),
-        (pickle.dumps([1, 2]), "it holds a list"),
-        (pickle.dumps(7), "it holds a int"),
+        (gzip.compress(b"", mtime=0), "truncated"),
+        (pickle.dumps([1, 2]), "it contains a list"),
+        (pickle.dumps(7), "it contains a int"),
         (pickle.dumps({"segments": []}), "no list `device_traces`"),
         (pickle.dumps({"segments": {}, "device_traces": []}), "no list `segments`"),
-        (b"\x80\x04]}R.", "no pickle"),
-        (b"\x80\x05\x97.", "no pickle"),
+        (b"\x80\x04]}R.", "not a pickle"),
+        (b"\x80\x05\x97.", "not a pickle"),
     ],
 )
-def test_what_is_no_snapshot_is_said_to_be_none(path: Path, content: bytes, said: str) -> None:
+def test_other_content_is_rejected(path: Path, content: bytes, said: str) -> None:
     assert said in refusal(content, path)
 
 
@@ -396,13 +396,13 @@ def test_what_is_no_snapshot_is_said_to_be_none(path: Path, content: bytes, said
         ),
     ],
 )
-def test_a_wrong_field_is_named_with_its_place(path: Path, change: Callable[[Entry], object], place: str) -> None:
+def test_invalid_field_is_named_with_its_place(path: Path, change: Callable[[Entry], object], place: str) -> None:
     content = short_programme().snapshot()
     change(content)
     assert f"at {place}" in refusal(pickle.dumps(content), path).replace("device_traces[0].frames", "frames")
 
 
-def test_no_damage_is_worse_than_an_error(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_damage_is_always_a_clean_error(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(snapshot_pickle, "LIMIT_BYTES", 256 * MIB)
     whole = pickletools.optimize(pickle.dumps(short_programme().snapshot(), protocol=2))
     rng = random.Random(7)

@@ -1,4 +1,4 @@
-"""The log of a training run goes on where its checkpoint is, whatever was written after it."""
+"""The log of a training run resumes at its checkpoint, whatever was written after it."""
 
 import math
 from pathlib import Path
@@ -30,7 +30,7 @@ def _write(path: Path, steps: range, tail: bytes = b"") -> None:
 
 
 @pytest.mark.parametrize("tail", [b"", b'{"step": 6, "lo'])
-def test_lines_after_the_checkpoint_are_cut_off(tmp_path: Path, tail: bytes) -> None:
+def test_lines_after_the_checkpoint_are_removed(tmp_path: Path, tail: bytes) -> None:
     path = tmp_path / "log.jsonl"
     _write(path, range(1, 6), tail)
     with LogFile(path, after=3) as log:
@@ -40,7 +40,7 @@ def test_lines_after_the_checkpoint_are_cut_off(tmp_path: Path, tail: bytes) -> 
     assert cut_bytes == 0
 
 
-def test_a_last_line_cut_short_is_left_out_and_counted(tmp_path: Path) -> None:
+def test_truncated_last_line_is_skipped_and_counted(tmp_path: Path) -> None:
     path = tmp_path / "log.jsonl"
     _write(path, range(1, 3), b'{"step": 3')
     rows, cut_bytes = read_log(path)
@@ -48,7 +48,7 @@ def test_a_last_line_cut_short_is_left_out_and_counted(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("loss", [math.nan, math.inf, -math.inf, 1e308, 0.0])
-def test_any_loss_comes_back_as_it_was_written(tmp_path: Path, loss: float) -> None:
+def test_any_loss_survives_the_log(tmp_path: Path, loss: float) -> None:
     path = tmp_path / "log.jsonl"
     with LogFile(path, after=0) as log:
         log.append(_row(1, loss))
@@ -59,7 +59,7 @@ def test_any_loss_comes_back_as_it_was_written(tmp_path: Path, loss: float) -> N
     assert rows[0].is_finite == math.isfinite(loss)
 
 
-def test_a_loss_that_an_earlier_version_wrote_as_null_is_nan(tmp_path: Path) -> None:
+def test_null_loss_of_an_earlier_version_is_nan(tmp_path: Path) -> None:
     path = tmp_path / "log.jsonl"
     _write(path, range(1, 2))
     path.write_bytes(path.read_bytes().replace(b'"loss":2.0', b'"loss":null'))
@@ -67,19 +67,19 @@ def test_a_loss_that_an_earlier_version_wrote_as_null_is_nan(tmp_path: Path) -> 
     assert math.isnan(row.loss)
 
 
-def test_a_log_that_lacks_steps_of_the_checkpoint_is_an_error(tmp_path: Path) -> None:
+def test_log_without_steps_of_the_checkpoint_is_an_error(tmp_path: Path) -> None:
     path = tmp_path / "log.jsonl"
     _write(path, range(1, 3))
-    with pytest.raises(StepscopeError, match="does not have the steps of the checkpoint"):
+    with pytest.raises(StepscopeError, match="does not match the checkpoint"):
         LogFile(path, after=5)
-    with pytest.raises(StepscopeError, match="does not have the steps of the checkpoint"):
+    with pytest.raises(StepscopeError, match="does not match the checkpoint"):
         LogFile(tmp_path / "none.jsonl", after=1)
 
 
 @pytest.mark.parametrize(
     "content", [b"not json\n", b'{"step": 1}\n', b'{"schema": "other"}\n{}\n', b"my notes", b'{"a": 1']
 )
-def test_another_file_is_no_log(tmp_path: Path, content: bytes) -> None:
+def test_other_file_is_rejected(tmp_path: Path, content: bytes) -> None:
     path = tmp_path / "log.jsonl"
     path.write_bytes(content)
     with pytest.raises(StepscopeError, match="not a training log"):

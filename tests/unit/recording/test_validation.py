@@ -1,4 +1,4 @@
-"""The boundary between files and analysis: what a column may hold, what happens to the rest, and who is told."""
+"""Validation: valid values of columns, repairs, and notes about them."""
 
 from typing import Any
 
@@ -13,21 +13,21 @@ _TEXTS = {"shapes": "[[2, 3], [], [[4], [5]]]", "dtypes": '["float"]', "strides"
 
 
 def row(table: str, **other: Any) -> dict[str, Any]:
-    """A row that fits, but for `other`."""
+    """A valid row, except for `other`."""
     fits = {name: _SAMPLES[column.kind] for name, column in tables.TABLES[table].items()}
     texts = {name: _TEXTS.get(name, "[2, 3]") for name, column in tables.TABLES[table].items() if column.json}
     return fits | texts | other
 
 
 def frame(table: str, *rows: dict[str, Any]) -> pl.DataFrame:
-    """Numbers as wide as a reader of foreign files has them."""
+    """Numbers as wide as in the readers of other tools' files."""
     wide: dict[type[pl.DataType], type[pl.DataType]] = {pl.Int32: pl.Int64}
     schema = {name: wide.get(kind, kind) for name, kind in tables.SCHEMAS[table].items()}
     return pl.DataFrame(rows, schema=schema)
 
 
 @pytest.mark.parametrize("table", tables.TABLES)
-def test_rows_that_fit_pass_unchanged(table: str) -> None:
+def test_valid_rows_are_unchanged(table: str) -> None:
     given, repairs = frame(table, row(table)), Repairs()
     assert repair(table, given, repairs).equals(given)
     check(table, tables.conform(table, given))
@@ -50,9 +50,7 @@ def test_rows_that_fit_pass_unchanged(table: str) -> None:
         ("allocations", {"bytes": -1}),
     ],
 )
-def test_a_foreign_row_with_impossible_times_or_sizes_is_left_out_and_counted(
-    table: str, other: dict[str, Any]
-) -> None:
+def test_row_with_invalid_times_or_sizes_is_left_out_and_counted(table: str, other: dict[str, Any]) -> None:
     repairs = Repairs()
     kept = repair(table, frame(table, row(table), row(table, **other), row(table)), repairs)
     assert kept.height == 2
@@ -84,7 +82,7 @@ def test_a_foreign_row_with_impossible_times_or_sizes_is_left_out_and_counted(
         ("saved", "shape", "{}"),
     ],
 )
-def test_a_foreign_value_that_cannot_be_is_null_and_counted(table: str, column: str, value: object) -> None:
+def test_invalid_value_is_null_and_counted(table: str, column: str, value: object) -> None:
     repairs = Repairs()
     kept = repair(table, frame(table, row(table), row(table, **{column: value})), repairs)
     assert kept[column].is_null().to_list() == [False, True]
@@ -104,7 +102,7 @@ def test_a_foreign_value_that_cannot_be_is_null_and_counted(table: str, column: 
         ("ranges", "thread", None),
     ],
 )
-def test_what_does_not_say_its_place_is_counted_under_zero(table: str, column: str, value: int | None) -> None:
+def test_missing_device_stream_or_thread_becomes_zero(table: str, column: str, value: int | None) -> None:
     repairs = Repairs()
     kept = repair(table, frame(table, row(table), row(table, **{column: value})), repairs)
     assert kept[column].to_list() == [1, 0]
@@ -112,7 +110,7 @@ def test_what_does_not_say_its_place_is_counted_under_zero(table: str, column: s
     assert f"{column} 0" in note
 
 
-def test_a_column_that_a_file_lacks_is_counted_under_zero_as_well() -> None:
+def test_missing_column_becomes_zero() -> None:
     repairs = Repairs()
     kept = repair("kernels", frame("kernels", row("kernels")).drop("device"), repairs)
     assert kept["device"].to_list() == [0]
@@ -124,7 +122,7 @@ def test_a_column_that_a_file_lacks_is_counted_under_zero_as_well() -> None:
     [
         ("kernels", {"end_ns": 0}, "1 event has", "1,002 events have"),
         ("allocations", {"bytes": -1}, "1 row of `allocations` is", "1,002 rows of `allocations` are"),
-        ("ops", {"shapes": "5"}, "1 text of `shapes` in `ops` does", "1,002 texts of `shapes` in `ops` do"),
+        ("ops", {"shapes": "5"}, "1 text of `shapes` in `ops` is", "1,002 texts of `shapes` in `ops` are"),
         ("kernels", {"registers": -1}, "1 value of `registers`", "1,002 values of `registers`"),
         ("kernels", {"device": None}, "1 kernel has no device and is", "1,002 kernels have no device and are"),
         ("launches", {"thread": None}, "1 launch has no thread and is", "1,002 launches have no thread and are"),
@@ -133,7 +131,7 @@ def test_a_column_that_a_file_lacks_is_counted_under_zero_as_well() -> None:
     ],
 )
 @pytest.mark.parametrize("count", [1, 1002])
-def test_notes_agree_with_their_count(table: str, other: dict[str, Any], one: str, many: str, count: int) -> None:
+def test_notes_use_singular_and_plural(table: str, other: dict[str, Any], one: str, many: str, count: int) -> None:
     repairs = Repairs()
     repair(table, frame(table, *[row(table, **other)] * count), repairs)
     (note,) = repairs.notes()
@@ -170,45 +168,45 @@ def test_repairs_add_up_over_blocks() -> None:
         ("saved", {"storage_bytes": -1}, "storage_bytes"),
     ],
 )
-def test_the_first_misfit_in_a_table_of_ours_is_named(table: str, other: dict[str, Any], column: str) -> None:
+def test_first_invalid_value_of_a_recording_is_named(table: str, other: dict[str, Any], column: str) -> None:
     damaged = tables.conform(table, frame(table, row(table), row(table, **other)))
     with pytest.raises(MisfitError, match=f"column `{column}`, row 1: "):
         check(table, damaged)
 
 
-def test_a_column_of_another_type_is_a_misfit() -> None:
+def test_column_of_another_type_is_an_error() -> None:
     other = tables.conform("kernels", frame("kernels", row("kernels"))).cast({"device": pl.String})
     with pytest.raises(MisfitError, match="column `device` is `String`, expected `Int32`"):
         check("kernels", other)
 
 
 @pytest.mark.parametrize(("table", "column"), [("counters", "metric"), ("stacks", "stack")])
-def test_rows_that_must_differ_do(table: str, column: str) -> None:
+def test_duplicate_rows_are_an_error(table: str, column: str) -> None:
     twice = tables.conform(table, frame(table, row(table), row(table)))
     with pytest.raises(MisfitError, match=f"column `{column}`, row 0"):
         check(table, twice)
 
 
-def test_sizes_that_no_machine_has_together_are_a_misfit() -> None:
+def test_impossible_total_size_is_an_error() -> None:
     rows = [row("allocations", bytes=2**48) for _ in range(2**12 + 1)]
     with pytest.raises(MisfitError, match="`bytes` adds up"):
         check("allocations", tables.conform("allocations", frame("allocations", *rows)))
 
 
-def test_a_number_that_points_beyond_a_table_is_a_misfit() -> None:
+def test_reference_beyond_a_table_is_an_error() -> None:
     counters = frame("counters", row("counters", kernel=0), row("counters", kernel=3))
     check_references(counters, {"kernel": 4})
     with pytest.raises(MisfitError, match="column `kernel`, row 1: got `3`, expected a number below 3"):
         check_references(counters, {"kernel": 3})
 
 
-def test_texts_of_ours_that_do_not_decode_are_null_too() -> None:
+def test_invalid_json_text_of_a_recording_is_null() -> None:
     repairs = Repairs()
     ops = settle("ops", frame("ops", row("ops", shapes="[[2")), repairs)
     assert ops["shapes"].to_list() == [None]
     assert len(repairs.notes()) == 1
 
 
-def test_times_fit_by_the_same_limits() -> None:
+def test_time_limits_are_the_same_everywhere() -> None:
     rows = [row("kernels"), row("kernels", end_ns=0), row("kernels", start_ns=None), row("kernels", end_ns=2**50)]
     assert frame("kernels", *rows).select(fit_in_time("kernels")).to_series().to_list() == [True, False, False, False]

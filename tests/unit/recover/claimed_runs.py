@@ -1,4 +1,4 @@
-"""True claims on the recorded runs, and runs that cheat, made from them."""
+"""True claims about the recorded runs, and cheating runs made from them."""
 
 from collections.abc import Callable
 from functools import cache
@@ -25,7 +25,7 @@ def claim_fields(file: str, **changes: object) -> dict[str, Any]:
 
 
 def true_claim(file: str, **changes: object) -> Claim:
-    """What is claimed of the run; a change to None is not claimed."""
+    """Return a true claim about the run with changes; None removes a field."""
     return make_claim({name: value for name, value in claim_fields(file, **changes).items() if value is not None})
 
 
@@ -35,7 +35,7 @@ def verified(file: str) -> Verification:
 
 
 def spoil(file: str, change: Callable[[list[Sighting]], list[Sighting]], **changes: object) -> Verification:
-    """What is said of a run whose kernels were changed, and of a true claim or another."""
+    """Verify a run with changed kernels, for a true claim or one with changes."""
     evidence = read_evidence(file)
     return verify([with_kernels(evidence, change(list(evidence.sightings)))], true_claim(file, **changes))
 

@@ -1,4 +1,4 @@
-"""Recordings of a decoder on a made-up GPU, whose counters follow laws that the test chooses."""
+"""Recordings of a decoder on an imaginary GPU, whose counters follow laws that the test chooses."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -22,10 +22,10 @@ ATTENTION = (
 )
 NORM = "void at::native::(anonymous namespace)::vectorized_layer_norm_kernel<float, float, false>(int, float)"
 
-QKV, HEAD = "query-key-value product", "head product"  # as a study calls them
+QKV, HEAD = "query-key-value projection", "LM head"  # the study's names for them
 
 Counters = Mapping[str, float]
-# Of a kernel's name in the list below: its counters in a run.
+# By name in the list below: the kernel's counters in a run.
 Law = Callable[[Workload], Counters]
 Laws = Mapping[str, Law]
 
@@ -36,7 +36,7 @@ def shape_of(workload: Workload) -> ModelShape:
 
 
 def case(*, passes: int = 1, **changes: int | str) -> Case:
-    """Two layers, or what is said."""
+    """Return a case with two layers, unless changed."""
     shape = {"num_layers": 2, "d_model": 256, "d_ff": 1024, "num_heads": 4, "num_kv_heads": 4, "vocab": 5000}
     run = {name: value for name, value in changes.items() if name not in shape}
     shape |= {name: int(value) for name, value in changes.items() if name in shape}
@@ -46,7 +46,7 @@ def case(*, passes: int = 1, **changes: int | str) -> Case:
 
 
 def record(case: Case, laws: Laws, *, kernels: Mapping[str, str] | None = None, duration_ns: int = 1000) -> Recording:
-    """One pass, or several. Kernels without a law store as many bytes as they have tokens."""
+    """Record one or several passes. Kernels without a law store one byte per token."""
     called = {"norm": NORM, "attention": ATTENTION, "add": ADD, **(kernels or {})}
     layer = ["norm", "query_key_value", "attention", "output", "norm", "up", "add", "down"]
     sequence = ["add", *layer * shape_of(case.workload).num_layers, "norm", "head"] * case.timing.steps
@@ -54,7 +54,7 @@ def record(case: Case, laws: Laws, *, kernels: Mapping[str, str] | None = None, 
     default: Counters = {STORED: case.workload.tokens}
     nothing: Counters = {TENSOR_OPS: 0, FFMA: 0, STORED: 0}
     counted = [{**nothing, **(laws[part](case.workload) if part in laws else default)} for part in sequence]
-    place = {part: i for i, part in enumerate(dict.fromkeys(sequence))}  # products of one name in grids of their own
+    place = {part: i for i, part in enumerate(dict.fromkeys(sequence))}  # GEMMs with the same name have different grids
     frame = pl.DataFrame(
         {
             "name": names,
@@ -74,7 +74,7 @@ def record(case: Case, laws: Laws, *, kernels: Mapping[str, str] | None = None, 
 
 
 def fused_attention(tile: int = 64) -> Law:
-    """Causal, by whole tiles."""
+    """Causal attention in whole tiles."""
 
     def count(workload: Workload) -> Counters:
         side = -(-workload.context // tile)

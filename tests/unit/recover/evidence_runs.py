@@ -1,4 +1,4 @@
-"""The recorded runs whose truth is known, and ways to spoil them."""
+"""The recorded runs with known truth, and ways to change them."""
 
 import json
 from collections.abc import Iterable
@@ -31,7 +31,8 @@ def recovered(file: str) -> Recovery:
 
 
 def truth_of(file: str) -> dict[str, Any]:
-    """Counters were collected of fewer layers than traces; how many parameters that makes was not."""
+    """Return the truth of a file. Counters were collected for fewer layers than traces, and the number of parameters
+    for these is not recorded."""
     truth = dict(TRUTHS[file.partition(".")[0]])
     if ".csv" in file and truth["counted_layers"] != truth["num_layers"]:
         truth |= {"num_layers": truth["counted_layers"], "parameters": None}

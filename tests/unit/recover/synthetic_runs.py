@@ -1,8 +1,8 @@
-"""Runs that never ran: the kernels a model of any size would launch, scaled from a recorded pass.
+"""Synthetic runs: the kernels that a model of any size would launch, scaled from a recorded pass.
 
-Names and order are those of a recording. Its counts of elements are told apart by what they stand for, and counted anew
-for other sizes; products and attention are launched as their libraries do. At the recorded sizes the recording itself
-must come out, which a test holds. Rules are written down here once more, and not taken from what is tested.
+Names and order are those of a recording. Its element counts are attributed to tensors and computed again for other
+sizes; GEMMs and attention are launched as their libraries do. At the recorded sizes the result must equal the
+recording, which a test checks. The rules are implemented here independently of the tested code.
 """
 
 import random
@@ -23,7 +23,7 @@ from tests.unit.recover.evidence_runs import read_evidence, truth_of
 
 SMS = 132
 _BYTES = {"bf16": 2, "fp16": 2, "fp32": 4}
-# Tiles of columns by rows and clusters of nvjet, as seen in names.
+# Tiles (columns by rows) and clusters from nvjet names.
 _NVJET = (
     "nvjet_sm90_tst_64x152_64x7_2x4_h_bz_bias_NNT",
     "nvjet_sm90_tst_64x64_64x13_4x2_h_bz_bias_NNT",
@@ -80,7 +80,7 @@ def model_of(file: str) -> Model:
 
 
 def _counts(model: Model, zone: str) -> dict[str, int]:
-    """What a tensor's elements can be, the likeliest first."""
+    """Return what the elements of a tensor can be, most likely first."""
     tokens, context = model.tokens, model.context
     query, key = tokens * model.query_width, tokens * model.key_width
     match zone:
@@ -105,7 +105,7 @@ def _counts(model: Model, zone: str) -> dict[str, int]:
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """A kernel of the recording: a role of a product, attention, or the count that it goes with."""
+    """A kernel of the recording: a GEMM role, attention, or the count that it depends on."""
 
     sighting: Sighting
     role: str
@@ -115,14 +115,14 @@ class _Part:
 
 @cache
 def _template(file: str) -> dict[str, list[_Part]]:
-    """The parts before the layers, of a layer, and behind."""
+    """The parts before the layers, of a layer, and after the layers."""
     sightings = read_evidence(file).sightings
     structure = find_structure(sightings)
     (attentions,) = structure.layer_indices
     reading = structure.readings[0]
     head = reading.products["head"].index
     period = attentions[1] - attentions[0]
-    last = head - len(reading.zones["final"]) - 1  # the last layer's last product
+    last = head - len(reading.zones["final"]) - 1  # the last GEMM of the last layer
     end = last + 1 + (len(reading.zones["between"]) - _norm_length(reading.zones["between"]))
     start = end - period * len(attentions)
     roles = {(one.index - start) % period: role for role, one in reading.products.items() if role != "head"}
@@ -155,7 +155,7 @@ def _template(file: str) -> dict[str, list[_Part]]:
 
 
 def _sizes(sighting: Sighting, model: Model) -> tuple[int, ...]:
-    """Bytes that one element takes."""
+    """Return the bytes per element."""
     short = sighting.name.short
     if sighting.name.operation == "compare":
         return (1,)
@@ -165,13 +165,13 @@ def _sizes(sighting: Sighting, model: Model) -> tuple[int, ...]:
 
 
 def _norm_length(kernels: tuple[Sighting, ...]) -> int:
-    """Kernels of a norm, which belongs to the next layer; what comes first adds to the stream."""
+    """Return the kernels of a norm, which belongs to the next layer. The first ones add to the residual stream."""
     adds = [i for i, one in enumerate(kernels) if one.name.operation == "add"]
     return len(kernels) - (adds[0] + 1 if adds else 0)
 
 
 def launch(model: Model, file: str, *, seed: int | None = 0, counted: bool = True) -> KernelEvidence:
-    """The run. `seed` chooses the products' tiles, None keeps those of the recording."""
+    """Return the run. `seed` chooses the GEMM tiles; None keeps those of the recording."""
     parts = _template(file)
     choice = random.Random(seed)
     tiles: dict[str, str] = {}
@@ -203,7 +203,7 @@ def _scale(part: _Part, model: Model, tiles: dict[str, str], choice: random.Rand
 
 
 def _product_sizes(model: Model) -> dict[str, tuple[int, int, int]]:
-    """Rows, columns, inner."""
+    """Return rows, columns and inner."""
     tokens, width, query, key = model.tokens, model.d_model, model.query_width, model.key_width
     return {
         "query_key_value": (tokens, query + 2 * key, width),

@@ -1,4 +1,4 @@
-"""Sizes that nobody recorded: whatever the model, nothing certain is wrong, and the truth is in the set."""
+"""Sizes that were not recorded: for any model, no certain value is wrong, and the alternatives include the truth."""
 
 from collections.abc import Iterable
 from time import process_time
@@ -14,7 +14,7 @@ from tests.unit.recover.synthetic_runs import Model, launch, model_of
 
 GPT2, GPT2_FP32, LLAMA = "gpt2_bf16_odd.csv.gz", "gpt2_fp32_efficient.csv.gz", "llama_bf16.csv.gz"
 FIELDS = ("num_layers", "d_model", "num_heads", "num_kv_heads", "d_head", "d_ff", "vocab_size", "batch", "context")
-PHASES = (Phase.explicit, Phase.generate)  # a failure is shown as it was found: making it smaller takes minutes
+PHASES = (Phase.explicit, Phase.generate)  # failures are not shrunk: that takes minutes
 _LONGEST_S = 10.0
 _WIDEST = 4096
 
@@ -63,8 +63,8 @@ def _check(model: Model, file: str, *, seed: int, counted: bool) -> None:
 
 
 @pytest.mark.parametrize("file", [GPT2, LLAMA])
-def test_at_the_recorded_sizes_the_recording_comes_out(file: str) -> None:
-    """Kernels that are not modelled are left out; what is there has the recorded names, grids and bytes."""
+def test_synthetic_runs_match_recordings_at_recorded_sizes(file: str) -> None:
+    """Kernels without a model are left out; the others have the recorded names, grids and bytes."""
 
     def described(sightings: Iterable[Sighting]) -> list[object]:
         return [(one.name.name, one.grid, one.block, one.counters.get("store_bytes")) for one in sightings]

@@ -214,7 +214,8 @@ def test_a_page_lists_fixes_to_paste_and_then_remarks() -> None:
         share=0.148,
     )
     remark = Finding(code="SS014", title="3 kernels take 72% of the GPU time", evidence="a, b, c", action="Look")
-    page = Page(headline="h", tables=(), findings=(fixable, remark))
+    again = msgspec.structs.replace(fixable, code="SS008", title="t", saving_ns=None)
+    page = Page(headline="h", tables=(), findings=(fixable, again, remark))
     assert render_page(page, width=100).splitlines()[2:] == [
         "Findings",
         "SS007  Optimizer launches 888 kernels per step (saves about 9.01 ms per step, 14.8%)",
@@ -222,6 +223,9 @@ def test_a_page_lists_fixes_to_paste_and_then_remarks() -> None:
         "       Use `fused=True`:",
         "         with x:",
         "             step()",
+        "SS008  t",
+        "       the update takes 3 ms",
+        "       Same fix as SS007",
         "",
         "Remarks",
         "SS014  3 kernels take 72% of the GPU time",

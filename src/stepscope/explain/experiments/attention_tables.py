@@ -41,7 +41,7 @@ DOUBTS = {
     "shared": "other processes used the device",
     "few": "too few repetitions to estimate the spread",
     "spread": "repetitions differ by more than 10%",
-    "host-bound": "CPU-bound: the GPU waited for kernel launches, so the time is that of Python",
+    "host-bound": "the GPU waited for the CPU to launch kernels, so this times Python, not attention",
 }
 
 

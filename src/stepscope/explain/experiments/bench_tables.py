@@ -43,7 +43,7 @@ DOUBTS = {
     "spread": "step times differ by more than 10%",
     "cold": "the first timed step was much slower than the others; use more warm-up steps",
     "clocks": "the CPU clock and CUDA events disagree",
-    "host-bound": "CPU-bound: the GPU waited for kernel launches; fewer kernels (--compile) help, a faster GPU won't",
+    "host-bound": "the GPU waited for the CPU to launch kernels; fewer kernels (--compile) help, a faster GPU does not",
     "uncounted": "the FLOPs could not be counted",
     "not-finite": "the loss is NaN or infinite, so the timed steps may not do what training does",
     "skipped": "gradients were infinite, so some steps skipped the update",
@@ -129,7 +129,7 @@ def _add_times(columns: RowColumns[BenchRow]) -> None:
     phases = [p for p in PHASES if any(row.measurement and p in row.measurement.phases_ns for row in columns.rows)]
     for phase in phases if len(phases) > 1 else ():
         _add_statistics(columns, phase, partial(_phase_ms, phase=phase), {"median": f"{phase} (ms)"})
-    _add_statistics(columns, "step", step_ms, {"median": "step (ms)", "mean": "mean (ms)", "sd": "sd (ms)"})
+    _add_statistics(columns, "step", step_ms, {"median": "step (ms)", "mean": "mean", "sd": "sd"})
 
 
 def _add_statistics(

@@ -78,7 +78,7 @@ def _say_shape(phases: Sequence[PhaseBytes]) -> str:
     kept, given = _rise(forward), _rise(backward)
     if kept is None or given is None:
         return ""
-    return f" Forward adds {say_bytes(max(0, kept))}; backward frees {say_bytes(max(0, -given))}."
+    return f" Net change: forward +{say_bytes(max(0, kept))}, backward −{say_bytes(max(0, -given))}."
 
 
 def _rise(phase: PhaseBytes | None) -> int | None:

@@ -31,8 +31,8 @@ from stepscope.recording.rows.precision_report import (
     Sum,
     Underflow,
 )
-from stepscope.recording.validation import counted
 from stepscope.spec import RUN_SETTINGS, Case, ModelShape, Setting, Workload
+from stepscope.units import count_noun
 
 _AUTOCAST = ("bf16", "fp16")
 _MANTISSA_BITS = {"fp32": 23, "fp16": 10, "bf16": 7}
@@ -158,7 +158,7 @@ def _output_row(report: PrecisionReport, name: str, outputs: Sequence[Output | N
 
 def _output_gradients(run: PrecisionRun) -> str:
     same = all(output.gradient_dtype in (None, output.dtype) for output in run.outputs)
-    return "same" if same else "mixed"
+    return "as output" if same else "mixed"
 
 
 def find_role(name: str) -> str:
@@ -178,7 +178,7 @@ def _errors_table(report: PrecisionReport, detail: bool) -> Table:
         _error_row("all gradients, 1 − cosine", [[run.gradient_one_minus_cosine] for run in runs]),
         *(_error_row(role, values) for role, values in groups.items()),
     ]
-    columns = [Column(key="module", label="gradient of"), Column(key="modules", label="modules", kind="count")]
+    columns = [Column(key="module", label="error of"), Column(key="modules", label="modules", kind="count")]
     for run in runs:
         columns.append(Column(key=f"{run.precision}_median", label=f"{run.precision} median", kind="number"))
         columns.append(Column(key=f"{run.precision}_max", label=f"{run.precision} max", kind="number"))
@@ -216,9 +216,7 @@ def _error_notes(report: PrecisionReport) -> list[str]:
     ]
     narrowed = report.comparison.truth.narrowed
     if narrowed:
-        notes.append(
-            f"Not float64 in {counted(len(narrowed), 'place', 'places')} of the reference, such as {narrowed[0]}."
-        )
+        notes.append(f"Not float64 in {count_noun(len(narrowed), 'place')} of the reference, such as {narrowed[0]}.")
     return notes + limit_notes([report.environment])
 
 

@@ -1,5 +1,5 @@
-"""The questions people ask of a step, answered from recordings: what a person would otherwise look up by hand in a
-timeline, with the evidence beside each answer. What a recording does not hold is said, never guessed."""
+"""The questions people ask about a step, answered from recordings instead of by hand from a timeline, each with its
+evidence. If a recording does not have the answer, it says so and never guesses."""
 
 from collections.abc import Sequence
 
@@ -16,10 +16,10 @@ __all__ = ["Answer", "answer", "answers_table", "answers_text", "evidence_tables
 
 
 def answer(profiles: Sequence[Profile]) -> tuple[Answer, ...]:
-    """All questions, in the order in which people ask them. Of several recordings, the first that trains (else the
-    first) answers what is asked of one; the comparing questions take all."""
+    """All questions, in the order in which people ask them. Questions about one recording use the first one that
+    trains, or else the first; comparing questions use all of them."""
     if not profiles:
-        raise ValueError("no recording to ask")
+        raise ValueError("expected at least one profile")
     main = next((one for one in profiles if (one.kernels["phase"] == "backward").any()), profiles[0])
     return (
         forward_time(main),

@@ -1,4 +1,4 @@
-"""What an answer is, how it is put into words, and how it is laid out."""
+"""An answer, its wording and its layout."""
 
 import textwrap
 from collections.abc import Iterable, Sequence
@@ -10,15 +10,14 @@ import polars as pl
 from stepscope.explain.experiments.cases import describe_case
 from stepscope.explain.trace.profile import Profile
 from stepscope.findings import Column, Table
-from stepscope.units import say_count
 
 Status = Literal["answered", "not in this recording"]
 _INDENT = "   "
 
 
 class Answer(msgspec.Struct, frozen=True, kw_only=True):
-    """`figure` is the number with its unit, `sentence` one sentence around it. What cannot be answered has no figure;
-    its sentence is the reason, and `command` makes the recording that would answer."""
+    """`figure` is the number with its unit, `sentence` a sentence about it. An unanswered question has no figure: its
+    sentence is the reason, and `command` makes a recording that answers it."""
 
     key: str  # stable, for programs
     question: str
@@ -42,7 +41,7 @@ def answers_table(answers: Sequence[Answer]) -> Table:
             Column(key="figure", label="figure"),
             Column(key="answer", label="answer"),
             Column(key="status", label="status", detail=True),
-            Column(key="command", label="would be answered by", detail=True),
+            Column(key="command", label="command", detail=True),
         ),
         rows=tuple(
             (one.key, one.question, one.figure or None, one.sentence, one.status, one.command or None)
@@ -52,7 +51,7 @@ def answers_table(answers: Sequence[Answer]) -> Table:
 
 
 def evidence_tables(answers: Sequence[Answer]) -> tuple[Table, ...]:
-    """Under their questions' numbers, so that they can stand apart from the answers."""
+    """The evidence of each answer, numbered like its question."""
     return tuple(
         msgspec.structs.replace(one.evidence, title=f"{number}. {one.evidence.title}")
         for number, one in enumerate(answers, start=1)
@@ -61,17 +60,17 @@ def evidence_tables(answers: Sequence[Answer]) -> tuple[Table, ...]:
 
 
 def answers_text(answers: Sequence[Answer], width: int | None) -> str:
-    """One paragraph a question. For a pipe as wide as a terminal usually is: paragraphs have no natural width."""
+    """One paragraph per question. Without a terminal, lines have 100 characters."""
     room = max(40, min(width or 100, 100))
     return "\n".join(_paragraph(number, one, room) for number, one in enumerate(answers, start=1))
 
 
 def _paragraph(number: int, one: Answer, room: int) -> str:
     head = textwrap.fill(f"{number}. {one.question}", room, subsequent_indent=_INDENT)
-    said = one.sentence if one.status == "answered" else f"Not in this recording: {one.sentence}"
+    said = one.sentence if one.status == "answered" else f"Unknown: {one.sentence}."
     body = [f"[{one.figure}] {said}" if one.figure else said]
     if one.command:
-        body.append(f"{'For more' if one.status == 'answered' else 'To answer it'}: {one.command}")
+        body.append(f"{'For more' if one.status == 'answered' else 'To find out'}: {one.command}")
     lines = [
         textwrap.fill(
             part,
@@ -94,21 +93,17 @@ def say_list(words: Iterable[str]) -> str:
     return f"{', '.join(rest)} and {last}" if rest else last
 
 
-def say_times(count: float) -> str:
-    return "once" if count == 1 else "twice" if count == 2 else f"{say_count(count)} times"
-
-
 # --- What the questions share ---------------------------------------------------------------------------------------
 
 
 def name_profile(profile: Profile) -> str:
-    """A recording in a few words: the case, or the file."""
+    """The case in a few words, or the file."""
     manifest = profile.recording.manifest
     return describe_case(manifest.case) if manifest.case else manifest.file or "the recording"
 
 
 def stepped(profile: Profile) -> pl.DataFrame:
-    """The kernels that belong to recorded steps; all, where steps are not marked."""
+    """The kernels of the marked steps, or all kernels if no steps are marked."""
     inside = profile.kernels.filter(pl.col("step").is_not_null())
     return inside if inside.height else profile.kernels
 
@@ -122,7 +117,7 @@ def time_of(kernels: pl.DataFrame) -> int:
 
 
 def share_by(kernels: pl.DataFrame, *columns: str) -> pl.DataFrame:
-    """Per value of `columns`: time_ns, count and share of these kernels' time, the largest first."""
+    """Time, count and share of the kernel time for each value of `columns`, the largest first."""
     total = max(1, time_of(kernels))
     return (
         kernels.group_by(*columns, maintain_order=True)

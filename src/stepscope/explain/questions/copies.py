@@ -1,4 +1,4 @@
-"""Why copies appear in backward: which autograd node launched each, and what such a node copies for."""
+"""Why backward copies tensors: which autograd node launched each copy, and why such a node copies."""
 
 import re
 
@@ -9,24 +9,24 @@ from stepscope.explain.trace.attribution import EVALUATE
 from stepscope.explain.trace.nesting import around
 from stepscope.explain.trace.profile import Profile
 from stepscope.findings import Column, Table
-from stepscope.units import say_count, say_share, say_time
+from stepscope.units import count_noun, say_share, say_time
 
-_KEY, _QUESTION = "copies", "Why are there copies in backward?"
+_KEY, _QUESTION = "copies", "Why does backward copy tensors?"
 _COPIES = ("copy", "memcpy")
 _ROWS = 12
 _CASTING_OPS = ("aten::_to_copy", "aten::to")
-# Operators that only carry a copy out; what asked for it stands around them.
+# Operators that only perform a copy; the operators around them requested it.
 _COPYING_OPS = (*_CASTING_OPS, "aten::copy_", "aten::clone", "aten::contiguous", "aten::empty_like", "aten::empty")
-_CAST = "cast: a gradient goes back to the data type that forward started from"
-_BUCKETS = "buckets: gradients are copied between autograd nodes, as data-parallel training does to exchange them"
-_AGAIN = "recomputation: checkpointing runs forward again, with its copies"
-# By the node under evaluation; the first pattern that fits counts.
+_CAST = "cast: a gradient is cast back to the dtype of the forward input"
+_BUCKETS = "buckets: data-parallel training copies gradients into communication buckets between autograd nodes"
+_AGAIN = "recomputation: activation checkpointing runs forward again, including its copies"
+# By autograd node; the first matching pattern counts.
 _REASONS = (
-    (r"AccumulateGrad", "accumulation: a parameter's gradient is put into, or added to, its `.grad`"),
+    (r"AccumulateGrad", "accumulation: a parameter's gradient is written to, or added to, its `.grad`"),
     (r"ToCopyBackward|ToBackward|^_to_copy", _CAST),
     (
         r"CloneBackward|CopyBackward|CopySlices|ContiguousBackward",
-        "layout: forward made a contiguous copy, and its gradient is copied back",
+        "layout: the gradient of a contiguous copy made in forward is copied back",
     ),
     (
         r"TransposeBackward|PermuteBackward|^TBackward|MovedimBackward|ViewBackward|ReshapeAlias|UnsafeView|ReshapeBackward",
@@ -34,21 +34,21 @@ _REASONS = (
     ),
     (
         r"ExpandBackward|RepeatBackward|SumBackward|MeanBackward|BroadcastBackward",
-        "broadcast: a gradient is summed over, or spread along, the dimension that forward broadcast or summed",
+        "broadcast: a gradient is summed or expanded along the dimension that forward broadcast or summed",
     ),
     (
         r"SliceBackward|SelectBackward|IndexBackward|SplitBackward|NarrowBackward|UnbindBackward|ChunkBackward|GatherBackward|PadNdBackward|AsStrided",
-        "slices: the gradient of a part is written into a tensor of the whole's size",
+        "slices: the gradient of a slice is written into a tensor of the full size",
     ),
-    (r"CatBackward|StackBackward", "slices: the gradient of a joined tensor is taken apart"),
+    (r"CatBackward|StackBackward", "slices: the gradient of a concatenated tensor is split"),
     (
         r"MmBackward|BmmBackward|AddmmBackward|LinearBackward|MatmulBackward|EinsumBackward",
         "layout: a factor whose strides the matrix product cannot use is made contiguous first",
     ),
-    (r"Convolution|Conv", "layout: a convolution's operand is brought into the layout its algorithm needs"),
-    (r"Norm", "layout: a normalisation's operand is made contiguous or copied between buffers"),
+    (r"Convolution|Conv", "layout: an operand of a convolution is converted to the layout of its algorithm"),
+    (r"Norm", "layout: an operand of a normalization is made contiguous or copied between buffers"),
     (r"CheckpointFunction|Checkpoint", _AGAIN),
-    (r"CompiledFunction", "compiled code: its kernel is named after a copy, and its operators are not recorded"),
+    (r"CompiledFunction", "compiled code: a compiled kernel is named after a copy, and its operators are not recorded"),
 )
 _LAYER = re.compile(r"(?<=\.)\d+(?=\.|$)|_\d+(?=\.|$)")
 
@@ -56,24 +56,22 @@ _LAYER = re.compile(r"(?<=\.)\d+(?=\.|$)|_\d+(?=\.|$)")
 def copies_in_backward(profile: Profile) -> Answer:
     backward = in_phases(profile, "backward")
     if not backward.height:
-        return missing(_KEY, _QUESTION, "nothing in it is known to run backward", "stepscope profile --mode train")
+        return missing(_KEY, _QUESTION, "this recording has no backward pass", "stepscope profile --mode train")
     copies = backward.filter(pl.col("class").is_in(_COPIES))
     forward = in_phases(profile, "forward")
     share, steps = time_of(copies) / max(1, time_of(backward)), profile.num_steps
     if not copies.height:
-        return Answer(
-            key=_KEY, question=_QUESTION, figure="0%", sentence="There are none: no copy is launched in backward."
-        )
+        return Answer(key=_KEY, question=_QUESTION, figure="0%", sentence="It does not: backward launches no copies.")
     explained = _explain(profile, copies)
     reasons = share_by(explained, "reason")
     first = reasons.row(0, named=True)
     before = time_of(forward.filter(pl.col("class").is_in(_COPIES))) / max(1, time_of(forward))
     words = share_by(explained.with_columns(word=pl.col("reason").str.extract(r"^([^:]+)")), "word")
     said = ", ".join(f"{row['word']} {say_share(row['share'])}" for row in words.head(3).iter_rows(named=True))
+    count = count_noun(copies.height / steps, f"copy {kernel_word(profile)}")
     sentence = (
-        f"{say_count(copies.height / steps)} copying {kernel_word(profile)}s a step take "
-        f"{say_time(time_of(copies) / steps)}, {say_share(share)} of backward (in forward copies are "
-        f"{say_share(before)}); of that, {said}; most of all, {first['reason'].partition(': ')[2]}"
+        f"{_say_first(first['reason'])}. {count} per step, {say_time(time_of(copies) / steps)}, {say_share(share)} of "
+        f"backward ({say_share(before)} of forward is copies): {said}"
     )
     return Answer(
         key=_KEY,
@@ -82,6 +80,11 @@ def copies_in_backward(profile: Profile) -> Answer:
         sentence=sentence + ".",
         evidence=_table(explained, steps),
     )
+
+
+def _say_first(reason: str) -> str:
+    word, _, why = reason.partition(": ")
+    return f"The main cause is unknown ({why})" if word == "unknown" else f"Mostly because {why}"
 
 
 def _explain(profile: Profile, copies: pl.DataFrame) -> pl.DataFrame:
@@ -97,7 +100,7 @@ def _explain(profile: Profile, copies: pl.DataFrame) -> pl.DataFrame:
         asked=asker.str.strip_prefix(EVALUATE),
         cast=pl.col("is_cast").fill_null(value=False) | copier.is_in(_CASTING_OPS).fill_null(value=False),
     )
-    # Between nodes, on autograd's own thread, the hooks run with which gradients are exchanged.
+    # Hooks that exchange gradients run between nodes, on the autograd thread.
     exchanging = bool((profile.kernels["class"] == "communication").any())
     hooked = pl.col("node").is_null() & (pl.col("op") == "aten::copy_") & pl.lit(exchanging)
     wanted = framed.select("node", "op", "asked", "cast", "recomputed", "name", "launched")
@@ -110,7 +113,7 @@ def explain_copy(
     name: str,
     node: str | None = None,  # the autograd node under evaluation
     op: str | None = None,
-    asked: str | None = None,  # the nearest operator around it that does more than copy
+    asked: str | None = None,  # the innermost enclosing operator that does more than copy
     cast: bool = False,
     recomputed: bool | None = None,
     launched: str = "op",
@@ -123,18 +126,18 @@ def explain_copy(
         if node and re.search(pattern, node):
             return reason
     if "HtoD" in name or "DtoH" in name:
-        return "host: data goes between the host's memory and the device's"
+        return "transfer: data moves between CPU and GPU memory"
     if op and re.search(r"c10d|all_?reduce|reduce_scatter|bucket", op):
-        return "communication: gradients are put into buckets and taken out again"
+        return "communication: gradients are copied into and out of buckets"
     if launched == "graph":
-        return "unknown: a graph launched it, and graphs record no operators"
+        return "unknown: launched by a CUDA graph, which records no operators"
     if node and asked == "aten::pow":
-        return "powers: the gradient of a square takes the first power, and that is a copy"
+        return "powers: the gradient of a square needs the first power, which is a copy"
     if node and asked and re.search(r"masked_fill|index_fill|index_put|scatter|fill$", asked):
         return "in place: a gradient is copied before a part of it is overwritten"
     if op and not node:
-        return f"unknown: launched by {op} outside of any autograd node"
-    return f"unknown: launched for {asked or node} in {node}" if node else "unknown: what launched it is not recorded"
+        return f"unknown: launched by {op} outside any autograd node"
+    return f"unknown: launched for {asked or node} in {node}" if node else "unknown: the launch was not recorded"
 
 
 def _table(explained: pl.DataFrame, steps: int) -> Table:
@@ -157,7 +160,7 @@ def _table(explained: pl.DataFrame, steps: int) -> Table:
     ]
     notes = list(dict.fromkeys(groups["reason"]))
     if groups.height > _ROWS:
-        notes.append(f"{groups.height - _ROWS} smaller rows are not shown")
+        notes.append(f"{count_noun(groups.height - _ROWS, 'smaller row')} not shown")
     return Table(
         title="Copies in backward, per step",
         columns=(

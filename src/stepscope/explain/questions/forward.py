@@ -1,4 +1,4 @@
-"""How long forward takes and whether the clocks agree; which kernel leads; what matters besides matrix products."""
+"""How long forward takes, which kernel takes the most time, and what takes time besides GEMMs."""
 
 import statistics
 from dataclasses import dataclass
@@ -12,7 +12,6 @@ from stepscope.explain.questions.answers import (
     kernel_word,
     missing,
     say_list,
-    say_times,
     share_by,
     stepped,
     time_of,
@@ -20,11 +19,11 @@ from stepscope.explain.questions.answers import (
 from stepscope.explain.trace.phases import FORWARD_RANGE, number_passes
 from stepscope.explain.trace.profile import Profile
 from stepscope.findings import Cell, Column, Table
-from stepscope.units import say_count, say_share, say_time
+from stepscope.units import count_noun, say_factor, say_share, say_time
 
-_AGREE = 0.05  # two clocks within this say the same
+_AGREE = 0.05  # largest difference between clocks that agree
 _MATTERS = 0.01
-_NO_FORWARD = "nothing in it is known to belong to a forward pass"
+_NO_FORWARD = "this recording has no marked forward pass"
 _RECORD = "stepscope profile --mode train"
 
 
@@ -36,35 +35,35 @@ class _PhaseClock:
 
 
 def forward_time(profile: Profile) -> Answer:
-    key, question = "forward-time", "How long does the forward pass take, and do the clocks agree?"
+    key, question = "forward-time", "How long does the forward pass take?"
     kernels = in_phases(profile, "forward", "loss")
     if not kernels.height:
         return missing(key, question, _NO_FORWARD, _RECORD)
     clocks = _clocks(profile, kernels)
     by_name = {clock.name: clock.per_step_ns for clock in clocks}
     busy, span, plain = by_name["kernels"], by_name["span"], by_name.get("plain")
-    sentence = (
-        f"The {kernel_word(profile)}s of forward{_with_loss(kernels)} take {say_time(busy)} of {device_word(profile)} "
-        f"time a step{_over_devices(profile)}, within a span of {say_time(span)}"
+    kernel_time = (
+        f"{say_time(busy)} of {kernel_word(profile)} time per step{_over_devices(profile)}{_with_loss(kernels)}, "
+        f"{say_time(span)} from the first {kernel_word(profile)} to the last"
     )
     if plain is None:
-        sentence += "; the recording holds no step times measured without the recorder"
+        sentence = f"{kernel_time}; the recording has no unprofiled step times"
     else:
-        sentence += f"; the clock without the recorder says {say_time(plain)}, {_judge(span, plain)}"
+        sentence = f"{say_time(plain)} unprofiled. While profiling: {kernel_time}, {_judge(span, plain)}"
         doubts = profile.recording.manifest.doubts
         if doubts and abs(span / plain - 1) > _AGREE:
-            sentence += f"; that clock is in doubt: {say_list(doubt.text for doubt in doubts)}"
+            sentence += f". The unprofiled time is unreliable: {say_list(doubt.text for doubt in doubts)}"
     return Answer(
         key=key,
         question=question,
         figure=say_time(busy if plain is None else plain),
         sentence=sentence + ".",
         evidence=Table(
-            title="Forward, per step, by different clocks",
+            title="Forward pass per step, by clock",
             columns=(
                 Column(key="clock", label="clock"),
                 Column(key="per_step_ms", label="per step", kind="ms"),
-                Column(key="remark", label="what it is"),
+                Column(key="remark", label="meaning"),
             ),
             rows=tuple((clock.name, clock.per_step_ns / 1e6, clock.remark) for clock in clocks),
         ),
@@ -73,11 +72,11 @@ def forward_time(profile: Profile) -> Answer:
 
 
 def _over_devices(profile: Profile) -> str:
-    return f" (over {len(profile.devices)} devices)" if len(profile.devices) > 1 else ""
+    return f" (sum over {len(profile.devices)} devices)" if len(profile.devices) > 1 else ""
 
 
 def _with_loss(kernels: pl.DataFrame) -> str:
-    return " (with the loss)" if (kernels["phase"] == "loss").any() else ""
+    return ", loss included" if (kernels["phase"] == "loss").any() else ""
 
 
 def _clocks(profile: Profile, kernels: pl.DataFrame) -> list[_PhaseClock]:
@@ -87,7 +86,7 @@ def _clocks(profile: Profile, kernels: pl.DataFrame) -> list[_PhaseClock]:
         _PhaseClock(
             name="kernels",
             per_step_ns=time_of(kernels) / profile.num_steps,
-            remark=f"durations of what ran on the {word}, added up",
+            remark=f"sum of the durations on the {word}",
         ),
         _PhaseClock(name="span", per_step_ns=statistics.median(spans), remark=f"first start to last end on the {word}"),
     ]
@@ -99,7 +98,7 @@ def _clocks(profile: Profile, kernels: pl.DataFrame) -> list[_PhaseClock]:
         host = [sum(each[first : first + passes]) for first in range(0, len(each), passes)]
         clocks.append(
             _PhaseClock(
-                name="range", per_step_ns=statistics.median(host), remark="the host's range around forward, recorded"
+                name="range", per_step_ns=statistics.median(host), remark="CPU range around forward, while profiling"
             )
         )
     plain = plain_forward(profile)
@@ -109,14 +108,14 @@ def _clocks(profile: Profile, kernels: pl.DataFrame) -> list[_PhaseClock]:
             _PhaseClock(
                 name="plain",
                 per_step_ns=statistics.median(plain),
-                remark=f"without the recorder, by {clock}: median of {len(plain)} steps",
+                remark=f"unprofiled, by {clock}: median of {count_noun(len(plain), 'step')}",
             )
         )
     return clocks
 
 
 def _spans(profile: Profile, kernels: pl.DataFrame) -> list[int]:
-    """Of each step on each device; where a step has several passes, backward runs in between, and is left out."""
+    """The span of forward for each step and device, without the backward passes between micro-batches."""
     passes = kernels.with_columns(number=number_passes(profile.recording, kernels["launch_ns"]))
     spans = passes.group_by("step", "process", "device", "number").agg(
         ns=pl.col("end_ns").max() - pl.col("start_ns").min()
@@ -131,23 +130,23 @@ def plain_forward(profile: Profile) -> list[int]:
 def _judge(span: float, plain: float) -> str:
     away = span / plain - 1
     if abs(away) <= _AGREE:
-        return f"which agrees with the span within {say_share(abs(away))}"
+        return f"which agrees within {say_share(abs(away))}"
     if away > 0:
-        return f"so under the recorder it takes {span / plain:.3g} times as long (the host is slower there)"
-    return f"so the steps timed alone took {plain / span:.3g} times as long as those recorded"
+        return f"{say_factor(span / plain)} as long, because profiling slows the CPU"
+    return f"while unprofiled steps took {say_factor(plain / span)} as long"
 
 
 def top_kernel(profile: Profile) -> Answer:
     key, word = "top-kernel", kernel_word(profile)
-    question = f"Which {word} takes the most time in forward, how often is it called, and does it lead backward too?"
+    question = f"Which {word} takes the most time?"
     forward = in_phases(profile, "forward")
     if not forward.height:
         return missing(key, question, _NO_FORWARD, _RECORD)
     steps = profile.num_steps
     name, time, count, share = _leader(forward)
     sentence = (
-        f"`{_short(forward, name)}` leads forward: {say_times(count / steps)} a step, {say_time(time / steps)}, "
-        f"{say_share(share)} of forward's {device_word(profile)} time"
+        f"`{_short(forward, name)}` in forward: {count_noun(count / steps, 'call')} per step, "
+        f"{say_time(time / steps)}, {say_share(share)} of forward's {device_word(profile)} time"
     )
     both = in_phases(profile, "forward", "loss", "backward")
     scopes = [("forward", forward)]
@@ -155,7 +154,7 @@ def top_kernel(profile: Profile) -> Answer:
         scopes += [("forward and backward", both), ("whole step", stepped(profile))]
         sentence += "; " + _others(scopes[1:], name, both=both)
     else:
-        sentence += "; nothing in this recording is known to run backward"
+        sentence += "; this recording has no backward pass"
     rows: list[tuple[Cell, ...]] = []
     for scope, kernels in scopes:
         for each in share_by(kernels, "name").head(5).iter_rows(named=True):
@@ -168,7 +167,7 @@ def top_kernel(profile: Profile) -> Answer:
         question=question,
         figure=f"{say_share(share)} of forward",
         sentence=sentence + ".",
-        evidence=_kernel_table(f"The {word}s with the most time, per step", tuple(rows), "over"),
+        evidence=_kernel_table(f"{word.capitalize()}s with the most time, per step", tuple(rows), "in"),
     )
 
 
@@ -184,11 +183,11 @@ def _short(kernels: pl.DataFrame, name: str) -> str:
 def _others(scopes: list[tuple[str, pl.DataFrame]], forward_name: str, *, both: pl.DataFrame) -> str:
     (name, _, _, share), whole = _leader(both), _leader(scopes[1][1])
     if name == forward_name:
-        said = f"it also leads forward and backward together ({say_share(share)})"
+        said = f"also in forward and backward together ({say_share(share)})"
     else:
-        said = f"over forward and backward `{_short(both, name)}` leads instead ({say_share(share)})"
-    same = "the same one" if whole[0] == name else f"`{_short(scopes[1][1], whole[0])}`"
-    return f"{said}, and over the whole step {same} ({say_share(whole[3])})"
+        said = f"in forward and backward together it is `{_short(both, name)}` ({say_share(share)})"
+    same = "the same" if whole[0] == name else f"`{_short(scopes[1][1], whole[0])}`"
+    return f"{said}, in the whole step {same} ({say_share(whole[3])})"
 
 
 def _kernel_table(title: str, rows: tuple[tuple[Cell, ...], ...], scope: str) -> Table:
@@ -200,14 +199,14 @@ def _kernel_table(title: str, rows: tuple[tuple[Cell, ...], ...], scope: str) ->
             Column(key="per_step", label="calls", kind="number"),
             Column(key="per_step_ms", label="time", kind="ms"),
             Column(key="share", label="share", kind="share"),
-            Column(key="recorded_name", label="name as recorded", detail=True),
+            Column(key="recorded_name", label="recorded name", detail=True),
         ),
         rows=rows,
     )
 
 
 def what_else_matters(profile: Profile) -> Answer:
-    key, question = "besides-products", "What takes time in forward besides matrix products?"
+    key, question = "besides-products", "What takes time in forward besides GEMMs?"
     forward = in_phases(profile, "forward")
     if not forward.height:
         return missing(key, question, _NO_FORWARD, _RECORD)
@@ -217,13 +216,14 @@ def what_else_matters(profile: Profile) -> Answer:
     named = [f"{row['class']} {say_share(row['share'])}" for row in others.iter_rows(named=True)]
     rest = forward.filter(pl.col("class") != "GEMM")
     if not others.height:
-        sentence = f"Nothing else takes 1% of forward: matrix products are {say_share(products)} of it."
+        sentence = f"Nothing else takes 1% of forward; GEMMs take {say_share(products)}."
     else:
         name, _, count, _ = _leader(rest)
         share = time_of(rest.filter(pl.col("name") == name)) / max(1, time_of(forward))
+        named[0] = named[0][0].upper() + named[0][1:]
         sentence = (
-            f"Besides matrix products ({say_share(products)} of forward) there is {say_list(named)}; the largest "
-            f"single one is `{_short(rest, name)}` with {say_share(share)} in {say_count(count / steps)} calls a step."
+            f"{say_list(named)}; GEMMs take {say_share(products)}. The largest other kernel is `{_short(rest, name)}`: "
+            f"{say_share(share)}, {count_noun(count / steps, 'call')} per step."
         )
     rows: list[tuple[Cell, ...]] = [
         ("class", row["class"], row["count"] / steps, row["time_ns"] / steps / 1e6, row["share"], None)
@@ -236,9 +236,9 @@ def what_else_matters(profile: Profile) -> Answer:
             rows.append(
                 ("kernel", row["short"], row["count"] / steps, row["time_ns"] / steps / 1e6, share, row["name"])
             )
-    table = _kernel_table("What is not a matrix product and takes 1% of forward or more, per step", tuple(rows), "")
+    table = _kernel_table("Other than GEMMs, with at least 1% of forward, per step", tuple(rows), "")
     hidden = [kind for kind in ("attention", "convolution") if kind in others["class"].to_list()]
-    notes = [f"{kind}: its kernels hold matrix products of their own, which a name cannot separate" for kind in hidden]
+    notes = [f"{kind}: these kernels contain GEMMs, which a kernel name cannot separate" for kind in hidden]
     return Answer(
         key=key,
         question=question,

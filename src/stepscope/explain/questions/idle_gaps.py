@@ -1,10 +1,9 @@
-"""The stretches in which a device ran nothing, each with what it waited for.
+"""The idle gaps of a device, each with its cause.
 
-A gap ends with a kernel, and the question is why that kernel did not start earlier. If the host asked for it only after
-the device had run dry, the host was late, and if a call that waits for the device was open meanwhile, that is why. If
-it had been asked for in time, the device was held up by another stream, or simply takes a moment from one kernel to the
-next. The gaps of a device add up to its idle time exactly. The question where the device idles, and why, is answered by
-them.
+A gap ends with a kernel, and its cause is why that kernel did not start earlier. If the CPU launched it after the
+device went idle, the launch was late; if a synchronizing call was open meanwhile, that is the cause. If it was launched
+in time, the device waited for another stream or just needed a moment to start the next kernel. The gaps of a device add
+up to its idle time exactly. They answer where the device is idle, and why.
 """
 
 from collections.abc import Iterator
@@ -19,32 +18,32 @@ from stepscope.findings import Cell, Column, Table
 from stepscope.units import say_share, say_time
 
 BEFORE, AFTER, BETWEEN_STEPS = "before the first kernel", "after the last kernel", "between steps"
-SYNCHRONISING, HOST_LATE, RECORDER = "host synchronising", "host late", "the recorder's own work"
-OTHER_STREAM, DEVICE, IN_GRAPH = "waiting for another stream", "from kernel to kernel", "inside a graph"
+SYNCHRONISING, HOST_LATE, RECORDER = "CPU synchronizing", "late launch", "profiler"
+OTHER_STREAM, DEVICE, IN_GRAPH = "waiting for another stream", "kernel start", "inside a CUDA graph"
 OUTSIDE, UNKNOWN_CAUSE = "between operators", "launch not recorded"
 CAUSES = {
-    HOST_LATE: "the host asked for the next kernel only after the device had run dry",
-    SYNCHRONISING: "the host was waiting for the device (a synchronising call) and launched nothing meanwhile",
-    OTHER_STREAM: "the next kernel had been launched in time and waited for work on another stream",
-    DEVICE: "the next kernel had been launched in time; the device needs a moment to start it",
-    IN_GRAPH: "between the kernels of one graph",
+    HOST_LATE: "the CPU launched the next kernel after the device went idle",
+    SYNCHRONISING: "the CPU was in a synchronizing call, waiting for the device, and launched nothing",
+    OTHER_STREAM: "the next kernel was launched in time but waited for work on another stream",
+    DEVICE: "the next kernel was launched in time; the device needs a moment to start it",
+    IN_GRAPH: "between the kernels of one CUDA graph",
     BETWEEN_STEPS: "the next kernel belongs to another step",
-    BEFORE: "from the beginning of the recording",
+    BEFORE: "from the start of the recording",
     AFTER: "to the end of the recording",
-    RECORDER: "the profiler handled its own buffers",
-    OUTSIDE: "no operator was computing: Python, the dispatcher, or code that is not recorded",
+    RECORDER: "the profiler was handling its own buffers",
+    OUTSIDE: "no operator was running: Python, the dispatcher or unrecorded code",
     UNKNOWN_CAUSE: "the launch of the next kernel is not in the recording",
 }
-# Calls that return only when the device is done. A copy without `Async` in its name is one.
+# Calls that return when the device is done, including copies without `Async` in their name.
 _SYNC = r"(?i)synchronize|^(?:cuda|hip)Memcpy(?:2D|3D|ToSymbol|FromSymbol)?(?:_v\d+)?$"
 _RECORDER = r"(?i)activity buffer|buffer (?:request|flush)|profiler (?:overhead|start|stop)|cupti"
-# Up to here a device takes from one kernel to the next of the same stream by itself; longer, it waited for something.
+# The longest gap between kernels of one stream without any cause; in a longer one the device waited for something.
 _DEVICE_NS = 20_000
 
 
 def find_gaps(profile: Profile) -> pl.DataFrame:
-    """One row a gap: process, device, start_ns, end_ns, time_ns, cause, before and after (names of what ran around it),
-    host_op (the operator the launching thread was in when the device ran dry), step."""
+    """One row per gap: process, device, start_ns, end_ns, time_ns, cause, before and after (the kernels around it),
+    host_op (the operator that the launching thread was in when the device went idle), step."""
     kernels = profile.kernels.with_row_index("row")
     frames = [_gaps_of(group, profile.window) for group in _devices(kernels)]
     gaps = pl.concat(frames)
@@ -83,7 +82,7 @@ def _gaps_of(kernels: pl.DataFrame, window: tuple[int, int]) -> pl.DataFrame:
     starts, ends = ordered["start_ns"].to_numpy(), ordered["end_ns"].to_numpy()
     rows = ordered["row"].to_numpy().astype(np.int64)
     reached = np.maximum.accumulate(ends)
-    # Which kernel it was that ran longest so far: the one the gap begins after.
+    # The kernel with the latest end so far: the gap starts after it.
     latest = np.maximum.accumulate(np.where(ends == reached, np.arange(len(ends)), 0))
     holes = np.flatnonzero(starts[1:] > reached[:-1])
     begin = np.concatenate(([window[0]], reached[holes], reached[-1:]))
@@ -153,7 +152,7 @@ def _recorder_calls(profile: Profile) -> pl.DataFrame:
 
 
 def _touches(calls: pl.DataFrame, waits: pl.DataFrame) -> pl.Series:
-    """For each gap, whether one of the process's calls was open at any moment from its start to the next launch."""
+    """For each gap, whether a call of the process was open at any time between its start and the next launch."""
     found = np.zeros(waits.height, bool)
     asked = waits.with_row_index("n").partition_by("process", as_dict=True)
     for key, group in calls.partition_by("process", as_dict=True).items():
@@ -177,33 +176,33 @@ def idle_time(profile: Profile) -> Answer:
     word = device_word(profile)
     key, question = (
         "idle",
-        "Where is time spent outside of operators?" if profile.on_cpu else "Where does the GPU idle, and why?",
+        "Where is time spent outside operators?" if profile.on_cpu else "Where does the GPU sit idle, and why?",
     )
     if profile.is_serialized:
-        reason = "Nsight Compute runs one kernel at a time and records no gaps between them"
+        reason = "Nsight Compute runs one kernel at a time and does not record idle time"
         return missing(key, question, reason, "stepscope profile")
     gaps = find_gaps(profile)
     wall = sum(device.whole.wall_ns for device in profile.devices)
     idle = int(gaps["time_ns"].sum())
     share, devices = idle / max(1, wall), len(profile.devices)
     if not idle:
-        return Answer(key=key, question=question, figure="0%", sentence=f"Nowhere: the {word} is busy all the time.")
+        return Answer(key=key, question=question, figure="0%", sentence=f"Nowhere: the {word} is always busy.")
     causes = share_by(gaps, "cause")
     said = [f"{row['cause']} {say_share(row['share'])}" for row in causes.head(3).iter_rows(named=True)]
     first = causes["cause"][0]
     longest = gaps.sort("time_ns", descending=True).row(0, named=True)
     mean = f" (mean of {devices} devices)" if devices > 1 else ""
-    idles = f"idles for {say_time(idle / profile.num_steps / devices)} a step"
+    idles = f"{say_time(idle / profile.num_steps / devices)} per step"
     if profile.clock.is_recorded:
-        opening = f"It {idles}, {say_share(share)} of wall time{mean}"
+        opening = f"{idles} idle, {say_share(share)} of wall time{mean}"
     else:
         share, lost = profile.idle_share, round(profile.step_ns - profile.busy_step_ns)
         opening = (
-            f"By the clock without the recorder it idles for {say_time(lost)} a step, {say_share(share)}. "
-            f"Under the recorder, which slows the host, it {idles}{mean}"
+            f"{say_time(lost)} idle per unprofiled step, {say_share(share)}; {idles}{mean} while profiling, which "
+            "slows the CPU"
         )
     sentence = (
-        f"{opening}; of that, {', '.join(said)} ({CAUSES[first]}); the longest gap lasts "
+        f"{opening}. Causes: {', '.join(said)} ({first}: {CAUSES[first]}). The longest gap is "
         f"{say_time(longest['time_ns'])}{_place(longest)}"
     )
     figure = f"{say_share(share)} of wall time"
@@ -218,13 +217,13 @@ def idle_time(profile: Profile) -> Answer:
 
 def _place(gap: dict[str, object]) -> str:
     before, after = gap["before"], gap["after"]
-    where = f" before `{after}`" if after else ""
-    where += f" and after `{before}`" if before and after else f" after `{before}`" if before else ""
-    return where
+    if before and after:
+        return f", between `{before}` and `{after}`"
+    return f", before `{after}`" if after else f", after `{before}`" if before else ""
 
 
 def _table(profile: Profile, gaps: pl.DataFrame, causes: pl.DataFrame) -> Table:
-    """Causes first, then the longest gaps: one table, because they are read together."""
+    """Causes first, then the longest gaps, in one table because they belong together."""
     start, scale = profile.window[0], profile.num_steps * len(profile.devices) * 1e6
     total = max(1, int(gaps["time_ns"].sum()))
     rows: list[tuple[Cell, ...]] = [
@@ -236,17 +235,17 @@ def _table(profile: Profile, gaps: pl.DataFrame, causes: pl.DataFrame) -> Table:
         around = (at, gap["before"], gap["after"], gap["host_op"])
         rows.append(("gap", gap["cause"], 1, gap["time_ns"] / 1e6, gap["time_ns"] / total, *around))
     return Table(
-        title="Idle time by cause (mean a step), then the longest single gaps",
+        title="Idle time by cause (mean per step), then the longest gaps",
         columns=(
             Column(key="kind", label=""),
             Column(key="cause", label="cause"),
             Column(key="gaps", label="gaps", kind="count"),
             Column(key="time_ms", label="time", kind="ms"),
-            Column(key="share", label="of idle", kind="share"),
+            Column(key="share", label="of idle time", kind="share"),
             Column(key="at_ms", label="at", kind="ms"),
-            Column(key="before", label="ran before"),
-            Column(key="after", label="ran after"),
-            Column(key="host_op", label="host was in"),
+            Column(key="before", label="kernel before"),
+            Column(key="after", label="kernel after"),
+            Column(key="host_op", label="CPU was in"),
         ),
         rows=tuple(rows),
         notes=tuple(f"{cause}: {CAUSES[cause]}" for cause in causes["cause"]),

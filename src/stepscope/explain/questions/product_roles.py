@@ -1,8 +1,8 @@
-"""The matrix products of a recording: one row per operator that ran one, with its role, shape and operations; and the
-question how many of each role were expected and counted.
+"""The GEMMs of a recording, one row per operator with its role, shape and FLOPs; and the question how many of each role
+are expected and found.
 
-A product is an operator, not a kernel: the library may split one product over two kernels. Its role comes from the
-module's name, or from the part of attention it is in, or, where neither is recorded, from its place around a softmax.
+A GEMM here is an operator, not a kernel: a library may split it over two kernels. Its role comes from the module's
+name, the part of attention it belongs to, or, if neither is recorded, from its place around a softmax.
 """
 
 import json
@@ -16,14 +16,14 @@ from stepscope.explain.questions.answers import Answer, missing, say_list, share
 from stepscope.explain.trace.profile import Profile
 from stepscope.findings import Cell, Column, Table
 from stepscope.spec import ModelShape
-from stepscope.units import say_count
+from stepscope.units import count_noun, say_count
 
 SCORES, VALUES, SOFTMAX = "scores", "values", "softmax"
 ROLES = ("query", "key", "value", "query, key, value", SCORES, VALUES, "output", "gate", "up", "down", "head")
 UNKNOWN_ROLE = "unknown"
 _BATCHED = ("aten::bmm", "aten::baddbmm")
 _SUMMAND_FIRST = ("aten::addmm", "aten::baddbmm", "aten::_addmm_activation")
-# The last word of a module's name, as models in the wild call their layers.
+# The last word of a module's name in common models.
 _ROLE_WORDS = {
     "query": ("q_proj", "query", "q", "wq", "to_q", "q_lin"),
     "key": ("k_proj", "key", "k", "wk", "to_k", "k_lin"),
@@ -40,7 +40,7 @@ _BY_WORD = {word: role for role, words in _ROLE_WORDS.items() for word in words}
 
 @dataclass(frozen=True, slots=True)
 class Extent:
-    """`batch` products of (m, k) by (k, n)."""
+    """`batch` GEMMs of (m, k) by (k, n)."""
 
     batch: int
     m: int
@@ -53,12 +53,12 @@ class Extent:
 
     @property
     def elements(self) -> int:
-        """Of the result."""
+        """Elements of the result."""
         return self.batch * self.m * self.n
 
     @property
     def moved(self) -> int:
-        """Elements read and written at the least: both factors and the result, once."""
+        """The fewest elements read and written: both factors and the result, once."""
         return self.batch * (self.m * self.k + self.k * self.n + self.m * self.n)
 
     def __str__(self) -> str:
@@ -72,7 +72,7 @@ def find_products(profile: Profile) -> pl.DataFrame:
     products = kernels.filter(pl.col("class") == "GEMM").filter(
         ~pl.col("op").str.contains("conv").fill_null(value=False)
     )
-    # What a graph started has no operator of its own: each kernel counts by itself.
+    # Kernels of a CUDA graph have no operator, so each counts separately.
     alone = pl.col("op_row").is_null() | (pl.col("launched") == "graph")
     identity = pl.when(alone).then(-1 - pl.col("order").cast(pl.Int64)).otherwise("op_row")
     grouped = (
@@ -102,7 +102,7 @@ def _order(kernels: pl.DataFrame) -> pl.DataFrame:
 
 
 def _around_softmax(ordered: pl.DataFrame) -> pl.DataFrame:
-    """In forward, the batched product right before a softmax makes the scores, the one right after mixes the values."""
+    """In forward, the batched GEMM before a softmax computes the scores, and the one after it uses the values."""
     batched = pl.col("op").is_in(_BATCHED).fill_null(value=False) & (pl.col("class") == "GEMM")
     softmax = pl.col("class") == "softmax"
     line = ordered.filter((pl.col("phase") == "forward") & (batched | softmax)).with_columns(soft=softmax)
@@ -120,7 +120,7 @@ def _around_softmax(ordered: pl.DataFrame) -> pl.DataFrame:
 
 @cache
 def role_of_module(module: str) -> str | None:
-    """By the last words of its qualified name. `w1`, `w2` and `w3` are a SwiGLU's, as in the original code of LLaMA."""
+    """The role from the last words of the qualified name. `w1`, `w2` and `w3` are SwiGLU weights as in LLaMA's code."""
     for word in reversed(module.casefold().split(".")):
         if word in _BY_WORD:
             return _BY_WORD[word]
@@ -130,7 +130,7 @@ def role_of_module(module: str) -> str | None:
 
 
 def extents(profile: Profile, op_rows: Sequence[int | None]) -> list[Extent | None]:
-    """From the shapes of operators' inputs; None where they were not recorded."""
+    """GEMM sizes from the input shapes of operators; None if they were not recorded."""
     ops = profile.recording.ops
     known = [row for row in op_rows if row is not None]
     names = dict(zip(known, ops["name"].gather(known), strict=True)) if known else {}
@@ -147,7 +147,7 @@ def extent(op: str, shapes: str | None) -> Extent | None:
     matrices = [shape for shape in dims if len(shape) >= 2 and all(isinstance(size, int) for size in shape)]
     if len(matrices) < 2:
         return None
-    # `addmm` and `baddbmm` name the summand first, and compiled code names `out` last.
+    # `addmm` and `baddbmm` have the summand first, and compiled code has `out` last.
     first, second = dims[1:3] if op in _SUMMAND_FIRST and len(dims) > 2 else matrices[:2]
     if op == "aten::linear":
         first, second = matrices[0], [matrices[1][1], matrices[1][0]]
@@ -167,7 +167,7 @@ def extent(op: str, shapes: str | None) -> Extent | None:
 
 
 _KEY = "products"
-_QUESTION = "Which matrix products does a block make, and are they as many as expected?"
+_QUESTION = "Does each layer run the expected GEMMs?"
 _LINEAR = ("query", "key", "value", "output", "gate", "up", "down")
 _SHOWN_KERNELS = 2
 
@@ -175,7 +175,7 @@ _SHOWN_KERNELS = 2
 def products_by_role(profile: Profile) -> Answer:
     products = find_products(profile)
     if not products.height:
-        reason = "no matrix product is in it"
+        reason = "this recording has no GEMMs"
         return missing(_KEY, _QUESTION, reason, "stepscope profile --mode train")
     expected = _expected(profile)
     steps = profile.num_steps
@@ -184,32 +184,35 @@ def products_by_role(profile: Profile) -> Answer:
     known = products.filter(pl.col("role") != UNKNOWN_ROLE)
     counted = say_list(f"{say_count(count)} in {stage}" for stage, count in counts.items() if count)
     if expected is None:
-        sentence = f"Counted {counted} a step; {_per_layer(products, steps)}"
+        sentence = (
+            "The expected number is known only for the built-in model. "
+            f"Found per step: {counted}; {_per_layer(products, steps)}"
+        )
         if known.height < products.height:
             share = 1 - known.height / products.height
-            sentence += f", and the role of {share * 100:.0f}% of them is not told by the names of modules"
+            sentence += f"; {share * 100:.0f}% have no role in their module names"
     else:
         layers, roles, passes = expected
         per_layer = [role for role in roles if role != "head"]
         forward = len(per_layer) * layers + 1
         match = _verdict(counts, forward * passes, profile)
         times = f", in {passes} passes per step" if passes > 1 else ""
-        fused = "" if SCORES in roles else ", attention being one fused kernel"
+        fused = "" if SCORES in roles else "; attention is one fused kernel"
         sentence = (
-            f"{len(per_layer)} a layer are expected ({say_list(per_layer)}{fused}), {layers} × {len(per_layer)} and "
-            f"the head = {forward} a forward pass, and twice that backward{times}; counted {counted}: {match}"
+            f"{match}. Found {counted}. Expected {layers} × {len(per_layer)} and the head = {forward} per forward "
+            f"pass, and twice that in backward{times}; per layer {say_list(per_layer)}{fused}"
         )
     return Answer(
         key=_KEY,
         question=_QUESTION,
-        figure=f"{say_count(counts['forward'])} in forward" if counts["forward"] else f"{say_count(total)} a step",
+        figure=f"{say_count(counts['forward'])} in forward" if counts["forward"] else f"{say_count(total)} per step",
         sentence=sentence + ".",
         evidence=_table(profile, products, expected),
     )
 
 
 def _stages(products: pl.DataFrame) -> dict[str, pl.DataFrame]:
-    """Forward, backward, and what activation checkpointing runs again during backward."""
+    """The GEMMs of forward, backward, and recomputation by activation checkpointing."""
     again = pl.col("recomputed").fill_null(value=False)
     phase = pl.col("phase")
     return {
@@ -224,7 +227,7 @@ _Expected = tuple[int, tuple[str, ...], int]
 
 
 def _expected(profile: Profile) -> _Expected | None:
-    """The layers and the roles of the built-in model, and how often a step runs it; of other models we know nothing."""
+    """Layers, roles and passes per step of the built-in model; None for other models."""
     case = profile.recording.manifest.case
     if case is None or not isinstance(case.workload.model, ModelShape):
         return None
@@ -240,22 +243,22 @@ def _verdict(counts: dict[str, float], forward: int, profile: Profile) -> str:
         wanted["backward"] = 2 * forward
     wrong = [stage for stage, count in wanted.items() if counts[stage] != count]
     if not wrong:
-        return "as expected"
+        return "Yes"
     if profile.recording.manifest.compiled:
-        return "not as expected, since the compiler may merge products or hide operators"
+        return "No: the compiler may merge GEMMs or hide operators"
     differ = say_list(f"{say_count(counts[stage])} instead of {wanted[stage]} in {stage}" for stage in wrong)
-    return f"not as expected ({differ})"
+    return f"No: {differ}"
 
 
 def _per_layer(products: pl.DataFrame, steps: int) -> str:
     forward = products.filter((pl.col("phase") == "forward") & pl.col("layer").is_not_null())
     if not forward.height:
-        return "layers are not recorded"
+        return "layers were not recorded"
     layers = forward["layer"].n_unique()
     each = share_by(forward, "layer")["count"] / steps
     least, most = float(each.min()), float(each.max())  # type: ignore[arg-type]
     spread = say_count(least) if least == most else f"{say_count(least)} to {say_count(most)}"
-    return f"each of {layers} layers makes {spread} in forward"
+    return f"each of {layers} layers runs {spread} in forward"
 
 
 def _table(profile: Profile, products: pl.DataFrame, expected: _Expected | None) -> Table:
@@ -266,7 +269,7 @@ def _table(profile: Profile, products: pl.DataFrame, expected: _Expected | None)
     for stage, group in _stages(products).items():
         shaped = group.with_columns(shape=pl.Series(_shapes(profile, group), dtype=pl.String))
         by_role = {key[0]: part for key, part in shaped.partition_by("role", as_dict=True).items()}
-        # What no name tells may be any of them: then nothing is said to be missing.
+        # GEMMs of unknown role may be any of these, so none counts as missing then.
         told = stage == "forward" and UNKNOWN_ROLE not in by_role
         due = [role for role in wanted if told and role not in by_role]
         for role in (*(role for role in (*ROLES, UNKNOWN_ROLE) if role in by_role or role in due),):
@@ -277,17 +280,17 @@ def _table(profile: Profile, products: pl.DataFrame, expected: _Expected | None)
                 row = _row(stage, role, piece, steps, due_here)
                 (unknown if role == UNKNOWN_ROLE else rows).append(row)
     unknown.sort(key=lambda row: -float(row[5] or 0))
-    notes = ["backward makes two for each: the gradient of the input and that of the weight"]
+    notes = ["backward runs two for each: the gradients of the input and of the weight"]
     if len(unknown) > 12:
-        notes.append(f"{len(unknown) - 12} more shapes of unknown role are not shown")
+        notes.append(f"{count_noun(len(unknown) - 12, 'more shape')} of unknown role not shown")
     return Table(
-        title="Matrix products by role, per step",
+        title="GEMMs by role, per step",
         columns=(
             Column(key="stage", label="in"),
             Column(key="role", label="role"),
             Column(key="shape", label="shape"),
             Column(key="expected", label="expected", kind="count"),
-            Column(key="counted", label="counted", kind="number"),
+            Column(key="counted", label="found", kind="number"),
             Column(key="per_step_ms", label="time", kind="ms"),
             Column(key="kernels", label="kernels"),
         ),

@@ -1,4 +1,4 @@
-"""The questions that compare: inference with a whole step, and a small model with a large one."""
+"""Questions that compare: inference with training, and a small model with a large one."""
 
 from collections.abc import Sequence
 
@@ -31,36 +31,32 @@ def _ask_with(mode: str) -> str:
 
 def share_of_products(main: Profile, profiles: Sequence[Profile]) -> Answer:
     key = "share-of-products"
-    question = "How does the share of matrix products change from inference to a whole training step?"
+    question = "How does the GEMM share change from inference to training?"
     inference = next((one for one in profiles if _is_inference(one) and in_phases(one, "forward").height), None)
     if _is_inference(main):
-        reason = f"nothing in `{name_profile(main)}` is known to run backward, so there is no training step in it"
+        reason = f"`{name_profile(main)}` has no backward pass"
         return missing(key, question, reason, _ask_with("train"))
     forward, whole = in_phases(main, "forward"), stepped(main)
-    scopes = [("forward", "forward of this step", forward), ("step", "whole step", whole)]
+    scopes = [("forward", "forward", forward), ("step", "whole step", whole)]
     if inference is not None:
         scopes.insert(0, ("inference", "inference", stepped(inference)))
     if not forward.height and inference is None:
-        return missing(key, question, "no kernel is known to be of forward", "stepscope profile --mode train")
+        return missing(key, question, "this recording has no marked forward pass", "stepscope profile --mode train")
     shares = {name: _class_shares(kernels) for name, _, kernels in scopes}
     base = "inference" if inference is not None else "forward"
     before, after = shares[base].get("GEMM", 0.0), shares["step"].get("GEMM", 0.0)
     gains = {kind: shares["step"][kind] - shares[base].get(kind, 0.0) for kind in shares["step"] if kind != "GEMM"}
     risen = [kind for kind in sorted(gains, key=lambda kind: -gains[kind]) if gains[kind] >= 0.01][:3]
-    moves = "falls" if after < before - 0.005 else "rises" if after > before + 0.005 else "stays"
-    where = "inference" if inference is not None else "the forward pass (of this same step)"
+    moves = "falls" if after < before - 0.005 else "rises" if after > before + 0.005 else "stays the same"
+    where = "inference" if inference is not None else "forward"
     sentence = (
-        f"Matrix products are {say_share(before)} of {device_word(main)} time in {where} and {say_share(after)} of the "
-        f"whole step: their share {moves}"
+        f"It {moves}: GEMMs take {say_share(before)} of {device_word(main)} time in {where} and {say_share(after)} in "
+        "the whole step"
     )
     if risen and moves == "falls":
-        sentence += (
-            ", and "
-            + say_list(f"{kind} (+{gains[kind] * 100:.1f} points)" for kind in risen)
-            + (" takes its place" if len(risen) == 1 else " take its place")
-        )
+        sentence += "; " + say_list(f"{kind} +{gains[kind] * 100:.1f} points" for kind in risen)
     if "optimizer" not in main.kernels["phase"].to_list():
-        sentence += "; no optimizer ran in this recording"
+        sentence += "; this recording has no optimizer step"
     kinds = sorted({kind for each in shares.values() for kind in each}, key=lambda kind: -shares["step"].get(kind, 0.0))
     rows: tuple[tuple[Cell, ...], ...] = tuple(
         (
@@ -94,39 +90,39 @@ def _class_shares(kernels: pl.DataFrame) -> dict[str, float]:
 
 
 def small_against_large(profiles: Sequence[Profile]) -> Answer:
-    key, question = "small-and-large", "What do a small and a large model do differently?"
+    key, question = "small-and-large", "How do a small and a large model differ?"
     sized = _by_size(profiles)
     if sized is None:
         reason = (
-            "it takes two recordings of models of different sizes, in the same mode"
+            "this needs two recordings of models of different sizes, in the same mode"
             if len(profiles) == 1
-            else "the recordings are not of two sizes in the same mode"
+            else "the recordings do not have two model sizes in the same mode"
         )
         return missing(key, question, reason, _TWO_SIZES)
     small, large, ordered = sized
     a, b = _traits(small), _traits(large)
     products = [f"{say_share(float(one['GEMM share'] or 0))}" for one in (a, b)]
-    tiles = f", the commonest tile of a matrix product from {a['GEMM tiles']} to {b['GEMM tiles']}"
+    tiles = f", most common GEMM tile {a['GEMM tiles']} → {b['GEMM tiles']}"
     idle = [say_share(float(one["idle"] or 0)) for one in (a, b)]
     kernel = [say_time(float(one["kernel us"] or 0) * 1e3) for one in (a, b)]
     sentence = (
-        f"From {name_profile(small)} to {name_profile(large)}, matrix products go from {products[0]} to {products[1]} "
-        f"of {device_word(small)} time, idle from {idle[0]} to {idle[1]} of wall time, and the mean kernel from "
-        f"{kernel[0]} to {kernel[1]}" + (tiles if a["GEMM tiles"] and b["GEMM tiles"] else "")
+        f"GEMMs {products[0]} → {products[1]} of {device_word(small)} time, idle {idle[0]} → {idle[1]} of wall time, "
+        f"mean kernel {kernel[0]} → {kernel[1]}" + (tiles if a["GEMM tiles"] and b["GEMM tiles"] else "")
     )
+    sentence += f"; from {name_profile(small)} to {name_profile(large)}"
     if not ordered:
-        sentence += "; which one is larger is not recorded: they stand in the order given"
+        sentence += " in the order given, because the recordings do not have model sizes"
     return Answer(
         key=key,
         question=question,
-        figure=f"{products[0]} → {products[1]} in matrix products",
+        figure=f"GEMMs {products[0]} → {products[1]}",
         sentence=sentence + ".",
         evidence=_traits_table(small, large, a, b),
     )
 
 
 def _by_size(profiles: Sequence[Profile]) -> tuple[Profile, Profile, bool] | None:
-    """The smallest and the largest by parameters; without those, two recordings of different names as given."""
+    """The smallest and the largest model by parameters, or two recordings in the given order if these are unknown."""
     known = [one for one in profiles if one.recording.manifest.parameters is not None]
     if len(known) >= 2:
         for mode in (False, True):
@@ -148,14 +144,14 @@ def _traits(profile: Profile) -> dict[str, Cell]:
         "GEMM tiles": _tiles(kernels),
         "idle": profile.idle_share,
         "kernel us": time_of(kernels) / max(1, kernels.height) / 1e3,
-        "kernels a step": kernels.height / steps,
+        "kernels per step": kernels.height / steps,
         "step ms": profile.step_ns / 1e6,
         **{f"share of {kind}": share for kind, share in shares.items() if kind != "GEMM" and share >= 0.01},
     }
 
 
 def _tiles(kernels: pl.DataFrame) -> str | None:
-    """The commonest tiles of matrix products by time. None where names tell no tile."""
+    """The GEMM tile with the most time; None if kernel names have no tiles."""
     tiled = kernels.filter((pl.col("class") == "GEMM") & pl.col("tile_m").is_not_null())
     tiles = share_by(tiled, "tile_m", "tile_n").select("tile_m", "tile_n")
     return "×".join(map(str, tiles.row(0))) if tiles.height else None
@@ -164,7 +160,7 @@ def _tiles(kernels: pl.DataFrame) -> str | None:
 def _traits_table(small: Profile, large: Profile, a: dict[str, Cell], b: dict[str, Cell]) -> Table:
     names = list(dict.fromkeys([*a, *b]))
     return Table(
-        title="Two recordings side by side",
+        title="Small and large model",
         columns=(
             Column(key="trait", label=""),
             Column(key="small", label=name_profile(small)),
@@ -179,8 +175,8 @@ _LABELS = {
     "GEMM tiles": "top GEMM tile, by time",
     "idle": "idle, of wall time",
     "kernel us": "mean kernel",
-    "kernels a step": "kernels a step",
-    "step ms": "wall time a step",
+    "kernels per step": "kernels per step",
+    "step ms": "wall time per step",
 }
 
 
@@ -196,7 +192,7 @@ def _say_trait(name: str, value: Cell) -> Cell:
             return say_time(value * 1e3)
         case "step ms":
             return say_time(value * 1e6)
-        case "kernels a step":
+        case "kernels per step":
             return f"{value:,.0f}"
         case _:
             return say_share(value)

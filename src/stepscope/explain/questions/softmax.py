@@ -1,8 +1,8 @@
-"""Softmax against the two matrix products of attention, in time and in operations.
+"""Softmax compared with the two GEMMs of attention, in time and FLOPs.
 
-Operations of a product: two a multiply-add, over the full square, because attention written out computes all of it.
-Operations of a softmax: five an element (compare for the maximum, subtract, exponential, add up, divide). Notes people
-write by hand often count three (exponential, add up, divide), so that figure stands beside it.
+A GEMM has two FLOPs per multiply-add over the full square, because unfused attention computes all of it. A softmax has
+five per element (maximum, subtract, exponential, sum, divide). Estimates by hand often count three (exponential, sum,
+divide), so that figure is included too.
 """
 
 import json
@@ -15,22 +15,22 @@ from stepscope.explain.questions.product_roles import SCORES, SOFTMAX, VALUES, E
 from stepscope.explain.trace.profile import Profile
 from stepscope.findings import Cell, Column, Table
 from stepscope.spec import ModelShape
-from stepscope.units import say_flops, say_share, say_time
+from stepscope.units import count_noun, say_factor, say_flops, say_share, say_time
 
 _KEY = "softmax"
-_QUESTION = "How does softmax compare with the two matrix products of attention, in time and in operations?"
+_QUESTION = "How expensive is softmax compared with the GEMMs of attention?"
 _SOFTMAX_OPS, _SOFTMAX_OPS_BY_HAND = 5, 3
 _BYTES = {"float": 4, "double": 8, "c10::BFloat16": 2, "c10::Half": 2, "fp32": 4, "tf32": 4, "bf16": 2, "fp16": 2}
 _RECORD = "stepscope profile --attention naive"
 _CONVENTION = (
-    f"FLOP: 2 a multiply-add over the full square, {_SOFTMAX_OPS} an element of softmax (maximum, subtract, "
-    f"exponential, sum, divide); by hand often {_SOFTMAX_OPS_BY_HAND} (exponential, sum, divide)"
+    f"FLOP: 2 per multiply-add over the full square, {_SOFTMAX_OPS} per element of softmax (maximum, subtract, "
+    f"exponential, sum, divide); estimates by hand often use {_SOFTMAX_OPS_BY_HAND} (exponential, sum, divide)"
 )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Attention:
-    """Per step: times, kernels, and what the products are of."""
+    """Times, kernels and GEMM sizes per step."""
 
     products_ns: float
     softmax_ns: float
@@ -38,8 +38,8 @@ class _Attention:
     softmax_kernels: float
     scores: tuple[Extent, ...]
     values: tuple[Extent, ...]
-    product_bytes: int  # an element of the products
-    softmax_bytes: int  # autocast runs a softmax in fp32, and the products in half precision
+    product_bytes: int  # per element of the GEMMs
+    softmax_bytes: int  # per element; autocast runs softmax in fp32 and GEMMs in half precision
     precision: str | None
 
     @property
@@ -52,12 +52,12 @@ class _Attention:
 
     @property
     def product_intensity(self) -> float:
-        """Operations a byte, when every factor and result moves once."""
+        """FLOPs per byte if every factor and result moves once."""
         return self.product_flops / max(1, self.product_bytes * sum(o.moved for o in (*self.scores, *self.values)))
 
     @property
     def softmax_intensity(self) -> float:
-        """When every element is read once and written once. Softmax in several kernels moves more."""
+        """FLOPs per byte if every element is read and written once. Softmax in several kernels moves more."""
         return _SOFTMAX_OPS / (2 * self.softmax_bytes)
 
 
@@ -67,28 +67,28 @@ def softmax_against_products(profile: Profile) -> Answer:
         return _without_parts(profile)
     ratio = found.softmax_ns / max(1.0, found.products_ns)
     sentence = (
-        f"Softmax takes {say_time(found.softmax_ns)} of a step's forward, {ratio:.3g} times the "
-        f"{say_time(found.products_ns)} of the two products"
+        f"Softmax takes {say_factor(ratio)} the time of the two GEMMs: {say_time(found.softmax_ns)} and "
+        f"{say_time(found.products_ns)} per step in forward"
     )
     if not found.product_flops or not found.elements:
         return Answer(
             key=_KEY,
             question=_QUESTION,
-            figure=f"{ratio:.3g}× the products' time",
-            sentence=sentence + "; shapes were not recorded, so operations cannot be counted.",
+            figure=f"{say_factor(ratio)} the GEMM time",
+            sentence=sentence + ". Shapes were not recorded, so FLOPs are unknown.",
             evidence=_table(found),
             command="torch.profiler.profile(record_shapes=True)",
         )
     softmax_flops = _SOFTMAX_OPS * found.elements
     by_hand = found.product_flops / (_SOFTMAX_OPS_BY_HAND * found.elements)
     sentence += (
-        f", for 1/{found.product_flops / softmax_flops:.3g} of their operations (1/{by_hand:.3g} when counted as three "
-        f"an element): {_reason(profile, found)}"
+        f". It has 1/{found.product_flops / softmax_flops:.3g} of their FLOPs (1/{by_hand:.3g} at three per element), "
+        f"but {_reason(profile, found)}"
     )
     return Answer(
         key=_KEY,
         question=_QUESTION,
-        figure=f"{ratio:.3g}× the time, 1/{found.product_flops / softmax_flops:.3g} of the FLOP",
+        figure=f"{say_factor(ratio)} the time, 1/{found.product_flops / softmax_flops:.3g} of the FLOPs",
         sentence=sentence + ".",
         evidence=_table(found),
     )
@@ -96,20 +96,20 @@ def softmax_against_products(profile: Profile) -> Answer:
 
 def _reason(profile: Profile, found: _Attention) -> str:
     low, high = found.softmax_intensity, found.product_intensity
-    said = f"softmax does {low:.2g} FLOP a byte it must move, the products {high:.3g}"
+    said = f"only {low:.2g} FLOPs per byte; the GEMMs have {high:.3g}"
     hardware = profile.hardware
     peak = hardware.peak_flops.get(found.precision or "") if hardware else None
     if hardware is None or not peak or not hardware.bandwidth:
-        return f"{said}; what the device could do for each byte is not known here"
+        return f"{said}. The limits of the device are unknown"
     balance = peak / hardware.bandwidth
-    said += f", and the device ({hardware.name}) can do {balance:.3g} in {found.precision} in the time it moves one"
+    said += f", and {hardware.name} can do {balance:.3g} in {found.precision} per byte"
     if high > balance:
-        return f"{said}, so softmax is bound by memory and the products by arithmetic"
-    return f"{said}, so both are bound by memory"
+        return f"{said}: softmax is memory-bound, the GEMMs are compute-bound"
+    return f"{said}: both are memory-bound"
 
 
 def _find(profile: Profile) -> _Attention | None:
-    """By the annotated parts where there are any, else by bmm, softmax, bmm in a row."""
+    """By the annotated parts of attention, or else by the sequence bmm, softmax, bmm."""
     forward, steps = in_phases(profile, "forward"), profile.num_steps
     products = find_products(profile).filter((pl.col("phase") == "forward") & pl.col("role").is_in([SCORES, VALUES]))
     in_parts = forward.filter(pl.col("part").is_in([SCORES, SOFTMAX, VALUES]))
@@ -134,7 +134,7 @@ def _find(profile: Profile) -> _Attention | None:
 
 
 def _extents(profile: Profile, products: pl.DataFrame, role: str) -> tuple[Extent, ...]:
-    """Of one step: as recorded, else as the case says."""
+    """The GEMM sizes of one step: as recorded, or else from the case."""
     recorded = [one for one in extents(profile, products["op_row"].to_list()) if one is not None]
     if recorded and len(recorded) == products.height:
         return tuple(recorded[:: profile.num_steps]) if _repeats(recorded, profile.num_steps) else ()
@@ -186,22 +186,22 @@ def _without_parts(profile: Profile) -> Answer:
             key=_KEY,
             question=_QUESTION,
             figure=f"one kernel, {say_time(per_step)}",
-            sentence=f"Attention is fused: scores, softmax and values are one kernel (`{short}`), "
-            f"{say_time(per_step)} a step and {say_share(share)} of forward, and softmax alone cannot be timed in it.",
+            sentence=f"Softmax cannot be timed separately: attention is one fused kernel (`{short}`), "
+            f"{say_time(per_step)} per step and {say_share(share)} of forward.",
             command=_RECORD,
         )
-    reason = f"no softmax stands between two batched matrix products on the {device_word(profile)} in forward"
+    reason = f"no softmax runs between two batched GEMMs on the {device_word(profile)} in forward"
     if profile.recording.manifest.compiled:
-        return missing(_KEY, _QUESTION, f"{reason}: the compiler merged it with others", f"{_RECORD} --compile no")
+        return missing(_KEY, _QUESTION, f"{reason}; the compiler fused it", f"{_RECORD} --compile no")
     return missing(_KEY, _QUESTION, reason, _RECORD)
 
 
 def _table(found: _Attention) -> Table:
     scores, values = (sum(one.flops for one in group) for group in (found.scores, found.values))
     rows: list[tuple[Cell, ...]] = [
-        ("the two products", found.products_ns / 1e6, scores + values or None, None, found.product_intensity or None),
+        ("the two GEMMs", found.products_ns / 1e6, scores + values or None, None, found.product_intensity or None),
         (
-            f"softmax ({found.softmax_kernels:,.0f} kernels)",
+            f"softmax ({count_noun(round(found.softmax_kernels), 'kernel')})",
             found.softmax_ns / 1e6,
             _SOFTMAX_OPS * found.elements or None,
             _SOFTMAX_OPS_BY_HAND * found.elements or None,
@@ -211,15 +211,19 @@ def _table(found: _Attention) -> Table:
     if found.other_ns:
         rows.append(("scaling and masking", found.other_ns / 1e6, None, None, None))
     shapes = sorted({str(one) for one in found.scores})
-    notes = [_CONVENTION, "FLOP/byte: each element read once and written once; several kernels move more"]
-    notes += [f"scores: {', '.join(shapes[:3])}; {say_flops(scores)} in {len(found.scores)} products"] if shapes else []
+    notes = [_CONVENTION, "FLOP/byte: each element is read and written once; several kernels move more"]
+    notes += (
+        [f"scores: {', '.join(shapes[:3])}; {say_flops(scores)} in {count_noun(len(found.scores), 'GEMM')}"]
+        if shapes
+        else []
+    )
     return Table(
         title="Attention in forward, per step",
         columns=(
             Column(key="part", label="part"),
             Column(key="per_step_ms", label="time", kind="ms"),
             Column(key="flops", label="FLOP", kind="count"),
-            Column(key="flops_by_hand", label="FLOP, three an element", kind="count"),
+            Column(key="flops_by_hand", label="FLOP at three per element", kind="count"),
             Column(key="flop_per_byte", label="FLOP/byte", kind="number"),
         ),
         rows=tuple(rows),

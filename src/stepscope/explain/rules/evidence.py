@@ -1,8 +1,8 @@
-"""What the rules look at: one device's kernels of the recorded steps, the waits of the host, and what a change would
-gain.
+"""The input of the rules: the kernels of one device in the recorded steps, the CPU's waits, and what a change would
+save.
 
-A recording of several devices is judged by the one that worked most: they do the same, and a finding about one is a
-finding about all.
+In a recording of several devices, the rules use the busiest one: all devices do the same work, so a finding about one
+applies to all.
 """
 
 from dataclasses import dataclass, replace
@@ -21,29 +21,29 @@ from stepscope.explain.trace.roofline import operator_calls
 from stepscope.hardware import Hardware
 from stepscope.spec import Case, ModelShape
 
-# What good kernels reach of a data sheet's figures; on an H200: copies 4.28 of 4.8 TB/s, large products 700 to 790 of
-# 989 TFLOP/s in bf16, 50 of 67 in fp32, 350 to 400 of 495 in tf32.
+# The share of the data sheet's peak that good kernels reach. On an H200: copies 4.28 of 4.8 TB/s, large GEMMs 700 to
+# 790 of 989 TFLOP/s in bf16, 50 of 67 in fp32, 350 to 400 of 495 in tf32.
 BANDWIDTH_SHARE = 0.89
 PRODUCT_SHARE = 0.75
-# Of the host's time in forward and backward, what is left when they are compiled. Training: 42.3 ms became 20.6 in one
-# pair and 51 became 19 in another, 0.49 and 0.37: a third of the launches, each as slow as before, for guards and
-# autograd stay around them. Inference: 15.9 became 3.6. (The small model in bf16 on an H200.)
+# The share of CPU time in forward and backward that is left after compiling. Training: from 42.3 to 20.6 ms in one pair
+# and from 51 to 19 ms in another, 0.49 and 0.37: a third of the launches, each as slow as before, because guards and
+# autograd remain. Inference: from 15.9 to 3.6 ms. (The small model in bf16 on an H200.)
 COMPILED_TRAINING_HOST_SHARE, COMPILED_INFERENCE_HOST_SHARE = 0.45, 0.25
 WORTH_SAYING = 0.01  # of a step
-# Kernels: a replay takes 0.4 µs each, and there are about twenty. These are three steps of 24 layers. With one step the
-# host's pace was off by 40 % where the GPU is the limit; with 32 in place of 16 no saving changed by 1 %.
+# Kernels: a replay takes 0.4 µs each, and there are about 20 replays. This is three steps of 24 layers. With one step,
+# the CPU's speed was off by 40% in GPU-bound steps; with 32 steps instead of 16, no saving changed by 1%.
 MOST_REPLAYED = 20_000
 _SYNCHRONISE = r"(?i)(?:Stream|Device|Event|Ctx)Synchronize"
 _COPY_CALL = r"(?i)^(?:cuda|hip|cu)Memcpy"
 _LEAST_WAIT_NS = 10_000
-# A driver takes 1024 launches ahead of the device; then each launch waits for a kernel to end.
+# The driver queues up to 1024 launches; after that, each launch waits for a kernel to end.
 _FULL_QUEUE = 500
 POINTWISE = ("elementwise", "copy", "reduction", "softmax", "norm", "random", "index", "loss")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gain:
-    """Of one step: GPU time less, and step time less."""
+    """Savings per step: GPU time and step time."""
 
     gpu_ns: float
     step_ns: float
@@ -67,7 +67,7 @@ class StepEvidence:
 
     @cached_property
     def clock(self) -> Clock:
-        """Of the device and the steps that are looked at."""
+        """The clock of the device and the steps that the rules use."""
         times = pl.concat([frame.select("start_ns", "end_ns") for frame in (self.kernels, self._steps)])
         first, last = times["start_ns"].min(), times["end_ns"].max()
         assert isinstance(first, int)
@@ -107,9 +107,9 @@ class StepEvidence:
 
     @cached_property
     def kernels(self) -> pl.DataFrame:
-        """In the order of their start, with `row` and what their operator costs (flops, bytes, spread over its kernels
-        by time); `dtype` is the operator's where their name has none. Without warm-up and without what was launched
-        between steps; what was launched before the window is there."""
+        """The kernels sorted by start, with `row` and the cost of their operator (flops and bytes, split among its
+        kernels by time); `dtype` is the operator's if the name has none. Without warm-up steps and without kernels
+        launched between steps; kernels launched before the window are included."""
         kernels = self._on_device.filter(pl.col("phase").fill_null("") != "warm-up")
         if self._steps.height:
             kernels = kernels.filter(
@@ -135,9 +135,9 @@ class StepEvidence:
 
     @cached_property
     def waits(self) -> pl.DataFrame:
-        """The host's waits for the device, in the order of their end: `wait` (their row), start_ns, end_ns, op, phase,
-        step, `kind`, and `last`: whether nothing more was launched in its step. The kind is `call` for a call that
-        waits, and `queue` for a launch that had to wait for a place in the queue. Short calls waited for nothing."""
+        """The CPU's waits for the device, sorted by end: `wait` (their row), start_ns, end_ns, op, phase, step, `kind`,
+        and `last`: whether nothing more was launched in its step. The kind is `call` for a call that waits, and `queue`
+        for a launch that waited for a free slot in the queue. Short calls do not count as waits."""
         start, end = self.clock.window
         ops = self.profile.ops.filter((pl.col("end_ns") > start) & (pl.col("start_ns") < end))
         calls = self._waiting_calls()
@@ -158,7 +158,7 @@ class StepEvidence:
         lasting = pl.col("end_ns") - pl.col("start_ns") >= _LEAST_WAIT_NS
         inside = (pl.col("end_ns") > start) & (pl.col("start_ns") < end)
         ours = pl.col("process").is_in(process) | pl.lit(not process)
-        # Names last: a pattern over every call of a long recording takes longer than all the rest here.
+        # Match names last: a pattern over all calls of a long recording takes longer than everything else here.
         return self.profile.recording.launches.filter(lasting & inside & ours).filter(blocking)
 
     def _queued_launches(self) -> pl.DataFrame:
@@ -188,7 +188,7 @@ class StepEvidence:
         return self.replay.run(self.replay.unchanged(), host_scale=self.host_scale)
 
     def gain(self, change: Change) -> Gain:
-        """What a change of the whole recording gains in one step."""
+        """Return what a change of the whole recording saves per step."""
         before = self.replay.unchanged()
         gpu = float((before.duration_ns - np.where(change.removed, 0.0, change.duration_ns)).sum()) / self.num_steps
         after = self.replay.run(change, host_scale=self.host_scale)
@@ -196,7 +196,7 @@ class StepEvidence:
         return Gain(gpu_ns=gpu, step_ns=min(step, self.step_ns))
 
     def gain_without(self, waits: pl.DataFrame, removed: pl.DataFrame | None = None) -> Gain | None:
-        """The host does not wait there, and the kernels `removed` take no time; None where that is not worth saying."""
+        """Return the gain without these waits and with `removed` kernels taking no time, None if it is too small."""
         change = self.replay.unchanged()
         change.skipped_waits = set(waits["wait"].to_list())
         if removed is not None:
@@ -205,14 +205,14 @@ class StepEvidence:
         return gain if gain.step_ns >= WORTH_SAYING * self.step_ns else None
 
     def mark(self, kernels: pl.DataFrame) -> Bools:
-        """Which of all kernels these are."""
+        """Return a mask of these kernels among all kernels."""
         marked = np.zeros(self.kernels.height, dtype=np.bool_)
         marked[kernels["row"].to_numpy()] = True
         return marked
 
     def gain_of(self, new_ns: Floats, removed: Bools | None = None, *, host_share: Floats | None = None) -> Gain:
-        """Kernels take `new_ns` (by row); those `removed` are gone, and the host's time for them. Of the host's time
-        for the others `host_share` stays."""
+        """Return the gain if kernels take `new_ns` (by row), `removed` ones disappear together with their CPU time, and
+        `host_share` of the CPU time of the others remains."""
         change = self.replay.unchanged()
         change.duration_ns = np.minimum(new_ns, change.duration_ns)
         if host_share is not None:
@@ -223,8 +223,9 @@ class StepEvidence:
         return self.gain(change)
 
     def merged(self, groups: pl.DataFrame, *, host_share: Floats, after_all: bool = False) -> Gain:
-        """Kernels in `groups` (row, group, fused_ns: the group's new time) become one each, in the place of the group's
-        first or, where the host has to go through all of them before, last. Of the host's time `host_share` stays."""
+        """Return the gain if each group of kernels in `groups` (row, group, fused_ns: the group's new time) becomes one
+        kernel, at the position of the group's first or, with `after_all`, last kernel. `host_share` of the CPU time
+        remains."""
         change = self.replay.unchanged()
         keep: Literal["first", "last"] = "last" if after_all else "first"
         kept = groups.sort("row").unique("group", keep=keep, maintain_order=True)
@@ -236,14 +237,14 @@ class StepEvidence:
 
     @cached_property
     def compiled_host_share(self) -> Floats:
-        """Of the host's time before each launch, what compiling leaves. The optimizer is not compiled with the model,
-        and what keeps the host away for long is not launching."""
+        """The share of CPU time before each launch that remains after compiling. The optimizer is not compiled with the
+        model, and long stalls are not launch overhead."""
         phase = self.kernels["phase"].fill_null("")
         share = COMPILED_TRAINING_HOST_SHARE if (phase == "backward").any() else COMPILED_INFERENCE_HOST_SHARE
         return np.where((phase == "optimizer").to_numpy() | ~self.replay.is_launching, 1.0, share)
 
     def per_step(self, kernels: pl.DataFrame) -> float:
-        """Their time, of one step."""
+        """Return the time of these kernels per step."""
         return float(kernels["time_ns"].sum()) / self.num_steps
 
     @property
@@ -252,7 +253,7 @@ class StepEvidence:
 
 
 def _with_steps(waits: pl.DataFrame, steps: pl.DataFrame, kernels: pl.DataFrame) -> pl.DataFrame:
-    """Adds step and last."""
+    """Add step and last."""
     launches = kernels.filter(pl.col("launch_ns").is_not_null())
     if steps.height:
         ranges = steps.with_columns(process=pl.lit(0), thread=pl.lit(0))
@@ -269,10 +270,10 @@ def _with_steps(waits: pl.DataFrame, steps: pl.DataFrame, kernels: pl.DataFrame)
 
 
 def ms(time_ns: float) -> str:
-    """A time for people: `12.3 ms`, `45 µs`."""
+    """Return a readable time: `12.3 ms`, `45 µs`."""
     return f"{time_ns / 1e6:.3g} ms" if time_ns >= 1e5 else f"{time_ns / 1e3:.3g} µs"
 
 
 def often(count: float) -> str:
-    """How often in a step: `once`, `2.5 times`."""
+    """Return how often something happens: `once`, `2.5 times`."""
     return "once" if count == 1 else f"{count:,.3g} times"

@@ -1,17 +1,17 @@
-"""What if: the recording run again, with kernels that take less time or are not there.
+"""Replay a recording with kernels that are faster or gone, to estimate what a fix saves.
 
-Less GPU time is not a shorter step. Where the device waits for the host, a faster kernel only waits longer, and a
-kernel that is never launched saves the host's time instead. So a saving is not added up but replayed, by three rules: a
-kernel starts when the host has launched it and what it waited for on the device is done; the host goes on after each
-launch as fast as it did; where it waited for the device, it goes on when the device is done.
+Less GPU time does not mean a shorter step. If the device waits for the CPU, a faster kernel only waits longer, and a
+kernel that is never launched saves CPU time instead. Savings are therefore replayed, by three rules: a kernel starts
+when the CPU has launched it and the work it depends on is done; after each launch the CPU continues at its recorded
+speed; after a wait for the device it continues when the device is done.
 
-A kernel is taken to wait for the one before it on its stream and for the last one to end anywhere before it started:
-the recording does not say which events a stream waits for. Without changes the replay gives the recording's own times.
+A kernel is assumed to depend on the one before it on its stream, and on the last kernel anywhere that ended before it
+started: the recording does not show which events a stream waits for. Without changes the replay reproduces the recorded
+times.
 
-A recorder slows the host down and leaves the device as it is. Where the step was also timed without the recorder,
-the host's time between launches is scaled until the replay takes as long as that. Where the device was the limit, many
-paces of the host explain that time; the slowest usual one is taken, so that a step which becomes bound by the host is
-not promised to be shorter than it may be.
+A profiler slows the CPU down and leaves the device unchanged. If unprofiled steps were timed too, the CPU time between
+launches is scaled until the replay takes as long as those. In a GPU-bound step many CPU speeds explain that time; the
+replay uses the slowest usual one, so that it does not promise too much for a step that becomes CPU-bound.
 """
 
 import math
@@ -26,24 +26,23 @@ Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 Bools = NDArray[np.bool_]
 
-USUAL_LATENCY_NS = 5_000  # from the call to the start of its kernel on an idle device
-SHORT_GAP_NS = 1_000  # between two kernels of which the second was waiting
+USUAL_LATENCY_NS = 5_000  # from the launch call to the start of the kernel on an idle device
+SHORT_GAP_NS = 1_000  # between two kernels, if the second was already waiting
 NEVER = -1
-LONG_GAP_NS = 1_000_000  # a host that launches nothing for so long does something else than launching
+LONG_GAP_NS = 1_000_000  # a CPU that launches nothing for so long is not busy with launching
 _LAUNCH, _KERNEL, _WAIT = 0, 1, 2
 _FASTEST_SCALE = 0.3
-# The slow end of what a host needs without our recorder: 0.36 to 0.66 of its recorded time, in six recordings in which
-# the host was the limit (H200).
+# The slow end of the CPU's unprofiled time: 0.36 to 0.66 of its profiled time, in six CPU-bound recordings (H200).
 _USUAL_SCALE, _FLAT = 0.6, 0.98
-_HALVINGS = 6  # to 1 % of the recorded pace
-# Steps that the device limits, timed twice, differed by 0.2 and 0.3 % (H200); a replay is not taken to be that exact.
+_HALVINGS = 6  # to 1% of the recorded speed
+# GPU-bound steps, timed twice, differed by 0.2 and 0.3% (H200); a replay is less exact than that.
 _CLOSE = 1.01
 
 
 @dataclass(slots=True, kw_only=True)
 class Change:
-    """One entry a kernel: its new time, whether it is gone, and the share of the host's time before its launch that
-    stays. What goes may leave host time behind: a fused call costs the host more than one of the launches it replaces.
+    """One entry per kernel: its new time, whether it is removed, and the share of the CPU time before its launch that
+    remains. A removed kernel may leave CPU time behind: a fused call costs more than one of the launches it replaces.
     """
 
     duration_ns: Floats
@@ -54,7 +53,7 @@ class Change:
 
 @dataclass(frozen=True, kw_only=True)
 class Replay:
-    """`kernels` (start_ns, end_ns, stream, launch_ns) in the order of their start, `waits` in that of their end."""
+    """`kernels` (start_ns, end_ns, stream, launch_ns) sorted by start, `waits` sorted by end."""
 
     kernels: pl.DataFrame
     waits: pl.DataFrame
@@ -70,9 +69,9 @@ class Replay:
 
     @cached_property
     def launch(self) -> Ints:
-        """When the host asked for each kernel, `NEVER` where that is not known."""
+        """The launch time of each kernel, `NEVER` if unknown."""
         known = self.kernels["launch_ns"].fill_null(NEVER).to_numpy()
-        return np.where(known > self.start, NEVER, known)  # clocks that disagree say nothing
+        return np.where(known > self.start, NEVER, known)  # ignore clocks that disagree
 
     def unchanged(self) -> Change:
         return Change(
@@ -83,7 +82,7 @@ class Replay:
 
     @cached_property
     def waited_for(self) -> tuple[Ints, Ints]:
-        """Per kernel, the one before it on its stream and the last one to end before it; `NEVER` without one."""
+        """Per kernel: the one before it on its stream, and the last one that ended before it; `NEVER` without one."""
         before_on_stream = np.full(len(self.start), NEVER, np.int64)
         last: dict[int, int] = {}
         for row, stream in enumerate(self.kernels["stream"].to_list()):
@@ -92,7 +91,7 @@ class Replay:
         by_end = np.argsort(self.end, kind="stable")
         place = np.searchsorted(self.end[by_end], self.start, side="right") - 1
         ended = np.where(place >= 0, by_end[place], NEVER)
-        # What has no length may end at its own start.
+        # An empty kernel may end at its own start.
         return before_on_stream, np.where(ended < np.arange(len(ended)), ended, before_on_stream)
 
     @cached_property
@@ -102,13 +101,13 @@ class Replay:
 
     @cached_property
     def ready(self) -> Ints:
-        """When what each kernel waited for was done."""
+        """When the work that each kernel depends on was done."""
         both = [np.where(rows == NEVER, self.begin_ns, self.end[rows]) for rows in self.waited_for]
         return np.minimum(np.maximum(*both), self.start)
 
     @cached_property
     def starved(self) -> Bools:
-        """The kernels that started late because they were launched late."""
+        """The kernels that started late because of a late launch."""
         known = self.launch != NEVER
         late = known & (self.launch >= self.ready)
         latency = self.latency_ns
@@ -125,7 +124,7 @@ class Replay:
 
     @cached_property
     def is_launching(self) -> Bools:
-        """The kernels before whose launch the host did nothing for long but launch."""
+        """The kernels whose launch did not follow a long stall of the CPU."""
         order = np.argsort(self.launch, kind="stable")
         spent = np.diff(self.launch[order], prepend=self.begin_ns)
         result = np.zeros(len(order), dtype=np.bool_)
@@ -135,7 +134,7 @@ class Replay:
 
     @cached_property
     def delays(self) -> tuple[list[float], list[float]]:
-        """Per kernel: from its launch to its start, and from what it waited for to its start."""
+        """Per kernel: the delay from its launch to its start, and from the end of its dependencies to its start."""
         since_launch, since_ready = (self.start - self.launch).astype(float), (self.start - self.ready).astype(float)
         latency = np.where(self.starved, since_launch, np.minimum(since_launch, self.latency_ns))
         gap = np.where(self.starved, np.minimum(since_ready, SHORT_GAP_NS), since_ready)
@@ -143,7 +142,7 @@ class Replay:
 
     @cached_property
     def events(self) -> list[tuple[int, int, int]]:
-        """Everything in the order of time: (moment, kind, row)."""
+        """All events in order of time: (moment, kind, row)."""
         events = [(moment, _KERNEL, row) for row, moment in enumerate(self.start.tolist())]
         events += [(moment, _LAUNCH, row) for row, moment in enumerate(self.launch.tolist()) if moment != NEVER]
         events += [(moment, _WAIT, row) for row, moment in enumerate(self.waits["end_ns"].to_list())]
@@ -159,18 +158,18 @@ class Replay:
         return list(zip(starts.tolist(), ends.tolist(), rows.tolist(), strict=True))
 
     def run(self, change: Change, *, host_scale: float = 1.0) -> float:
-        """How long all of it takes, in nanoseconds."""
+        """Return the total time in nanoseconds."""
         begin = min(self.begin_ns, self.events[0][0])
         host = float(begin)
-        seen = float(begin)  # the host's clock in the recording
-        # A kernel without a known launch waits for none; the entry at `NEVER`, the last, stands for no kernel.
+        seen = float(begin)  # the CPU's clock in the recording
+        # A kernel without a known launch does not wait for one. The last entry, at `NEVER`, is for no kernel.
         launched = [-math.inf] * len(self.start)
         ended = [float(begin)] * (len(self.start) + 1)
         before, last_ended = self.waited_for_rows
         latency, gap = self.delays
         duration, removed = change.duration_ns.tolist(), change.removed.tolist()
         share = (change.host_share * host_scale).tolist()
-        # Comparisons in place of max(), here where all the time goes: 0.4 µs a kernel in place of 1.1.
+        # Comparisons instead of max(): 0.4 µs per kernel instead of 1.1 in this hot loop.
         for moment, kind, row in self.events:
             if kind == _KERNEL:
                 start, other = ended[before[row]], ended[last_ended[row]]
@@ -186,7 +185,7 @@ class Replay:
             elif kind == _LAUNCH:
                 if moment > seen:
                     spent = moment - seen
-                    # What kept the host away for milliseconds was not this kernel, and stays when it goes.
+                    # A stall of milliseconds is not due to this kernel and remains when it is removed.
                     host += spent * (host_scale if removed[row] and spent > LONG_GAP_NS else share[row])
                     seen = moment
                 launched[row] = host
@@ -202,16 +201,16 @@ class Replay:
         return max(host, max(ended)) - begin
 
     def calibrate(self, wanted_ns: float) -> float:
-        """The largest scale of the host's time, at most 1, at which the unchanged recording takes `wanted_ns`."""
+        """Return the largest scale of CPU time, at most 1, at which the unchanged recording takes `wanted_ns`."""
         change, most = self.unchanged(), wanted_ns * _CLOSE
         if self.run(change) <= most:
             return 1.0
         if self.run(change, host_scale=_FASTEST_SCALE) > most:
-            return _USUAL_SCALE  # the device itself was slower: the host's share cannot be told
+            return _USUAL_SCALE  # the device itself was slower: the CPU's share is unknown
         low, high = _FASTEST_SCALE, 1.0
         for _ in range(_HALVINGS):
             middle = (low + high) / 2
             low, high = (middle, high) if self.run(change, host_scale=middle) <= most else (low, middle)
         if low > _USUAL_SCALE and self.run(change, host_scale=_USUAL_SCALE) >= wanted_ns * _FLAT:
-            return _USUAL_SCALE  # the host hardly matters to the step's time, which so says nothing about the host
+            return _USUAL_SCALE  # the step time hardly depends on the CPU, so it says nothing about its speed
         return low

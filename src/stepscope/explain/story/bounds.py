@@ -1,9 +1,9 @@
-"""What a step's time is bound by: the host, communication, arithmetic, memory traffic, or, where limits are not known,
-the class of kernels that takes most.
+"""What limits a step: the CPU, communication, compute, memory bandwidth or, if the device's limits are unknown, the
+kernel class that takes the most time.
 
-Shares are of the step's wall time, and the largest names the bound. An operator is bound by whichever of its FLOPs and
-its bytes needs longer at the device's limit (`trace.roofline`); that is known for those whose shapes were recorded.
-Where it is not known for most of the kernels' time, nothing is said of limits.
+Shares are of the step's wall time, and the largest one names the bound. An operator is bound by its FLOPs or its bytes,
+whichever needs longer at the device's limit (`trace.roofline`); this is known for operators whose shapes were recorded.
+If it is unknown for most of the kernel time, no limit is named.
 """
 
 from collections import Counter
@@ -20,14 +20,13 @@ from stepscope.explain.trace.roofline import roofline
 from stepscope.units import say_percent
 
 Limit = Literal["host", "idle", "communication", "compute", "memory", "launch", "class"]
-_KNOWN_ENOUGH = 0.5  # of the kernels' time, to speak of limits
-_HOST_ENOUGH = 0.5  # of the idle time, to blame the host for it
-WORTH_A_WORD = 0.2  # of the step, for idle time that is not the bound
+_KNOWN_ENOUGH = 0.5  # of the kernel time, to name a limit
+_HOST_ENOUGH = 0.5  # of the idle time, to call the step CPU-bound
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepBound:
-    """`share` is of the step's wall time, or of the kernels' time where `is_of_kernels`."""
+    """`share` is of the step's wall time, or of the kernel time if `is_of_kernels`."""
 
     limit: Limit
     share: float
@@ -36,30 +35,30 @@ class StepBound:
 
     @property
     def label(self) -> str:
-        """In two or three words, for a fact."""
+        """One or two words, for a tile."""
         match self.limit:
             case "host":
-                return "the host"
+                return "CPU"
             case "idle":
                 return "idle time"
             case "communication":
                 return "communication"
             case "compute":
-                return "arithmetic"
+                return "compute"
             case "memory":
-                return "memory traffic"
+                return "memory bandwidth"
             case "launch":
-                return "kernels too small"
+                return "launch latency"
             case "class":
                 return name_class(self.kernel_class)
 
 
 @dataclass(frozen=True)
 class Shares:
-    """Where a step's wall time goes, as far as it matters for what bounds it."""
+    """The shares of a step's wall time that decide its bound."""
 
     profile: Profile
-    step_ns: float  # the wall time that shares are of
+    step_ns: float  # the wall time that shares refer to
 
     @property
     def idle(self) -> float:
@@ -67,25 +66,25 @@ class Shares:
 
     @cached_property
     def waits_for_host(self) -> bool:
-        """Whether most of the idle time ends with a launch that came late."""
+        """Whether most of the idle time ends with a late kernel launch."""
         gaps = find_gaps(self.profile)
         late = gaps.filter(pl.col("cause").is_in([HOST_LATE, SYNCHRONISING, BETWEEN_STEPS]))
         return int(late["time_ns"].sum()) > _HOST_ENOUGH * int(gaps["time_ns"].sum())
 
     @cached_property
     def communication(self) -> float:
-        """Communication that runs alone, mean over devices."""
+        """Exposed communication, mean over devices."""
         exposed = sum(one.whole.communication_exposed_ns for one in self.profile.devices)
         return min(1.0, exposed / self._wall_ns)
 
     @property
     def _wall_ns(self) -> float:
-        """Of all devices together."""
+        """Summed over all devices."""
         return max(1.0, self.step_ns * self.profile.steps_in_window * len(self.profile.devices))
 
     @cached_property
     def limits(self) -> dict[str, float]:
-        """Of the kernels' time: compute, memory, launch; what is missing from one is not known."""
+        """Shares of the kernel time by limit: compute, memory, launch. What they leave of 1 is unknown."""
         frame = roofline(self.profile).filter(pl.col("bound") != "unknown")
         sums = frame.group_by("bound").agg(pl.col("time_ns").sum()).iter_rows()
         return {bound: time / max(1, self.profile.gpu_time_ns) for bound, time in sums}
@@ -105,8 +104,8 @@ class Shares:
         return bound
 
     def _find_class(self) -> StepBound:
-        """The class that takes most, by the time in which it runs alone; by its kernels' time where wall time means
-        nothing."""
+        """The class that takes most, by the time in which it runs alone, or by its kernel time if there is no usable
+        wall time."""
         if not self.profile.has_gaps:
             row = self.profile.time_by("class").row(0, named=True)
             return StepBound(limit="class", share=row["share"], kernel_class=row["class"], is_of_kernels=True)
@@ -117,28 +116,24 @@ class Shares:
         return StepBound(limit="class", share=min(1.0, time / self._wall_ns), kernel_class=name)
 
     def say_bound(self) -> str:
-        """A clause after `takes 60.9 ms;`: what `it` is spent on."""
+        """A clause that follows `38 ms per training step; `."""
         bound, profile = self.bound, self.profile
         share = say_percent(bound.share)
         match bound.limit:
             case "host":
-                return f"the GPU waits for the host {share} of it"
+                return f"the GPU is idle {share} of the time, waiting for the CPU"
             case "idle":
-                return f"the GPU is idle {share} of it"
+                return f"the GPU is idle {share} of the time"
             case "communication":
-                said = f"communication that nothing hides takes {share} of it"
+                return f"exposed communication takes {share} of it"
             case "compute":
-                said = f"{share} of it goes to operators bound by arithmetic"
+                return f"compute-bound operators take {share} of it"
             case "memory":
-                said = f"{share} of it goes to operators bound by memory traffic"
+                return f"memory-bound operators take {share} of it"
             case "launch":
-                said = f"{share} of it goes to kernels too small to fill the GPU"
+                return f"kernels too small to fill the GPU take {share} of it"
             case "class" if bound.is_of_kernels:
-                what = "operators'" if profile.on_cpu else "kernels'"
-                said = f"{say_class_takes(bound.kernel_class)} {share} of the {what} time"
+                what = "operator" if profile.on_cpu else "kernel"
+                return f"{say_class_takes(bound.kernel_class)} {share} of the {what} time"
             case "class":
-                said = f"{say_class_takes(bound.kernel_class)} {share} of it"
-        if self.idle < WORTH_A_WORD:
-            return said
-        waits = "waits for the host" if self.waits_for_host else "is idle"
-        return f"{said}, the GPU {waits} {say_percent(self.idle)}"
+                return f"{say_class_takes(bound.kernel_class)} {share} of it"

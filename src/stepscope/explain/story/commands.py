@@ -7,7 +7,7 @@ from stepscope.spec import RUN_SETTINGS, Case, Workload, flag_of
 
 
 def find_case(materials: Materials) -> Case | None:
-    """What ran, from whatever says so."""
+    """The case that ran, from the first part of the run that has one."""
     if materials.bench:
         return materials.bench[0].case
     for one in (materials.profile, materials.memory):
@@ -17,7 +17,7 @@ def find_case(materials: Materials) -> Case | None:
 
 
 def find_strangers(materials: Materials) -> dict[str, Case]:
-    """Recordings that are of another case than the run, by what they hold: people may put any files together."""
+    """The cases of recordings that do not belong to the run, by kind: users can combine any files."""
     run = find_case(materials)
     cases = {
         name: one.recording.manifest.case
@@ -28,7 +28,7 @@ def find_strangers(materials: Materials) -> dict[str, Case]:
 
 
 def add_settings(command: str, workload: Workload) -> str:
-    """A command, or several after one another, with the settings of a workload that it does not name itself."""
+    """A command, or several joined with `&&`, plus the workload settings that it does not set itself."""
     return " && ".join(_add_settings(one, workload) for one in command.split(" && "))
 
 
@@ -41,12 +41,12 @@ def _add_settings(command: str, workload: Workload) -> str:
 
 
 def list_commands(materials: Materials) -> tuple[Copyable, ...]:
-    """What was typed, each once: for the whole report first, then for its parts."""
+    """The commands that made the report, each once: that of the whole report first, then those of its parts."""
     manifests = [one.recording.manifest for one in (materials.profile, materials.memory) if one is not None]
     typed = [("this report", materials.command)]
-    typed += [("the timing", row.command) for row in materials.bench[:1]]
-    typed += [("the memory" if one.memory else "the recording", one.command) for one in manifests]
-    typed += [("the precisions", materials.precision.command)] if materials.precision else []
+    typed += [("timing", row.command) for row in materials.bench[:1]]
+    typed += [("memory" if one.memory else "profile", one.command) for one in manifests]
+    typed += [("precision", materials.precision.command)] if materials.precision else []
     typed += [("attention", row.command) for row in materials.attention[:1]]
     texts: dict[str, str] = {}
     for label, text in typed:

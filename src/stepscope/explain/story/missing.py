@@ -1,19 +1,41 @@
-"""What to say where a stage is missing: what would stand there, why it does not, and the command that brings it."""
+"""What was not measured: why, and the command that measures it. A page lists all of it in one section near its end."""
 
+from collections.abc import Sequence
 from typing import Literal
 
+import msgspec
+
 from stepscope.explain.commands import write_command
+from stepscope.explain.questions.answers import say_list
 from stepscope.explain.story.commands import find_case
 from stepscope.explain.story.sources import Materials
-from stepscope.findings import STAGES, Missing
+from stepscope.findings import STAGES, Missing, Section
 from stepscope.spec import Case, for_precisions
 
 Stage = Literal["profile", "memory", "precision", "attention"]
-_OWN = "--model my_model:build"  # how a model of one's own is named
+NOT_MEASURED = "not-measured"  # the key of the section
+_LAST = "environment"
+_OWN = "--model my_model:build"  # stands for the user's own model
+
+
+def gather_missing(sections: Sequence[Section]) -> tuple[Section, ...]:
+    """The sections that have something to show, and before the last one a section that lists what none of them has.
+    Parts that one command measures share a line."""
+    reasons: dict[tuple[str, str], list[str]] = {}
+    for section in sections:
+        for one in section.missing:
+            whats = reasons.setdefault((one.why, one.command), [])
+            whats += [one.what] if one.what not in whats else []
+    lines = tuple(Missing(what=say_list(whats), why=why, command=command) for (why, command), whats in reasons.items())
+    shown = [msgspec.structs.replace(one, missing=()) for one in sections if one.exhibits or one.lead]
+    listed = [Section(key=NOT_MEASURED, title="Not measured", missing=lines)] if lines else []
+    place = next((at for at, one in enumerate(shown) if one.key == _LAST), len(shown))
+    return (*shown[:place], *listed, *shown[place:])
 
 
 def explain_absence(materials: Materials, stage: Stage, what: str = "") -> Missing:
-    """As `absent` has it; else by what there is instead. `what` is the part of a stage that would stand there."""
+    """Why a stage is missing: the reason in `absent`, or what the files show. `what` is the missing part of the
+    stage."""
     found = materials.absent.get(stage)
     if found is not None:
         return Missing(what=what, why=found.why, command=found.command) if what else found
@@ -23,21 +45,22 @@ def explain_absence(materials: Materials, stage: Stage, what: str = "") -> Missi
 def _why(materials: Materials, stage: Stage) -> str:
     if materials.is_partial:
         return "the run was interrupted before this stage"
-    has = [
-        name
-        for name, one in (("kernels", materials.profile), ("memory", materials.memory))
-        if one is not None and one.recording.manifest.case is None
-    ]
-    if has and stage in ("profile", "memory"):
-        other = "no kernels" if stage == "profile" else "no memory"
-        return f"the file holds {has[0]} and {other}" if stage == "profile" else f"the file holds {other}"
-    if has:
-        return "the file does not hold the model, which would have to run again"
-    return "this stage was not run"
+    is_foreign = any(
+        one is not None and one.recording.manifest.case is None for one in (materials.profile, materials.memory)
+    )
+    if not is_foreign:
+        return "this stage was not run"
+    match stage:
+        case "profile":
+            return "this file has no kernel trace"
+        case "memory":
+            return "this file has no memory history"
+        case _:
+            return "this needs the model itself, which the file does not include"
 
 
 def command_for(materials: Materials, stage: Stage) -> str:
-    """For a run of ours the whole command; else the one for a model of one's own, or what PyTorch has."""
+    """The complete command for a run of stepscope; for a foreign file, a command for the user's own model."""
     case = find_case(materials)
     if case is not None:
         return _command_of(case, stage)

@@ -1,4 +1,4 @@
-"""The first screen: what ran, the step in one sentence, and the few numbers that matter."""
+"""The first screen: what ran, the headline, and the few numbers that matter."""
 
 from dataclasses import dataclass
 from functools import cached_property
@@ -6,25 +6,31 @@ from functools import cached_property
 from stepscope.explain.experiments.bench_tables import mfu_of, step_ms, tokens_per_s
 from stepscope.explain.experiments.cases import say_extras
 from stepscope.explain.memory import MemoryProfile
+from stepscope.explain.model_names import describe_model, name_model
 from stepscope.explain.questions.answers import say_list
 from stepscope.explain.statistics import Statistics
 from stepscope.explain.story.bounds import Shares
 from stepscope.explain.story.commands import find_case, find_strangers
-from stepscope.explain.story.phrases import find_torch, name_model, name_step, say_started, with_article
+from stepscope.explain.story.phrases import name_step, say_started
 from stepscope.explain.story.sections.environment_facts import find_environment
 from stepscope.explain.story.sources import Materials
 from stepscope.explain.trace.roofline import measure_use
+from stepscope.explain.trace.run_labels import find_torch
 from stepscope.findings import Fact
 from stepscope.recording.rows.bench import BenchRow
-from stepscope.spec import Case, ModelShape
-from stepscope.units import say_percent, say_size, say_time
+from stepscope.spec import Case, HuggingFace, ModelShape
+from stepscope.units import clip, count_noun, say_percent, say_size, say_time
 
 _MS = 1e6
+MOST_HEADLINE = 150  # characters: two lines of a page
+_MOST_TITLE = 90
+SEPARATOR = " · "  # of the parts of a subtitle
+_MOST_FILE, _MOST_DEVICE = 60, 30  # characters of their names
 
 
 @dataclass(frozen=True)
 class Opening:
-    """The headline figures of one run. None is what is not known."""
+    """The headline figures of one run; None if unknown."""
 
     materials: Materials
 
@@ -34,12 +40,12 @@ class Opening:
 
     @cached_property
     def row(self) -> BenchRow | None:
-        """The timed row that the page's step is taken from."""
+        """The timed row that gives the page's step time."""
         return self.materials.row
 
     @property
     def shares(self) -> Shares | None:
-        """Of the page's step; of the whole recording where there is no step. A profile of another run has none here."""
+        """Shares of the page's step, or of the whole recording if it marks no steps. None for another run's profile."""
         materials = self.materials
         return materials.shares if materials.is_profile_of_step or materials.step_ns is None else None
 
@@ -61,8 +67,23 @@ class Opening:
         return memory.peak_bytes
 
     @cached_property
+    def parameters(self) -> int | None:
+        rows = [row.measurement.parameters for row in self.materials.bench if row.measurement is not None]
+        recorded = (self.materials.profile, self.materials.memory)
+        counts = [one.recording.manifest.parameters for one in recorded if one is not None]
+        return next((count for count in (*rows, *counts) if count), None)
+
+    @cached_property
+    def layers(self) -> int | None:
+        """The layers that the kernels of a `transformers` model ran in. Other models may number anything."""
+        profile = self.materials.profile
+        if profile is None or self.case is None or not isinstance(self.case.workload.model, HuggingFace):
+            return None
+        return profile.kernels["layer"].drop_nulls().n_unique() or None
+
+    @cached_property
     def mfu(self) -> tuple[float, str] | None:
-        """The share of the peak, and the precision whose peak it is."""
+        """The share of the peak, and the precision of that peak."""
         if self.row is not None:
             share = mfu_of(self.row)
             return (share, self.row.case.workload.precision) if share is not None else None
@@ -77,13 +98,14 @@ class Opening:
 def title_of(materials: Materials) -> str:
     case = find_case(materials)
     if case is None:
-        return materials.name
+        return clip(materials.name, _MOST_TITLE)
     workload = case.workload
-    return ", ".join((f"{workload.model.name}: {name_step(workload)}", workload.precision, *say_extras(workload)))
+    words = (f"{name_model(workload.model)}: {name_step(workload)}", workload.precision, *say_extras(workload))
+    return clip(", ".join(words), _MOST_TITLE)
 
 
 def subtitle_of(materials: Materials) -> str:
-    """The device, PyTorch's version and when it ran, as far as they are known."""
+    """The device, the PyTorch version and the start time, as far as they are known."""
     device, torch, started = "", "", ""
     for one in (materials.profile, materials.memory):
         if one is not None:
@@ -99,93 +121,93 @@ def subtitle_of(materials: Materials) -> str:
         started = started or row.started
     started = started or (materials.precision.started if materials.precision else "")
     words = [device, f"PyTorch {torch}" if torch else "", say_started(started)]
-    return " · ".join(word for word in words if word)
+    return SEPARATOR.join(word for word in words if word)
 
 
-# --- The sentence -----------------------------------------------------------------------------------------------------
+# --- The headline -----------------------------------------------------------------------------------------------------
 
 
 def say_run(opening: Opening) -> str:
-    """The run in one sentence, of what is known and nothing else."""
+    """The model, its step time and the one thing that matters, in at most `MOST_HEADLINE` characters."""
+    said = say_what_matters(opening)
+    for name in _name_run(opening):
+        if len(f"{name}: {said}.") <= MOST_HEADLINE:
+            return f"{name}: {said}."
+    return f"{clip(said[0].upper() + said[1:], MOST_HEADLINE - 1)}."
+
+
+def _name_run(opening: Opening) -> tuple[str, ...]:
+    """Names for the run, the longest first."""
+    if opening.case is None:
+        return (clip(opening.materials.name, _MOST_FILE),)
+    model = opening.case.workload.model
+    return describe_model(model, parameters=opening.parameters, layers=opening.layers), name_model(model)
+
+
+def say_what_matters(opening: Opening) -> str:
+    """The headline without the model."""
     materials = opening.materials
     failed = _say_failure(materials)
     if failed:
         return failed
     if opening.step_ns is not None:
-        return _say_step(opening, opening.step_ns)
+        step = f"{say_time(opening.step_ns)} per {_name_step(opening)}"
+        if opening.shares is not None:
+            return f"{step}; {opening.shares.say_bound()}"
+        return f"{step} at {say_percent(opening.mfu[0])} MFU" if opening.mfu else step
     if opening.shares is not None:
-        return _say_stretch(materials.name, opening.shares)
+        return _say_stretch(opening.shares)
     if materials.memory is not None:
-        return _say_memory(opening, materials.memory)
+        return f"peak memory {say_peak(materials.memory)}"
     if materials.precision is not None:
         runs = [run.precision for run in materials.precision.comparison.runs]
-        where = materials.precision.environment.driver_name
-        return (
-            f"{name_model(materials.precision.case)} in {say_list(runs)} against float64 on {where}; no step was timed."
-        )
+        where = clip(materials.precision.environment.driver_name, _MOST_DEVICE)
+        return f"{say_list(runs)} compared with float64 on {where}; no step was timed"
     if materials.attention:
-        cases, where = len(materials.attention), materials.attention[0].environment.driver_name
-        return f"{cases:,} case{'s' * (cases != 1)} of attention alone on {where}; no step was timed."
-    return f"Nothing was recorded of {materials.name}."
+        where = clip(materials.attention[0].environment.driver_name, _MOST_DEVICE)
+        return f"{count_noun(len(materials.attention), 'attention case')} on {where}; no step was timed"
+    return "nothing was measured"
 
 
 def _say_failure(materials: Materials) -> str:
     if not materials.bench or materials.bench[0].measurement is not None:
         return ""
     row = materials.bench[0]
-    what = f"{with_article(name_step(row.case.workload))} of {name_model(row.case)}"
-    how = "does not fit into memory" if row.status == "oom" else f"did not come to an end ({row.status})"
-    return f"{what} {how} on {row.environment.driver_name}."
-
-
-def _say_step(opening: Opening, step_ns: float) -> str:
-    what = _name_step(opening)
-    memory = f" and {say_size(opening.peak_bytes)}" if opening.peak_bytes else ""
-    said = opening.shares.say_bound() if opening.shares else ""
-    if opening.mfu is not None:
-        share, precision = opening.mfu
-        subject = ", which" if said.endswith("arithmetic") else f"{', and ' if said else ''}arithmetic"
-        said += f"{subject} reaches {say_percent(share)} of the {precision} peak"
-    return f"{what} takes {say_time(step_ns)}{memory}{f'; {said}' if said else ''}."
+    where = clip(row.environment.driver_name, _MOST_DEVICE)
+    if row.status == "oom":
+        return f"out of memory on {where}"
+    return f"the {name_step(row.case.workload)} failed on {where} ({row.status})"
 
 
 def _name_step(opening: Opening) -> str:
     if opening.case is not None:
-        return f"{with_article(name_step(opening.case.workload))} of {name_model(opening.case)}"
+        return name_step(opening.case.workload)
     profile = opening.materials.profile
-    assert profile is not None, "a run without a case has a step's time from its profile alone"
-    trains = (profile.kernels["phase"] == "backward").any()
-    return f"A {'training step' if trains else 'step'} of {opening.materials.name}"
+    assert profile is not None, "without a case, the step time comes from the profile"
+    return "training step" if (profile.kernels["phase"] == "backward").any() else "step"
 
 
-def _say_stretch(name: str, shares: Shares) -> str:
-    """Of a recording that marks no steps."""
+def _say_stretch(shares: Shares) -> str:
+    """For a recording without marked steps."""
     profile = shares.profile
     if profile.is_serialized:
-        what = f"{profile.kernels.height:,} kernels take {say_time(profile.gpu_time_ns)}"
-        return f"{name}: {what} one after another under Nsight Compute; {shares.say_bound()}."
-    what = "operators" if profile.on_cpu else "kernels"
-    said = shares.say_bound()
-    return f"{name} marks no steps: {profile.kernels.height:,} {what} in {say_time(profile.wall_ns)}; {said}."
-
-
-def _say_memory(opening: Opening, memory: MemoryProfile) -> str:
-    if opening.case is not None:
-        what = f"{with_article(name_step(opening.case.workload))} of {name_model(opening.case)}"
+        count = count_noun(profile.kernels.height, "kernel")
+        took = f"{count}, {say_time(profile.gpu_time_ns)} in total, run one at a time by Nsight Compute"
     else:
-        what = opening.materials.name
-    return f"{what} holds {say_peak(memory)}; how long a step takes is not recorded."
+        count = count_noun(profile.kernels.height, "operator" if profile.on_cpu else "kernel")
+        took = f"{count} in {say_time(profile.wall_ns)}, no steps marked"
+    return f"{took}; {shares.say_bound()}"
 
 
 def say_peak(memory: MemoryProfile) -> str:
-    """`2.77 GiB at its peak, first in backward of step 2, 48% of it activations`."""
+    """Return `2.77 GiB, first reached in backward of step 2, 48% of it activations`."""
     summary = memory.summary
     step = f" of step {summary.peak_step + 1}" if summary.peak_step is not None else ""
     first = "first " if step else ""
-    where = f", {first}in {summary.peak_phase}{step}" if summary.peak_phase else ""
+    where = f", {first}reached in {summary.peak_phase}{step}" if summary.peak_phase else ""
     largest = max(summary.categories, key=lambda one: one.bytes)
     share = largest.bytes / summary.peak_bytes if summary.peak_bytes else 0.0
-    return f"{say_size(summary.peak_bytes)} at its peak{where}, {say_percent(share)} of it {largest.category}"
+    return f"{say_size(summary.peak_bytes)}{where}, {say_percent(share)} of it {largest.category}"
 
 
 # --- Facts ------------------------------------------------------------------------------------------------------------
@@ -200,17 +222,17 @@ def _step(opening: Opening) -> Fact | None:
     if opening.timed is not None and opening.row and opening.row.measurement:
         steps = len(opening.row.measurement.step_ns)
         low, high = (say_time(value * _MS) for value in (opening.timed.p20, opening.timed.p80))
-        note = f"median of {steps} steps; middle 60%: {low} to {high}" if steps > 1 else "one step"
-        return Fact(key="step", label="step", value=opening.timed.median, kind="ms", note=note)
+        note = f"median of {steps} steps; p20 to p80: {low} to {high}" if steps > 1 else "one step"
+        return Fact(key="step", label="step time", value=opening.timed.median, kind="ms", note=note)
     profile = opening.materials.profile
     if profile is None:
         return None
     if opening.step_ns is None:
-        note = "kernels one after another" if profile.is_serialized else "the whole recording: it marks no steps"
-        return Fact(key="step", label="recorded", value=profile.wall_ns / _MS, kind="ms", note=note)
-    recorded = f"mean of {profile.num_steps} steps" if profile.num_steps > 1 else "one step"
-    note = f"{recorded}, while recorded" if profile.clock.is_recorded else "median without the recorder"
-    return Fact(key="step", label="step", value=opening.step_ns / _MS, kind="ms", note=note)
+        note = "kernels run one at a time" if profile.is_serialized else "no steps marked"
+        return Fact(key="step", label="trace length", value=profile.wall_ns / _MS, kind="ms", note=note)
+    profiled = f"mean of {profile.num_steps} profiled steps" if profile.num_steps > 1 else "one profiled step"
+    note = profiled if profile.clock.is_recorded else "median of unprofiled steps"
+    return Fact(key="step", label="step time", value=opening.step_ns / _MS, kind="ms", note=note)
 
 
 def _memory(opening: Opening) -> Fact | None:
@@ -219,11 +241,11 @@ def _memory(opening: Opening) -> Fact | None:
     memory, row = opening.materials.memory, opening.materials.timed_row
     if memory is not None and memory.peak_bytes == opening.peak_bytes:
         _, phase = memory.place_of(memory.peak_event)
-        note = f"allocated at the peak, in {phase}" if phase else "allocated at the peak"
+        note = f"allocated, in {phase}" if phase else "allocated"
     else:
         of_process = row is not None and row.measurement is not None and row.measurement.peak_kind == "rss above start"
-        note = "of the process, above its start" if of_process else "allocated at the peak"
-    return Fact(key="memory", label="memory", value=opening.peak_bytes, kind="bytes", note=note)
+        note = "of the process, above its start" if of_process else "allocated"
+    return Fact(key="memory", label="peak memory", value=opening.peak_bytes, kind="bytes", note=note)
 
 
 def _bound(opening: Opening) -> Fact | None:
@@ -231,10 +253,10 @@ def _bound(opening: Opening) -> Fact | None:
         return None
     bound = opening.shares.bound
     if bound.is_of_kernels:
-        of = "the operators' time" if opening.shares.profile.on_cpu else "the kernels' time"
+        of = "the operator time" if opening.shares.profile.on_cpu else "the kernel time"
     else:
-        of = "the recording" if opening.step_ns is None else "the step"
-    label = "most time" if bound.limit == "class" else "bound by"
+        of = "the trace" if opening.step_ns is None else "the step"
+    label = "most time in" if bound.limit == "class" else "bound by"
     return Fact(key="bound", label=label, value=bound.label, note=f"{say_percent(bound.share)} of {of}")
 
 
@@ -242,15 +264,15 @@ def _mfu(opening: Opening) -> Fact | None:
     if opening.mfu is None:
         return None
     share, precision = opening.mfu
-    return Fact(key="mfu", label="MFU", value=share, kind="share", note=f"arithmetic, of the {precision} peak")
+    return Fact(key="mfu", label="MFU", value=share, kind="share", note=f"of the {precision} peak")
 
 
 def _busy(opening: Opening) -> Fact | None:
     shares = opening.shares
     if shares is None or not shares.profile.has_gaps:
         return None
-    what = "some kernel runs" if opening.step_ns is None else "of the step some kernel runs"
-    return Fact(key="busy", label="GPU busy", value=1 - shares.idle, kind="share", note=what)
+    note = "of the trace" if opening.step_ns is None else "of the step"
+    return Fact(key="busy", label="GPU busy", value=1 - shares.idle, kind="share", note=note)
 
 
 def _tokens(opening: Opening) -> Fact | None:
@@ -263,8 +285,8 @@ def _tokens(opening: Opening) -> Fact | None:
         return None
     return Fact(
         key="tokens",
-        label="tokens a second",
+        label="tokens per second",
         value=rate,
         kind="count",
-        note=f"{case.workload.tokens:,} a step",
+        note=f"{case.workload.tokens:,} per step",
     )

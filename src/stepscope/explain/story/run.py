@@ -1,6 +1,6 @@
-"""One run as a report: the opening, what to do, how sound it is, and a section for each thing there is to show.
+"""One run as a report: the headline, what to do, the measurement quality, and a section per topic.
 
-A section is made of `Materials` alone, whatever else is there: a comparison puts those of two runs beside each other.
+A section depends on nothing but its `Materials`, so a comparison can put those of two runs side by side.
 """
 
 from collections.abc import Callable, Sequence
@@ -13,7 +13,7 @@ from stepscope.explain.memory.answers import answer_memory
 from stepscope.explain.questions import Answer, answer
 from stepscope.explain.rules import RULES, find_once
 from stepscope.explain.story.commands import add_settings, find_case, list_commands
-from stepscope.explain.story.missing import explain_absence
+from stepscope.explain.story.missing import explain_absence, gather_missing
 from stepscope.explain.story.opening import Opening, list_facts, say_run, subtitle_of, title_of
 from stepscope.explain.story.phrases import shorten
 from stepscope.explain.story.sections.environment_facts import show_environment
@@ -25,33 +25,34 @@ from stepscope.explain.story.sources import Materials
 from stepscope.explain.trace.profile import Profile
 from stepscope.findings import Advice, Copyable, Exhibit, Finding, Question, Questions, Report, Section
 from stepscope.spec import Case, ModelShape
+from stepscope.units import count_noun
 
 # --- Questions --------------------------------------------------------------------------------------------------------
 
 
 _EVIDENCE_ROWS = 20
-_OF_NO_RUN = ("by-hand",)  # an exercise with sizes of its own
+_OF_NO_RUN = ("by-hand",)  # an exercise with its own sizes
 
 
 def answer_questions(materials: Materials) -> Section:
     key, title = "questions", "Questions"
     asked: list[tuple[str, str, tuple[Answer, ...]]] = []
     if materials.profile is not None:
-        asked.append(("questions-time", "About time", answer([materials.profile])))
+        asked.append(("questions-time", "Time", answer([materials.profile])))
     if materials.memory is not None:
         of_this_run = tuple(one for one in answer_memory(materials.memory) if one.key not in _OF_NO_RUN)
-        asked.append(("questions-memory", "About memory", of_this_run))
+        asked.append(("questions-memory", "Memory", of_this_run))
     if not asked:
         return Section(
             key=key,
             title=title,
-            missing=(explain_absence(materials, "profile", "answers to what people ask of a step"),),
+            missing=(explain_absence(materials, "profile", "questions and answers"),),
         )
     answers = [one for _, _, found in asked for one in found]
     answered = sum(one.status == "answered" for one in answers)
     rest = len(answers) - answered
-    needs = "1 needs another recording, and names it" if rest == 1 else f"{rest} need another recording, and name it"
-    lead = f"{answered} of {len(answers)} questions are answered{f'; {needs}' if rest else ''}."
+    needs = f"; {rest} {'needs' if rest == 1 else 'need'} another recording" if rest else ""
+    lead = f"{answered} of {count_noun(len(answers), 'question')} answered{needs}."
     case = find_case(materials)
     exhibits = tuple(
         Exhibit(key=name, part=Questions(title=heading, questions=_write(found, case)))
@@ -76,7 +77,7 @@ def _write(answers: Sequence[Answer], case: Case | None) -> tuple[Question, ...]
 
 # --- The page ---------------------------------------------------------------------------------------------------------
 
-# In the order of the page. `ranks` is there for several of them only.
+# In the order of the page. Only a run with several ranks has `ranks`.
 SECTIONS: dict[str, Callable[[Materials], Section]] = {
     "timeline": show_timeline,
     "time": show_time,
@@ -101,7 +102,7 @@ def tell(materials: Materials) -> Report:
         facts=list_facts(opening),
         advice=list_advice(materials),
         soundness=judge(opening),
-        sections=tuple(show(materials) for show in shown),
+        sections=gather_missing([show(materials) for show in shown]),
         commands=list_commands(materials),
         version=__version__,
         is_partial=materials.is_partial,
@@ -128,7 +129,7 @@ def list_advice(materials: Materials) -> tuple[Advice, ...] | None:
 
 
 def _share_of(finding: Finding, step_ns: float) -> Finding:
-    """With its saving as a share of the page's step: rules go by the profile's clock."""
+    """The finding with its saving as a share of the page's step; rules use the profile's clock."""
     if finding.saving_ns is None:
         return finding
     return msgspec.structs.replace(finding, share=min(1.0, finding.saving_ns / max(1.0, step_ns)))

@@ -1,7 +1,7 @@
-"""How far the figures can be trusted: what was seen while they were taken, and what is known of their circumstances.
+"""Measurement quality: whether anything disturbed the measurement, and what is known about its circumstances.
 
-A doubt is a reason why a figure may be off. That a GPU waits for its host is none: it is what the step is like, and the
-page says so elsewhere.
+A doubt is a reason why a figure may be wrong. A CPU-bound step is not one: that is a property of the step, and the page
+says so elsewhere.
 """
 
 from collections import Counter
@@ -17,12 +17,12 @@ from stepscope.explain.story.sections.environment_facts import find_environment
 from stepscope.explain.story.sources import Materials
 from stepscope.findings import Soundness
 from stepscope.recording.rows.bench import Doubt
-from stepscope.units import say_percent, say_size, say_time
+from stepscope.units import count_noun, say_factor, say_percent, say_size, say_time
 
-NO_DOUBT = ("host-bound", "uncounted")  # codes that say something of the step, and nothing against its figures
-DISAGREE = 0.05  # two clocks of one step, before it is worth a word
+NO_DOUBT = ("host-bound", "uncounted")  # codes that describe the step and do not question its figures
+DISAGREE = 0.05  # between two clocks of one step, before it is mentioned
 DISAGREE_MUCH = 0.15
-WELL_KNOWN = 0.9  # of the kernels' time, before what is not known is worth a word
+WELL_KNOWN = 0.9  # of the kernel time; below it, the unknown part is mentioned
 
 
 def judge(opening: Opening) -> Soundness:
@@ -30,14 +30,12 @@ def judge(opening: Opening) -> Soundness:
     doubts = tuple(dict.fromkeys(_doubts(opening)))
     details = (*doubts, *dict.fromkeys(_remarks(opening)))
     if doubts:
-        more = f"; {len(doubts) - 1} more below" if len(doubts) > 1 else ""
-        return Soundness(
-            verdict="doubtful", sentence=f"Take the figures with care: {doubts[0]}{more}.", details=details
-        )
+        more = f"; {count_noun(len(doubts) - 1, 'more reason')} below" if len(doubts) > 1 else ""
+        return Soundness(verdict="doubtful", sentence=f"{doubts[0][0].upper()}{doubts[0][1:]}{more}.", details=details)
     if _is_empty(materials):
         return Soundness(verdict="unknown", sentence="Nothing was measured.", details=details)
     if not _knows_circumstances(materials):
-        said = "The file does not say what else ran on the machine, or whether its clocks were held back."
+        said = "The file does not record other processes or clock throttling."
         return Soundness(verdict="unknown", sentence=said, details=details)
     return Soundness(verdict="sound", sentence=_say_sound(opening), details=details)
 
@@ -54,11 +52,11 @@ def _knows_circumstances(materials: Materials) -> bool:
 
 def _say_sound(opening: Opening) -> str:
     if opening.timed is None or opening.row is None or opening.row.measurement is None:
-        return "Nothing was seen that disturbed the measurement."
+        return "No disturbance detected."
     steps = len(opening.row.measurement.step_ns)
     return (
-        f"{steps} steps were timed, the middle 60% of them within {say_percent(opening.timed.spread)} of the median, "
-        "and nothing was seen that disturbed them."
+        f"{count_noun(steps, 'step')} timed, p20 to p80 within {say_percent(opening.timed.spread)} of the median, no "
+        "disturbance detected."
     )
 
 
@@ -66,13 +64,13 @@ def _say_sound(opening: Opening) -> str:
 
 
 def _doubts(opening: Opening) -> Iterator[str]:
-    """One line for each reason, the run's own timing first."""
+    """One line per reason, the timing of the run first."""
     materials = opening.materials
     for name, case in find_strangers(materials).items():
-        yield f"the {name} is of another run: {describe_case(case)}"
+        yield f"the {name} belongs to another run: {describe_case(case)}"
     own = [doubt for row in materials.bench[:1] for doubt in row.doubts]
     yield from _say_doubts(own, "")
-    for one, when in ((materials.profile, "while recording"), (materials.memory, "while recording memory")):
+    for one, when in ((materials.profile, "while profiling"), (materials.memory, "while recording memory")):
         if one is not None:
             yield from _say_doubts(one.recording.manifest.doubts, f"{when}: ")
     yield from _kernels_beyond_step(materials)
@@ -90,13 +88,13 @@ def _kernels_beyond_step(materials: Materials) -> Iterator[str]:
     profile = materials.profile
     if profile is not None and materials.timed_ns is not None and materials.is_bench_too_short:
         yield (
-            f"the step was timed at {say_time(materials.timed_ns)}, and its kernels alone ran for "
-            f"{say_time(profile.busy_step_ns)} when it was recorded: all figures go by the recording"
+            f"the unprofiled step takes {say_time(materials.timed_ns)}, but its profiled kernels take "
+            f"{say_time(profile.busy_step_ns)}: all figures come from the profile"
         )
 
 
 def _disagreeing_clocks(opening: Opening, *, least: float, below: float = float("inf")) -> Iterator[str]:
-    """The step timed by itself, and again around the recording."""
+    """Compare the step time of `bench` with the unprofiled one of `profile`."""
     profile = opening.materials.profile
     overhead = profile.recording.manifest.overhead if profile is not None else None
     if opening.timed is None or overhead is None:
@@ -105,8 +103,8 @@ def _disagreeing_clocks(opening: Opening, *, least: float, below: float = float(
     apart = abs(timed - again) / timed
     if least <= apart < below:
         yield (
-            f"the step took {say_time(timed)} when it was timed and {say_time(again)}, {say_percent(apart)} "
-            f"{'more' if again > timed else 'less'}, when it was timed again for the recording"
+            f"the step takes {say_time(timed)} in bench and {say_time(again)} ({say_percent(apart)} "
+            f"{'more' if again > timed else 'less'}) before profiling"
         )
 
 
@@ -118,14 +116,14 @@ def _allocator(materials: Materials) -> Iterator[str]:
     counted = facts.allocator_peak_bytes
     if counted is not None and counted != memory.peak_bytes:
         yield (
-            f"the recording adds up to {memory.peak_bytes:,} bytes at the peak, and the allocator itself counted "
+            f"the recorded allocations add up to {memory.peak_bytes:,} bytes at the peak, but the allocator counted "
             f"{counted:,}"
         )
     if facts.estimated_bytes:
-        yield f"the sizes of {say_size(facts.estimated_bytes)} are estimated: the snapshot begins too late"
+        yield f"{say_size(facts.estimated_bytes)} of allocations are estimated: the snapshot starts too late"
 
 
-# --- What it rests on -------------------------------------------------------------------------------------------------
+# --- Details ----------------------------------------------------------------------------------------------------------
 
 
 def _remarks(opening: Opening) -> Iterator[str]:
@@ -159,10 +157,13 @@ def _timing(opening: Opening) -> Iterator[str]:
     if row is None or timed is None or row.measurement is None:
         return
     steps, warmup = len(row.measurement.step_ns), row.case.timing.warmup
-    clock = "CUDA events" if row.measurement.clock == "cuda events" else "the host's clock"
+    clock = "CUDA events" if row.measurement.clock == "cuda events" else "the CPU clock"
     low, high = say_time(timed.min * 1e6), say_time(timed.max * 1e6)
     width = say_percent(timed.spread)
-    yield f"{steps} steps by {clock} after {warmup} to warm up: {low} to {high}, the middle 60% {width} wide"
+    yield (
+        f"{count_noun(steps, 'step')} timed with {clock} after {count_noun(warmup, 'warm-up step')}: {low} to {high}, "
+        f"p20 to p80 spread {width}"
+    )
 
 
 def _recording(opening: Opening) -> Iterator[str]:
@@ -172,27 +173,27 @@ def _recording(opening: Opening) -> Iterator[str]:
     manifest = profile.recording.manifest
     if profile.has_steps:
         lengths = [end - start for start, end in profile.step_windows]
-        said = f", {say_time(min(lengths))} to {say_time(max(lengths))} long" if len(lengths) > 1 else ""
-        yield f"{profile.num_steps} step{'s' * (profile.num_steps != 1)} recorded by {name_source(manifest)}{said}"
+        said = f", {say_time(min(lengths))} to {say_time(max(lengths))}" if len(lengths) > 1 else ""
+        yield f"{count_noun(profile.num_steps, 'step')} recorded with {name_source(manifest)}{said}"
     else:
-        yield f"recorded by {name_source(manifest)}; no steps are marked"
+        yield f"recorded with {name_source(manifest)}; no steps are marked"
     if manifest.overhead is not None and manifest.overhead.recorded_ns:
         overhead = manifest.overhead
         last = overhead.annotated_ns or overhead.recorded_ns
-        assert last is not None, "one of the two was timed"
+        assert last is not None, "at least one of the two was timed"
         is_recorded = opening.materials.profile_step_ns == profile.recorded_step_ns
-        clock = "times are as recorded" if is_recorded else "idle time is taken from the clock without it"
-        yield f"recording made the step {last / overhead.plain_ns:.3g} times as long; {clock}"
+        clock = "all times include this" if is_recorded else "idle time comes from unprofiled steps"
+        yield f"profiling made the step {say_factor(last / overhead.plain_ns)} as long; {clock}"
     covered = profile.coverage()
     said = ", ".join(f"{name} {say_percent(share)}" for name, share in covered.items())
-    yield f"known of the {'operators' if profile.on_cpu else 'kernels'}' time: {said}"
+    yield f"{'operator' if profile.on_cpu else 'kernel'} time attributed: {said}"
     weak = [name for name, share in covered.items() if 0 < share < WELL_KNOWN]
     if weak:
-        yield f"the {' and '.join(weak)} of the rest is unknown, and is shown as such"
+        yield f"the rest has an unknown {' and '.join(weak)}"
     if profile.steps_in_window > 1.01 * profile.num_steps:
         yield (
-            f"the recording holds the work of about {profile.steps_in_window:.1f} steps, {profile.num_steps} of them "
-            "marked; figures a step are of that"
+            f"the recording has about {profile.steps_in_window:.1f} steps of work, {profile.num_steps} of them marked; "
+            "per-step figures use the former"
         )
 
 
@@ -201,13 +202,13 @@ def _memory(opening: Opening) -> Iterator[str]:
     if memory is None:
         return
     facts = memory.recording.manifest.memory
-    assert facts is not None, "a profile of memory is made of a recording of memory"
+    assert facts is not None, "a memory profile comes from a memory recording"
     if facts.allocator_peak_bytes == memory.peak_bytes:
-        yield "memory adds up to what the allocator counted at its peak, to the byte"
+        yield "recorded allocations match the allocator's peak to the byte"
     if row is not None and row.measurement is not None and row.measurement.peak_kind == "cuda allocator":
         apart = abs(memory.peak_bytes - row.measurement.peak_bytes) / max(1, row.measurement.peak_bytes)
         if apart > DISAGREE:
             yield (
-                f"the peak was {say_size(row.measurement.peak_bytes)} while steps were timed and "
-                f"{say_size(memory.peak_bytes)} while memory was recorded"
+                f"peak memory was {say_size(row.measurement.peak_bytes)} while timing steps and "
+                f"{say_size(memory.peak_bytes)} while recording memory"
             )

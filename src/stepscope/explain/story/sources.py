@@ -1,9 +1,9 @@
-"""What there is to tell of one run, and which clock its page goes by. Whatever is missing is None or empty, and
-`absent` may say why.
+"""Everything known about one run, and which clock its page uses. What is missing is None or empty; `absent` may have
+the reason.
 
-A step is timed by itself, timed again around the recording, and timed while recorded; the three differ, by a third for
-a step that waits for its host. A share of one beside a time of another cannot be checked by a reader, so a page has one
-step: the bench's where it is of the same run, else the profile's.
+A step is timed by `bench`, timed again before profiling, and timed while profiled. The three differ, by a third for a
+CPU-bound step. A reader cannot check a share of one against a time of another, so a page has a single step time: that
+of `bench` if it belongs to the same run, else that of the profile.
 """
 
 from dataclasses import dataclass, field
@@ -23,18 +23,19 @@ from stepscope.recording.rows.bench import BenchRow
 from stepscope.recording.rows.precision_report import PrecisionReport
 from stepscope.spec import Case, Workload
 
-NOISE = 0.05  # so much longer than the step its kernels may be: the two were not measured at once
-# By `bench`, by `profile` without its recorder, or while it recorded.
+NOISE = 0.05  # kernels may exceed the step time by this much, because the two were measured separately
+# Timed by `bench`, by `profile` without profiling, or while profiling.
 ClockKind = Literal["timed", "plain", "recorded"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Materials:
-    """`bench` begins with the row of the run itself; others stand beside it, such as other precisions. `ranks` are all
-    of several ranks, `profile` among them. `absent` is keyed by stage: bench, profile, memory, precision, attention."""
+    """`bench` starts with the row of the run itself; other rows are variants, such as other precisions. `ranks` has all
+    ranks if there are several, including `profile`. `absent` is keyed by stage: bench, profile, memory, precision,
+    attention."""
 
-    name: str  # in a few words: the case, or the file
-    command: str = ""  # makes this run again
+    name: str  # the case in a few words, or the file
+    command: str = ""  # repeats this run
     profile: Profile | None = None
     ranks: tuple[Profile, ...] = ()
     memory: MemoryProfile | None = None
@@ -46,7 +47,7 @@ class Materials:
 
     @property
     def timed_row(self) -> BenchRow | None:
-        """The row of the run itself, where it came to an end."""
+        """The row of the run itself, if it finished."""
         return self.bench[0] if self.bench and self.bench[0].measurement is not None else None
 
     @cached_property
@@ -56,25 +57,25 @@ class Materials:
 
     @cached_property
     def is_bench_too_short(self) -> bool:
-        """Whether the kernels of a step alone take longer than the step was timed at: one of the two is not what it
-        seems. Not on a CPU, where the recorder slows the operators themselves."""
+        """Whether the kernels of a step take longer than its measured time, which means that one of the two is wrong.
+        Never on a CPU, where profiling slows the operators themselves."""
         if self.timed_ns is None or self.profile is None or self.profile.on_cpu or not self._is_of_bench(self.profile):
             return False
         return self.profile.busy_step_ns > (1 + NOISE) * self.timed_ns
 
     def _is_of_bench(self, profile: Profile) -> bool:
-        """Whether the steps of a profile are those that `bench` timed, as far as the profile says what it is of."""
+        """Whether a profile has the steps that `bench` timed, as far as its case is known."""
         case = profile.recording.manifest.case
         return profile.has_steps and (case is None or is_same_run(case, self.bench[0].case))
 
     @cached_property
     def row(self) -> BenchRow | None:
-        """The timed row that the page's step is taken from."""
+        """The timed row that gives the page's step time."""
         return None if self.is_bench_too_short else self.timed_row
 
     @cached_property
     def step_ns(self) -> float | None:
-        """THE step of the page: by the bench's clock where there is one, else by the profile's; None where no step is
+        """THE step time of the page: measured by `bench` if available, else by the profile; None if no steps are
         marked."""
         if self.row is not None:
             return self.timed_ns
@@ -82,14 +83,14 @@ class Materials:
 
     @property
     def clock_kind(self) -> ClockKind:
-        """Whose clock `step_ns` is by."""
+        """The clock that measured `step_ns`."""
         if self.row is not None:
             return "timed"
         return "recorded" if self.profile is None or self.profile.clock.is_recorded else "plain"
 
     @cached_property
     def step_samples(self) -> tuple[Fraction, ...]:
-        """The steps that `step_ns` is made of; none where they were not kept one by one."""
+        """The step times behind `step_ns`; empty if they were not kept individually."""
         if self.row is not None and self.row.measurement is not None:
             return tuple(map(Fraction, self.row.measurement.step_ns))
         if self.profile is None:
@@ -100,28 +101,28 @@ class Materials:
 
     @cached_property
     def is_profile_of_step(self) -> bool:
-        """Whether the profile tells where the page's step goes: not one of another run, nor one without steps."""
+        """Whether the profile explains the page's step: it belongs to the same run and marks steps."""
         if self.profile is None or self.step_ns is None:
             return False
         return self._is_of_bench(self.profile) if self.row is not None else True
 
     @cached_property
     def profile_step_ns(self) -> float | None:
-        """What shares of the profile's step are of: the page's step, where the profile tells of it."""
+        """The step time that shares of the profile refer to: the page's step if the profile explains it."""
         if self.profile is None:
             return None
         return self.step_ns if self.is_profile_of_step else self.profile.step_ns
 
     @cached_property
     def shares(self) -> Shares | None:
-        """Where the profile's time goes, found out once: of a million kernels it takes seconds."""
+        """The profile's shares, computed once: for a million kernels this takes seconds."""
         if self.profile is None or self.profile_step_ns is None:
             return None
         return Shares(self.profile, self.profile_step_ns)
 
 
 def is_same_run(case: Case, other: Case) -> bool:
-    """Whether two cases are one, without what makes no other run of it."""
+    """Whether two cases are equal apart from device and seed."""
     return _plain(case) == _plain(other)
 
 

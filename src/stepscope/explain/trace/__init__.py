@@ -1,1 +1,1 @@
-"""Kernel traces: what each kernel belongs to, and time that adds up."""
+"""Kernel traces: what each kernel belongs to, and where the time goes."""

@@ -1,8 +1,8 @@
-"""Where a device's time went, so that it adds up.
+"""Where a device's time goes, in parts that add up.
 
-Adding up durations counts twice what ran side by side. Here time is swept once: between any two moments at which
-something starts or ends, either nothing runs (idle), or one thing (its class), or several (overlap, a row of its own).
-The rows add up to the wall time to the nanosecond, for a device as a whole and for each of its streams.
+A sum of durations counts overlapping kernels twice. Here time is swept once: between any two moments at which something
+starts or ends, either nothing runs (idle), or one kernel (its class), or several (overlap, a separate row). The rows
+add up to the wall time to the nanosecond, for a device and for each of its streams.
 """
 
 from collections import Counter, defaultdict
@@ -24,7 +24,7 @@ class Account:
     classes: dict[str, int]
     overlap_ns: int
     idle_ns: int
-    # Of the time in which communication ran: with something else beside it, or with the device waiting for it.
+    # Communication that overlaps with other kernels, and communication that the device waits for.
     communication_hidden_ns: int = 0
     communication_exposed_ns: int = 0
 
@@ -42,15 +42,15 @@ class DeviceAccount:
 
 
 def account_devices(kernels: pl.DataFrame, window: tuple[int, int]) -> tuple[DeviceAccount, ...]:
-    """One account a device and process, over one window that holds every kernel."""
+    """Return one account per device and process, over one window that contains every kernel."""
     sweep = DeviceSweep()
     sweep.add(kernels, None)
     return sweep.accounts(window[1] - window[0])
 
 
 class DeviceSweep:
-    """Devices' time, swept in portions of kernels that each begin before the `border` which the portion ends at. What
-    runs across a border is swept up to it, and from it on with the next portion."""
+    """The time of devices, swept in batches: the kernels of a batch start before its `border`. A kernel that crosses
+    the border counts up to it in this batch, and from it on in the next."""
 
     def __init__(self) -> None:
         self._carried: list[pl.DataFrame] = []
@@ -58,7 +58,7 @@ class DeviceSweep:
         self._streams: dict[tuple[int | None, int, int], list[Account]] = defaultdict(list)
 
     def add(self, kernels: pl.DataFrame, border: int | None) -> None:
-        """Kernels with `process`, `device`, `stream`, `class` and their times; no border ends the last portion."""
+        """Add kernels with `process`, `device`, `stream`, `class` and their times. The last batch has no border."""
         columns = ("process", "device", "stream", "class", "start_ns", "end_ns")
         running = pl.concat([*self._carried, kernels.select(columns)])
         if border is not None:
@@ -94,10 +94,10 @@ def _add_up(accounts: list[Account], kernels: pl.DataFrame) -> None:
 
 
 def _total(accounts: Sequence[Account], wall_ns: int) -> Account:
-    """Of accounts that follow one another, over a wall time that holds them all."""
+    """Return the sum of consecutive accounts, over a wall time that contains them all."""
     classes: Counter[str] = Counter()
     for one in accounts:
-        classes.update(one.classes)  # keeps those at zero
+        classes.update(one.classes)  # keeps zeros
     overlap = sum(one.overlap_ns for one in accounts)
     return Account(
         wall_ns=wall_ns,
@@ -114,12 +114,14 @@ def account(kernels: pl.DataFrame, window: tuple[int, int]) -> Account:
     names = kernels["class"].unique().sort().to_list()
     number = kernels["class"].replace_strict(names, list(range(len(names))), return_dtype=pl.Int64).to_numpy()
     starts, ends = kernels["start_ns"].to_numpy(), kernels["end_ns"].to_numpy()
-    assert not len(starts) or (starts.min() >= window[0] and ends.max() <= window[1]), "the window holds every kernel"
+    assert not len(starts) or (starts.min() >= window[0] and ends.max() <= window[1]), (
+        "the window contains every kernel"
+    )
     moments = np.concatenate((starts, ends))
     order = np.argsort(moments, kind="stable")
     length = np.diff(moments[order], append=moments[order][-1:])
     running = np.cumsum(np.concatenate((np.ones_like(starts), -np.ones_like(ends)))[order])
-    # With one thing running, the sum of the numbers of what runs is its number.
+    # While a single kernel runs, the sum over running kernels is its class number.
     which = np.cumsum(np.concatenate((number, -number))[order])
     alone, several = running == 1, running > 1
     times = np.bincount(which[alone], weights=length[alone], minlength=len(names)) if len(names) else np.empty(0)

@@ -1,16 +1,15 @@
-"""Every kernel gets the operator, module, layer, phase and step that it belongs to.
+"""Find the operator, module, layer, phase and step of every kernel.
 
-A kernel is joined to the call that launched it, and the call to what was open on its thread at that moment. Backward
-kernels are launched by autograd's own thread, where no module is open; there the operator carries the sequence number
-of the node it evaluates, the operator that made the node carries the same number, and the module that was open around
-that one is the module the kernel belongs to. This is why envelopes of ranges in time, which other tools use, lose the
-backward pass.
+A kernel is joined to the call that launched it, and the call to the ranges open on its thread at that moment. Backward
+kernels are launched by autograd's own thread, where no module is open. There the operator has the sequence number of
+the node it evaluates, the forward operator that made the node has the same number, and the kernel belongs to the module
+that was open around that operator. Tools that only compare time ranges lose the backward pass.
 
-What belongs together by a number (a launch, an autograd node) is joined in windows of the number, and what belongs
-together by time in windows of time (`recording.windows`). In memory there is one window, and the tables of a trace that
-is larger than memory pass by in many; the functions are the same.
+Rows that belong together by number (a launch, an autograd node) are joined in windows of that number, and rows that
+belong together by time in windows of time (`recording.windows`). In memory there is one window; a trace larger than
+memory has many. The functions are the same.
 
-Nothing is invented: what the recording does not say stays null, and the shares that are known are reported.
+Nothing is guessed: unknown values stay null, and the shares of time that are known are reported.
 """
 
 from collections.abc import Iterator
@@ -26,7 +25,7 @@ from stepscope.recording.store import Recording
 from stepscope.recording.windows import Disk, EventTable, bordered_windows, in_windows, make_table
 
 EVALUATE = "autograd::engine::evaluate_function: "
-# What belongs to no module and is known all the same.
+# Known work outside all modules.
 OPTIMIZER_MODULE, LOSS_MODULE, INPUT_MODULE, COMMUNICATION_MODULE = (
     "(optimizer)",
     "(loss)",
@@ -40,7 +39,7 @@ _NODE = (*_INTERVAL, "sequence", "forward_thread", "node")
 
 
 def attribute_kernels(recording: Recording) -> pl.DataFrame:
-    """The kernels with, beside their own columns: `names.NAME_COLUMNS`, launched (`op`, `graph` or `before` the
+    """Return the kernels with these columns added: `names.NAME_COLUMNS`, launched (`op`, `graph` or `before` the
     window), launch_name, launch_ns, launch_end_ns, thread, op_row (in `recording.ops`), op, module, layer, part, phase,
     step, recomputed."""
     attribution = Attribution()
@@ -50,7 +49,7 @@ def attribute_kernels(recording: Recording) -> pl.DataFrame:
 
 
 def attribute_ops(recording: Recording) -> pl.DataFrame:
-    """The operators, in their order, with module, layer, part, phase, step and recomputed."""
+    """Return the operators, in order, with module, layer, part, phase, step and recomputed."""
     attribution = Attribution()
     attribution.add(recording)
     points = EventTable(pl.col("ns"))
@@ -60,42 +59,42 @@ def attribute_ops(recording: Recording) -> pl.DataFrame:
 
 
 class Attribution:
-    """The tables of a recording as attribution wants them, in memory or on disk: `add` all of it, go through its
-    `kernel_windows` once, and `finish` what they were made into."""
+    """The tables of a recording in the form that attribution needs, in memory or on disk. `add` all of the recording,
+    iterate over `kernel_windows` once, then `finish` the result."""
 
     def __init__(self, disk: Disk | None = None) -> None:
         self._disk = disk
         by_start = pl.col("start_ns")
         launched = (*_INTERVAL, "correlation")
         on_device = ("start_ns", "end_ns", "name", "kind", "process", "device", "stream", "correlation", "graph")
-        # Where there is no number, any window is right, and time spreads such rows over many.
+        # Rows without a number fit into any window; time spreads them over many.
         by_correlation, by_sequence = pl.coalesce("correlation", by_start), pl.coalesce("sequence", by_start)
         self.kernels = make_table(disk, "kernels", by_correlation, on_device)
         self._launches = make_table(disk, "launches", by_correlation, launched)
         self.ops = make_table(disk, "ops", by_start, (*_INTERVAL, "sequence"), _THREAD)
-        # Operators that may have made a node, and the evaluations of nodes.
+        # Operators that may have created a node, and the evaluations of nodes.
         self._forward = make_table(disk, "forward", by_sequence, (*_THREAD, "start_ns", "sequence"))
         self._unmade = make_table(disk, "unmade", by_sequence, _NODE)
         self._evaluated = make_table(disk, "evaluated", by_start, _NODE, _THREAD)
         link = ("backward_ns", "backward_thread", "forward_thread", "process")
         self.links = make_table(disk, "links", pl.col("backward_ns"), link)
         self._calls = make_table(disk, "calls", by_start, (*_INTERVAL, "source"), _THREAD)
-        # A range with the name of a phase may count for its whole process.
+        # A range named after a phase may apply to its whole process.
         self._named = make_table(disk, "named", by_start, (*_INTERVAL, "phase"), ("process",))
         self._parts = make_table(disk, "parts", by_start, _INTERVAL, _THREAD)
         self._steps: list[pl.DataFrame] = []
         self._forward_work: list[pl.DataFrame] = []
         self._first_calls = pl.DataFrame(schema={"path": pl.String, "name": pl.String, "start_ns": pl.Int64})
-        self._has_own_calls = False  # by our annotation, which wins over the profiler's stacks
+        self._has_own_calls = False  # from stepscope's annotation, which takes precedence over the profiler's stacks
         self._says_backward = False  # in a range's name
 
     @property
     def steps(self) -> pl.DataFrame:
-        """`phases.step_ranges` of all that was added."""
+        """`phases.step_ranges` of everything added."""
         return pl.concat(self._steps).sort("start_ns", maintain_order=True)
 
     def add(self, recording: Recording) -> None:
-        """A whole recording, or one part of it after another."""
+        """Add a whole recording, or its parts one by one."""
         ops, ranges = recording.ops, recording.ranges
         self.kernels.add(recording.kernels)
         self.links.add(recording.links)
@@ -119,7 +118,7 @@ class Attribution:
         self._steps.append(step_ranges(recording))
 
     def kernel_windows(self) -> Iterator[pl.DataFrame]:
-        """The kernels in windows, with all that can be told before the last of them is known. `op_row` is a row of the
+        """Yield the kernels in windows, with everything that does not depend on later windows. `op_row` is a row of the
         window."""
         ns = pl.coalesce("ns", "start_ns")
         columns = ("ns", "start_ns", "end_ns", "process", "thread", "name", "kind", "launched")
@@ -131,8 +130,8 @@ class Attribution:
         yield from self.point_windows(points)
 
     def point_windows(self, points: EventTable) -> Iterator[pl.DataFrame]:
-        """Adds op_row, op, module, part, phase, step and recomputed to moments on threads. Operators come with their
-        op_row, and get no op."""
+        """Add op_row, op, module, part, phase, step and recomputed to moments on threads. Operators already have their
+        op_row and get no op."""
         modules = self._module_calls()
         autograd, threads = self._survey(points)
         nodes = self._nodes(modules, threads)
@@ -146,19 +145,19 @@ class Attribution:
             framed = moments.with_columns(_find_modules(moments, evaluated, calls, parts), op_row=op_row)
             phased = find_phases(framed, ops, named, autograd, has_backward=has_backward)
             step = around(steps, "step", moments, by_thread=False)
-            op = {} if is_op else {"op": look_up(ops, "name", op_row)}  # an operator has its name
+            op = {} if is_op else {"op": look_up(ops, "name", op_row)}  # an operator already has its name
             yield phased.with_columns(step=step, **op)
 
     def name(self, frame: pl.DataFrame, *, modules_recorded: bool) -> pl.DataFrame:
-        """Adds what depends on the names of modules alone: `layer`, and names for what belongs to none."""
+        """Add what depends on module names only: `layer`, and names for work outside all modules."""
         return number_layers(_name_what_is_no_module(frame) if modules_recorded else frame, self._first_calls)
 
     def finish(self, kernels: pl.DataFrame, *, modules_recorded: bool) -> pl.DataFrame:
-        """Kernels, or groups of them, with their layer and class too."""
+        """Return kernels, or groups of them, with layer and class added."""
         return _set_communication_apart(classify(self.name(kernels, modules_recorded=modules_recorded)))
 
     def _module_calls(self) -> EventTable:
-        """The calls of modules with their `path`; keeps the first of each."""
+        """Return the module calls with their `path`, and remember the first call of each."""
         modules = make_table(self._disk, "modules", pl.col("start_ns"), (*_INTERVAL, "path"), _THREAD)
         for begin, (calls,) in bordered_windows(self._calls):
             paths = module_paths(calls.filter(is_own_call()) if self._has_own_calls else calls)
@@ -171,11 +170,11 @@ class Attribution:
         return modules
 
     def _survey(self, points: EventTable) -> tuple[pl.DataFrame, pl.DataFrame]:
-        """The threads that run backward, and which thread each `forward_thread` of nodes means: process,
+        """Return the threads that run backward, and the thread that each `forward_thread` of nodes refers to: process,
         forward_thread, made_thread."""
         running, numbers, votes = [], [], []
         for nodes, links, moments in in_windows(self._evaluated, self.links, points):
-            # Asked together: most of the time goes into sorting the nodes.
+            # One query for both: most of the time goes into sorting the nodes.
             arrows = links.select("process", thread="backward_thread", ns="backward_ns")
             asked = pl.concat([arrows, moments.select(arrows.columns)])
             node_row = innermost(nodes, asked)
@@ -190,7 +189,7 @@ class Attribution:
         return autograd, _threads_by_work(pl.concat(numbers).unique(), pl.concat(self._forward_work))
 
     def _nodes(self, modules: EventTable, threads: pl.DataFrame) -> EventTable:
-        """The evaluations of autograd nodes, with the module and part around the operator that made each."""
+        """Return the evaluations of autograd nodes, with the module and part around the operator that created each."""
         at_maker = pl.coalesce("made_ns", "start_ns")
         made = make_table(self._disk, "made", at_maker, (*_INTERVAL, "node", "made_thread", "made_ns"))
         for forward, nodes in in_windows(self._forward, self._unmade):
@@ -208,15 +207,16 @@ class Attribution:
 
 
 def _set_communication_apart(kernels: pl.DataFrame) -> pl.DataFrame:
-    """Gradients are exchanged in buckets, from the hook of whichever parameter came last: its module did not ask."""
+    """Gradients are reduced in buckets, from the hook of the last parameter: the bucket does not belong to its
+    module."""
     in_hook = (pl.col("class") == "communication") & (pl.col("phase") == "backward") & pl.col("module").is_not_null()
     module = pl.when(in_hook).then(pl.lit(COMMUNICATION_MODULE)).otherwise("module")
     return kernels.with_columns(module=module, layer=pl.when(~in_hook.fill_null(value=False)).then("layer"))
 
 
 def _join_launches(kernels: pl.DataFrame, launches: pl.DataFrame) -> pl.DataFrame:
-    """Kernels with when and on which thread the host asked for them."""
-    # A correlation names one call; a trace that repeats one (two processes merged into one file) is not resolved.
+    """Return kernels with the time and thread of their launch."""
+    # A correlation identifies one call. Repeated ones (two processes merged into one file) are left unresolved.
     launches = launches.unique(["process", "correlation"], keep="first", maintain_order=True).select(
         "process",
         "correlation",
@@ -244,10 +244,10 @@ def _join_launches(kernels: pl.DataFrame, launches: pl.DataFrame) -> pl.DataFram
 def _find_modules(
     points: pl.DataFrame, nodes: pl.DataFrame, modules: pl.DataFrame, parts: pl.DataFrame
 ) -> pl.DataFrame:
-    """For each moment: module, part, in_backward and recomputed."""
+    """Return module, part, in_backward and recomputed for each moment."""
     node_row, module_row = innermost(nodes, points), innermost(modules, points)
     in_backward = node_row.is_not_null()
-    # A module that was called inside the node under evaluation is being run again: activation checkpointing.
+    # A module called inside the evaluation of a node runs a second time: activation checkpointing.
     called = look_up(modules, "start_ns", module_row) > look_up(nodes, "start_ns", node_row)
     recomputed = in_backward & called.fill_null(value=False)
     here = recomputed | ~in_backward
@@ -279,8 +279,8 @@ def _name_what_is_no_module(frame: pl.DataFrame) -> pl.DataFrame:
 
 
 class _Gradients:
-    """The engine adds up a parameter's gradient right after the node that produced it, on the same thread: it belongs
-    to the module of the last node that has one, which may be in an earlier window."""
+    """The engine accumulates a parameter's gradient right after the node that produced it, on the same thread. It
+    belongs to the module of the last node that has one, which may be in an earlier window."""
 
     def __init__(self) -> None:
         self._last: list[pl.DataFrame] = []
@@ -297,15 +297,15 @@ class _Gradients:
 
 
 def _find_makers(forward: pl.DataFrame, nodes: pl.DataFrame, threads: pl.DataFrame) -> pl.DataFrame:
-    """Adds where and when the operator ran that made each node: made_thread, made_ns."""
-    # Operators that make no node carry the number of the next node to be made: the last one is the maker.
+    """Add thread and time of the operator that created each node: made_thread, made_ns."""
+    # Operators without a node have the number of the next node: the last operator with a number created the node.
     makers = forward.group_by("process", "sequence", made_thread="thread").agg(made_ns=pl.col("start_ns").max())
     known = nodes.join(threads, on=["process", "forward_thread"], how="left", nulls_equal=True, maintain_order="left")
     return known.join(makers, on=["process", "sequence", "made_thread"], how="left", maintain_order="left")
 
 
 def _threads_by_arrows(votes: pl.DataFrame) -> pl.DataFrame:
-    """PyTorch numbers threads its own way in `Fwd thread id`; the profiler's arrows tell which thread is meant."""
+    """PyTorch has its own thread numbers in `Fwd thread id`; the profiler's flow arrows identify the thread."""
     counted = votes.group_by("process", "forward_number", "forward_thread").agg(pl.col("len").sum())
     ranked = counted.sort("len", "forward_thread", descending=[True, False])
     seen = ranked.unique(["process", "forward_number"], keep="first")
@@ -313,8 +313,8 @@ def _threads_by_arrows(votes: pl.DataFrame) -> pl.DataFrame:
 
 
 def _threads_by_work(numbers: pl.DataFrame, forward: pl.DataFrame) -> pl.DataFrame:
-    """Without arrows, a number that is a thread's own (Nsight's) means itself, and otherwise the busiest forward
-    thread."""
+    """Without flow arrows, a number that is a thread id (Nsight's) is that thread; any other number is the busiest
+    forward thread."""
     work = forward.group_by(_THREAD).agg(pl.col("len").sum()).sort("len", "thread", descending=[True, False])
     busiest = work.unique("process", keep="first").select("process", busiest="thread")
     threads = work.select("process", forward_thread="thread", made_thread="thread")

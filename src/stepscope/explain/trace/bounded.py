@@ -1,12 +1,11 @@
-"""A trace of PyTorch's profiler that is larger than memory, explained all the same.
+"""Explain a PyTorch profiler trace that is larger than memory.
 
-The file is read once, and its tables go to disk (`recording.windows`). `attribution` goes through them a window at a
-time, as it does in memory with a single one; what it finds is added up here by what kernels belong to, and `accounting`
-sweeps each device's time in windows too.
+The file is read once, and its tables go to disk (`recording.windows`). `attribution` works on one window at a time (in
+memory there is a single one), kernels are summed here by what they belong to, and `accounting` sweeps each device's
+time in windows too.
 
-The figures are those of the normal mode to the nanosecond. What stays in memory grows with the number of distinct
-names, modules, threads and steps, and not with the number of events. Findings and questions look at single kernels
-beside each other and are not made.
+The numbers equal those of the normal mode to the nanosecond. Memory grows with the number of distinct names, modules,
+threads and steps, not with the number of events. Findings and questions need single kernels and are not available.
 """
 
 from collections.abc import Iterable, Iterator
@@ -36,8 +35,8 @@ from stepscope.recording.windows import (
     spilling,
 )
 
-NOTE = "read in bounded memory: the breakdown is whole; findings, questions and single kernels are not available"
-# The parts of the page that can be asked for alone in this mode.
+NOTE = "read in bounded memory: the breakdown is complete; findings, questions and single kernels are not available"
+# The tables that are available in this mode.
 PARTS = ("classes", "phases", "kernels", "modules", "layers", "ops", "streams")
 _ON_A_PAGE = 6
 _GROUPED = ("name", "kind", "launched", "op", "module", "phase")
@@ -46,8 +45,8 @@ _MOST_GROUPS = 100_000
 
 @dataclass(frozen=True, kw_only=True)
 class BoundedProfile(Profile):
-    """A profile whose `kernels` are one row for all that share a name and what they belong to; its recording holds the
-    manifest alone, so that what a profile finds out about single kernels is given."""
+    """A profile whose `kernels` have one row per name and owner. Its recording has only the manifest, so values that a
+    profile derives from single kernels are fields here."""
 
     bounds: tuple[int, int]
     accounts: tuple[DeviceAccount, ...]
@@ -67,8 +66,8 @@ class BoundedProfile(Profile):
 
 
 def make_bounded_profile(path: Path, beside: Path | None = None) -> BoundedProfile:
-    """Spills to a folder inside `beside`, else inside the cache, and removes it. Raises StepscopeError for what cannot
-    be read and for a disk that is full."""
+    """Return the profile of a trace. Uses a temporary directory in `beside`, or in the cache, and removes it. Raises
+    StepscopeError if the file cannot be read or the disk is full."""
     with spilling(beside or cache_folder()) as disk:
         return _explain(path, disk)
 
@@ -96,7 +95,7 @@ def _explain(path: Path, disk: Disk) -> BoundedProfile:
 
 
 def _take_in(path: Path, disk: Disk, attribution: Attribution, swept: EventTable) -> Recording:
-    """Reads the file once; what comes back has the manifest alone."""
+    """Read the file once and return a recording with only its manifest."""
     reader = TraceReader(path, is_bounded=True)
     flow = ("id", "kind", "process", "thread", "ns")
     starts, ends = (make_table(disk, f"flow {end}", pl.col("id"), flow) for end in ("starts", "ends"))
@@ -128,7 +127,7 @@ def _host_kernels(ops: EventTable) -> Iterator[pl.DataFrame]:
 
 
 def _group(windows: Iterable[pl.DataFrame]) -> pl.DataFrame:
-    """Kernels added up by what they belong to."""
+    """Return kernels summed by name and owner."""
     parts: list[pl.DataFrame] = []
     time = pl.col("end_ns") - pl.col("start_ns")
     for kernels in windows:
@@ -145,7 +144,7 @@ def _add_up(kernels: pl.DataFrame) -> pl.DataFrame:
 
 
 def _sweep(swept: EventTable, steps: pl.DataFrame) -> tuple[tuple[DeviceAccount, ...], tuple[int, int]]:
-    """The account of each device, and the window from the first thing to the last."""
+    """Return the account of each device, and the window from the first event to the last."""
     sweep = DeviceSweep()
     borders = choose_borders((swept,), WINDOW_ROWS)
     first, last = [steps["start_ns"].min()], [steps["end_ns"].max()]
@@ -159,11 +158,11 @@ def _sweep(swept: EventTable, steps: pl.DataFrame) -> tuple[tuple[DeviceAccount,
 
 
 def make_part(profile: BoundedProfile, name: str, *, top: int | None = None) -> Table:
-    """One of `PARTS`. Raises StepscopeError for a part that needs single kernels."""
+    """Return one of `PARTS`. Raises StepscopeError for a table that needs single kernels."""
     if name not in PARTS:
         raise StepscopeError(
             f"`{name}` is not available in bounded memory",
-            detail=f"available: {', '.join(PARTS)}",
+            detail=f"expected one of {', '.join(PARTS)}",
             hint=f"stepscope explain FILE --table {name}",
         )
     return profile_tables.make_part(profile, name, top=top)

@@ -1,4 +1,4 @@
-"""Whether two recordings may be compared at all: what of their circumstances differs, in words."""
+"""Warnings about a comparison: differences between two recordings in device, workload and software."""
 
 from collections.abc import Iterator
 
@@ -7,37 +7,40 @@ from stepscope.findings import Cell
 from stepscope.recording.rows.bench import Environment
 from stepscope.recording.store import Manifest
 from stepscope.spec import RUN_SETTINGS, Case
+from stepscope.units import count_noun
 
 
-def compare_circumstances(a: Profile, b: Profile) -> tuple[str, ...]:
-    """Remarks, the gravest first: another device, another workload, other software, doubts about either."""
+def compare_circumstances(a: Profile, b: Profile, labels: tuple[str, str]) -> tuple[str, ...]:
+    """Return warnings, the most serious first: devices, workloads, software, and unreliable measurements."""
     left, right = a.recording.manifest, b.recording.manifest
     return (
-        *_devices(a, b),
+        *_devices(a, b, labels),
         *_workloads(left, right),
         *_software(left, right),
-        *_doubts("A", left),
-        *_doubts("B", right),
+        *_doubts(labels[0], left),
+        *_doubts(labels[1], right),
     )
 
 
-def _devices(a: Profile, b: Profile) -> Iterator[str]:
+def _devices(a: Profile, b: Profile, labels: tuple[str, str]) -> Iterator[str]:
     left, right = a.recording.manifest, b.recording.manifest
+    one, other = labels
     if left.device != right.device:
-        yield f"warning: the devices differ: A on {_or_unknown(left.device)}, B on {_or_unknown(right.device)}"
+        yield f"warning: the devices differ: {_or_unknown(left.device)} → {_or_unknown(right.device)}"
     if len(a.devices) != len(b.devices):
-        yield f"warning: A holds {len(a.devices)} devices and B {len(b.devices)}; times are means over devices"
-    for name, manifest in (("A", left), ("B", right)):
+        counts = [count_noun(len(profile.devices), "device") for profile in (a, b)]
+        yield f"warning: {one} has {counts[0]}, {other} has {counts[1]}; times are means over devices"
+    for name, manifest in ((one, left), (other, right)):
         if manifest.source == "nsight compute":
-            yield f"warning: {name}: Nsight Compute runs one kernel at a time, so its wall and idle time are no step's"
+            yield f"warning: {name}: Nsight Compute serializes kernels; wall and idle time are not those of a step"
     if left.source != right.source:
-        yield f"warning: the recorders differ, and so does what they cost: A by {left.source}, B by {right.source}"
+        yield f"warning: the profilers differ, and so does their overhead: {left.source} → {right.source}"
 
 
 def _workloads(a: Manifest, b: Manifest) -> Iterator[str]:
     if a.case is None or b.case is None:
         if a.file != b.file:
-            yield "the workloads are not recorded in both: whether A and B run the same is for you to know"
+            yield "workload unknown: check that both run the same model and settings"
         return
     left, right = list_settings(a.case, a.optimizer), list_settings(b.case, b.optimizer)
     differ = [name for name in dict.fromkeys((*left, *right)) if left.get(name) != right.get(name)]
@@ -47,8 +50,8 @@ def _workloads(a: Manifest, b: Manifest) -> Iterator[str]:
 
 
 def list_settings(case: Case, optimizer: str | None) -> dict[str, str]:
-    """What a workload is set to, in words, but for where it runs and its seed. `optimizer` is the one that ran, where
-    the workload leaves it to a factory."""
+    """Return the settings of a workload as text, without its device and seed. `optimizer` is the one that ran, for
+    workloads whose factory brings it."""
     workload = case.workload
     settings = {"model": workload.model.name}
     for name, setting in RUN_SETTINGS.items():

@@ -1,11 +1,11 @@
-"""Two recordings against each other: what of the step's time changed, and whether it is more than noise.
+"""Compare two recordings: which parts of the step time changed, and whether the change is more than noise.
 
-A step's wall time is taken apart without counting anything twice (`accounting`): time in which one thing ran alone, by
-what it was; time in which several ran side by side; and idle time. So the differences of the parts add up to the
-difference of the step, to the nanosecond, and what is not listed is one row `rest`.
+A step's wall time is split without counting anything twice (`accounting`): time in which one thing ran alone, time in
+which several overlapped, and idle time. The differences of the parts therefore add up to the difference of the step, to
+the nanosecond; parts that are not listed are one row `rest`.
 
-Noise is judged from the steps of each recording: Welch's interval for the difference of two means, at 95 %. It knows
-how much steps of one run differ, not how much two runs of the same thing do.
+Noise is judged from the steps of each recording, with Welch's 95% interval for the difference of two means. It accounts
+for the variation between steps of one run, not between two runs of the same workload.
 """
 
 import math
@@ -23,24 +23,26 @@ from stepscope.errors import StepscopeError
 from stepscope.explain.trace.accounting import Ints, account
 from stepscope.explain.trace.comparability import compare_circumstances
 from stepscope.explain.trace.profile import UNKNOWN, Profile
+from stepscope.explain.trace.run_labels import BEFORE_AND_AFTER, identify, label_runs
 from stepscope.findings import Cell, Column, Table
+from stepscope.units import count_noun
 
 By = Literal["phase", "class", "module", "kernel"]
 Verdict = Literal["slower", "faster", "noise", "same", "cannot tell"]
-WALL, ALONE, GPU_TIME = "wall", "wall without the recorder", "kernels added up"
-IDLE, OVERLAP, REST = "(idle)", "(several at once)", "(rest)"
+WALL, ALONE, GPU_TIME = "wall", "wall, unprofiled", "sum of kernels"
+IDLE, OVERLAP, REST = "(idle)", "(overlap)", "(rest)"
 TOP = 12
 LEAST_STEPS = 3
 _LAYER = re.compile(r"(?<=\.)\d+(?=\.|$)")
 _CLASS_NUMBER = re.compile(r"_\d+(?=\.|$)")
-# Student's t, two-sided 95 %, by degrees of freedom; between two entries the smaller (the wider interval) holds.
+# Student's t, two-sided 95%, by degrees of freedom. Between two entries, the smaller one (wider interval) is used.
 _T = {1: 12.706, 2: 4.303, 3: 3.182, 4: 2.776, 5: 2.571, 6: 2.447, 7: 2.365, 8: 2.306, 9: 2.262, 10: 2.228}
 _T |= {12: 2.179, 15: 2.131, 20: 2.086, 30: 2.042, 60: 2.0, 120: 1.98, 1000: 1.962}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ComparisonRow:
-    """One thing in both recordings, in whole nanoseconds a step."""
+    """One item in both recordings, in whole nanoseconds per step."""
 
     group: str
     name: str
@@ -59,10 +61,11 @@ class ComparisonRow:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProfileComparison:
-    """`parts` add up to `wall` in A, in B and in the difference. `gate` is the row that decides a regression: the steps
-    timed without the recorder where both recordings have them, else the recorded ones."""
+    """`parts` add up to `wall` in A, in B and in the difference. `gate` is the row that decides whether B regressed:
+    the unprofiled steps if both recordings have them, otherwise the profiled ones."""
 
-    names: tuple[str, str]
+    names: tuple[str, str]  # of the files
+    labels: tuple[str, str]  # of the runs, by what differs between them
     by: By
     steps: tuple[int, int]
     wall: ComparisonRow
@@ -70,10 +73,18 @@ class ProfileComparison:
     parts: tuple[ComparisonRow, ...]
     gate: ComparisonRow
     remarks: tuple[str, ...]
-    shorts: dict[str, str]  # of kernels by their names, where it is by kernel
+    shorts: dict[str, str]  # short names by kernel name, if compared by kernel
 
 
-def compare(a: Profile, b: Profile, *, by: By = "class", names: tuple[str, str] = ("A", "B")) -> ProfileComparison:
+def compare(
+    a: Profile,
+    b: Profile,
+    *,
+    by: By = "class",
+    names: tuple[str, str] = BEFORE_AND_AFTER,
+    labels: tuple[str, str] | None = None,
+) -> ProfileComparison:
+    labels = labels or label_runs(identify(a, names[0]), identify(b, names[1]))
     pieces = [_take_apart(profile, by) for profile in (a, b)]
     walls = [[sum(step.values(), Fraction(0)) for step in each] for each in pieces]
     wall = _row("step", WALL, walls[0], walls[1])
@@ -88,13 +99,14 @@ def compare(a: Profile, b: Profile, *, by: By = "class", names: tuple[str, str] 
     gate = totals[1] if all(alone) else wall
     return ProfileComparison(
         names=names,
+        labels=labels,
         by=by,
         steps=(len(walls[0]), len(walls[1])),
         wall=wall,
         totals=tuple(totals),
         parts=tuple(parts),
         gate=gate,
-        remarks=compare_circumstances(a, b),
+        remarks=compare_circumstances(a, b, labels),
         shorts=_find_shorts(a) | _find_shorts(b) if by == "kernel" else {},
     )
 
@@ -107,7 +119,7 @@ def _find_shorts(profile: Profile) -> dict[str, str]:
 
 
 def _take_apart(profile: Profile, by: By) -> list[dict[str, Fraction]]:
-    """For each step what its wall time consists of; over several devices the mean. Kernels that run on past their step
+    """Return the parts of each step's wall time, as the mean over devices. Kernels that run past the end of their step
     are cut there, so that every moment belongs to one step."""
     keyed = profile.kernels.select("process", "device", "start_ns", "end_ns", _key(profile, by)).sort("start_ns")
     parted = keyed.partition_by("process", "device", maintain_order=True, include_key=False)
@@ -117,8 +129,8 @@ def _take_apart(profile: Profile, by: By) -> list[dict[str, Fraction]]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Device:
-    """The kernels of one device in the order of their starts. `latest_ns` is the latest end of any up to each, so that
-    a window's kernels are found without looking at all of them."""
+    """The kernels of one device, sorted by start. `latest_ns` is the running maximum of ends, which finds the kernels
+    of a window without scanning all of them."""
 
     kernels: pl.DataFrame
     starts_ns: Ints
@@ -130,7 +142,7 @@ class _Device:
         return cls(kernels=kernels, starts_ns=kernels["start_ns"].to_numpy(), latest_ns=latest)
 
     def cut(self, window: tuple[int, int]) -> pl.DataFrame:
-        """What runs in a window, without what of it lies outside."""
+        """Return the kernels in a window, clipped to it."""
         first = int(np.searchsorted(self.latest_ns, window[0], side="right"))
         behind = int(np.searchsorted(self.starts_ns, window[1], side="left"))
         near = self.kernels.slice(first, max(0, behind - first))
@@ -149,7 +161,7 @@ def _step_parts(devices: Sequence[_Device], window: tuple[int, int]) -> dict[str
 
 
 def _key(profile: Profile, by: By) -> pl.Expr:
-    """What is compared, in the column that `account` reads."""
+    """Return what to compare by, in the column that `account` reads."""
     match by:
         case "class":
             return pl.col("class")
@@ -163,12 +175,12 @@ def _key(profile: Profile, by: By) -> pl.Expr:
 
 
 def align_module(path: str) -> str:
-    """The same module of all layers is one: models of different depth can be compared."""
+    """Merge the same module of all layers, so that models of different depth can be compared."""
     return _CLASS_NUMBER.sub("", _LAYER.sub("*", path))
 
 
 def _gpu_times(profile: Profile) -> list[Fraction]:
-    """Kernels' durations added up, by the step that launched them."""
+    """Return the sum of kernel durations per step that launched them."""
     times = profile.kernels.group_by("step").agg(ns=pl.col("time_ns").sum())
     known = dict(times.select("step", "ns").iter_rows())
     steps = profile.steps["step"].unique(maintain_order=True).to_list()
@@ -182,7 +194,7 @@ def _gpu_times(profile: Profile) -> list[Fraction]:
 def _parts(
     a: Sequence[dict[str, Fraction]], b: Sequence[dict[str, Fraction]], wall: ComparisonRow, by: By
 ) -> list[ComparisonRow]:
-    """The largest changes first, then the rest. Values are rounded so that they still add up."""
+    """Return the largest changes first, then the rest. Values are rounded so that they still add up."""
     names = list(dict.fromkeys(name for step in (*a, *b) for name in step))
     samples = {name: ([s.get(name, Fraction(0)) for s in a], [s.get(name, Fraction(0)) for s in b]) for name in names}
     means = {name: (_mean(one), _mean(other)) for name, (one, other) in samples.items()}
@@ -207,13 +219,13 @@ def _parts(
 
 
 def _round_to_sum(values: Sequence[Fraction], total: int) -> list[int]:
-    """Each to a neighbouring whole number, such that they add up to `total`: the running sum is what is rounded."""
+    """Round each value to a neighboring integer so that they add up to `total`, by rounding the running sum."""
     rounded, before, running = [], 0, Fraction(0)
     for value in values:
         running += value
         rounded.append(round(running) - before)
         before = round(running)
-    assert before == total, "the parts of a step are its wall time"
+    assert before == total, "the parts of a step add up to its wall time"
     return rounded
 
 
@@ -229,7 +241,7 @@ def _mean(values: Sequence[Fraction]) -> Fraction:
 
 
 def judge(a: Sequence[Fraction], b: Sequence[Fraction]) -> Verdict:
-    """Whether B differs from A by more than steps differ from one another."""
+    """Return whether B differs from A by more than steps differ from each other."""
     difference = float(_mean(b) - _mean(a))
     if difference == 0:
         return "same"
@@ -241,7 +253,7 @@ def judge(a: Sequence[Fraction], b: Sequence[Fraction]) -> Verdict:
 
 
 def welch_margin(a: Sequence[float], b: Sequence[float]) -> float:
-    """Half the width of the 95 % interval around the difference of the means."""
+    """Return half the width of the 95% interval around the difference of the means."""
     errors = [statistics.variance(one) / len(one) for one in (a, b)]
     total = sum(errors)
     if total == 0:
@@ -258,7 +270,7 @@ def _student(freedom: float) -> float:
 
 
 def parse_percent(text: str) -> float:
-    """`3%` or `3` is 0.03."""
+    """Parse `3%` or `3` as 0.03."""
     number = text.strip().removesuffix("%").strip()
     try:
         value = float(number)
@@ -266,41 +278,42 @@ def parse_percent(text: str) -> float:
         value = math.nan
     if not math.isfinite(value) or value < 0:
         raise StepscopeError(
-            f"not a percentage: `{text}`", detail="expected a number that is not negative", hint="--fail-on 3%"
+            f"invalid percentage: `{text}`", detail="expected a number of at least 0", hint="--fail-on 3%"
         )
     return value / 100
 
 
 def regressed(comparison: ProfileComparison, limit: float) -> bool:
-    """Whether B's step is slower by more than `limit` and by more than noise. Too few steps to tell noise from change
-    are compared all the same."""
+    """Return whether B's step is slower by more than `limit` and by more than noise. With too few steps to judge noise,
+    only the limit counts."""
     gate = comparison.gate
     return gate.verdict in ("slower", "cannot tell") and gate.b_ns > gate.a_ns * (1 + limit)
 
 
 def gate_sentence(comparison: ProfileComparison, limit: float) -> str:
     gate, failed = comparison.gate, regressed(comparison, limit)
-    change = f"{(gate.b_ns / gate.a_ns - 1) * 100:+.2f} %" if gate.a_ns else "–"
-    said = f"{'FAIL' if failed else 'pass'}: {gate.name} {change} against a limit of +{limit * 100:g} %"
+    change = f"{(gate.b_ns / gate.a_ns - 1) * 100:+.2f}%" if gate.a_ns else "–"
+    said = f"{'FAIL' if failed else 'pass'}: {gate.name} {change}, limit +{limit * 100:g}%"
     if gate.verdict == "cannot tell":
-        return f"{said}; too few steps to tell a change from noise ({comparison.steps[0]} and {comparison.steps[1]})"
+        return f"{said}; too few steps to rule out noise ({comparison.steps[0]} and {comparison.steps[1]})"
     return said + ("; within noise" if gate.verdict == "noise" else "")
 
 
 def comparison_table(comparison: ProfileComparison) -> Table:
     total = comparison.wall.difference_ns
+    a, b = comparison.labels
     columns = (
         Column(key="group", label=""),
         Column(key="name", label="per step"),
-        Column(key="a_ms", label="A", kind="ms"),
-        Column(key="b_ms", label="B", kind="ms"),
-        Column(key="difference_ms", label="B − A", kind="ms"),
-        Column(key="ratio", label="B / A", kind="ratio"),
+        Column(key="a_ms", label=a, kind="ms"),
+        Column(key="b_ms", label=b, kind="ms"),
+        Column(key="difference_ms", label="change", kind="ms"),
+        Column(key="ratio", label="ratio", kind="ratio"),
         Column(key="share_of_change", label="of change", kind="share"),
         Column(key="verdict", label="verdict"),
-        Column(key="a_ns", label="A in ns", kind="count", detail=True),
-        Column(key="b_ns", label="B in ns", kind="count", detail=True),
-        Column(key="recorded_name", label="name as recorded", detail=True),
+        Column(key="a_ns", label=f"{a} in ns", kind="count", detail=True),
+        Column(key="b_ns", label=f"{b} in ns", kind="count", detail=True),
+        Column(key="recorded_name", label="full name", detail=True),
     )
     rows = [_cells(row, None, comparison) for row in comparison.totals]
     rows += [_cells(row, total, comparison) for row in comparison.parts]
@@ -312,30 +325,32 @@ def _cells(row: ComparisonRow, total: int | None, comparison: ProfileComparison)
     times = (row.a_ns / 1e6, row.b_ns / 1e6, row.difference_ns / 1e6)
     verdict: str = row.verdict
     if not row.a_ns or not row.b_ns:
-        verdict += f", only in {'B' if row.b_ns else 'A'}"
+        verdict += f", only in {comparison.labels[1 if row.b_ns else 0]}"
     name = comparison.shorts.get(row.name, row.name)
     return (row.group, name, *times, row.ratio, share, verdict, row.a_ns, row.b_ns, row.name)
 
 
 def _title(comparison: ProfileComparison) -> str:
-    a, b = comparison.names
-    counts = " and ".join(f"{count} step{'s' * (count != 1)}" for count in comparison.steps)
-    return f"A: {a}; B: {b}; means over {counts}, in ms"
+    a, b = comparison.labels
+    counts = " and ".join(count_noun(count, "step") for count in comparison.steps)
+    return f"{a} → {b}: mean of {counts}, in ms"
 
 
 def say_sum(by: By) -> str:
-    return f"the rows under `{by}` add up to `{WALL}`: what ran alone, several at once, and idle"
+    return f"the `{by}` rows add up to `{WALL}`: kernels that ran alone, overlap and idle time"
 
 
 def _notes(comparison: ProfileComparison) -> list[str]:
-    notes = [*comparison.remarks, say_sum(comparison.by)]
+    files = [f"{label}: {name}" for label, name in zip(comparison.labels, comparison.names, strict=True)]
+    named = comparison.names not in (comparison.labels, BEFORE_AND_AFTER)
+    notes = [*(files if named else []), *comparison.remarks, say_sum(comparison.by)]
     verdicts = {row.verdict for row in (*comparison.totals, *comparison.parts)}
     if "cannot tell" in verdicts:
         notes.append(
-            f"cannot tell: fewer than {LEAST_STEPS} steps in a recording, so a change cannot be told from noise"
+            f"cannot tell: a recording has fewer than {LEAST_STEPS} steps, too few to distinguish a change from noise"
         )
     if verdicts & {"noise", "slower", "faster"}:
         notes.append(
-            "noise: within Welch's 95 % interval over the recorded steps; two runs of the same thing can differ by more"
+            "noise: within Welch's 95% interval over the recorded steps; two identical runs can differ by more"
         )
     return notes

@@ -1,8 +1,8 @@
-"""Hardware counters as tables: what each kernel did, and the counters of many cases beside the textbook's formula.
+"""Hardware counters as tables: what each kernel did, and the counters of many cases compared with the formula.
 
-The formula counts every product in full, two operations a multiply-add. A counter counts what ran: whole tiles, the
-part that a causal kernel does not skip, three products where fp32 is split into tf32, and on the plain units what is no
-product at all. So a ratio of 1 is a coincidence, and what is constant along an axis of the grid is the finding.
+The formula counts every GEMM in full, with two operations per multiply-add. A counter counts what ran: whole tiles, the
+part that a causal kernel does not skip, three GEMMs where fp32 is split into tf32, and on the CUDA cores everything
+besides GEMMs. A ratio of 1 is therefore a coincidence; look for ratios that stay constant along an axis of the grid.
 """
 
 from collections.abc import Sequence
@@ -19,19 +19,20 @@ from stepscope.findings import Cell, Column, Table
 from stepscope.recording.readers.counter_metrics import L1_HIT_RATE, L2_HIT_RATE, PASSES, canonical_counters
 from stepscope.recording.store import Recording
 from stepscope.spec import RUN_SETTINGS, SHAPE_SETTINGS, Case, ModelShape, Setting, Workload, complete
+from stepscope.units import count_noun
 
 DEFAULT_CLASS = "attention"
 _US = 1e3
 _COUNTED = ("tensor_ops", "fadd", "fmul", "ffma", "dadd", "dmul", "dfma", "dram_read_bytes", "dram_write_bytes")
 _RATES = {L1_HIT_RATE: "l1_hit", L2_HIT_RATE: "l2_hit"}
-# Kernels that agree in these did the same thing. What a product does on plain units is a matter of its size, too; other
-# kernels' operations depend on the data.
+# Kernels with equal values did the same work. For a GEMM this includes its operations on the CUDA cores, which depend
+# on its size; those of other kernels depend on the data.
 _SHAPE = ("name", "grid", "block", "tensor_ops", "product_flops")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CountedCase:
-    """A case of a grid, with its recording or the reason why there is none."""
+    """A case of a grid, with its recording or the reason why it has none."""
 
     name: str
     case: Case
@@ -55,7 +56,7 @@ def choose_classes(asked: str | None) -> tuple[str, ...]:
 
 
 def has_counters(recording: Recording) -> bool:
-    """Whether any of the counters that the tables show was collected."""
+    """Return whether the recording has any of the counters that the tables show."""
     return bool(canonical_counters(recording.counters).height)
 
 
@@ -63,9 +64,9 @@ def has_counters(recording: Recording) -> bool:
 
 
 def counted_kernels(recording: Recording) -> pl.DataFrame:
-    """The kernels in launch order with `class`, `short`, `grid`, `block`, `time_ns`, the counters that add up, and what
-    is made of them; null is what was not measured. Hits and lookups are counted in different runs of a kernel, and of
-    one of a few microseconds make up to ten times too much: a rate above 1 is no rate."""
+    """Return the kernels in launch order with `class`, `short`, `grid`, `block`, `time_ns`, the counters and values
+    derived from them; null if not measured. Cache hits and lookups are counted in different replays of a kernel, and
+    for one of a few microseconds the ratio can be ten times too large: a hit rate above 1 is dropped."""
     kernels = classify(recording.kernels).with_row_index("kernel").cast({"kernel": pl.Int64})
     rates = recording.counters.filter(pl.col("metric").is_in(list(_RATES))).select(
         "kernel", pl.col("metric").replace(_RATES).alias("key"), pl.when(pl.col("value") <= 100).then("value") / 100
@@ -90,8 +91,8 @@ def _triple(what: str) -> pl.Expr:
 
 
 def kernels_table(recording: Recording, *, top: int | None = None) -> Table:
-    """One row for kernels that did the same thing, in the order in which the first of them ran; figures are of one
-    launch. `top` keeps those that take most of the time."""
+    """Return one row per group of identical kernels, in launch order, with the counters of one launch. `top` keeps the
+    groups that take the most time."""
     product_flops = pl.when(pl.col("class") == "GEMM").then("fp32_flops").alias("product_flops")
     kernels = counted_kernels(recording).with_columns(product_flops)
     values = ("fp32_flops", "fp64_flops", "dram_bytes", "l1_hit", "l2_hit", "time_ns")
@@ -133,7 +134,7 @@ _KERNEL_COLUMNS = (
 
 def _kernel_row(row: dict[str, Cell], bandwidth: float | None) -> tuple[Cell, ...]:
     tensor, plain, moved, time = (_number(row[key]) for key in ("tensor_ops", "fp32_flops", "dram_bytes", "time_ns"))
-    rate = moved / time if moved is not None and time else None  # bytes a nanosecond are GB a second
+    rate = moved / time if moved is not None and time else None  # bytes per nanosecond are GB per second
     share = tensor / (tensor + plain) if tensor is not None and plain is not None and tensor + plain else None
     return (
         row["short"],
@@ -172,11 +173,11 @@ def _bandwidth(recording: Recording) -> float | None:
 
 def _kernel_notes(recording: Recording, *, rest: int, total: int) -> tuple[str, ...]:
     passes = recording.counters.filter(metric=PASSES)["value"].max()
-    replayed = f"; each kernel was run {passes:.0f} times over" if isinstance(passes, float) else ""
+    replayed = f"; each kernel was replayed {passes:.0f} times" if isinstance(passes, float) else ""
     return (
-        "of one launch, kernels in launch order; identical ones are one row" + replayed,
-        "tensor-core ops include padding to tiles; CUDA-core FLOPs are additions and multiplications in fp32",
-        *((f"{rest} more rows: --table counters --top {total}",) if rest else ()),
+        "counters of one launch, in launch order; identical kernels are one row" + replayed,
+        "tensor-core ops include padding to full tiles; CUDA-core FLOPs are fp32 additions and multiplications",
+        *((f"{count_noun(rest, 'more row')}: --table counters --top {total}",) if rest else ()),
     )
 
 
@@ -184,7 +185,7 @@ def _kernel_notes(recording: Recording, *, rest: int, total: int) -> tuple[str, 
 
 
 def cases_table(cases: Sequence[CountedCase], classes: Sequence[str] = (DEFAULT_CLASS,)) -> Table:
-    """One row a case and class of kernels: the counters of all its launches, the formula, and their ratio."""
+    """Return one row per case and kernel class: the counters of all its launches, the formula, and their ratio."""
     settings = [
         one for one in _SETTINGS if one.name == "context" or len({_read(one, case.case.workload) for case in cases}) > 1
     ]
@@ -196,14 +197,14 @@ def cases_table(cases: Sequence[CountedCase], classes: Sequence[str] = (DEFAULT_
         for case, kind, total in totals
     )
     return Table(
-        title="Counters and the textbook",
+        title="Counters compared with the formula",
         columns=(
             *(Column(key=one.name, label=one.label, kind=one.kind) for one in settings),
             Column(key="class", label="kernels"),
             *(Column(key=key, label=_LABELS[key], kind="count") for key in keys),
-            Column(key="textbook_flops", label="textbook", kind="count"),
+            Column(key="textbook_flops", label="formula", kind="count"),
             *(
-                Column(key=f"{key}_ratio", label=f"{_LABELS[key].split()[0]} / textbook", kind="ratio")
+                Column(key=f"{key}_ratio", label=f"{_LABELS[key].split()[0]} / formula", kind="ratio")
                 for key in keys[1:]
             ),
             Column(key="notes_flops", label="B·H·(2L²d+3L²)", kind="count", detail=True),
@@ -222,7 +223,7 @@ _LABELS = {
 _Total = dict[str, int | None]
 
 
-# Of the run, what may differ in the modes that are counted; the mode itself and the seed last.
+# Settings that may differ between counted cases, with the mode and the seed last.
 _LAST = ("mode", "seed")
 _SETTINGS = (
     complete(Setting(help="", label="model"), "model"),
@@ -233,13 +234,13 @@ _SETTINGS = (
 
 
 def _read(setting: Setting, workload: Workload) -> Cell:
-    if setting.name == "model":  # of one whose shape is not ours to tell in columns
+    if setting.name == "model":  # a model whose shape has no columns
         return None if isinstance(workload.model, ModelShape) else workload.model.name
     return setting.read(workload.model if setting.name in SHAPE_SETTINGS else workload)
 
 
 def _total(case: CountedCase, kind: str) -> _Total:
-    """Over all launches of a class. Null where it was not measured of all of them, and where there is no recording."""
+    """Return totals over all launches of a class; null if not all were measured, or without a recording."""
     if case.recording is None:
         return dict.fromkeys((*_LABELS, "textbook"))
     kernels = counted_kernels(case.recording).filter(pl.col("class") == kind)
@@ -262,8 +263,8 @@ def _case_cells(case: Case, kind: str, total: _Total, keys: Sequence[str]) -> tu
 
 
 def _notes_formula(case: Case) -> int | None:
-    """The products of a causal half, and three operations an element of the softmax over the full square: an estimate
-    that is met in the literature, for the built-in model's shapes."""
+    """Return the GEMMs of the causal half, and three operations per softmax element over the full square: an estimate
+    from the literature, for the shapes of the built-in model."""
     shape, workload = case.workload.model, case.workload
     if not isinstance(shape, ModelShape):
         return None
@@ -271,14 +272,16 @@ def _notes_formula(case: Case) -> int | None:
     products = attention_flops(
         batch=workload.batch, heads=heads, queries=length, keys=length, head_dim=shape.head_dim, causal=True
     )
-    softmax = softmax_flops(workload.batch * heads * length * length) * 3 // 5  # a convention of 3, where ours is 5
+    softmax = (
+        softmax_flops(workload.batch * heads * length * length) * 3 // 5
+    )  # 3 operations by convention; stepscope counts 5
     return case.timing.steps * shape.num_layers * (products + softmax)
 
 
 def _case_notes(cases: Sequence[CountedCase], totals: Sequence[tuple[CountedCase, str, _Total]]) -> tuple[str, ...]:
-    notes = ["all launches of a class; textbook: 2 operations a multiply-add, attention as B·H·4L²·d a layer"]
+    notes = ["all launches of a class; formula: 2 operations per multiply-add, attention as B·H·4L²·d per layer"]
     absent = {kind for _, kind, total in totals if total["launches"] == 0}
     if "attention" in absent:
-        notes.append("no fused attention ran: written out it is products and a softmax; --kernel-class GEMM")
+        notes.append("no fused attention ran; unfused attention is GEMMs and a softmax: --kernel-class GEMM")
     notes.extend(f"{case.name}: {case.reason}" for case in cases if case.recording is None)
     return tuple(notes)

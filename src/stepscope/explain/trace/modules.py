@@ -1,5 +1,5 @@
-"""Modules as a recording names them: by our annotation with their qualified name, or by the profiler's stacks with the
-class and a number, from which a path is put together."""
+"""The modules of a recording: from stepscope's annotation with their qualified names, or from the profiler's stacks
+with class and number, which are joined to a path."""
 
 import re
 
@@ -8,12 +8,12 @@ import polars as pl
 _OURS = "module:"
 _FRAME = "nn.Module: "
 _INDEX = re.compile(r"(?:^|\.)(\d{1,9})(?:\.|$)")
-_LONGEST_PATH = 4096  # characters; deeper calls go by the path of the last one that fits
+_LONGEST_PATH = 4096  # characters; deeper calls get the path of the last one that fits
 _CLASS_NUMBER = re.compile(r"^(.*)_(\d+)$")
 
 
 def is_own_call() -> pl.Expr:
-    """Whether a range is a call of a module by our annotation."""
+    """Whether a range is a module call from stepscope's annotation."""
     return pl.col("name").str.starts_with(_OURS)
 
 
@@ -22,7 +22,7 @@ def is_module_call() -> pl.Expr:
 
 
 def module_paths(ranges: pl.DataFrame) -> pl.DataFrame:
-    """The calls of modules, with `path`. Ours win where a recording has both."""
+    """Return the module calls, with `path`. stepscope's annotation takes precedence if a recording has both."""
     ours = ranges.filter(is_own_call())
     if ours.height:
         return ours.with_columns(path=pl.col("name").str.strip_prefix(_OURS))
@@ -33,7 +33,7 @@ def module_paths(ranges: pl.DataFrame) -> pl.DataFrame:
 
 
 def _join_ancestors(frames: pl.DataFrame) -> pl.Series:
-    """Each call's own label behind those of the calls around it."""
+    """Return each call's label, prefixed with those of the calls around it."""
     ordered = frames.with_row_index("row").sort("process", "thread", "start_ns", -pl.col("end_ns"))
     paths: list[str] = []
     open_calls: list[tuple[int, str]] = []
@@ -52,8 +52,8 @@ def _join_ancestors(frames: pl.DataFrame) -> pl.Series:
 
 
 def number_layers(frame: pl.DataFrame, modules: pl.DataFrame) -> pl.DataFrame:
-    """`layer` for rows with a module: the first number in a qualified name (`blocks.3.attention`), or, in paths made of
-    classes, the place among its like of the outermost class that stands there several times."""
+    """Add `layer` to rows with a module: the first number in a qualified name (`blocks.3.attention`) or, in paths of
+    classes, the index of the outermost class that occurs several times among its siblings."""
     distinct = frame["module"].drop_nulls().unique().to_list()
     numbers = _layers_of_classes(modules, distinct) if _has_classes(modules) else _layers_of_names(distinct)
     layers = frame["module"].replace_strict(numbers, default=None, return_dtype=pl.Int32)

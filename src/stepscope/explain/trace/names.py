@@ -1,7 +1,7 @@
-"""What the names in a recording say: the one place where they are decoded. On a GPU a name is a kernel's, on a CPU an
-operator's.
+"""Decode the names in a recording: kernels on a GPU, operators on a CPU.
 
-The names become columns of the kernels when a profile is made, and rules, tables, questions and pages read those.
+This is the only place that decodes them. The result becomes columns of the kernels when a profile is made, and rules,
+tables, questions and pages read those.
 """
 
 import re
@@ -10,12 +10,12 @@ import polars as pl
 
 from stepscope.explain.kernel_names import KernelClass, decode, describe
 
-# Names of C++ templates run to kilobytes, and a page may hold thousands: the front says which kernel it is.
+# Names of C++ templates run to kilobytes, and a page may have thousands. Their beginning identifies the kernel.
 LONGEST_NAME = 600
-# Fields of `describe` that are said elsewhere: the short name is the label, the class the colour.
+# Fields of `describe` that are shown elsewhere: the short name as the label, the class as the color.
 _SAID = ("part", "short", "kernel_class")
 
-# Operators by what they do; the first pattern that fits counts. Names without their namespace and overload.
+# Operators by class; the first matching pattern wins. Names come without namespace and overload.
 _OPERATORS: tuple[tuple[KernelClass, str], ...] = (
     ("communication", r"c10d|nccl|gloo|all_?reduce|all_?gather|reduce_scatter|broadcast_$"),
     ("attention", r"scaled_dot_product|flash_attention|efficient_attention"),
@@ -52,10 +52,10 @@ def classify_operator(name: str) -> KernelClass:
     return "elementwise" if name.startswith("aten::") else "other"
 
 
-# What a name says, as columns of kernels. A name is silent on what is null; an operator's name says its class alone.
+# What a name says, as columns of kernels; null if it does not say. An operator's name only says its class.
 NAME_COLUMNS = {
     "class": pl.String,
-    "short": pl.String,  # a name for people
+    "short": pl.String,  # a short, readable name
     "is_cast": pl.Boolean,
     "library": pl.String,
     "dtype": pl.String,  # of the arithmetic
@@ -67,7 +67,7 @@ NAME_COLUMNS = {
 
 
 def classify(kernels: pl.DataFrame) -> pl.DataFrame:
-    """Adds `NAME_COLUMNS`. Each distinct name is looked at once."""
+    """Add `NAME_COLUMNS`. Each distinct name is decoded once."""
     distinct = kernels.select("name", host=pl.col("kind") == "cpu").unique()
     rows = [(name, on_host, *_read(name, on_host=on_host)) for name, on_host in distinct.iter_rows()]
     known = pl.DataFrame(rows, schema={"name": pl.String, "host": pl.Boolean, **NAME_COLUMNS}, orient="row")
@@ -97,8 +97,8 @@ def _read(name: str, *, on_host: bool) -> tuple[str | int | bool | None, ...]:
 
 
 def describe_kernel(name: str, *, on_host: bool = False) -> str:
-    """The recorded name, what it says field by field, and what would change it, in lines. Made when a page asks for it:
-    it is long, and few of a recording's names are ever shown."""
+    """Return the recorded name, its decoded fields, and notes, as lines. Computed on demand: the text is long, and only
+    few names of a recording are shown."""
     recorded = cut_name(name)
     if on_host:  # an operator's name is its own description
         return recorded

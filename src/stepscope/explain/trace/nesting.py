@@ -1,11 +1,11 @@
-"""Which interval encloses a moment: the question behind every attribution.
+"""Find the interval that encloses a moment, the basic operation of attribution.
 
 Calls on one thread nest, so at any moment the open intervals form a stack, and the innermost one is the latest start at
-the depth the stack then has. Counting starts and ends gives that depth for all moments at once; one binary search per
-depth finds the interval. No loop over events: two million are attributed in about a second.
+the depth of that stack. Counting starts and ends gives the depth for all moments at once; one binary search per depth
+finds the interval. There is no loop over events: two million are attributed in about a second.
 
-Intervals are half open, and one without length encloses nothing. Clocks of different sources can make intervals cross
-by some nanoseconds; an answer that turns out to have ended is looked for again by hand among the latest starts.
+Intervals are half-open, and an empty one encloses nothing. Clocks of different sources can make intervals cross by a
+few nanoseconds; if the interval found has already ended, the latest starts are searched one by one.
 """
 
 import numpy as np
@@ -18,13 +18,14 @@ _LOOK_BACK = 256
 
 
 def innermost(intervals: pl.DataFrame, points: pl.DataFrame, *, by_thread: bool = True) -> pl.Series:
-    """For each point (`process`, `thread`, `ns`) the row of the innermost interval (`process`, `thread`, `start_ns`,
-    `end_ns`) around it, null where there is none. Without threads an interval counts for its whole process."""
+    """Return for each point (`process`, `thread`, `ns`) the row of the innermost interval (`process`, `thread`,
+    `start_ns`, `end_ns`) around it, null if there is none. Without `by_thread`, intervals apply to the whole
+    process."""
     if not intervals.height:
         return pl.repeat(None, points.height, dtype=pl.Int64, eager=True)
     found = np.full(points.height, NOWHERE, np.int64)
     keys = ["process", "thread"] if by_thread else ["process"]
-    # Only numbers are partitioned: taking names along would cost more than everything else here.
+    # Partition only numbers: including names would cost more than everything else here.
     groups = intervals.with_row_index("row").select(*keys, "row", "start_ns", "end_ns").partition_by(keys, as_dict=True)
     asked_for = points.with_row_index("row").select(*keys, "row", "ns").filter(pl.col("ns").is_not_null())
     wanted = asked_for.partition_by(keys, as_dict=True)
@@ -39,19 +40,19 @@ def innermost(intervals: pl.DataFrame, points: pl.DataFrame, *, by_thread: bool 
 
 
 def around(intervals: pl.DataFrame, column: str, points: pl.DataFrame, *, by_thread: bool = True) -> pl.Series:
-    """`column` of the innermost interval around each point, null where there is none."""
+    """Return `column` of the innermost interval around each point, null if there is none."""
     return look_up(intervals, column, innermost(intervals, points, by_thread=by_thread))
 
 
 def look_up(frame: pl.DataFrame, column: str, rows: pl.Series) -> pl.Series:
-    """`column` in these rows of the frame; a null row is a null value."""
+    """Return `column` in these rows of the frame; a null row gives null."""
     if not frame.height:
         return pl.repeat(None, rows.len(), dtype=frame.schema[column], eager=True)
     return frame[column].gather(rows)
 
 
 def enclosing(starts: Ints, ends: Ints, moments: Ints) -> Ints:
-    """The same for one thread, in arrays; `NOWHERE` where nothing encloses."""
+    """Return what `innermost` does for one thread, as arrays; `NOWHERE` without an enclosing interval."""
     result = np.full(len(moments), NOWHERE, np.int64)
     lasting = np.flatnonzero(ends > starts)
     if not len(lasting) or not len(moments):

@@ -1,10 +1,10 @@
-"""Which part of a step a moment belongs to: input, forward, loss, backward or optimizer; and which step.
+"""Find the phase of a moment (input, forward, loss, backward or optimizer) and its step.
 
-Evidence is taken in the order of how much it can be trusted. Inside the evaluation of an autograd node it is backward,
-whatever range is open. Then come ranges that say so (ours, the framework's own `Optimizer.step`, names that people
-give), the optimizer's frames, modules being called, loss operators, and operators with a sequence number, which
-PyTorch gives to those that could need a gradient. What is left on a thread follows the ranges of other threads at that
-time. A recording in which nothing runs backward is of inference, and what no other evidence claims is forward.
+Evidence is used in order of reliability. Inside the evaluation of an autograd node the phase is backward, whatever
+range is open. Then come ranges that name a phase (stepscope's, the framework's `Optimizer.step`, user-defined names),
+the optimizer's frames, module calls, loss operators, and operators with a sequence number, which PyTorch gives to those
+that could need a gradient. Anything else on a thread follows the ranges of other threads at that time. A recording
+without backward is inference, and everything without other evidence is forward.
 """
 
 import polars as pl
@@ -15,7 +15,7 @@ from stepscope.recording.store import Recording
 _OURS = "phase:"
 FORWARD_RANGE = "phase:forward"
 _STEP = r"^(?:ProfilerStep#|step:|step[_ ]|iteration[_ ]|iter[_ ])(\d{1,9})$"
-# Names that people and frameworks give to the parts of a step. The first that fits counts.
+# Names that users and frameworks give to the parts of a step. The first match wins.
 _NAMED = (
     ("optimizer", r"(?i)\boptimizer\.(?:step|zero_grad)|\boptimi[sz]er\b|\bzero_grad\b|: (?:step|zero_grad)$"),
     ("backward", r"(?i)\bbackward\b|\bbwd\b"),
@@ -36,9 +36,9 @@ _LOSS_OPS = (
 def find_phases(
     frame: pl.DataFrame, ops: pl.DataFrame, named: pl.DataFrame, autograd: pl.DataFrame, *, has_backward: bool
 ) -> pl.DataFrame:
-    """Adds `phase` to rows with `in_backward`, `module`, `op_row` (of `ops`) and the moment (`process`, `thread`,
-    `ns`); takes `in_backward` away. `named` are the `named_ranges`; `autograd` are the threads (`process`, `thread`)
-    that run backward somewhere in the recording."""
+    """Add `phase` to rows with `in_backward`, `module`, `op_row` (of `ops`) and the moment (`process`, `thread`, `ns`),
+    and drop `in_backward`. `named` are the `named_ranges`; `autograd` are the threads (`process`, `thread`) that run
+    backward anywhere in the recording."""
     here, anywhere = (around(named, "phase", frame, by_thread=by_thread) for by_thread in (True, False))
     loss_ops = ops.filter(pl.col("name").str.contains(_LOSS_OPS))
     in_loss = innermost(loss_ops, frame).is_not_null()
@@ -74,7 +74,7 @@ def find_phases(
 
 
 def named_ranges(ranges: pl.DataFrame) -> pl.DataFrame:
-    """The ranges that say which part of a step they are, with `phase`."""
+    """Return the ranges that name a part of a step, with `phase`."""
     name = pl.col("name")
     ours = name.str.starts_with(_OURS)
     guess = pl.lit(None, pl.String)
@@ -86,14 +86,14 @@ def named_ranges(ranges: pl.DataFrame) -> pl.DataFrame:
 
 
 def step_ranges(recording: Recording) -> pl.DataFrame:
-    """The ranges that are steps, with `step`, in order; ours or the profiler's first, a person's names otherwise."""
+    """Return the ranges that mark steps, with `step`, in order of time."""
     steps = recording.ranges.with_columns(step=pl.col("name").str.extract(_STEP).cast(pl.Int32, strict=False))
     return steps.filter(pl.col("step").is_not_null()).sort("start_ns")
 
 
 def number_passes(recording: Recording, moments: pl.Series) -> pl.Series:
-    """How many forward passes had begun at each moment, where a step of the case runs several; 0 where it runs one, or
-    is not ours to know."""
+    """Return how many forward passes had started at each moment, if a step of the case runs several; 0 if it runs one,
+    or if the case is unknown."""
     case = recording.manifest.case
     if case is None or case.workload.passes == 1:
         return pl.zeros(moments.len(), pl.UInt32, eager=True)

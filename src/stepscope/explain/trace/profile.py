@@ -1,5 +1,5 @@
-"""A recording understood: kernels with what they belong to, and time that adds up. What every question, rule, table and
-comparison starts from."""
+"""A profile: the kernels of a recording with what they belong to, and time that adds up. Questions, rules, tables and
+comparisons are all computed from it."""
 
 import hashlib
 import shlex
@@ -22,29 +22,30 @@ from stepscope.hardware import Hardware
 from stepscope.recording.parquet import DamagedTableError, pack, unpack
 from stepscope.recording.readers.nsys_database import EXPORT_COMMAND
 from stepscope.recording.store import Recording
+from stepscope.units import count_noun
 
 UNKNOWN = "unknown"
-_WORTH_KEEPING = 20_000  # kernels; fewer are attributed faster than a file is read
+_WORTH_KEEPING = 20_000  # kernels; attributing fewer is faster than reading a file
 
 
 @dataclass(frozen=True, kw_only=True)
 class Profile:
-    """One recording. `kernels` carry the columns of `attribution.attribute_kernels`. A row stands for `count` kernels
-    that took `time_ns` together, each between `min_ns` and `max_ns`: for a single one, unless memory is bounded."""
+    """One recording. `kernels` have the columns of `attribution.attribute_kernels`. A row is a single kernel or, in
+    bounded memory, `count` kernels that took `time_ns` in total, each between `min_ns` and `max_ns`."""
 
     recording: Recording
     kernels: pl.DataFrame
-    kept_in: Path | None = None  # where what was found out about a large recording is kept for the next look
+    kept_in: Path | None = None  # where derived data of a large recording is cached
 
     @cached_property
     def ops(self) -> pl.DataFrame:
-        """The operators with what they belong to (`attribution.attribute_ops`), in the order that `op_row` counts."""
+        """The operators with what they belong to (`attribution.attribute_ops`), in the order of `op_row`."""
         return attribute_ops(self.recording)
 
     @cached_property
     def gpu_time_ns(self) -> int:
-        """All kernels' durations added up: what shares are of. Kernels side by side count each. Counters may come
-        without times, and are all that can be asked for then."""
+        """The sum of all kernel durations, the total that shares refer to. Overlapping kernels each count. Raises
+        StepscopeError for counters without times."""
         total = int(self.kernels["time_ns"].sum())
         if not total and self.recording.counters.height:
             raise no_time(self.recording)
@@ -65,12 +66,12 @@ class Profile:
 
     @cached_property
     def steps(self) -> pl.DataFrame:
-        """One row a recorded step: step, start_ns, end_ns."""
+        """One row per recorded step: step, start_ns, end_ns."""
         return step_ranges(self.recording).select("step", "start_ns", "end_ns")
 
     @cached_property
     def window(self) -> tuple[int, int]:
-        """From the first thing to the last, of the recorded steps and of all that ran on a device."""
+        """From the first start to the last end of all recorded steps and kernels."""
         times = pl.concat([self.kernels.select("start_ns", "end_ns"), self.steps.select("start_ns", "end_ns")])
         start, end = times["start_ns"].min(), times["end_ns"].max()
         assert isinstance(start, int)
@@ -83,31 +84,31 @@ class Profile:
 
     @cached_property
     def step_windows(self) -> tuple[tuple[int, int], ...]:
-        """Where each step begins and ends on the device."""
+        """Start and end of each step on the device."""
         return find_step_windows(self.steps, self.kernels, self.window)
 
     @cached_property
     def plain_steps(self) -> tuple[Fraction, ...]:
-        """The steps timed without the recorder, in nanoseconds; none where the recording has none."""
+        """The times of unprofiled steps in nanoseconds; empty if the recording has none."""
         steps = self.recording.steps.group_by("step", maintain_order=True).agg(ns=pl.col("duration_ns").sum())
         return tuple(map(Fraction, steps["ns"]))
 
     @property
     def is_serialized(self) -> bool:
-        """Whether kernels ran one at a time, as Nsight Compute makes them: no gaps, and no order of a step."""
+        """Whether kernels ran one at a time, as under Nsight Compute: without idle time and order of a step."""
         return self.recording.manifest.source == "nsight compute"
 
     @property
     def has_steps(self) -> bool:
-        """Whether a step's time means anything."""
+        """Whether the step time is meaningful."""
         return bool(self.steps.height) and not self.is_serialized
 
     @property
     def has_gaps(self) -> bool:
-        """Whether time between kernels means anything: not where operators of a CPU stand for kernels."""
+        """Whether idle time is meaningful. It is not if the kernels are operators of a CPU."""
         return not self.on_cpu and not self.is_serialized
 
-    # --- What is asked of the clock most
+    # --- Shortcuts to the clock
 
     @property
     def wall_ns(self) -> int:
@@ -139,7 +140,7 @@ class Profile:
 
     @cached_property
     def hardware(self) -> Hardware | None:
-        """From the manifest of our own recordings, else by the device's name; None where it is not known."""
+        """From the manifest of a stepscope recording, otherwise by device name; None if unknown."""
         environment = self.recording.manifest.environment
         return environment.hardware if environment else hardware.find(self.recording.manifest.device)
 
@@ -148,7 +149,8 @@ class Profile:
         return bool((self.kernels["kind"] == "cpu").all())
 
     def time_by(self, *columns: str, kernels: pl.DataFrame | None = None) -> pl.DataFrame:
-        """Per value of `columns`: time_ns, share (of all GPU time) and count, the largest first. Null is `unknown`."""
+        """Return time_ns, share (of all GPU time) and count per value of `columns`, the largest first. Null is
+        `unknown`."""
         source = self.kernels if kernels is None else kernels
         named = [pl.col(c).fill_null(UNKNOWN) if source.schema[c] == pl.String else pl.col(c) for c in columns]
         grouped = source.group_by(*named, maintain_order=True).agg(pl.col("time_ns", "count").sum())
@@ -156,7 +158,7 @@ class Profile:
         return grouped.with_columns(share=share).sort("time_ns", *columns, descending=[True, *([False] * len(columns))])
 
     def coverage(self) -> dict[str, float]:
-        """The share of GPU time whose class, phase and module are known."""
+        """Return the shares of GPU time whose class, phase and module are known."""
         total = max(1, self.gpu_time_ns)
         known = {
             "class": pl.col("class") != "other",
@@ -167,12 +169,13 @@ class Profile:
 
 
 def shares_by_launch(profile: Profile) -> dict[str, float]:
-    """Of the kernels' time, by how they were launched: `op`, `graph` or `before` the window."""
+    """Return the shares of kernel time by kind of launch: `op`, `graph` or `before` the window."""
     return dict(profile.time_by("launched").select("launched", "share").iter_rows())
 
 
 def make_profile(recording: Recording, kept_in: Path | None = None) -> Profile:
-    """`kept_in` is the folder the recording lies in, where a large one's attribution is kept for the next look."""
+    """Return the profile of a recording. `kept_in` is the recording's directory, where results for a large one are
+    cached."""
     if not recording.kernels.height:
         raise no_kernels(recording, recording.ops.height)
     if kept_in is None or recording.kernels.height < _WORTH_KEEPING:
@@ -187,47 +190,47 @@ def make_profile(recording: Recording, kept_in: Path | None = None) -> Profile:
 
 
 def no_kernels(recording: Recording, num_ops: int) -> StepscopeError:
-    has = f"{_name_file(recording)} has {num_ops} operators and no kernels"
+    has = f"{_name_file(recording)} has {count_noun(num_ops, 'operator')} and no kernels"
     return StepscopeError(
-        "the recording holds no kernel timeline",
+        "the recording has no kernel timeline",
         detail="; ".join((has, *recording.manifest.notes)),
-        hint="record with CUDA activity: torch.profiler.profile(activities=[CPU, CUDA])",
+        hint="torch.profiler.profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA])",
     )
 
 
 def no_time(recording: Recording) -> StepscopeError:
     manifest = recording.manifest
     match manifest.source:
-        case _ if manifest.command:  # a recording of ours
-            hint = f"record it again: {manifest.command}"
+        case _ if manifest.command:  # a recording of stepscope
+            hint = f"record again: {manifest.command}"
         case "nsight systems":
-            hint = f"export it again: {EXPORT_COMMAND}"
+            hint = f"export again: {EXPORT_COMMAND}"
         case "nsight compute":
             table = shlex.join(["stepscope", "explain", manifest.file or "FILE", "--table", "counters"])
-            hint = f"count `gpu__time_duration.sum` as well, or: {table}"
+            hint = f"collect `gpu__time_duration.sum` too, or run: {table}"
         case _:
-            hint = "record it again: torch.profiler.profile(activities=[CPU, CUDA])"
+            hint = "torch.profiler.profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA])"
     return StepscopeError(
         f"no kernel in {_name_file(recording)} has a duration", detail="; ".join(manifest.notes), hint=hint
     )
 
 
 def _name_file(recording: Recording) -> str:
-    """The foreign file; a recording of ours comes from none."""
+    """Return the file that was read; a recording of stepscope has none."""
     return f"`{recording.manifest.file}`" if recording.manifest.file else "the recording"
 
 
 def _attribute_once(recording: Recording, path: Path) -> pl.DataFrame:
-    with suppress(OSError, DamagedTableError):  # not there yet, or damaged: made below
+    with suppress(OSError, DamagedTableError):  # missing or damaged: computed below
         return unpack(path)
     kernels = attribute_kernels(recording)
-    # A full disk costs the next look its second, and nothing else.
+    # A full disk only costs time on the next call.
     with suppress(OSError, pl.exceptions.PolarsError), replacing(path) as new:
         pack(kernels, new)
     return kernels
 
 
 def code_digest() -> str:
-    """Of the code that explains: what another version of it found out is not used."""
+    """Return a digest of the code in `explain`: results cached by another version are not used."""
     files = sorted(Path(__file__).parents[1].rglob("*.py"))
     return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()[:12]

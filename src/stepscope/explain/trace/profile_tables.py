@@ -1,4 +1,4 @@
-"""A profile as tables: the page on the terminal, each of its parts alone, and what recording it cost."""
+"""A profile as tables: the page in the terminal, its single tables, and the overhead of recording."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -10,10 +10,11 @@ from stepscope.explain.trace.profile import Profile, shares_by_launch
 from stepscope.explain.trace.summary import KernelTime, kernel_times
 from stepscope.findings import Cell, Column, Finding, Table
 from stepscope.recording.store import Manifest
+from stepscope.units import count_noun
 
 _MS = 1e6
 _US = 1e3
-# The columns that every account of kernels' time has.
+# The columns that all tables of kernel time share.
 _TIMES = (
     Column(key="kernel_ms", label="kernels ms", kind="ms"),
     Column(key="share", label="share", kind="share"),
@@ -22,46 +23,47 @@ _TIMES = (
 
 
 def headline(profile: Profile) -> str:
-    """The recording in a few lines: what it is, how long a step takes, how busy the device is, and what is missing."""
+    """Return a recording in a few lines: its source, the step time, how busy the device is, and what is missing."""
     manifest = profile.recording.manifest
     what = "operators" if profile.on_cpu else "GPU"
-    steps = f"{profile.num_steps} steps" if profile.num_steps > 1 else "1 step"
-    steps = f"{steps} of" if profile.steps.height else "no steps marked,"
+    steps = f"{count_noun(profile.num_steps, 'step')} of" if profile.steps.height else "no marked steps,"
     where = f" on {manifest.device}" if manifest.device else ""
     known = profile.coverage()
     lines = [
         f"{manifest.file or 'recording'}: {manifest.source}{where}",
         f"{steps} {profile.step_ns / _MS:,.2f} ms{_clock(profile)}; {what} busy {1 - profile.idle_share:.1%}, "
         f"idle {profile.idle_share:.1%}",
-        f"known of the kernels' time: class {known['class']:.1%}, phase {known['phase']:.1%}, module "
-        + (f"{known['module']:.1%}" if manifest.modules_recorded else "unknown: this recording names no modules"),
+        f"attributed kernel time: class {known['class']:.1%}, phase {known['phase']:.1%}, module "
+        + (f"{known['module']:.1%}" if manifest.modules_recorded else "unknown: the recording has no module names"),
     ]
     if profile.steps_in_window > 1.01 * profile.num_steps:
         lines.append(
-            f"the window holds the work of about {profile.steps_in_window:.1f} steps, {profile.num_steps} of them "
-            "marked; figures a step are of that"
+            f"the recording holds the work of about {profile.steps_in_window:.1f} steps, {profile.num_steps} of them "
+            "marked; numbers per step count all of them"
         )
     if len(profile.devices) > 1:
-        lines.append(f"{len(profile.devices)} devices; times below are their sum")
+        lines.append(f"{len(profile.devices)} devices; times below are summed over them")
     by_launch = shares_by_launch(profile)
     if by_launch.get("before") and not profile.is_serialized:
-        lines.append(f"launched before the recording began: {by_launch['before']:.1%} of the time, known by name only")
+        lines.append(
+            f"launched before the recording began: {by_launch['before']:.1%} of kernel time, known by name only"
+        )
     if by_launch.get("graph"):
-        lines.append(f"launched by graph replay: {by_launch['graph']:.1%} of the time")
+        lines.append(f"launched by CUDA graphs: {by_launch['graph']:.1%} of kernel time")
     lines.extend(f"note: {note}" for note in manifest.notes)
-    lines.extend(f"doubt: {doubt.text}" for doubt in manifest.doubts)
+    lines.extend(f"warning: {doubt.text}" for doubt in manifest.doubts)
     return "\n".join(lines)
 
 
 def _clock(profile: Profile) -> str:
     overhead = profile.recording.manifest.overhead
     if profile.clock.is_recorded:
-        return f" while recorded ({overhead.plain_ns / _MS:,.2f} ms without the recorder)" if overhead else ""
-    return f" by the clock ({profile.recorded_step_ns / _MS:,.2f} ms while recorded)"
+        return f" profiled ({overhead.plain_ns / _MS:,.2f} ms unprofiled)" if overhead else ""
+    return f" ({profile.recorded_step_ns / _MS:,.2f} ms profiled)"
 
 
 def classes_table(profile: Profile) -> Table:
-    """Kernels' time by class, and the step's wall time swept once beside it."""
+    """Return kernel time by class, next to the step's wall time without double counting."""
     swept: dict[str, int] = {}
     for device in profile.devices:
         for name, time in device.whole.classes.items():
@@ -96,7 +98,7 @@ def classes_table(profile: Profile) -> Table:
 
 
 def phases_table(profile: Profile) -> Table:
-    """Kernels' time by phase, with the classes that take most of each."""
+    """Return kernel time by phase, with the largest classes of each."""
     rows: list[tuple[Cell, ...]] = []
     parts = profile.time_by("phase", "class")
     for row in profile.time_by("phase").iter_rows(named=True):
@@ -165,7 +167,7 @@ def ops_table(profile: Profile, *, top: int | None = None) -> Table:
 
 
 def steps_table(profile: Profile) -> Table:
-    """One row a step: its wall time by its range, and the kernels it launched."""
+    """Return one row per step: the wall time of its range, and the kernels it launched."""
     launched = profile.kernels.group_by("step").agg(time_ns=pl.col("time_ns").sum(), count=pl.len().cast(pl.Int64))
     steps = profile.steps.join(launched, on="step", how="left", maintain_order="left")
     rows = tuple(
@@ -181,12 +183,12 @@ def steps_table(profile: Profile) -> Table:
             Column(key="count", label="kernels", kind="count"),
         ),
         rows=rows,
-        notes=() if rows else ("no steps are marked in this recording",),
+        notes=() if rows else ("this recording has no marked steps",),
     )
 
 
 def streams_table(profile: Profile) -> Table:
-    """Each stream's time, adding up to the wall time."""
+    """Return the time of each stream, which adds up to the wall time."""
     names = sorted({name for device in profile.devices for one in device.streams.values() for name in one.classes})
     rows: list[tuple[Cell, ...]] = []
     for device in profile.devices:
@@ -236,7 +238,7 @@ def findings_table(findings: Sequence[Finding]) -> Table:
 
 
 def ranks_table(profiles: Sequence[Profile]) -> Table:
-    """Several ranks of one run beside each other: who waits for whom shows in the communication."""
+    """Return the ranks of one run next to each other: their communication shows which rank waits for which."""
     rows: list[tuple[Cell, ...]] = []
     for place, profile in enumerate(profiles):
         manifest = profile.recording.manifest
@@ -260,7 +262,7 @@ def ranks_table(profiles: Sequence[Profile]) -> Table:
             Column(key="idle", label="idle", kind="share"),
         ),
         rows=tuple(rows),
-        notes=("a step; the rank that computes longest makes the others wait for it", *_doubt(profiles)),
+        notes=("times per step; the rank that computes longest makes the others wait", *_doubt(profiles)),
     )
 
 
@@ -268,7 +270,7 @@ def _doubt(profiles: Sequence[Profile]) -> tuple[str, ...]:
     manifests = [profile.recording.manifest for profile in profiles]
     ranks = [one.rank for one in manifests if one.rank is not None]
     if len({one.device for one in manifests}) > 1 or len(set(ranks)) < len(ranks):
-        return ("these may not be the ranks of one run: their devices differ, or two have one rank",)
+        return ("these may not be the ranks of one run: their devices differ, or two have the same rank",)
     return ()
 
 
@@ -287,7 +289,7 @@ def _grouped(profile: Profile, label: str, columns: tuple[str, str], top: int | 
             *_TIMES,
         ),
         rows=rows,
-        notes=(scope(profile), *((f"{rest} more rows: --top {grouped.height}",) if rest else ())),
+        notes=(scope(profile), *((f"{count_noun(rest, 'more row')}: --top {grouped.height}",) if rest else ())),
     )
 
 
@@ -301,17 +303,21 @@ def _per_step(profile: Profile, time_ns: float) -> float:
 
 def scope(profile: Profile) -> str:
     steps = profile.num_steps if profile.steps.height else 0
-    mean = f"mean of {steps} steps" if steps > 1 else "one step" if steps else "the whole recording: it marks no steps"
-    return f"{mean}; share: of all kernels' time"
+    mean = f"mean of {steps} steps" if steps > 1 else "one step" if steps else "whole recording: no marked steps"
+    return f"{mean}; share: of total kernel time"
 
 
 def left_out(shown: Sequence[KernelTime], kernels: Sequence[KernelTime]) -> tuple[str, ...]:
     rest = kernels[len(shown) :]
     share = sum(one.share for one in rest)
-    return (f"{len(rest)} more kernels, {share:.1%} of the time: --table kernels --top {len(kernels)}",) if rest else ()
+    return (
+        (f"{count_noun(len(rest), 'more kernel')}, {share:.1%} of the time: --table kernels --top {len(kernels)}",)
+        if rest
+        else ()
+    )
 
 
-# The parts that can be asked for alone: those as long as the recording makes them, and those of which `top` rows are.
+# The tables of `--table`: those that are always complete, and those that show `top` rows.
 _WHOLE: dict[str, Callable[[Profile], Table]] = {
     "classes": classes_table,
     "phases": phases_table,
@@ -323,24 +329,25 @@ PARTS = (*_WHOLE, *_RANKED)
 
 
 def make_part(profile: Profile, name: str, *, top: int | None = None) -> Table:
-    """One of `PARTS`."""
+    """Return one of `PARTS`."""
     return _RANKED[name](profile, top=top) if name in _RANKED else _WHOLE[name](profile)
 
 
 _COLUMNS = (
-    Column(key="with", label="with"),
+    Column(key="with", label="steps"),
     Column(key="step_ms", label="step", kind="ms"),
-    Column(key="vs_plain", label="vs nothing", kind="ratio"),
-    Column(key="vs_previous", label="vs the line above", kind="ratio"),
+    Column(key="vs_plain", label="vs unprofiled", kind="ratio"),
+    Column(key="vs_previous", label="vs previous row", kind="ratio"),
 )
 
 
 def overhead_table(manifest: Manifest) -> Table:
-    """One line a stage of recording; a stage that was not timed has none."""
-    assert manifest.case is not None, "only recordings of our own know their case"
-    assert manifest.overhead is not None, "a recording of our own knows its cost"
+    """Return the step time unprofiled, profiled, and profiled with annotations; rows that were not timed are left
+    out."""
+    assert manifest.case is not None, "only recordings of stepscope have a case"
+    assert manifest.overhead is not None, "recordings of stepscope have their overhead"
     cost = manifest.overhead
-    timed = [("nothing", cost.plain_ns), ("the recorder", cost.recorded_ns), ("annotation too", cost.annotated_ns)]
+    timed = [("unprofiled", cost.plain_ns), ("profiled", cost.recorded_ns), ("profiled, annotated", cost.annotated_ns)]
     known = [(name, value) for name, value in timed if value is not None]
     previous = [None, *(value for _, value in known)]
     rows = tuple(
@@ -349,7 +356,7 @@ def overhead_table(manifest: Manifest) -> Table:
     )
     doubts = tuple(f"{doubt.code}: {doubt.text}" for doubt in manifest.doubts)
     return Table(
-        title=f"{describe_case(manifest.case)}, {manifest.device}: medians in ms, recorder and annotation included",
+        title=f"{describe_case(manifest.case)}, {manifest.device}: profiling overhead, median step in ms",
         columns=_COLUMNS,
         rows=rows,
         notes=(*manifest.notes, *doubts),

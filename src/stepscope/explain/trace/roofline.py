@@ -1,13 +1,13 @@
-"""How near to the device's limits each operator came, and which limit it was.
+"""The roofline: how close each operator comes to the device's limits, and which limit applies.
 
-The unit is one call of an operator: its cost is known from its shapes, and the time is that of all the kernels it
-launched. A product that is split over K and then summed up is one product, and its two kernels are not judged apart. A
-kernel belongs to the innermost operator around its launch.
+The unit is one call of an operator. Its cost follows from its shapes, and its time is that of all the kernels it
+launched: a split-K GEMM and the kernel that adds up its parts are one call. A kernel belongs to the innermost operator
+around its launch.
 
-No operator can be faster than its FLOPs at the device's peak for that precision or its bytes at the full bandwidth,
-whichever takes longer: that is the limit, and `reached` is the share of the speed it allows. More than 100 % means that
-inputs came from the cache. The peak is that of the units the kernel used: a product in fp32 on the CUDA cores is held
-against those, not against the tensor cores it could have used.
+An operator takes at least as long as its FLOPs at the device's peak for that precision, and as its bytes at full
+bandwidth. The longer of the two is the limit, and `reached` is the share of that speed. More than 100% means that
+inputs came from the cache. The peak is that of the units the kernel used: an fp32 GEMM on the CUDA cores is compared
+with those, not with the tensor cores it could have used.
 """
 
 import math
@@ -22,27 +22,27 @@ from stepscope.findings import Cell, Column, Table
 from stepscope.hardware import Hardware
 from stepscope.spec import ModelShape
 
-# A kernel takes some microseconds to start and to drain, whatever it does.
+# Every kernel takes a few microseconds to start and to drain.
 LAUNCH_NS = 5_000
 FAR_FROM_LIMIT = 0.3
-COUNTED_ENOUGH = 0.95  # of the time in products, attention and convolutions
+COUNTED_ENOUGH = 0.95  # of the time in GEMMs, attention and convolutions
 COSTLY = ("GEMM", "attention", "convolution")
 
 
 class Utilisation(msgspec.Struct, frozen=True, kw_only=True):
-    """A step's matrix operations, and their share of what the device could have done in the step's time."""
+    """The FLOPs of a step, and their share of what the device could do in the step's time."""
 
     step_flops: int
     mfu: float | None
     precision: str | None
-    source: str  # `closed form` or `counted`
+    source: str  # `formula` or `counted`
     convention: str
 
 
 def operator_calls(profile: Profile) -> pl.DataFrame:
-    """One row a call that launched something: op_row, op, shapes, class, short and kernel (of the longest of its
-    kernels), step, recomputed, kernels, time_ns, and flops, bytes and op_dtype, null where the cost is not known; and
-    unit, the precision whose peak it is held against: what that kernel's name says of the arithmetic, else op_dtype."""
+    """Return one row per call that launched a kernel: op_row, op, shapes, class, short and kernel (of its longest
+    kernel), step, recomputed, kernels, time_ns; flops, bytes and op_dtype, null if the cost is unknown; and unit, the
+    precision whose peak applies: the arithmetic in the kernel's name, otherwise op_dtype."""
     ops = profile.recording.ops
     owned = profile.kernels.filter(pl.col("op_row").is_not_null() & ~pl.col("class").is_in(["memcpy", "memset"]))
     calls = (
@@ -70,9 +70,9 @@ def operator_calls(profile: Profile) -> pl.DataFrame:
 
 
 def roofline(profile: Profile) -> pl.DataFrame:
-    """One row a kind of call (op, shapes, class, short), the longest in all first: calls, kernels, time_ns, flops and
-    bytes (of all calls), dtype (whose peak it is held against), flops_per_s, bytes_per_s, intensity, limit_ns, reached,
-    bound."""
+    """Return one row per kind of call (op, shapes, class, short), the largest total time first: calls, kernels,
+    time_ns, flops and bytes (of all calls), dtype (whose peak applies), flops_per_s, bytes_per_s, intensity, limit_ns,
+    reached, bound."""
     calls = operator_calls(profile)
     grouped = (
         calls.group_by("op", "shapes", "class", "short", maintain_order=True)
@@ -81,7 +81,7 @@ def roofline(profile: Profile) -> pl.DataFrame:
             calls=pl.len().cast(pl.Int64),
             kernels=pl.col("kernels").sum(),
             time_ns=pl.col("time_ns").sum(),
-            # Null, not zero, where a call's cost is not known.
+            # Null, not zero, if a call's cost is unknown.
             flops=pl.when(pl.col("flops").is_not_null().all()).then(pl.col("flops").sum()),
             bytes=pl.when(pl.col("bytes").is_not_null().all()).then(pl.col("bytes").sum()),
         )
@@ -102,7 +102,7 @@ def roofline(profile: Profile) -> pl.DataFrame:
 
 
 def least_ns(hardware: Hardware | None, dtype: str | None, flops: float, moved_bytes: float) -> float | None:
-    """The time below which no kernel can do this, None where a limit that matters is not known."""
+    """Return the least time that any kernel needs for this, None if a limit that matters is unknown."""
     if hardware is None or hardware.bandwidth is None:
         return None
     peak = hardware.peak_flops.get(dtype or "")
@@ -112,18 +112,18 @@ def least_ns(hardware: Hardware | None, dtype: str | None, flops: float, moved_b
 
 
 def measure_use(profile: Profile, step_ns: float | None = None) -> Utilisation | None:
-    """By the closed form where the recording is of the built-in model, else counted in the operators' shapes. None
-    where neither is known: a share of the work would be a wrong utilisation. `step_ns` is the step's time where a
-    better clock than the profile's is known."""
+    """Return the FLOPs and the MFU of a step: from the formula for the built-in model, otherwise counted from operator
+    shapes. None if neither is possible: counting part of the work would give a wrong MFU. `step_ns` is the step time of
+    a better clock than the profile's."""
     step_ns = profile.clock.plain_step_ns if step_ns is None else step_ns
     case = profile.recording.manifest.case
     if case is not None and isinstance(case.workload.model, ModelShape):
         workload = case.workload
         forward = cost.forward_flops(case.workload.model, batch=workload.batch, context=workload.context)
         flops = cost.step_flops(forward, workload.mode)
-        return _use(profile, flops, step_ns, workload.precision, "closed form", cost.FLOP_CONVENTION)
+        return _use(profile, flops, step_ns, workload.precision, "formula", cost.FLOP_CONVENTION)
     calls = operator_calls(profile)
-    # What activation checkpointing computes again is no work of the model's.
+    # Recomputed activations do not count as work of the model.
     calls = calls.filter(pl.col("class").is_in(COSTLY) & ~pl.col("recomputed"))
     costly = profile.kernels.filter(pl.col("class").is_in(COSTLY) & ~pl.col("recomputed"))
     counted = calls.filter(pl.col("flops").is_not_null())
@@ -131,12 +131,12 @@ def measure_use(profile: Profile, step_ns: float | None = None) -> Utilisation |
         return None
     flops = round(counted["flops"].sum() / profile.num_steps)
     longest = counted.group_by("unit").agg(pl.col("time_ns").sum()).sort("time_ns", descending=True)["unit"][0]
-    convention = "2 operations a multiply-add, from the shapes of products, convolutions and fused attention"
+    convention = "2 FLOPs per multiply-add, from the shapes of GEMMs, convolutions and fused attention"
     return _use(profile, flops, step_ns, longest, "counted", convention)
 
 
 def roofline_table(profile: Profile, *, top: int = 20, step_ns: float | None = None) -> Table:
-    """The `top` kinds of call that took longest. `step_ns` is as for `measure_use`."""
+    """Return the `top` kinds of calls by time. `step_ns` is as for `measure_use`."""
     frame = roofline(profile).head(top)
     total = max(1, profile.gpu_time_ns)
     cells: list[tuple[Cell, ...]] = [
@@ -156,7 +156,10 @@ def roofline_table(profile: Profile, *, top: int = 20, step_ns: float | None = N
         for row in frame.iter_rows(named=True)
     ]
     return Table(
-        title="How near to the device's limits", columns=_COLUMNS, rows=tuple(cells), notes=_notes(profile, step_ns)
+        title="Roofline: operators and the device's limits",
+        columns=_COLUMNS,
+        rows=tuple(cells),
+        notes=_notes(profile, step_ns),
     )
 
 
@@ -164,13 +167,13 @@ _COLUMNS = (
     Column(key="operator", label="operator"),
     Column(key="shapes", label="shapes"),
     Column(key="kernel", label="kernel", detail=True),
-    Column(key="calls", label="calls a step", kind="number"),
+    Column(key="calls", label="calls per step", kind="number"),
     Column(key="share", label="GPU time", kind="share"),
-    Column(key="time_us", label="a call", kind="us"),
+    Column(key="time_us", label="µs per call", kind="us"),
     Column(key="tflops_per_s", label="TFLOP/s", kind="number"),
     Column(key="gb_per_s", label="GB/s", kind="number"),
     Column(key="intensity", label="FLOP/byte", kind="number", detail=True),
-    Column(key="reached", label="of the limit", kind="share"),
+    Column(key="reached", label="% of limit", kind="share"),
     Column(key="bound", label="bound by"),
 )
 
@@ -179,17 +182,17 @@ def _notes(profile: Profile, step_ns: float | None) -> tuple[str, ...]:
     notes = []
     hardware = profile.hardware
     if hardware is None:
-        notes.append(f"the limits of `{profile.recording.manifest.device or 'the device'}` are not known")
+        notes.append(f"unknown device limits: `{profile.recording.manifest.device or 'no device name'}`")
     if not profile.recording.manifest.shapes_recorded:
-        notes.append("shapes were not recorded: record with record_shapes=True")
+        notes.append("no shapes in this recording: record with record_shapes=True")
     if hardware is not None and (use := measure_use(profile, step_ns)) is not None:
         share = f", {use.mfu:.1%} of the {use.precision} peak (MFU)" if use.mfu is not None else ""
-        notes.append(f"{use.step_flops / 1e12:.3g} TFLOP a step{share}; {use.source}: {use.convention}")
+        notes.append(f"{use.step_flops / 1e12:.3g} TFLOP per step{share}; {use.source}: {use.convention}")
     return tuple(notes)
 
 
 def shorten_shapes(shapes: str | None) -> str | None:
-    """Without the empty shapes of what is no tensor at the end."""
+    """Strip the empty shapes of trailing arguments that are not tensors."""
     return re.sub(r"(?:,\[\])+\]$", "]", shapes.replace(" ", "")) if shapes else None
 
 
@@ -205,7 +208,7 @@ def _cost_cells(
 
 
 def _judge(row: dict[str, object], hardware: Hardware | None) -> tuple[str | None, float | None, float | None, str]:
-    """dtype, limit_ns, reached, bound."""
+    """Return dtype, limit_ns, reached and bound."""
     dtype, flops, moved, time = (row[key] for key in ("unit", "flops", "bytes", "time_ns"))
     calls = row["calls"]
     assert dtype is None or isinstance(dtype, str)
@@ -214,7 +217,7 @@ def _judge(row: dict[str, object], hardware: Hardware | None) -> tuple[str | Non
     if not isinstance(flops, int) or not isinstance(moved, int):
         return dtype, None, None, "unknown"
     if dtype == "fp32" and hardware and flops / max(1, time) * 1e9 > hardware.peak_flops.get("fp32", math.inf):
-        dtype = "tf32"  # faster than the CUDA cores can be: a name that does not tell the two apart
+        dtype = "tf32"  # faster than the CUDA cores: the name does not distinguish the two
     limit = least_ns(hardware, dtype, flops, moved)
     if limit is None or hardware is None or not time:
         return dtype, None, None, "unknown"

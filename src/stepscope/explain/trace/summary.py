@@ -1,9 +1,9 @@
-"""What a profile says, as one document with a versioned schema: what `--format json` prints and other programs read.
+"""A profile as one document with a versioned schema, for `--format json` and other programs.
 
-Times are whole nanoseconds over the whole recording (`steps` says how many steps that is). `gpu_time_ns` is the sum of
-all kernels' durations; classes, phases, modules and kernels each add up to it, kernels launched before the window and
-unknown phases included. `devices` is the other account, in which time is swept once: classes alone on the device,
-overlap and idle add up to `wall_ns`.
+Times are whole nanoseconds over the whole recording (`steps` is its number of steps). `gpu_time_ns` is the sum of all
+kernel durations; classes, phases, modules and kernels each add up to it, including kernels launched before the window
+and unknown phases. `devices` counts time once: classes that run alone on the device, overlap and idle add up to
+`wall_ns`.
 """
 
 from collections.abc import Sequence
@@ -54,7 +54,7 @@ class ModuleTime(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Coverage(msgspec.Struct, frozen=True, kw_only=True, rename={"kernel_class": "class"}):
-    """Shares of GPU time of which each is known."""
+    """Shares of GPU time whose class, phase and module are known."""
 
     kernel_class: float
     phase: float
@@ -86,7 +86,7 @@ class SweptDevice(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class LaunchTime(msgspec.Struct, frozen=True, kw_only=True):
-    """`op`: launched by a call in the recording; `graph`: by the replay of a graph; `before`: no launch recorded."""
+    """`op`: launched by a recorded call; `graph`: by the replay of a CUDA graph; `before`: launch not recorded."""
 
     launched: str
     time_ns: int
@@ -102,7 +102,7 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     world_size: int | None
     steps: int
     wall_ns: int
-    step_ns: float  # by the clock without the recorder where that is known
+    step_ns: float  # unprofiled if known
     gpu_time_ns: int
     busy_ns: int
     idle_ns: int
@@ -162,13 +162,13 @@ def summarise(profile: Profile, findings: Sequence[Finding]) -> Summary:
 
 
 def kernel_times(profile: Profile) -> tuple[KernelTime, ...]:
-    """One row a kernel name, the largest time first."""
+    """Return one row per kernel name, the largest time first."""
     grouped = profile.kernels.group_by("name", "short", "class", maintain_order=True).agg(
         pl.col("time_ns", "count").sum(), pl.col("min_ns").min(), pl.col("max_ns").max()
     )
     told = grouped.with_columns(mean_ns=pl.col("time_ns") / pl.col("count"))
     rows = told.sort("time_ns", "name", descending=[True, False]).rename({"class": "kernel_class"})
-    # One by one: polars multiplies a column by the reciprocal of a number, and the last digit is another.
+    # One by one: polars multiplies a column by the reciprocal of a number, which changes the last digit.
     total = max(1, profile.gpu_time_ns)
     return tuple(KernelTime(**row, share=row["time_ns"] / total) for row in rows.iter_rows(named=True))
 

@@ -1,4 +1,4 @@
-"""Attention without its scores in memory: tiled PyTorch to learn from, Triton for every GPU, Gluon for Hopper."""
+"""Attention that never stores its scores: tiled PyTorch to learn from, Triton for every GPU, Gluon for Hopper."""
 
 from stepscope.kernels.attention.backends import BACKENDS, chosen_backends
 from stepscope.kernels.attention.function import FlashAttention, FlashAttentionTiled, flash_attention

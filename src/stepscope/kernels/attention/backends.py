@@ -1,10 +1,10 @@
-"""Which backend runs: what each of them can do, what `auto` takes, and a record of what it took.
+"""Backend selection: what each backend supports, what `auto` chooses, and a record of its choices.
 
-`FUNCTIONS` has an entry for each backend in `spec.backends`: its module, and a function that says why it cannot take a
-problem, or None when it can. Asked for by name a backend runs or raises with that reason; `auto` goes through the order
-of preference for the device and takes the first that does not refuse, and what it took is in `chosen_backends`. Reasons
-name no lengths, so that this record stays short when every call has another. There is one other way from one backend to
-another, which the caller asks for: a deterministic backward pass is never Hopper's.
+`FUNCTIONS` has an entry for each backend in `spec.backends`: its module, and a function that returns why it cannot run
+a problem, or None if it can. A backend requested by name runs or raises with that reason; `auto` tries the backends in
+order of preference for the device and uses the first that can run, and `chosen_backends` records the choice. Reasons
+contain no lengths, so that this record stays short when every call has a different length. The only other switch
+between backends is one the caller requests: a deterministic backward pass never runs on `hopper`.
 """
 
 import os
@@ -22,13 +22,13 @@ from stepscope.errors import nearest
 from stepscope.kernels.attention.problem import Problem, UnsupportedError, is_tma_able
 from stepscope.spec.backends import BACKENDS as REGISTERED
 
-# Hopper's tiles are 64 or 128 wide and a head is padded to that in shared memory, which costs matrix work but no memory
-# traffic. Sizes at which that still beats `triton` on an H200: at 48 by 1.2, forward, and at 80 by 1.5; at 32 they are
+# Hopper's tiles are 64 or 128 wide and a head is padded to that in shared memory, which costs tensor-core work but no
+# memory traffic. These sizes still beat `triton` on an H200: 48 by 1.2× in forward, and 80 by 1.5×; at 32 they are
 # even, and at 16 `triton` wins.
 HOPPER_HEAD_DIMS = frozenset(range(40, 129, 8))
 
 
-# --- What the machine is ---
+# --- The machine ---
 
 
 @cache
@@ -55,7 +55,7 @@ def is_interpreting() -> bool:
     return os.environ.get("TRITON_INTERPRET") == "1"
 
 
-# --- What each backend refuses ---
+# --- What each backend does not support ---
 
 
 def _refuses_nothing(_: Problem) -> str | None:
@@ -70,45 +70,45 @@ def _triton_lacks(device: torch.device, dtype: torch.dtype) -> str | None:
     if triton_version() is None:
         return "triton is not installed"
     if dtype == torch.float64:
-        return "it has no float64"
+        return "float64 is not supported"
     if device.type != "cuda":
         if device.type != "cpu" or not is_interpreting():
-            return f"the tensors are on {device.type}, and it needs a CUDA GPU"
+            return f"it requires a CUDA GPU, but the tensors are on {device.type}"
         if dtype == torch.bfloat16:
-            return "Triton's interpreter computes products of bf16 wrongly"
+            return "Triton's interpreter computes bf16 `tl.dot` incorrectly"
     elif _capability(device) < (8, 0):
-        return f"the GPU is {_architecture(device)}, and it needs sm_80 or later"
+        return f"it requires sm_80 or later, but the GPU is {_architecture(device)}"
     return None
 
 
 def _refuses_hopper(problem: Problem) -> str | None:
     q_BHLD = problem.q_BHLD
     if q_BHLD.device.type != "cuda":
-        return f"the tensors are on {q_BHLD.device.type}, and it needs an sm_90 GPU"
+        return f"it requires an sm_90 GPU, but the tensors are on {q_BHLD.device.type}"
     if torch.version.hip is not None or _capability(q_BHLD.device)[0] != 9:
-        return f"the GPU is {_architecture(q_BHLD.device)}, and it needs sm_90"
+        return f"it requires sm_90, but the GPU is {_architecture(q_BHLD.device)}"
     found = triton_version()
     if found is None or found < (3, 6):
-        return "it needs triton 3.6 or later"
+        return "it requires triton 3.6 or later"
     if q_BHLD.dtype not in (torch.float16, torch.bfloat16):
-        return f"the dtype is {q_BHLD.dtype}, and it takes float16 and bfloat16"
+        return f"it requires float16 or bfloat16, but the dtype is {q_BHLD.dtype}"
     if problem.head_dim not in HOPPER_HEAD_DIMS:
-        return f"the head dim is {problem.head_dim}, and it takes {', '.join(map(str, sorted(HOPPER_HEAD_DIMS)))}"
+        return f"it requires a head dim of {', '.join(map(str, sorted(HOPPER_HEAD_DIMS)))}, but got {problem.head_dim}"
     for name, x in (("q", q_BHLD), ("k", problem.k_BGKD), ("v", problem.v_BGKD)):
         if not is_tma_able(x):
-            return f"`{name}` has strides or an address that the copy engine cannot read: not on 16 bytes"
+            return f"the copy engine cannot read `{name}`: its strides and address must be multiples of 16 bytes"
     return None
 
 
 def _refuses_plain(problem: Problem) -> str | None:
     if problem.num_keys == 0:
-        return "there are no keys, and a softmax over none is not a number"
+        return "without keys, the softmax is NaN"
     return None
 
 
 def _refuses_sdpa(problem: Problem) -> str | None:
     if problem.hides_keys and problem.num_queries != problem.num_keys:
-        return "it aligns a causal mask at the start, and the lengths of queries and keys differ"
+        return "it aligns causal masks at the start, which requires as many queries as keys"
     return _refuses_plain(problem)
 
 
@@ -126,14 +126,14 @@ def _refuses_sdpa_kernel(backend: str) -> Callable[[Problem], str | None]:
 
 
 def _ask_sdpa(backend: str, problem: Problem) -> str | None:
-    """PyTorch's own answer. It tells its reasons as warnings, and only when asked to: so it is asked twice."""
+    """Return PyTorch's own answer. It reports reasons as warnings, and only on request: so it is asked twice."""
     asks = {
         "sdpa-flash": torch.backends.cuda.can_use_flash_attention,
         "sdpa-efficient": torch.backends.cuda.can_use_efficient_attention,
         "sdpa-cudnn": torch.backends.cuda.can_use_cudnn_attention,
     }
     if torch.compiler.is_compiling():
-        return None  # this cannot be traced; where PyTorch refuses, it raises by itself
+        return None  # not traceable; where PyTorch cannot run it, it raises itself
     q_BHLD, k_BGKD, v_BGKD, causal = problem
     params = torch.backends.cuda.SDPAParams(q_BHLD, k_BGKD, v_BGKD, None, 0.0, causal, problem.is_grouped)
     if asks[backend](params):
@@ -141,16 +141,17 @@ def _ask_sdpa(backend: str, problem: Problem) -> str | None:
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
         asks[backend](params, debug=True)
-    return "; ".join(str(warning.message).split(" (Triggered")[0] for warning in told) or "PyTorch refuses it"
+    return "; ".join(str(warning.message).split(" (Triggered")[0] for warning in told) or "PyTorch does not support it"
 
 
 # --- The registry ---
 
 
 class BackendFunctions(NamedTuple):
-    """`module` has the functions `forward` and `backward`; `plain` runs a backend without one, and PyTorch
-    differentiates it. `repeats`: whether gradients are the same to the bit in every run; `if asked` is PyTorch's
-    switch for it."""
+    """`module` has the functions `forward` and `backward`; `plain` runs a backend without one, which PyTorch
+    differentiates. `repeats` is whether gradients are bitwise reproducible; `if asked` means under PyTorch's switch for
+    it.
+    """
 
     refuse: Callable[[Problem], str | None]
     module: str = ""
@@ -191,20 +192,20 @@ def check_backend(backend: str, among: Sequence[str] = BACKENDS) -> None:
 
 
 def require(backend: str, problem: Problem, *, deterministic: bool = False) -> None:
-    """Raises where the backend cannot take the problem."""
+    """Raise if the backend cannot run the problem."""
     reason = refusal(backend, problem, deterministic=deterministic)
     if reason is not None:
         raise UnsupportedError(f"`backend` `{backend}` cannot run this: {reason}")
 
 
 def refusal(backend: str, problem: Problem, *, deterministic: bool = False) -> str | None:
-    """Why this backend cannot take this problem, or not with gradients that repeat; None when it can."""
+    """Return why this backend cannot run this problem, or not deterministically; None if it can."""
     reason = FUNCTIONS[backend].refuse(problem)
     return _varies(backend, problem) if reason is None and deterministic else reason
 
 
 def _varies(backend: str, problem: Problem) -> str | None:
-    """Why this backend's gradients may differ from run to run; None when they repeat to the bit."""
+    """Return why this backend's gradients may differ between runs; None if they are bitwise reproducible."""
     repeats = FUNCTIONS[backend].repeats
     if repeats == "never":
         return "its backward pass is not deterministic"
@@ -216,7 +217,7 @@ def _varies(backend: str, problem: Problem) -> str | None:
 
 
 def choose(problem: Problem, *, deterministic: bool = False, among: Sequence[str] = tuple(FUNCTIONS)) -> str:
-    """What `auto` runs, recorded with what spoke against the backends that it would rather have taken."""
+    """Return what `auto` runs, and record it with the reasons against the backends it prefers."""
     reasons: list[str] = []
     for backend in preferences(problem.q_BHLD.device):
         if backend not in among:
@@ -230,18 +231,19 @@ def choose(problem: Problem, *, deterministic: bool = False, among: Sequence[str
 
 
 def preferences(device: torch.device) -> tuple[str, ...]:
-    """The best first. On a CPU, PyTorch's own kernel is far faster than tiles in Python."""
+    """Best first. On a CPU, PyTorch's own kernel is far faster than tiles in Python."""
     return ("hopper", "triton", "sdpa", "tiled") if device.type == "cuda" else ("sdpa", "tiled", "triton")
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def has_kernel(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether one of our GPU kernels takes every problem of this dtype on this device."""
+    """Whether one of our GPU kernels supports every problem of this dtype on this device."""
     return device.type == "cuda" and _triton_lacks(device, dtype) is None
 
 
 def chosen_backends() -> Mapping[tuple[str, str], int]:
-    """How often `auto` took which backend in this process, by (backend, why not the ones before it). Forward and
-    backward choose for themselves; what was asked for by name is not counted. In a compiled model the choices between
-    our own kernels count as they run, and SDPA, which is part of the compiled code, does not count."""
+    """Return how often `auto` chose which backend in this process, by (backend, reasons against the preferred ones).
+    Forward and backward choose separately; requests by name are not counted. In a compiled model, choices between our
+    own kernels are counted as they run, while SDPA is part of the compiled code and is not counted.
+    """
     return MappingProxyType(_chosen)

@@ -1,10 +1,10 @@
 """`flash_attention`, and the autograd functions behind it.
 
-A compiler takes the operators (`operators.py`) as they are. Eager code goes through the autograd functions, which call
-them below autograd's own layer, because what PyTorch generates around an operator is slow: on one core a call that does
-nothing costs 28 µs with a graph this way, 65 µs through a differentiable operator, and 77 µs through `custom_op`.
+A compiler uses the operators (`operators.py`) directly. Eager code goes through the autograd functions, which call them
+below the autograd dispatch key, because the code PyTorch generates around an operator is slow: on one core, a call that
+does nothing costs 28 µs with a graph this way, 65 µs through a differentiable operator, and 77 µs through `custom_op`.
 
-Kept for backward: q, k, v, the output, and one number a query.
+Saved for backward: q, k, v, the output, and one number per query.
 """
 
 # B batch, H query heads, G key/value heads (G divides H), L queries, K keys, D head dim.
@@ -30,16 +30,17 @@ def flash_attention(
     backend: str = "auto",
     deterministic: bool | None = None,
 ) -> Tensor:
-    """softmax(q kᵀ · scale) v for (..., L, D), without the scores ever being in memory.
+    """softmax(q kᵀ · scale) v for (..., L, D), without storing the scores.
 
-    With two or three dimensions there are no heads; with four or more the dimension before L counts the heads, of which
-    k and v may have fewer (grouped and multi-query attention). Query and key lengths may differ: a causal mask is
-    aligned at the end, so the last query sees every key. A query that sees none gives zero, and zero gradients.
+    With two or three dimensions the tensors have no heads; with four or more, the dimension before L is the heads, of
+    which k and v may have fewer (grouped-query and multi-query attention). Query and key lengths may differ: a causal
+    mask is aligned at the end, so the last query sees every key. A query that sees none returns zero, with zero
+    gradients.
 
-    `scale` is 1/sqrt(D) unless given. `backend` is one of `BACKENDS`; by name it runs or raises, and `auto` takes the
-    fastest that can (`chosen_backends` says which). `deterministic` asks for gradients that repeat to the bit, and
-    follows `torch.use_deterministic_algorithms` unless given. fp32 is computed as accurately as fp32 unless
-    `torch.set_float32_matmul_precision` allows tf32. `docs/kernels.md` has the details.
+    `scale` defaults to 1/sqrt(D). `backend` is one of `BACKENDS`; a named backend runs or raises, and `auto` uses the
+    fastest that can run (see `chosen_backends`). `deterministic` requests bitwise reproducible gradients, and defaults
+    to `torch.use_deterministic_algorithms`. fp32 has full fp32 accuracy unless `torch.set_float32_matmul_precision`
+    allows tf32. See `docs/kernels.md`.
     """
     backends.check_backend(backend)
     if deterministic is None:
@@ -72,13 +73,13 @@ def _has_kernel(q: Tensor) -> bool:
 def _run_plain(
     q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float | None, backend: str, deterministic: bool
 ) -> Tensor:
-    """Where our kernels do not run `auto` comes here too: SDPA where it can, and tiles where it cannot."""
+    """`auto` also ends here where our kernels do not run: SDPA if it can, tiles otherwise."""
     problem = prepare(q, k, v, causal=causal)
     scale = choose_scale(scale, problem.head_dim)
     if backend != "auto":
         backends.require(backend, problem, deterministic=deterministic)
     elif torch.compiler.is_compiling():
-        # The compiler traces this line; a count that changes from call to call would have it compile anew each time.
+        # The compiler traces this line; a counter that changes with every call would recompile every time.
         backend = "tiled" if backends.refusal("sdpa", problem, deterministic=deterministic) else "sdpa"
     else:
         backend = backends.choose(problem, deterministic=deterministic)
@@ -88,10 +89,10 @@ def _run_plain(
 
 
 class FlashAttention(torch.autograd.Function):
-    """Attention by our GPU kernels: `FlashAttention.apply(q, k, v, is_causal)`.
+    """Attention with our GPU kernels: `FlashAttention.apply(q, k, v, is_causal)`.
 
-    `output.grad_fn.saved_tensors` are q, k, v, the output, and the log-sum-exp of every query (natural logarithm, in
-    the shape `q.shape[:-1]`).
+    `output.grad_fn.saved_tensors` are q, k, v, the output, and the log-sum-exp of every query (natural logarithm, shape
+    `q.shape[:-1]`).
     """
 
     @staticmethod
@@ -130,7 +131,7 @@ class FlashAttentionTiled(torch.autograd.Function):
 
 
 def _settings(q: Tensor, scale: float | None, backend: str, deterministic: bool) -> tuple[float, str, bool, bool]:
-    """What the operators take after `causal`."""
+    """The operator arguments after `causal`."""
     tf32 = q.dtype == torch.float32 and wants_tf32()
     return choose_scale(scale, q.shape[-1]), backend, tf32, deterministic
 
@@ -149,7 +150,7 @@ def _forward(
     ctx.settings = (causal, *_settings(q, scale, backend, deterministic))
     o, lse = _call(forward_operator, as_4d(q), as_4d(k), as_4d(v), *ctx.settings)
     if q.dim() != 4:
-        # Not `view`: autograd forbids to change in place what it knows as a view made in here.
+        # Not `view`: autograd forbids in-place changes of views created in here.
         o, lse = torch.ops.aten._unsafe_view(o, q.shape), lse.view(q.shape[:-1])
     ctx.save_for_backward(q, k, v, o, lse)
     return cast(Tensor, o)
@@ -165,8 +166,9 @@ def _backward(ctx: Any, do: Tensor) -> tuple[Tensor, ...]:
 
 
 def _call(operator: Callable[..., Any], *args: Any) -> Any:
-    """The operator below autograd. Not where a graph of it is wanted (`create_graph=True`), nor for a compiler, which
-    has layers of its own."""
+    """Return the operator below autograd, unless a graph of it is needed (`create_graph=True`), or for a compiler,
+    which has layers of its own.
+    """
     if torch.is_grad_enabled() or torch.compiler.is_compiling():
         return operator(*args)
     with torch._C._AutoDispatchBelowAutograd():

@@ -1,20 +1,19 @@
 """Flash attention backward for Hopper (sm_90a), in Gluon: the kernels and their tiles, without torch, as in
 `hopper_forward_kernel.py`.
 
-A program owns 128 keys, 64 for each of its two consumer warpgroups, and walks over the query tiles that see them.
-Five products a tile: the scores and their gradient, transposed, so that both come out as register operands of dV and
+A program owns 128 keys, 64 for each of its two consumer warpgroups, and loops over the query tiles that see them. There
+are five matmuls per tile: the scores and their gradient, transposed, so that both end up as register operands of dV and
 dK; those two; and dQ, which the copy engine adds to an fp32 buffer in memory (in no fixed order, so its last bits
-change from run to run). For dQ both warpgroups put their score gradients into shared memory and each computes one
-half of it from all 128 keys. That halves the traffic of the additions against one dQ a warpgroup: 432 TFLOP/s became
+differ between runs). For dQ both warpgroups write their score gradients to shared memory and each computes one half of
+it from all 128 keys. That halves the traffic of the additions compared with one dQ per warpgroup: 432 TFLOP/s became
 510 (H200, 8192 keys, head size 128).
 
-The scores of the next tile are issued before dQ is waited for and written, so that the tensor cores have work
-meanwhile: 510 became 545. They are waited for before the loop turns: products in flight across its edge are
-serialised by ptxas (C7514). What bounds it then is shared memory: two of the five products read both operands from it
-at its full bandwidth.
+The scores of the next tile are issued before waiting for dQ and writing it, so that the tensor cores stay busy: 510
+became 545. They are waited for before the next iteration: ptxas serializes matmuls in flight across the loop edge
+(C7514). The remaining bound is shared memory: two of the five matmuls read both operands from it at its full bandwidth.
 
-Rows past the end are masked by their statistics (a log-sum-exp of +inf gives weights of zero), keys past the end by
-the mask. FLOPs: 10 L K D a head, half of it under a causal mask.
+Rows past the end are masked by their statistics (a log-sum-exp of +inf gives zero weights), keys past the end by the
+mask. FLOPs: 10 L K D per head, half of it under a causal mask.
 """
 
 # z batch element; H query heads, h one of them; G key/value heads, g one of them; D head dim, padded.
@@ -41,13 +40,13 @@ from stepscope.kernels.attention.hopper_forward_kernel import LOG2_E, NUM_STAGES
 
 KEYS_OF_PROGRAM = 128
 KEYS = gl.constexpr(KEYS_OF_PROGRAM)
-OWN_KEYS = gl.constexpr(64)  # of a consumer warpgroup
-ROWS_OF_TILE = {64: 128, 128: 64}  # queries, by the width of a head: what the registers hold
+OWN_KEYS = gl.constexpr(64)  # rows per consumer warpgroup
+ROWS_OF_TILE = {64: 128, 128: 64}  # queries, by head width: as many as the registers hold
 
 
 @cache
 def backward_settings(width: int, *, causal: bool, whole_keys: bool) -> dict[str, Any]:
-    """The constants and options of the backward kernel, as `forward_settings` has them for forward."""
+    """The constants and options of the backward kernel, like `forward_settings` for forward."""
     return {
         "ROWS": ROWS_OF_TILE[width],
         "D": width,
@@ -61,7 +60,7 @@ def backward_settings(width: int, *, causal: bool, whole_keys: bool) -> dict[str
 
 @builtin
 def _reduce_add(desc, coord, source, _semantic=None):
-    """Add a tile in shared memory to global memory: the copy engine can, and Gluon 3.6 has no name for it."""
+    """Add a tile in shared memory to global memory: the copy engine can do this, but Gluon 3.6 does not expose it."""
     handles = _semantic._convert_to_ir_values(coord, require_i64=False)
     _semantic.builder.create_async_tma_reduce(ir.DESCRIPTOR_REDUCE_KIND.ADD, desc.handle, handles, source.handle)
 
@@ -89,7 +88,7 @@ def _next_tile(h, tile, first, end):
 
 @gluon.jit
 def _mask(p, key, tile, num_queries, num_keys, ROWS: gl.constexpr, S: gl.constexpr, CAUSAL: gl.constexpr):
-    """Weights (keys, rows) with those of unseen keys zero."""
+    """Weights (keys, rows), with zero for unseen keys."""
     keys = key + gl.arange(0, OWN_KEYS, gl.SliceLayout(1, S))
     rows = tile * ROWS + gl.arange(0, ROWS, gl.SliceLayout(0, S))
     last_keys = find_last_keys(rows, num_queries, num_keys, CAUSAL)
@@ -132,7 +131,7 @@ def _consume(
         q = q_bufs.index(b).reshape([ROWS, D])
         do = do_bufs.index(b).reshape([ROWS, D])
         mbarrier.wait(do_full.index(b), (step // STAGES) & 1)
-        # The sum starts at -delta, which the gradient of the scores subtracts anyway: one register a row less.
+        # The sum starts at -delta, which the gradient of the scores subtracts anyway: saves one register per row.
         delta = delta_bufs.index(b).reshape([ROWS]).load(s_rows)
         dp = warpgroup_mma(v, do.permute((1, 0)), zeros - delta[None, :], is_async=True)
         lse = lse_bufs.index(b).reshape([ROWS]).load(s_rows)
@@ -144,7 +143,7 @@ def _consume(
         dv = warpgroup_mma(p_operand, do, dv, is_async=True)
         dp = warpgroup_mma_wait(1, deps=[dp])
         ds = (p * dp).to(dtype)
-        # Two buffers: whoever is ahead writes the next one while the other warpgroup still reads this.
+        # Double-buffered: the faster warpgroup writes the next one while the other still reads this one.
         ds_all = ds_bufs.index(step & 1)
         ds_all.slice(CONSUMER * OWN_KEYS, OWN_KEYS, dim=0).store(ds)
         fence_async_shared()
@@ -156,13 +155,13 @@ def _consume(
 
         mbarrier.wait(ds_full.index(step & 1), (step // 2) & 1)
         nothing = gl.zeros([64, 64], gl.float32, T)
-        if D == 128:  # a half of the columns for each warpgroup, and otherwise a half of the rows
+        if D == 128:  # half of the columns for each warpgroup, otherwise half of the rows
             half = k_all.slice(CONSUMER * 64, 64, dim=1)
             dq = warpgroup_mma(ds_all.permute((1, 0)), half, nothing, use_acc=False, is_async=True)
         else:
             half = ds_all.slice(CONSUMER * 64, 64, dim=1)
             dq = warpgroup_mma(half.permute((1, 0)), k_all, nothing, use_acc=False, is_async=True)
-        # The next scores; after the last tile, those of whatever is in the buffer, which nobody looks at.
+        # The next scores; after the last tile, those of whatever is in the buffer, which are never read.
         after = step + 1
         mbarrier.wait(q_full.index(after % STAGES), (after // STAGES) & 1, pred=after < steps)
         next_q = q_bufs.index(after % STAGES).reshape([ROWS, D])
@@ -178,7 +177,7 @@ def _consume(
             _reduce_add(dq_desc, [z, h, tile * ROWS + CONSUMER * 64, 0], dq_buf)
         s = warpgroup_mma_wait(0, deps=[s])
         h, tile = _next_tile(h, tile, first, end)
-    # Only this warpgroup has read its half of V, and only its copies have read its dQ: their room is free.
+    # Only this warpgroup has read its half of V, and only its copies have read its dQ: their memory is free.
     v.store(dv.to(dtype))
     fence_async_shared()
     tma.store_wait(0)
@@ -229,7 +228,7 @@ def attention_hopper_backward(
     num_queries, num_keys,
     ROWS: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr, CAUSAL: gl.constexpr, MASK: gl.constexpr,
 ):  # fmt: skip
-    """dk, dv, and the sums of dq without its scale. MASK: causal, or a ragged end of the keys."""
+    """dk, dv, and the unscaled sums of dq. MASK: causal, or a ragged end of the keys."""
     tiles = gl.cdiv(num_keys, KEYS)
     zg = gl.program_id(0) // tiles
     place = (zg // G, zg % G, (gl.program_id(0) % tiles) * KEYS)
@@ -270,7 +269,7 @@ def attention_hopper_prepare(
     o_z, o_h, o_l, do_z, do_h, do_l, do_d,
     ROWS: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """Each row's log-sum-exp in base 2 and delta, the sum of o * do, padded to whole tiles; and a dQ of zeros."""
+    """Each row's log-sum-exp in base 2 and delta, the sum of o * do, padded to full tiles; and a dQ of zeros."""
     tiles = tl.cdiv(num_queries, ROWS)
     bh = tl.program_id(0) // tiles
     z, h = (bh // H).to(tl.int64), (bh % H).to(tl.int64)
@@ -294,7 +293,7 @@ def attention_hopper_finish(
     sum_ptr, dq_ptr, scale, H, num_queries, D, dq_z, dq_h, dq_l,
     ROWS: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """dQ from its sums in fp32, scaled, in the dtype and the memory order of q."""
+    """dQ from its fp32 sums, scaled, in the dtype and memory layout of q."""
     tiles = tl.cdiv(num_queries, ROWS)
     bh = tl.program_id(0) // tiles
     z, h = (bh // H).to(tl.int64), (bh % H).to(tl.int64)

@@ -1,21 +1,22 @@
-"""Flash attention forward for Hopper (sm_90a), in Gluon: the kernel and the tiles it is compiled with, without torch,
-so that it can be compiled where there is none; `hopper_launch.py` launches it.
+"""Flash attention forward for Hopper (sm_90a), in Gluon: the kernel and its tiles, without torch, so that it can be
+compiled where torch is not installed; `hopper_launch.py` launches it.
 
-A program is one producer warp, which fetches tiles with the bulk copy engine, and two or three consumer warpgroups of
-64 query rows each, which take turns: while one computes its softmax, another has the tensor cores. Within a warpgroup
-the scores of the next tile are issued before the softmax of this one, so that the products of both tiles surround it.
+A program is one producer warp, which loads tiles with the bulk copy engine, and two or three consumer warpgroups of 64
+query rows each, which take turns: while one computes its softmax, another uses the tensor cores. Within a warpgroup,
+the scores of the next tile are issued before the softmax of this one, so that it overlaps with the matmuls of both
+tiles.
 
-Programs are persistent. With one program an SM there is no other to cover its start and its end, which at 2048 keys
-are a tenth of its life; here the producer fetches the next query tile while the consumers still write the last one.
-Under a causal mask tile i is paired with tile n - 1 - i of the same head: all pairs are equally long, and a fixed
+Programs are persistent. With one program per SM nothing else covers its start and end, which at 2048 keys are a
+tenth of its runtime; here the producer loads the next query tile while the consumers still write the last one. Under a
+causal mask, tile i is paired with tile n - 1 - i of the same head: all pairs have the same length, and a fixed
 assignment of pairs to programs is as balanced as a queue would be.
 
-Keys are visited from the last tile to the first: tiles that need a mask (the diagonal, the ragged end) come first,
-and the main loop has none. FLOPs: 4 L K D a head, half of it under a causal mask; bytes: q, k, v and o once, as K and
-V of the heads in flight stay in L2.
+Keys are visited from the last tile to the first: tiles that need a mask (the diagonal, the ragged end) come first, and
+the main loop has none. FLOPs: 4 L K D per head, half of it under a causal mask; bytes: q, k, v and o once, as K and V
+of the heads in flight stay in L2.
 
-Three warpgroups need less of L2 and are faster at a head size of 64 without a mask (3 % at 8192 keys); with one,
-their 192 rows waste more of the diagonal (30 % at 2048 keys), and at 128 their registers do not suffice.
+Three warpgroups need less of L2 and are faster at a head size of 64 without a mask (3% at 8192 keys); with one, their
+192 rows waste more of the diagonal (30% at 2048 keys), and at 128 there are not enough registers.
 """
 
 # z batch element; H query heads, h one of them; G key/value heads, g one of them; D head dim, padded.
@@ -44,15 +45,16 @@ NUM_STAGES = 2
 
 
 def padded_head(head_dim: int) -> int:
-    """The width of a tile for this head size; the copy engine fills the rest with zeros."""
+    """The tile width for this head size; the copy engine fills the rest with zeros."""
     return 64 if head_dim <= 64 else 128
 
 
 @cache
 def forward_settings(width: int, *, causal: bool, whole_keys: bool) -> dict[str, Any]:
-    """The constants and options of the forward kernel, for its launcher and for `make aot`. There is nothing to tune:
-    at each width one choice fills the registers and the shared memory of an SM. `whole_keys`: the length of the keys is
-    a multiple of a tile's."""
+    """The constants and options of the forward kernel, for its launcher and for `make aot`. Nothing needs tuning:
+    at each width one choice fills the registers and the shared memory of an SM. `whole_keys`: the key length is a
+    multiple of the tile's.
+    """
     consumers = 3 if width == 64 and not causal else 2
     return {
         "CONSUMERS": consumers,
@@ -63,14 +65,14 @@ def forward_settings(width: int, *, causal: bool, whole_keys: bool) -> dict[str,
         "CAUSAL": causal,
         "MASK": causal or not whole_keys,
         "num_warps": 4,
-        # At the start; then the warpgroups trade registers.
+        # Initially; then the warpgroups redistribute registers.
         "maxnreg": {2: 168, 3: 128}[consumers],
     }
 
 
 @gluon.jit
 def make_barriers(COUNT: gl.constexpr, ARRIVALS: gl.constexpr):
-    """COUNT barriers, each of which opens when ARRIVALS have come."""
+    """COUNT barriers, each of which completes after ARRIVALS arrivals."""
     barriers = gl.allocate_shared_memory(gl.int64, [COUNT, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(COUNT):
         mbarrier.init(barriers.index(i), count=ARRIVALS)
@@ -99,7 +101,7 @@ def _locate(item, half, H, num_tiles, CAUSAL: gl.constexpr):
 
 @gluon.jit
 def _count_halves(item, num_tiles, CAUSAL: gl.constexpr):
-    """How many tiles an item has: the middle one of an odd number is its own partner."""
+    """The number of tiles in an item: the middle one of an odd number is its own partner."""
     if CAUSAL:
         tile = item % ((num_tiles + 1) // 2)
         return gl.where(num_tiles - 1 - tile == tile, 1, 2)
@@ -109,7 +111,9 @@ def _count_halves(item, num_tiles, CAUSAL: gl.constexpr):
 
 @gluon.jit
 def _count_key_tiles(row, num_queries, num_keys, ALL_ROWS: gl.constexpr, KEYS: gl.constexpr, CAUSAL: gl.constexpr):
-    """Key tiles that rows [row, row + ALL_ROWS) see, at least one; and how many of these need a mask, at least one."""
+    """The number of key tiles that rows [row, row + ALL_ROWS) see, and how many of them need a mask; at least one
+    each.
+    """
     if CAUSAL:
         shift = num_keys - num_queries
         end = gl.minimum(num_keys, row + ALL_ROWS + shift)
@@ -123,10 +127,12 @@ def _count_key_tiles(row, num_queries, num_keys, ALL_ROWS: gl.constexpr, KEYS: g
 
 @gluon.jit
 def _softmax(s, maximum, total, scale, first_key, last_keys, MASK: gl.constexpr, KEYS: gl.constexpr, S: gl.constexpr):
-    """One step of the running softmax, in base 2: the weights, the new maximum and sum, what the old ones shrink by."""
+    """One step of the online softmax, in base 2: the weights, the new maximum and sum, and the factor for the old
+    ones.
+    """
     if MASK:
         keys = first_key + gl.arange(0, KEYS, gl.SliceLayout(0, S))
-        # -inf rather than a large negative number: with that, a row that sees nothing would average V.
+        # -inf rather than a large negative number, with which a row that sees nothing would average V.
         s = gl.where(keys[None, :] <= last_keys[:, None], s * scale, -float("inf"))
         new_maximum = gl.maximum(maximum, gl.max(s, 1))
         shift = gl.where(new_maximum == -float("inf"), 0.0, new_maximum)
@@ -154,7 +160,7 @@ def _attend_tiles(
         kb = visited % STAGES
         vb = (visited - 1) % STAGES
         mbarrier.wait(k_full.index(kb), (visited // STAGES) & 1)
-        # Turns: a consumer issues its products, then the next one does; each computes its softmax in the others' turns.
+        # Turns: a consumer issues its matmuls, then the next one does; each computes its softmax in the others' turns.
         mbarrier.wait(turns.index(CONSUMER), (turn & 1) ^ (1 if CONSUMER == 0 else 0))
         s = warpgroup_mma(q, k_bufs.index(kb).reshape([KEYS, D]).permute((1, 0)), zeros, use_acc=False, is_async=True)
         mbarrier.wait(v_full.index(vb), ((visited - 1) // STAGES) & 1)
@@ -165,12 +171,12 @@ def _attend_tiles(
             s, maximum, total, scale, (first - back) * KEYS, last_keys, MASK, KEYS, S
         )
         if CONSUMERS == 2:
-            # ptxas moves the next wait up to the last barrier, past the exponentials that are to hide it, unless a
-            # store that depends on them stands before a barrier. Two consumers gain up to 7 % by it; three have no
-            # registers left for it, and hide their exponentials behind each other's products.
+            # ptxas moves the next wait up to the last barrier, past the exponentials that are meant to hide it, unless
+            # a store that depends on them comes before a barrier. Two consumers gain up to 7% from it; three have no
+            # registers left for it, and hide their exponentials behind each other's matmuls.
             held.index(CONSUMER).store(total)
             thread_barrier()
-        # The operand passes through the wait: its registers must not be reused while the product still reads them.
+        # The operand passes through the wait: its registers must not be reused while the matmul still reads them.
         acc, p = warpgroup_mma_wait(0, deps=[acc, p])
         mbarrier.arrive(empty.index(kb), count=1)
         acc = acc * gl.convert_layout(shrink, gl.SliceLayout(1, ACC))[:, None]
@@ -281,7 +287,7 @@ def _produce(
                 mbarrier.wait(empty.index(b), ((fetched // STAGES) & 1) ^ 1)
                 mbarrier.expect(k_full.index(b), k_desc.block_type.nbytes)
                 tma.async_copy_global_to_shared(k_desc, [z, g, key, 0], k_full.index(b), k_bufs.index(b))
-                # V is given back together with the K after it: one barrier less in the consumers' loop.
+                # V is released together with the K after it: saves one barrier in the consumers' loop.
                 after = fetched + 1
                 mbarrier.wait(empty.index(after % STAGES), ((after // STAGES) & 1) ^ 1, pred=fetched >= STAGES)
                 mbarrier.expect(v_full.index(b), v_desc.block_type.nbytes)
@@ -290,14 +296,15 @@ def _produce(
             tiles += 1
 
 
-# No variants for lengths of one or of multiples of 16: they would gain nothing and cost seconds of compilation each.
+# No specializations for lengths of one or of multiples of 16: they would gain nothing and cost seconds of compilation
+# each.
 @gluon.jit(do_not_specialize=["scale", "H", "G", "num_queries", "num_keys", "num_tiles", "num_items"])
 def attention_hopper_forward(
     q_desc, k_desc, v_desc, o_desc, lse_ptr, scale, H, G, num_queries, num_keys, num_tiles, num_items,
     CONSUMERS: gl.constexpr, ROWS: gl.constexpr, KEYS: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr,
     CAUSAL: gl.constexpr, MASK: gl.constexpr,
 ):  # fmt: skip
-    """o and the log-sum-exp. A tile of queries is CONSUMERS * ROWS rows; MASK: causal, or a ragged end of the keys."""
+    """o and the log-sum-exp. A query tile has CONSUMERS * ROWS rows; MASK: causal, or a ragged end of the keys."""
     buffers = (
         gl.allocate_shared_memory(q_desc.dtype, [CONSUMERS, 1, 1, ROWS, D], q_desc.layout),
         gl.allocate_shared_memory(k_desc.dtype, [STAGES, 1, 1, KEYS, D], k_desc.layout),

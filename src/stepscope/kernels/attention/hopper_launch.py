@@ -1,4 +1,4 @@
-"""Launches the kernels for Hopper. Which tensors its bulk copy engine (TMA) can read, `problem.is_tma_able` says."""
+"""Launches the Hopper kernels. `problem.is_tma_able` says which tensors the bulk copy engine (TMA) can read."""
 
 # B batch, H query heads, G key/value heads, L queries, K keys, D head dim, N = B * H.
 
@@ -27,7 +27,7 @@ from stepscope.kernels.attention.hopper_forward_kernel import (
 )
 from stepscope.kernels.attention.problem import is_tma_able, tma_strides
 
-PREPARED_ROWS = 128  # a multiple of every tile's rows
+PREPARED_ROWS = 128  # a multiple of the rows of every tile
 FINISHED_ROWS = 64
 _GLUON_TYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16, torch.float32: gl.float32}
 _ROWS_LAYOUT = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)
@@ -36,7 +36,9 @@ _ROWS_LAYOUT = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, r
 def forward(
     q_BHLD: Tensor, k_BGKD: Tensor, v_BGKD: Tensor, *, causal: bool, scale: float, tf32: bool
 ) -> tuple[Tensor, Tensor]:
-    """The output and the log-sum-exp of each row (natural logarithm, fp32). For fp16 and bf16, so tf32 says nothing."""
+    """Return the output and the log-sum-exp of each row (natural logarithm, fp32). Only fp16 and bf16, so tf32 does not
+    apply.
+    """
     del tf32
     batch, num_heads, num_queries, head_dim = q_BHLD.shape
     num_groups, num_keys = k_BGKD.shape[1:3]
@@ -49,7 +51,7 @@ def forward(
     width = padded_head(head_dim)
     settings = forward_settings(width, causal=causal, whole_keys=num_keys % KEYS_OF_TILE == 0)
     num_tiles = -(-num_queries // (settings["CONSUMERS"] * ROWS_OF_CONSUMER))
-    # Under a causal mask a long tile and a short one make an item.
+    # Under a causal mask, a long tile and a short one make an item.
     num_items = batch * num_heads * ((num_tiles + 1) // 2 if causal else num_tiles)
     attention_hopper_forward[(min(num_items, _count_multiprocessors(q_BHLD.device)),)](
         _describe(q_BHLD, ROWS_OF_CONSUMER, width),
@@ -81,10 +83,10 @@ def backward(
     scale: float,
     tf32: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradients of q, k and v. The sums of dq are made in no fixed order: its last bits differ from run to run."""
+    """Return the gradients of q, k and v. dq is summed in no fixed order: its last bits differ between runs."""
     del tf32
     if not is_tma_able(do_BHLD):
-        do_BHLD = do_BHLD.contiguous()  # the gradient of a sum, say, is one number seen many times
+        do_BHLD = do_BHLD.contiguous()  # the gradient of a sum, for example, is one number broadcast
     batch, num_heads, num_queries, head_dim = q_BHLD.shape
     num_groups, num_keys = k_BGKD.shape[1:3]
     dq_BHLD, dk_BGKD, dv_BGKD = (torch.empty_like(x) for x in (q_BHLD, k_BGKD, v_BGKD))
@@ -124,25 +126,26 @@ def backward(
     return dq_BHLD, dk_BGKD, dv_BGKD
 
 
-# --- Tensors as the copy engine sees them ---
+# --- Tensor descriptors for the copy engine ---
 
 
 def _describe(x_BHLD: Tensor, rows: int, columns: int) -> TensorDescriptor:
-    """x in tiles of rows × columns of one head. What lies outside reads as zero and is not written."""
+    """x in tiles of rows × columns of one head. Elements outside read as zero and are not written."""
     layout = _tile_layout(rows, columns, x_BHLD.dtype)
     return _make_descriptor(x_BHLD, list(x_BHLD.shape), tma_strides(x_BHLD), [1, 1, rows, columns], layout)
 
 
 def _describe_rows(x_NL: Tensor, length: int) -> TensorDescriptor:
-    """A matrix of numbers, one a row of a head, in pieces of a tile's length."""
+    """A matrix with one number per row of a head, in blocks of a tile's length."""
     return _make_descriptor(x_NL, list(x_NL.shape), list(x_NL.stride()), [1, length], _ROWS_LAYOUT)
 
 
 def _make_descriptor(
     x: Tensor, sizes: list[int], strides: list[int], block: list[int], layout: gl.NVMMASharedLayout
 ) -> TensorDescriptor:
-    """A descriptor without its constructor, whose checks were made already (`is_tma_able`) and take six times
-    as long as the rest. A backward pass has nine descriptors, and on short sequences the host is what one waits for."""
+    """Build a descriptor without its constructor, whose checks were made already (`is_tma_able`) and take six times as
+    long as the rest. A backward pass has nine descriptors, and short sequences are CPU-bound.
+    """
     descriptor = TensorDescriptor.__new__(TensorDescriptor)
     descriptor.base, descriptor.shape, descriptor.strides = x, sizes, strides
     descriptor.block_shape, descriptor.layout, descriptor.padding = block, layout, "zero"

@@ -1,10 +1,9 @@
 """Flash attention as PyTorch's dispatcher sees it: two operators, forward and backward.
 
-`torch.compile` sees each as one node of a graph, with an implementation on fake tensors that gives the shapes and
-strides of the results. Which backend runs is decided inside, where tensors have addresses: a compiled graph holds the
-question and not an answer.
+`torch.compile` sees each as one graph node, with a fake-tensor implementation that gives the shapes and strides of the
+results. The backend is chosen inside, where tensors have addresses, so a compiled graph does not fix the choice.
 
-They take four dimensions and checked arguments (`problem.py`), and are differentiable: once.
+They take four dimensions and checked arguments (`problem.py`), and can be differentiated once.
 """
 
 # B batch, H query heads, G key/value heads (G divides H), L queries, K keys, D head dim.
@@ -49,7 +48,7 @@ def _run_forward(
     tf32: bool,
     _deterministic: bool,
 ) -> tuple[Tensor, Tensor]:
-    """Which is deterministic always; backward will ask."""
+    """Forward is always deterministic; backward checks."""
     problem = Problem(q_BHLD, k_BGKD, v_BGKD, causal)
     if backend == "auto":
         backend = backends.choose(problem, among=backends.KERNELS)
@@ -88,8 +87,9 @@ def _run_backward(
 
 
 def _device(x: Tensor) -> AbstractContextManager[object]:
-    """Triton launches on the current device. Nearly always that is the tensors' own, and then nothing is to be done:
-    to change it to itself takes microseconds."""
+    """Triton launches on the current device. That is nearly always the tensors' own, and then nothing needs to change:
+    setting the same device again takes microseconds.
+    """
     if not x.is_cuda or x.device.index == torch.cuda.current_device():
         return nullcontext()
     return torch.cuda.device(x.device)
@@ -97,7 +97,9 @@ def _device(x: Tensor) -> AbstractContextManager[object]:
 
 @cache
 def _load(backend: str) -> ModuleType:
-    """The module with `forward` and `backward`. Triton is not installed everywhere, and takes a while to import."""
+    """Return the module with `forward` and `backward`. Triton is not installed everywhere, and takes a while to
+    import.
+    """
     return import_module(f"stepscope.kernels.attention.{backends.FUNCTIONS[backend].module}")
 
 
@@ -123,12 +125,12 @@ def _differentiate(ctx: Any, do_BHLD: Tensor, _: Tensor) -> tuple[Tensor | None,
 
 def _refuse_twice(_ctx: Any, *_gradients: Tensor) -> None:
     raise RuntimeError(
-        "flash attention cannot be differentiated twice: `backend='naive'` can, and so can `backend='sdpa-math'`"
+        "flash attention does not support double backward; use `backend='naive'` or `backend='sdpa-math'`"
     )
 
 
 def _count_forward(q_shape: Any, k_shape: Any, _v: Any, causal: bool, *_: Any, **__: Any) -> int:
-    """Two products, and half of them under a causal mask, as for SDPA in `measure.flops`."""
+    """Two matmuls, half of them under a causal mask, as for SDPA in `measure.flops`."""
     batch, heads, queries, head_dim = q_shape
     return attention_flops(batch=batch, heads=heads, queries=queries, keys=k_shape[2], head_dim=head_dim, causal=causal)
 
@@ -136,7 +138,7 @@ def _count_forward(q_shape: Any, k_shape: Any, _v: Any, causal: bool, *_: Any, *
 def _count_backward(
     _do: Any, q_shape: Any, k_shape: Any, v_shape: Any, _o: Any, _lse: Any, causal: bool, *_: Any, **__: Any
 ) -> int:
-    """Five products, the scores being made again."""
+    """Five matmuls, because the scores are recomputed."""
     return int(_count_forward(q_shape, k_shape, v_shape, causal) * BACKWARD_PRODUCTS)
 
 

@@ -1,6 +1,6 @@
-"""Attention by PyTorch's own means, differentiated by autograd: what the kernels are compared with.
+"""Attention from PyTorch's own parts, differentiated by autograd: what the kernels are compared with.
 
-`spec.backends` says what each of them is.
+`spec.backends` describes each of them.
 """
 
 # B batch, H query heads, G key/value heads (G divides H), L queries, K keys, D head dim.
@@ -26,7 +26,7 @@ SMALLEST_SCALE = 1e-37
 
 
 def run(backend: str, problem: Problem, scale: float) -> Tensor:
-    """The output, of a backend that has not refused the problem."""
+    """Return the output, for a backend that supports the problem."""
     q_BHLD, k_BGKD, v_BGKD, causal = problem
     if backend == "naive" or (backend == "compiled" and torch.compiler.is_compiling()):
         return functional.attention(q_BHLD, k_BGKD, v_BGKD, causal=causal, scale=scale)
@@ -40,13 +40,15 @@ def run(backend: str, problem: Problem, scale: float) -> Tensor:
 
 def _sdpa(problem: Problem, scale: float) -> Tensor:
     causal, grouped = problem.hides_keys, problem.is_grouped
-    # With a scale of zero PyTorch makes NaN of hidden scores on a CPU. This one gives the same weights to the last bit.
+    # With a scale of zero, PyTorch returns NaN for masked scores on a CPU. This scale gives the same weights to the
+    # last bit.
     scale = max(scale, SMALLEST_SCALE)
     return scaled_dot_product_attention(*problem[:3], is_causal=causal, scale=scale, enable_gqa=grouped)
 
 
 @cache
 def _compiled() -> AttentionOp:
-    """Compiled for each shape by itself, as it is fastest. `fullgraph` makes an error of what would be a silent
-    fallback: more shapes in one process than the compiler keeps."""
+    """Compiled for each shape separately, which is fastest. `fullgraph` turns a silent fallback into an error: more
+    shapes in one process than the compiler caches.
+    """
     return torch.compile(functional.attention, fullgraph=True, dynamic=False)

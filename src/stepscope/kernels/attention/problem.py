@@ -1,11 +1,10 @@
-"""What attention is asked to do: the arguments checked, and brought to the four dimensions that every backend takes.
+"""An attention problem: the arguments, checked and brought to the four dimensions that every backend takes.
 
-Tensors come as (..., L, D). With two or three dimensions there are no heads and the first one is the batch; with four
-or more the dimension before L counts the heads and all before it are the batch. Bringing them to (B, H, L, D) takes
-views wherever the strides allow it, so (B, L, H, D) tensors with their middle dimensions swapped are never copied.
+Tensors are (..., L, D). With two or three dimensions they have no heads and the first one is the batch; with four or
+more, the dimension before L is the heads and all before it are the batch. Bringing them to (B, H, L, D) uses views
+wherever the strides allow it, so (B, L, H, D) tensors with their middle dimensions swapped are never copied.
 
-An argument that cannot be is one ValueError or TypeError that names it. Everything behind this file takes for granted
-what is checked here.
+An invalid argument raises one ValueError or TypeError that names it. Everything downstream relies on these checks.
 """
 
 # B batch, H query heads, G key/value heads (G divides H), L queries, K keys, D head dim.
@@ -20,16 +19,17 @@ from torch import Tensor
 MAX_HEAD_DIM = 256
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 NAMES = ("q", "k", "v")
-TMA_ALIGNMENT = 16  # bytes, for Hopper's bulk copy engine: of the first element and of every stride but the last
+# bytes, for Hopper's bulk copy engine: alignment of the first element and of every stride but the last
+TMA_ALIGNMENT = 16
 _NEVER_TAKEN = 16  # elements: a stride that passes every check
 
 
 class UnsupportedError(ValueError):
-    """What was asked for is understood, and cannot be done: by this backend, or by any."""
+    """The request is valid, but not supported: by this backend, or by any."""
 
 
 class Problem(NamedTuple):
-    """One call of attention. A tuple rather than a dataclass: one is made per call, and microseconds count."""
+    """One call of attention. A tuple rather than a dataclass: one is created per call, and microseconds count."""
 
     q_BHLD: Tensor
     k_BGKD: Tensor
@@ -50,7 +50,7 @@ class Problem(NamedTuple):
 
     @property
     def hides_keys(self) -> bool:
-        """Whether some query may see less than all keys: a single one is level with the last key."""
+        """Whether some query may see less than all keys: a single query is aligned with the last key."""
         return True if self.causal and self.num_queries > 1 else False  # noqa: SIM210  # not a compiler's symbol for it
 
     @property
@@ -59,7 +59,7 @@ class Problem(NamedTuple):
 
 
 def _autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """The tensors as `torch.autocast` wants them for a product: all in its dtype, float64 aside. As for SDPA."""
+    """Return the tensors as `torch.autocast` casts them for a matmul: all in its dtype, except float64. As for SDPA."""
     kind = tensors[0].device.type
     if not _has_autocast(kind) or not torch.is_autocast_enabled(kind):
         return tensors
@@ -69,70 +69,75 @@ def _autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def _has_autocast(kind: str) -> bool:
-    """A constant to a compiler: that of torch 2.11 cannot trace the question, and split the model at every layer."""
+    """A constant for the compiler: torch 2.11 cannot trace this call, and would break the graph at every layer."""
     return torch.amp.is_autocast_available(kind)
 
 
 def _check_kinds(q: Tensor, k: Tensor, v: Tensor, *, causal: bool) -> None:
     for name, x in zip(NAMES, (q, k, v), strict=True):
         if not isinstance(x, Tensor):
-            raise TypeError(f"`{name}` must be a tensor, not {type(x).__name__}")
+            raise TypeError(f"`{name}` must be a tensor, but got {type(x).__name__}")
         if x.dtype not in DTYPES:
-            raise TypeError(f"`{name}` is {x.dtype}; attention takes float16, bfloat16, float32 or float64")
+            raise TypeError(f"expected `{name}` to be float16, bfloat16, float32 or float64, but got {x.dtype}")
     if not isinstance(causal, bool):
-        raise TypeError(f"`causal` must be True or False, not {type(causal).__name__}")
+        raise TypeError(f"`causal` must be True or False, but got {type(causal).__name__}")
 
 
 def _check_shapes(q: Tensor, k: Tensor, v: Tensor) -> None:
-    """One dtype, one device, and shapes that belong together."""
+    """Check for one dtype, one device, and matching shapes."""
     alike = q.dtype == k.dtype == v.dtype and q.device == k.device == v.device and q.shape == k.shape == v.shape
-    if not alike:  # grouped heads and other lengths, or mistakes: each is looked at by itself
+    if not alike:  # grouped heads, different lengths, or mistakes: check each
         _check_against_q("k", k, q)
         _check_against_q("v", v, q)
         if v.shape != k.shape:
-            raise ValueError(f"`v` has shape {tuple(v.shape)} and `k` has {tuple(k.shape)}; expected the same")
+            raise ValueError(f"expected `v` to have the shape of `k` {tuple(k.shape)}, but got {tuple(v.shape)}")
     if q.dim() < 2:
-        raise ValueError(f"`q` has shape {tuple(q.shape)}; attention takes (..., length, head dim)")
+        raise ValueError(f"expected `q` to have shape (..., length, head dim), but got {tuple(q.shape)}")
     if not 1 <= q.shape[-1] <= MAX_HEAD_DIM:
-        raise UnsupportedError(f"`q` has head dim {q.shape[-1]}; attention takes 1 to {MAX_HEAD_DIM}")
+        raise UnsupportedError(f"expected `q` to have a head dim from 1 to {MAX_HEAD_DIM}, but got {q.shape[-1]}")
     if q.dim() > 3 and q.shape[-3] == 0:
-        raise ValueError(f"`q` has shape {tuple(q.shape)}, which has no heads")
+        raise ValueError(f"expected `q` to have at least one head, but got shape {tuple(q.shape)}")
 
 
 def _check_against_q(name: str, x: Tensor, q: Tensor) -> None:
     if x.dtype != q.dtype:
-        raise TypeError(f"`{name}` is {x.dtype} and `q` is {q.dtype}; attention takes one dtype")
+        raise TypeError(f"expected all tensors to have the same dtype, but `q` is {q.dtype} and `{name}` is {x.dtype}")
     if x.device != q.device:
-        raise ValueError(f"`{name}` is on {x.device} and `q` on {q.device}; attention takes one device")
+        raise ValueError(
+            f"expected all tensors to be on the same device, but `q` is on {q.device} and `{name}` is on {x.device}"
+        )
     if x.dim() != q.dim():
-        raise ValueError(f"`{name}` has {x.dim()} dimensions and `q` has {q.dim()}; expected as many")
+        raise ValueError(f"expected `{name}` to have {q.dim()} dimensions like `q`, but got {x.dim()}")
     batch = slice(-3) if q.dim() > 3 else slice(-2)
     if x.shape[batch] != q.shape[batch]:
-        raise ValueError(f"`{name}` has shape {tuple(x.shape)}, whose batch differs from `q`'s {tuple(q.shape)}")
+        raise ValueError(
+            f"expected `{name}` to have the batch dimensions of `q` {tuple(q.shape)}, but got shape {tuple(x.shape)}"
+        )
     if x.shape[-1:] != q.shape[-1:]:
-        raise ValueError(f"`{name}` has head dim {x.shape[-1]} and `q` has {q.shape[-1]}; expected the same")
+        raise ValueError(f"expected `{name}` to have head dim {q.shape[-1]} like `q`, but got {x.shape[-1]}")
     if q.dim() > 3 and x.shape[-3] != q.shape[-3] and (x.shape[-3] == 0 or q.shape[-3] % x.shape[-3]):
         raise ValueError(
-            f"`{name}` has {x.shape[-3]} heads and `q` has {q.shape[-3]}; key/value heads must divide query heads"
+            f"the number of heads of `q` ({q.shape[-3]}) must be divisible by that of `{name}` ({x.shape[-3]})"
         )
 
 
 def choose_scale(scale: float | None, head_dim: int) -> float:
-    """1/sqrt(D) unless given. Kernels take a row's maximum before they scale, which a negative scale would make its
-    minimum: exp would overflow."""
+    """1/sqrt(D) by default. Kernels take a row's maximum before they scale, which a negative scale would turn into its
+    minimum: exp would overflow.
+    """
     if scale is None:
         return 1 / math.sqrt(head_dim)
     if isinstance(scale, bool) or not isinstance(scale, int | float):
-        raise TypeError(f"`scale` must be a number, not {type(scale).__name__}")
+        raise TypeError(f"`scale` must be a number, but got {type(scale).__name__}")
     if not 0 <= scale <= sys.float_info.max:  # not `isfinite`, which a compiler cannot trace
         raise ValueError(
-            f"`scale` is {scale}; it must be finite and not negative, as the maximum of a row is taken before scaling"
+            f"`scale` must be finite and non-negative, because the row maximum is taken before scaling, but got {scale}"
         )
     return float(scale)
 
 
 def as_4d(x: Tensor) -> Tensor:
-    """(B, H, L, D), a view of x where its strides allow it."""
+    """Return (B, H, L, D), a view of x where its strides allow it."""
     match x.dim():
         case 4:
             return x
@@ -145,7 +150,9 @@ def as_4d(x: Tensor) -> Tensor:
 
 
 def check(q: Tensor, k: Tensor, v: Tensor, *, causal: bool) -> tuple[Tensor, ...]:
-    """q, k and v, cast where autocast wants it. Kinds come before it, as it would make numbers of integers."""
+    """Return q, k and v, cast as autocast requires. Types are checked first, because autocast would turn integers into
+    floats.
+    """
     _check_kinds(q, k, v, causal=causal)
     q, k, v = _autocast(q, k, v)
     _check_shapes(q, k, v)
@@ -153,25 +160,27 @@ def check(q: Tensor, k: Tensor, v: Tensor, *, causal: bool) -> tuple[Tensor, ...
 
 
 def prepare(q: Tensor, k: Tensor, v: Tensor, *, causal: bool) -> Problem:
-    """The checked arguments as a problem. Differentiable: views and casts only."""
+    """Return the checked arguments as a problem. Differentiable: views and casts only."""
     q, k, v = check(q, k, v, causal=causal)
     return Problem(as_4d(q), as_4d(k), as_4d(v), causal)
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def wants_tf32() -> bool:
-    """Whether products of fp32 numbers may round them to tf32: as `torch.set_float32_matmul_precision` says, and its
-    successor, after which PyTorch refuses to answer by the older name. Compiled code is compiled anew when it changes,
-    so it may take the answer for a constant."""
+    """Whether fp32 matmuls may round to tf32, by `torch.set_float32_matmul_precision` or its successor, after which
+    PyTorch refuses to answer under the older name. Compiled code is recompiled when it changes, so it may treat this as
+    a constant.
+    """
     return bool(torch.backends.cuda.matmul.fp32_precision == "tf32")
 
 
-# --- What Hopper's bulk copy engine (TMA) asks of a tensor ---
+# --- What Hopper's bulk copy engine (TMA) requires of a tensor ---
 
 
 def is_tma_able(x: Tensor) -> bool:
-    """Whether the copy engine of Hopper can read x where it lies: rows dense, everything else on 16 bytes. A dimension
-    of one is never stepped over, so its stride does not matter."""
+    """Whether Hopper's copy engine can read x in place: dense rows, and everything else aligned to 16 bytes. The stride
+    of a dimension of size one does not matter, because it is never used.
+    """
     sizes, strides = x.shape, x.stride()
     if (strides[-1] != 1 and sizes[-1] != 1) or x.data_ptr() % TMA_ALIGNMENT:
         return False
@@ -181,7 +190,9 @@ def is_tma_able(x: Tensor) -> bool:
 
 
 def tma_strides(x: Tensor) -> list[int]:
-    """The strides of such a tensor for a descriptor: that of a dimension of one is never taken, but it is checked."""
+    """Return the strides of such a tensor for a descriptor: that of a dimension of size one is never used, but it is
+    checked.
+    """
     strides = list(x.stride())
     if 1 in x.shape:
         strides = [_NEVER_TAKEN if size == 1 else stride for size, stride in zip(x.shape, strides, strict=True)]

@@ -1,25 +1,25 @@
-"""FlashAttention-2 in plain PyTorch: the one to learn from, and the oracle that runs anywhere.
+"""FlashAttention-2 in plain PyTorch: the version to learn from, and a reference that runs anywhere.
 
-Attention written out makes the scores of every query with every key, L · K numbers a head, and keeps them for backward.
-Here they exist one tile at a time. Forward goes over the keys of a tile of queries once and keeps three running values
-a query: the largest score so far `m`, the sum of exp(score - m) `l`, and the mixture of values under those weights
-`acc`. When a larger score turns up, what was summed before is scaled down by exp(m_old - m_new). At the end the output
-is acc / l, and what is kept for backward is one number a query, the logarithm of the sum of its exponentials:
+Unfused attention computes the scores of every query with every key, L · K numbers per head, and saves them for
+backward. Here they exist one tile at a time. Forward visits the keys of a query tile once and keeps three running
+values per query: the largest score so far `m`, the sum of exp(score - m) `l`, and the sum of values under those weights
+`acc`. When a larger score appears, the previous sums are scaled down by exp(m_old - m_new). At the end the output is
+acc / l, and one number per query is saved for backward, the logarithm of the sum of its exponentials:
 
-    lse = m + log(l),    so that    P = exp(score - lse)    gives any tile of weights again, without another pass.
+    lse = m + log(l),    so that    P = exp(score - lse)    recomputes any tile of weights, without another pass.
 
-Backward makes each tile of P again. With S = scale · Q Kᵀ, O = P V, and dO given:
+Backward recomputes each tile of P. With S = scale · Q Kᵀ, O = P V, and dO given:
 
     dV = Pᵀ dO        dP = dO Vᵀ        dS = P · (dP - delta)        dQ = scale · dS K        dK = scale · dSᵀ Q
 
-where delta = Σ_d dO · O of a query is what the softmax's own gradient subtracts; taking it from O needs no row of P.
-The loop over keys is the outer one, so that dK and dV are finished tile by tile, and dQ is added up in a buffer.
+where delta = Σ_d dO · O of a query is what the gradient of the softmax subtracts; computing it from O needs no row of
+P. The outer loop is over keys, so that dK and dV are finished tile by tile, and dQ is accumulated in a buffer.
 
-What a tile is made of is widened to fp32 and multiplied there (float64 stays what it is), as kernels accumulate. The
-query heads of a group are stacked along the length, so that one product serves them all and no key is copied.
+Tiles are widened to fp32 and multiplied there (float64 stays float64), as kernels accumulate. The query heads of a
+group are stacked along the length, so that one matmul serves them all and no key is copied.
 
 A query that sees no key has l = 0: its output is zero and its lse is +inf, with which exp(score - lse) is 0 and every
-gradient vanishes. Until its first visible key m is -inf, and 0 is subtracted in its place: -inf - -inf is not a number.
+gradient vanishes. Until its first visible key m is -inf, and 0 is subtracted instead: -inf - -inf is NaN.
 """
 
 # B batch, H query heads, G key/value heads (G divides H), L queries, K keys, D head dim.
@@ -38,8 +38,8 @@ KEY_TILE = 256
 def forward(
     q_BHLD: Tensor, k_BGKD: Tensor, v_BGKD: Tensor, *, causal: bool, scale: float, tf32: bool
 ) -> tuple[Tensor, Tensor]:
-    """The output, and the log-sum-exp of every query."""
-    del tf32  # PyTorch's products go by its own switch, which is where the argument comes from
+    """Return the output, and the log-sum-exp of every query."""
+    del tf32  # PyTorch's matmuls follow its own switch, which is where the argument comes from
     num_groups, num_keys = k_BGKD.shape[1:3]
     wide = _wide_dtype(q_BHLD)
     offset = num_keys - q_BHLD.shape[2]
@@ -78,7 +78,7 @@ def backward(
     scale: float,
     tf32: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """dq, dk and dv."""
+    """Return dq, dk and dv."""
     del tf32  # as in `forward`
     num_heads, num_queries = q_BHLD.shape[1:3]
     num_groups, num_keys = k_BGKD.shape[1:3]
@@ -99,13 +99,13 @@ def backward(
                 p_BGSN = _scores(q_BGSD, k_BGND, rows, columns, offset, causal=causal).sub_(lse_BGS1).exp_()
                 dv_BGND += p_BGSN.mT @ do_BGSD
                 ds_BGSN = (do_BGSD @ v_BGND.mT).sub_(delta_BGS1).mul_(p_BGSN)
-                dk_BGND += ds_BGSN.mT @ q_BGSD  # the scale is in q already
+                dk_BGND += ds_BGSN.mT @ q_BGSD  # the scale is already in q
                 dq_BHLD[:, :, rows] += _unstack(ds_BGSN @ k_BGND, num_heads)
             dk_BGKD[:, :, columns], dv_BGKD[:, :, columns] = dk_BGND, dv_BGND
         return dq_BHLD.mul_(scale).to(q_BHLD.dtype), dk_BGKD, dv_BGKD
 
 
-# --- Which keys a query sees. Query i sees key j when j <= i + offset, the last query and the last key being level. ---
+# --- Which keys a query sees: query i sees key j if j <= i + offset; the last query is aligned with the last key. ---
 
 
 def _num_visible(rows: slice, num_keys: int, offset: int, *, causal: bool) -> int:
@@ -114,13 +114,13 @@ def _num_visible(rows: slice, num_keys: int, offset: int, *, causal: bool) -> in
 
 
 def _first_seeing(columns: slice, offset: int, *, causal: bool) -> int:
-    """The first query that sees the first of these keys, on the grid of query tiles: those before are skipped."""
+    """The first query that sees the first of these keys, rounded to the query tiles: those before are skipped."""
     first = max(0, columns.start - offset) if causal else 0
     return first - first % QUERY_TILE
 
 
 def _scores(q_BGSD: Tensor, k_BGND: Tensor, rows: slice, columns: slice, offset: int, *, causal: bool) -> Tensor:
-    """A tile of scores, -inf where a key lies in a query's future; only tiles on the diagonal have such keys."""
+    """A tile of scores, with -inf for future keys; only tiles on the diagonal have such keys."""
     s_BGSN = q_BGSD @ k_BGND.to(q_BGSD.dtype).mT
     if causal and columns.stop - 1 > rows.start + offset:
         query_M1 = torch.arange(rows.start, rows.stop, device=q_BGSD.device)[:, None]
@@ -138,7 +138,7 @@ def _wide_dtype(x: Tensor) -> torch.dtype:
 
 
 def _tiles(length: int, size: int, *, start: int = 0) -> Iterator[slice]:
-    """[start, length) in pieces of `size`, the last one shorter where it does not divide."""
+    """[start, length) in blocks of `size`, the last one shorter if it does not divide."""
     for first in range(start, length, size):
         yield slice(first, min(first + size, length))
 
@@ -150,6 +150,6 @@ def _stack(x_BHMD: Tensor, num_groups: int) -> Tensor:
 
 
 def _unstack(x_BGSD: Tensor, num_heads: int) -> Tensor:
-    """(B, H, M, D) again."""
+    """The inverse: (B, H, M, D)."""
     batch, num_groups, num_rows, width = x_BGSD.shape
     return x_BGSD.reshape(batch, num_heads, num_rows * num_groups // num_heads, width)

@@ -1,16 +1,14 @@
-"""Which tiles the Triton kernels use: a small table, keyed by what decides.
+"""The tiles of the Triton kernels: a small table, by the properties that matter.
 
-What decides is the pass, the arithmetic of the matrix products, the padded head dimension, whether the mask is causal
-and the architecture. Lengths do not: a kernel is compiled once for all of them, and there is no autotuning at first
-use, which would cost minutes in the first step and choose differently from run to run. `tune.py` measures the
-candidates here on the GPU at hand when it is asked to, and what it finds is kept next to this table
-(`triton_launch.py`), not in it.
+These are the pass, the arithmetic of the matmuls, the padded head dimension, whether the mask is causal, and the
+architecture. Lengths are not: a kernel is compiled once for all of them, and nothing is autotuned at first use, which
+would cost minutes in the first step and choose differently from run to run. `tune.py` measures the candidates here on
+the current GPU on request, and its results are kept next to this table (`triton_launch.py`), not in it.
 
-A tile must not spill registers in its loop, and on Hopper must not make ptxas serialise the matrix products (four
-warps with 128×128 do); `make aot` checks both for the first of each. Of those that pass, several small programs on a
-multiprocessor hide one another's softmax, which is why four warps often beat eight. In fp32 every operand is a high
-and a low part (`triton_kernels.py`), so tiles are small, and mostly smaller than Hopper's own matrix products, which
-begin at 64 rows.
+A tile must not spill registers in its loop, and on Hopper must not make ptxas serialize the matmuls (four warps with
+128×128 do); `make aot` checks both for the first of each. Of those that pass, several small programs per multiprocessor
+hide each other's softmax, which is why four warps often beat eight. In fp32 every operand is a high and a low part
+(`triton_kernels.py`), so tiles are small, and mostly smaller than Hopper's wgmma, which starts at 64 rows.
 """
 
 from dataclasses import dataclass
@@ -27,7 +25,7 @@ WIDTHS = (16, 32, 64, 128, 256)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TileKey:
-    """What a choice of tiles depends on. `width` is the head dimension, padded."""
+    """What the choice of tiles depends on. `width` is the padded head dimension."""
 
     stage: Pass
     arithmetic: Arithmetic
@@ -38,7 +36,7 @@ class TileKey:
 
 @dataclass(frozen=True, slots=True)
 class Tile:
-    """Queries and keys in a tile, warps in a program, and how many tiles are in flight."""
+    """Queries and keys per tile, warps per program, and the number of tiles in flight."""
 
     block_m: int
     block_n: int
@@ -52,16 +50,16 @@ def padded_width(head_dim: int) -> int:
 
 
 def architecture(capability: tuple[int, int]) -> Architecture:
-    """A GPU's class by its compute capability.
+    """Return a GPU's class by its compute capability.
 
-    Hopper's has asynchronous matrix products and 227 KiB of shared memory, as has the first Blackwell. All others get
-    tiles that fit into 99 KiB, which every GPU since Ampere has.
+    Hopper has asynchronous matmuls and 227 KiB of shared memory, as does the first Blackwell. All others get tiles that
+    fit into 99 KiB, which every GPU since Ampere has.
     """
     return "hopper" if capability[0] in (9, 10) else "ampere"
 
 
 def candidates(key: TileKey) -> tuple[Tile, ...]:
-    """What is worth measuring, the default first."""
+    """The candidates worth measuring, the default first."""
     table = _HOPPER if key.architecture == "hopper" else _AMPERE
     return table[key.stage, key.arithmetic][key.width]
 
@@ -73,8 +71,8 @@ def choose(key: TileKey) -> Tile:
 
 _Table = dict[tuple[Pass, Arithmetic], dict[int, tuple[Tile, ...]]]
 
-# Measured on an H200. fp32 is fastest with fewer than 64 rows or fewer than four warps, where Triton takes Ampere's
-# kind of product: Hopper's wants both parts of every operand written back to shared memory.
+# Measured on an H200. fp32 is fastest with fewer than 64 rows or fewer than four warps, where Triton uses Ampere's mma:
+# Hopper's wgmma needs both parts of every operand written back to shared memory.
 _HOPPER: _Table = {
     ("forward", "half"): {
         16: (Tile(128, 64, 4, 3), Tile(128, 128, 8, 2)),

@@ -1,13 +1,13 @@
-"""Our attention in a model of `transformers`, by its own door for that. Two lines, of which the second is theirs:
+"""Our attention in a model of `transformers`, through its attention interface:
 
     stepscope.kernels.attention.transformers.register()
     model = AutoModelForCausalLM.from_pretrained(..., attn_implementation="stepscope")
 
-What is not plain attention, causal or full, is refused rather than left out: padding, packed sequences, sliding windows
-and whatever else a mask may say, dropout, score caps, sinks, a bias. The library drops every mask of an implementation
-that registers none for itself, so one is registered here whose only work is to find that there is nothing to mask.
+Everything other than plain causal or full attention raises rather than being ignored: padding, packed sequences,
+sliding windows and any other mask, dropout, score caps, sinks, biases. The library drops every mask of an
+implementation that registers no mask function, so one is registered here, which only checks that nothing needs masking.
 
-This needs `transformers` 5, and is the only file of the kernels that imports it.
+This requires `transformers` 5, and is the only kernel file that imports it.
 """
 
 # B batch, H query heads, G key/value heads (G divides H), L queries, K keys, D head dim.
@@ -23,22 +23,23 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from stepscope.kernels.attention.backends import check_backend
 from stepscope.kernels.attention.function import flash_attention
 
-# From the places of batch, head, query and key to whether that query sees that key.
+# From batch, head, query and key indices to whether that query sees that key.
 MaskFunction = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
-# What some models hand to their attention and we do not have, by the name that it has there.
+# Arguments that some models pass to their attention and we do not support, by their name there.
 _LACKING = {
-    "softcap": "a cap on scores",
+    "softcap": "softcapping of scores",
     "s_aux": "attention sinks",
     "position_bias": "a bias on scores",
-    "head_mask": "a mask over heads",
+    "head_mask": "a head mask",
 }
 _HINT = "use `attn_implementation='sdpa'` or `'eager'` for this model"
 
 
 def register(backend: str = "auto") -> str:
-    """Registers our attention, and returns the name to give as `attn_implementation`: `stepscope`, and with a backend
-    of its own `stepscope-triton` or the like."""
+    """Register our attention, and return the name to pass as `attn_implementation`: `stepscope`, or with a fixed
+    backend, `stepscope-triton` or similar.
+    """
     check_backend(backend)
     name = "stepscope" if backend == "auto" else f"stepscope-{backend}"
     AttentionInterface.register(name, partial(_attend, backend=backend))
@@ -60,18 +61,23 @@ def _attend(
     sliding_window: int | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
-    """As `transformers` calls an attention: heads first in, heads last out, and no weights to show."""
+    """The signature that `transformers` calls: heads first in, heads last out, and no weights returned."""
     if attention_mask is not None:
-        raise ValueError(f"stepscope's attention takes no `attention_mask`; {_HINT}")
+        raise ValueError(f"stepscope's attention does not support `attention_mask`; {_HINT}")
     if dropout:
-        raise ValueError(f"stepscope's attention has no `dropout`, and the model asks for {dropout}; set it to 0")
+        raise ValueError(
+            f"stepscope's attention does not support dropout, but the model requires {dropout}; set "
+            "`attention_dropout=0`"
+        )
     if sliding_window is not None and sliding_window < k_BGKD.shape[2]:
         raise ValueError(
-            f"stepscope's attention has no `sliding_window`, and the model asks for {sliding_window}; {_HINT}"
+            f"stepscope's attention does not support `sliding_window`, but the model requires {sliding_window}; {_HINT}"
         )
     for argument, what in _LACKING.items():
         if others.get(argument) is not None:
-            raise ValueError(f"stepscope's attention has no `{argument}` ({what}), and the model asks for it; {_HINT}")
+            raise ValueError(
+                f"stepscope's attention does not support `{argument}` ({what}), but the model requires it; {_HINT}"
+            )
     causal = bool(getattr(module, "is_causal", True)) if is_causal is None else is_causal
     out_BHLD = flash_attention(q_BHLD, k_BGKD, v_BGKD, causal=causal, scale=scaling, backend=backend)
     return out_BHLD.transpose(1, 2).contiguous(), None
@@ -93,34 +99,38 @@ def _require_plain(
     device: torch.device | str = "cpu",
     **_: Any,
 ) -> None:
-    """No mask, where none is needed: every query sees all keys up to its own place, or all there are.
+    """Return no mask, where none is needed: every query sees all keys up to its own position, or all keys.
 
-    The library allows to skip a mask where it knows of no other pattern. SDPA has to add conditions on the lengths,
-    which we do not need: our mask is level with the last key.
+    The library allows skipping a mask where it knows of no other pattern. SDPA adds conditions on the lengths, which we
+    do not need: our mask is aligned with the last key.
     """
     if local_size is not None and kv_length >= local_size:
-        raise ValueError(f"stepscope's attention has no sliding window or chunks, here of {local_size}; {_HINT}")
+        raise ValueError(
+            "stepscope's attention does not support sliding windows or chunks, but the model uses "
+            f"{local_size}; {_HINT}"
+        )
     if not (allow_is_causal_skip or allow_is_bidirectional_skip):
         if torch.compiler.is_compiling() and attention_mask is None and not use_vmap and q_length == kv_length:
             return _assert_causal(mask_function, batch_size, q_length, device)
         raise ValueError(
-            "stepscope's attention takes no mask, and the model makes one: for packed sequences (`position_ids` that "
-            f"start anew), a cache of fixed size, or a pattern of its own; {_HINT}"
+            "stepscope's attention does not support masks, but the model creates one for packed sequences "
+            f"(`position_ids` that restart), a cache of fixed size, or a custom pattern; {_HINT}"
         )
     if attention_mask is not None and not bool(attention_mask.all()):
-        raise ValueError(f"stepscope's attention takes no padding, and `attention_mask` has some; {_HINT}")
+        raise ValueError(f"stepscope's attention does not support padding, but `attention_mask` has some; {_HINT}")
     if allow_is_causal_skip and int(q_offset) + q_length != kv_offset + kv_length:
-        raise ValueError(f"stepscope's attention needs a cache without unused places; {_HINT}")
+        raise ValueError(f"stepscope's attention requires a cache without unused positions; {_HINT}")
     return None
 
 
 def _assert_causal(mask_function: MaskFunction, batch_size: int, length: int, device: torch.device | str) -> None:
-    """For `torch.compile`, under which the library cannot look at positions and takes every batch for packed. So they
-    are looked at when the compiled code runs: every query sees the first key, and none sees the one after itself."""
+    """For `torch.compile`, under which the library cannot inspect positions and treats every batch as packed. So they
+    are checked when the compiled code runs: every query sees the first key, and none sees the one after itself.
+    """
     batch_B1 = torch.arange(batch_size, device=device)[:, None]
     place_L = torch.arange(length, device=device)
     zero_L = torch.zeros_like(place_L)
     sees_first_BL = mask_function(batch_B1, zero_L, place_L, zero_L)
     sees_next_BL = mask_function(batch_B1, zero_L[1:], place_L[:-1], place_L[1:])
     plain = sees_first_BL.all() & ~sees_next_BL.any()
-    torch._assert_async(plain, f"stepscope's attention takes no packed sequences; {_HINT}")
+    torch._assert_async(plain, f"stepscope's attention does not support packed sequences; {_HINT}")

@@ -1,30 +1,30 @@
-"""The kernels in Triton, which run on every GPU since Ampere: FlashAttention-2, forward and backward. Triton is all
-they import, so that they can be compiled without torch; `triton_launch.py` launches them.
+"""The Triton kernels, for every GPU since Ampere: FlashAttention-2, forward and backward. They import only Triton, so
+that they can be compiled without torch; `triton_launch.py` launches them.
 
-Forward has one program for a tile of queries of one head. Its work: 4·L·K·D FLOPs a head (half of it when causal), and
-L·D + 2·K·D elements read, L·D + L written, once each if a head's keys and values stay in L2: programs of one head are
-neighbours in the grid for that reason, longest rows first when causal.
+Forward has one program per query tile and head. Its work: 4·L·K·D FLOPs per head (half of it when causal), and L·D +
+2·K·D elements read, L·D + L written, once each if a head's keys and values stay in L2: for that reason programs of one
+head are neighbors in the grid, longest rows first when causal.
 
-The softmax runs in base 2 with the scale folded into one multiplication; the log-sum-exp leaves as a natural
-logarithm. A hidden score is -inf, so that its weight is zero whatever the maximum is; a large finite number would turn
-a row that sees nothing silently into the mean of V. The running maximum, on the other hand, starts at the lowest
+The softmax runs in base 2 with the scale folded into one multiplication; the log-sum-exp is returned as a natural
+logarithm. A masked score is -inf, so that its weight is zero whatever the maximum is; a large finite number would
+silently turn a row that sees nothing into the mean of V. The running maximum, on the other hand, starts at the lowest
 finite number: -inf minus -inf never happens, and costs no comparison. A row that sees nothing then ends with sum 0. It
-gives zero, and +inf as its log-sum-exp, so that backward finds no weight in it.
+returns zero, and +inf as its log-sum-exp, so that backward finds no weight in it.
 
-In both directions there is one loop with a branch around the mask, not a loop for whole tiles and one for the rest: the
-two together take more registers than there are (at D 128 on Hopper 92 bytes spilled, and 300 in the kernel for dK and
-dV; the one loop spills none).
+In both directions there is one loop with a branch around the mask, not one loop for full tiles and one for the rest:
+together they take more registers than there are (at D 128 on Hopper 92 bytes spilled, and 300 in the kernel for dK and
+dV; the single loop spills none).
 
-Backward is two deterministic kernels. `attention_backward_queries` makes dQ, one program for a tile of queries;
-`attention_backward_keys` makes dK and dV, one program for a tile of keys of one key/value head, which goes through all
-query heads of its group. Nothing is added up between programs, so the same input gives the same bits. The price is
-seven matrix products where a single kernel with atomic additions to dQ makes five: 14·L·K·D FLOPs a head instead of 10
-(half of it when causal).
+Backward is two deterministic kernels. `attention_backward_queries` computes dQ, one program per query tile;
+`attention_backward_keys` computes dK and dV, one program per key tile of one key/value head, which loops over all query
+heads of its group. Nothing is summed across programs, so the same input gives the same bits. The price is seven matmuls
+where a single kernel with atomic additions to dQ needs five: 14·L·K·D FLOPs per head instead of 10 (half of it when
+causal).
 
-The first kernel also leaves what the second needs of each row: delta = rowsum(o · do), from the stored o, and the
-log-sum-exp in base 2. One launch less than a kernel of its own for delta, and do is read once less. Both are in `rows`,
-(B·H, 2, padded queries), padded so that every head's numbers are aligned. A row beyond the last reads as zero, here as
-in q and do, and then adds nothing whatever its weight.
+The first kernel also writes what the second needs of each row: delta = rowsum(o · do), from the stored o, and the
+log-sum-exp in base 2. This saves a launch compared with a separate kernel for delta, and one read of do. Both are in
+`rows`, (B·H, 2, padded queries), padded so that every head's numbers are aligned. A row beyond the last reads as zero,
+here as in q and do, and then adds nothing whatever its weight.
 """
 
 # M queries in a tile, N keys in a tile, D head dim padded to a power of two.
@@ -35,22 +35,22 @@ import triton.language as tl
 LOG2_E = tl.constexpr(1.4426950408889634)
 LN_2 = tl.constexpr(0.6931471805599453)
 LOWEST = tl.constexpr(-3.4028234663852886e38)
-# Instead of zero, which would make NaN of a hidden score: scores are the same to the last bit of the softmax.
+# Instead of zero, which would turn a masked score into NaN: scores are the same to the last bit of the softmax.
 SMALLEST_SCALE = tl.constexpr(1e-37)
 
 
-# --- Matrix products of tiles ---
+# --- Tile matmuls ---
 #
-# fp32 is as accurate as fp32, on tensor cores that know only tf32. A tf32 number has ten bits after the first. So each
-# fp32 operand is split into a high and a low part, and three products instead of one give what fp32 would, but for the
-# product of the two low parts. The tensor cores also add towards zero: a long sum drifts, and on an H200 outputs were
-# up to five times as far off as PyTorch's. So the three products of a tile have a sum of their own, short, the small
-# ones first, which is then added to the rest as fp32 is, to the nearest.
+# fp32 has full fp32 accuracy, on tensor cores that only support tf32. A tf32 number has ten bits after the first. So
+# each fp32 operand is split into a high and a low part, and three matmuls instead of one give the fp32 result, except
+# for the product of the two low parts. The tensor cores also round towards zero: a long sum drifts, and on an H200 the
+# error was up to five times PyTorch's. So the three products of a tile are summed separately, the small ones first, and
+# this short sum is then added to the rest in fp32, which rounds to nearest.
 
 
 @triton.jit
 def multiply(a, b, acc, PRECISION: tl.constexpr):
-    """acc + a @ b in fp32. PRECISION is looked at for fp32 operands alone: "tf32" or "tf32x3"."""
+    """acc + a @ b in fp32. PRECISION only applies to fp32 operands: "tf32" or "tf32x3"."""
     if PRECISION == "tf32x3":
         a_high, a_low = _split(a)
         b_high, b_low = _split(b)
@@ -64,9 +64,10 @@ def multiply(a, b, acc, PRECISION: tl.constexpr):
 
 @triton.jit
 def _split(x):
-    """A high and a low part of x. The high one is x to the nearest tf32, so that the low one has twelve bits, of which
-    the tensor cores cut off the last. Were the high part cut off as well, the low one would lose two, always upwards.
-    A NaN is one in the low part, whatever rounding makes of it in the high one."""
+    """Split x into a high and a low part. The high one is x rounded to the nearest tf32, so that the low one has twelve
+    bits, of which the tensor cores truncate the last. If the high part were truncated too, the low one would lose two
+    bits, always upwards. A NaN stays NaN in the low part, whatever rounding makes of it in the high one.
+    """
     high = ((x.to(tl.int32, bitcast=True) + 4096) & -8192).to(tl.float32, bitcast=True)
     return high, x - high
 
@@ -74,13 +75,13 @@ def _split(x):
 # --- Which keys a query sees, and what follows for tiles ---
 #
 # The one place that a new kind of mask has to change. A causal mask is aligned at the end: query i of L sees key j of K
-# iff j <= i + K - L. Tiles that nobody sees are skipped. Tiles in which every query sees every key need no mask, and
-# kernels branch around it: a comparison and a select for every score.
+# iff j <= i + K - L. Tiles that no query sees are skipped. Tiles in which every query sees every key need no mask, and
+# kernels branch around it: it costs a comparison and a select for every score.
 
 
 @triton.jit
 def sees(query, key, num_queries, num_keys, CAUSAL: tl.constexpr):
-    """Whether each query sees each key; the two broadcast. Of a query beyond the last it may say anything."""
+    """Whether each query sees each key; the two broadcast. Undefined for queries beyond the last."""
     if CAUSAL:
         visible = key <= query + (num_keys - num_queries)
     else:
@@ -90,7 +91,7 @@ def sees(query, key, num_queries, num_keys, CAUSAL: tl.constexpr):
 
 @triton.jit
 def keys_of_queries(first_query, num_queries, num_keys, BLOCK_M: tl.constexpr, CAUSAL: tl.constexpr):
-    """For BLOCK_M queries: every one of them sees the keys before `all_see`, and none a key from `end` on."""
+    """For BLOCK_M queries: every one of them sees the keys before `all_see`, and none sees a key from `end` on."""
     all_see = num_keys
     end = num_keys
     if CAUSAL:
@@ -102,7 +103,7 @@ def keys_of_queries(first_query, num_queries, num_keys, BLOCK_M: tl.constexpr, C
 
 @triton.jit
 def queries_of_keys(first_key, num_queries, num_keys, BLOCK_N: tl.constexpr, CAUSAL: tl.constexpr):
-    """For BLOCK_N keys: no query before `first` sees one of them, and every query from `all_see` on sees them all."""
+    """For BLOCK_N keys: no query before `first` sees any of them, and every query from `all_see` on sees them all."""
     first = 0
     all_see = 0
     if CAUSAL:
@@ -114,10 +115,10 @@ def queries_of_keys(first_key, num_queries, num_keys, BLOCK_N: tl.constexpr, CAU
 # --- One tile of a strided (B, H, L, D) tensor in memory ---
 #
 # A kernel's source is either a pointer or a host tensor descriptor with block (1, 1, rows, width); the same kernel
-# takes both. Pointers work on every GPU and with every stride. Descriptors hand the address arithmetic, the bounds and
+# takes both. Pointers work on every GPU and with every stride. Descriptors leave the address arithmetic, the bounds and
 # the padding of D to Hopper's copy engine, which frees registers for the accumulators.
 #
-# Offsets are 64-bit: a batch of long sequences passes 2**31 elements, and one head may stand far from the next.
+# Offsets are 64-bit: a batch of long sequences exceeds 2**31 elements, and heads may be far apart.
 
 
 @triton.jit
@@ -125,7 +126,9 @@ def load_tile(
     source, strides, batch, head, start, length,
     HEAD_DIM: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr, WHOLE: tl.constexpr,
 ):  # fmt: skip
-    """ROWS rows from `start` on, HEAD_DIM padded to WIDTH. Zero beyond `length`, which WHOLE promises to be far."""
+    """Load ROWS rows from `start`, with HEAD_DIM padded to WIDTH. Zero beyond `length`, unless WHOLE promises that all
+    rows exist.
+    """
     if isinstance(source, tl.tensor_descriptor):
         tile = source.load([batch, head, start, 0]).reshape([ROWS, WIDTH])
     else:
@@ -145,7 +148,9 @@ def load_tile(
 
 @triton.jit
 def load_row(source, stride, index, start, length, ROWS: tl.constexpr, WHOLE: tl.constexpr):
-    """ROWS numbers from `start` on of row `index` of a table. Zero beyond `length`, which WHOLE promises to be far."""
+    """Load ROWS numbers from `start` of row `index` of a table. Zero beyond `length`, unless WHOLE promises that all
+    exist.
+    """
     if isinstance(source, tl.tensor_descriptor):
         row = source.load([index, start]).reshape([ROWS])
     else:
@@ -163,7 +168,7 @@ def store_tile(
     target, strides, batch, head, start, length, tile,
     HEAD_DIM: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """Write the rows of `tile` that are within `length`, and their first HEAD_DIM columns, in the target's dtype."""
+    """Store the rows of `tile` that are within `length`, and their first HEAD_DIM columns, in the target's dtype."""
     row = tl.arange(0, ROWS)
     column = tl.arange(0, WIDTH)
     pointers = _address(target, strides, batch, head, start, row, column)
@@ -182,8 +187,9 @@ def _address(base, strides, batch, head, start, row, column):
 
 @triton.jit
 def locate(num_blocks, num_heads, GROWING: tl.constexpr):
-    """(block, head, batch) of this program; blocks of one head are neighbours, the longest first. GROWING: a later
-    block has more to do."""
+    """(block, head, batch) of this program; blocks of one head are neighbors, the longest first. GROWING: later blocks
+    have more work.
+    """
     program = tl.program_id(0)
     block = program % num_blocks
     if GROWING:
@@ -311,10 +317,10 @@ def attention_backward_keys(
             )
             lse2_M = load_row(rows, padded_queries, 2 * sequence, first_query, num_queries, BLOCK_M, WHOLE_QUERIES)
             delta_M = load_row(rows, padded_queries, 2 * sequence + 1, first_query, num_queries, BLOCK_M, WHOLE_QUERIES)
-            # Scores and weights are transposed, keys by queries: they are the left operand of the last two products.
+            # Scores and weights are transposed, keys by queries: they are the left operand of the last two matmuls.
             scores_NM = multiply(k_ND, q_MD.T, tl.zeros([BLOCK_N, BLOCK_M], tl.float32), PRECISION)
             weights_NM = tl.math.exp2(scores_NM * scale2 - lse2_M[None, :])
-            # Keys beyond the last need no mask: what is computed for them is not stored.
+            # Keys beyond the last need no mask: their results are not stored.
             if CAUSAL:
                 if first_query < all_see:
                     query_M = first_query + tl.arange(0, BLOCK_M)

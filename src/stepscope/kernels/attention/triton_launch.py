@@ -1,11 +1,11 @@
-"""Launches the Triton kernels. `triton_kernels.py` holds them and says how they work.
+"""Launches the Triton kernels. `triton_kernels.py` contains and documents them.
 
-Host time counts: at short lengths a kernel runs for a few microseconds. So what depends on the problem's kind alone is
-looked up once and kept.
+CPU time counts: at short lengths a kernel runs for a few microseconds. So what only depends on the kind of problem is
+looked up once and cached.
 
-Tiles that `tune` found on the user's own GPU are kept in `tiles.json` in the user's cache folder, by the GPU's name,
-and come before the table in `tiles.py`. Nothing is measured when a kernel first runs: a file that is not there is the
-usual case, and one that cannot be read is an error, because to pass over it would run other tiles than the user chose.
+Tiles that `tune` found on the user's own GPU are kept in `tiles.json` in the user's cache directory, by GPU name, and
+take precedence over the table in `tiles.py`. Nothing is measured when a kernel first runs: a missing file is the usual
+case, and one that cannot be read is an error, because ignoring it would run other tiles than the user chose.
 """
 
 # B batch, H query heads, G key/value heads, L queries, K keys, D head dim.
@@ -35,12 +35,12 @@ from stepscope.kernels.attention.triton_kernels import (
 
 # The interpreter has no architecture; it runs any tile.
 INTERPRETED_AS: Architecture = "hopper"
-ROW_ALIGNMENT = 16  # numbers: what Triton looks for in a stride
+ROW_ALIGNMENT = 16  # elements: the divisibility that Triton checks in a stride
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PassSettings:
-    """What a pass is besides its tensors."""
+    """A pass, without its tensors."""
 
     causal: bool
     scale: float
@@ -48,14 +48,14 @@ class PassSettings:
 
 
 def arithmetic(dtype: torch.dtype, *, tf32: bool) -> Arithmetic:
-    """How matrix products of this dtype are computed."""
+    """Return how matmuls of this dtype are computed."""
     if dtype == torch.float32:
         return "tf32" if tf32 else "tf32x3"
     return "half"
 
 
 def input_precision(kind: Arithmetic) -> str:
-    """What `tl.dot` is told. It looks at this for fp32 alone, where its own default is tf32."""
+    """Return the precision for `tl.dot`. It only applies to fp32, where Triton's own default is tf32."""
     return "tf32" if kind == "half" else kind
 
 
@@ -77,7 +77,7 @@ def constants(q_BHLD: Tensor, tile: Tile, settings: PassSettings) -> dict[str, A
 def forward(
     q_BHLD: Tensor, k_BGKD: Tensor, v_BGKD: Tensor, *, causal: bool, scale: float, tf32: bool
 ) -> tuple[Tensor, Tensor]:
-    """o, laid out in memory as q is, and the log-sum-exp of the scores (natural logarithm, fp32)."""
+    """Return o, in the memory layout of q, and the log-sum-exp of the scores (natural logarithm, fp32)."""
     o_BHLD = torch.empty_like(q_BHLD)
     lse_BHL = torch.empty(q_BHLD.shape[:-1], dtype=torch.float32, device=q_BHLD.device)
     if k_BGKD.shape[2] == 0:
@@ -100,13 +100,13 @@ def launch_forward(
     tile: Tile,
     settings: PassSettings,
 ) -> None:
-    """Fill o and lse with a given tile."""
+    """Fill o and lse using the given tile."""
     batch, num_heads, num_queries, head_dim = q_BHLD.shape
     num_groups, num_keys = k_BGKD.shape[1:3]
     kind = arithmetic(q_BHLD.dtype, tf32=settings.tf32)
     width = padded_width(head_dim)
     attention_forward[(batch * num_heads * -(-num_queries // tile.block_m),)](
-        # In fp32 q is split into two parts, which stay in shared memory only if it came by pointer.
+        # In fp32, q is split into two parts, which stay in shared memory only if it was loaded by pointer.
         source(q_BHLD, tile.block_m, width) if kind == "half" else q_BHLD,
         source(k_BGKD, tile.block_n, width),
         source(v_BGKD, tile.block_n, width),
@@ -138,8 +138,9 @@ def backward(
     scale: float,
     tf32: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """dq, dk and dv, each laid out in memory as its input is. The same input gives the same bits: each gradient is
-    written by the one program that computes it."""
+    """Return dq, dk and dv, each in the memory layout of its input. The same input gives the same bits: each gradient
+    is written by the one program that computes it.
+    """
     dq_BHLD, dk_BGKD, dv_BGKD = torch.empty_like(q_BHLD), torch.empty_like(k_BGKD), torch.empty_like(v_BGKD)
     if q_BHLD.numel() == 0 or k_BGKD.numel() == 0:
         return dq_BHLD.zero_(), dk_BGKD.zero_(), dv_BGKD.zero_()
@@ -154,7 +155,7 @@ def backward(
 
 
 def row_values(lse_BHL: Tensor) -> Tensor:
-    """Room for what the first kernel leaves for the second: (B·H, 2, queries padded so that each row is aligned)."""
+    """Allocate what the first kernel writes for the second: (B·H, 2, queries padded so that each row is aligned)."""
     batch, num_heads, num_queries = lse_BHL.shape
     padded = -(-num_queries // ROW_ALIGNMENT) * ROW_ALIGNMENT
     return torch.empty(batch * num_heads, 2, padded, dtype=torch.float32, device=lse_BHL.device)
@@ -172,7 +173,7 @@ def launch_queries(
     tile: Tile,
     settings: PassSettings,
 ) -> None:
-    """Fill dq and rows with a given tile."""
+    """Fill dq and rows using the given tile."""
     batch, num_heads, num_queries, head_dim = q_BHLD.shape
     num_groups, num_keys = k_BGKD.shape[1:3]
     width = padded_width(head_dim)
@@ -213,7 +214,7 @@ def launch_keys(
     tile: Tile,
     settings: PassSettings,
 ) -> None:
-    """Fill dk and dv with a given tile, from the rows that `launch_queries` left."""
+    """Fill dk and dv using the given tile, from the rows that `launch_queries` wrote."""
     batch, num_heads, num_queries, head_dim = q_BHLD.shape
     num_groups, num_keys = k_BGKD.shape[1:3]
     width = padded_width(head_dim)
@@ -242,7 +243,7 @@ def launch_keys(
     )
 
 
-# --- Tensors as a kernel takes them ---
+# --- Tensors as kernel arguments ---
 
 
 @cache
@@ -252,14 +253,14 @@ def has_copy_engine(device: torch.device) -> bool:
 
 
 def source(x_BHLD: Tensor, rows: int, width: int) -> Tensor | TensorDescriptor:
-    """x as a kernel reads it: by descriptor where the GPU and the strides allow it, otherwise by pointer."""
+    """x as a kernel reads it: by descriptor if the GPU and the strides allow it, otherwise by pointer."""
     if not has_copy_engine(x_BHLD.device) or not is_tma_able(x_BHLD):
         return x_BHLD
     return TensorDescriptor(x_BHLD, list(x_BHLD.shape), tma_strides(x_BHLD), [1, 1, rows, width])
 
 
 def row_source(rows: Tensor, length: int, block: int) -> Tensor | TensorDescriptor:
-    """A table of rows of this length, padded, as a kernel reads `block` numbers of one."""
+    """A table of padded rows of this length, of which a kernel reads `block` numbers at a time."""
     if not has_copy_engine(rows.device):
         return rows
     padded = rows.shape[-1]
@@ -271,7 +272,7 @@ def row_source(rows: Tensor, length: int, block: int) -> Tensor | TensorDescript
 
 @cache
 def tile_for(stage: Pass, kind: Arithmetic, head_dim: int, device: torch.device, *, causal: bool) -> Tile:
-    """The tile that was tuned on this GPU if there is one, and the table's otherwise."""
+    """Return the tile that was tuned on this GPU if there is one, else the table's."""
     key = tile_key(stage, kind, head_dim, device, causal=causal)
     chosen = tuned_tiles(torch.cuda.get_device_name(device)).get(key) if device.type == "cuda" else None
     return chosen or tiles.choose(key)
@@ -307,16 +308,16 @@ def tiles_path() -> Path:
 
 @cache
 def tuned_tiles(gpu: str) -> Mapping[TileKey, Tile]:
-    """What was found for this GPU, read once in a process."""
+    """Return the tuned tiles for this GPU, read once per process."""
     return {entry.key: entry.tile for entry in _read_tuned(tiles_path()) if entry.gpu == gpu}
 
 
 def keep_tuned(gpu: str, found: Mapping[TileKey, Tile]) -> Path:
-    """Write what was found for this GPU over what was known of the same keys; returns the file."""
+    """Save the tiles found for this GPU, replacing earlier ones with the same key; return the file."""
     path = tiles_path()
     known = {(entry.gpu, entry.key): entry for entry in _read_tuned(path)}
     known |= {(gpu, key): _TunedTile(gpu=gpu, key=key, tile=tile) for key, tile in found.items()}
-    with writing(path, if_full="the tiles are not kept", hint="STEPSCOPE_CACHE=FOLDER stepscope tune"):
+    with writing(path, if_full="the tiles were not saved", hint="STEPSCOPE_CACHE=DIR stepscope tune"):
         write_atomically(path, msgspec.json.format(msgspec.json.encode(list(known.values())), indent=1))
     tuned_tiles.cache_clear()
     tile_for.cache_clear()

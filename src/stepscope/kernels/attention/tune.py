@@ -1,8 +1,7 @@
-"""Measure the candidate tiles of the Triton kernels on this GPU and keep the best: the explicit counterpart of
-autotuning.
+"""Measure the candidate tiles of the Triton kernels on this GPU and save the best: explicit autotuning.
 
-Each candidate's result is compared with the default's before its time counts: a tile that miscompiles is not fast.
-Outputs differ in their last bits between tiles, so the comparison is by the size of the difference.
+Each candidate's result is compared with the default's before its time counts: a miscompiled tile is not fast. Outputs
+differ in their last bits between tiles, so the comparison has a tolerance.
 """
 
 # B batch, H heads, L length, D head dim.
@@ -19,7 +18,7 @@ from stepscope.kernels.attention import tiles
 from stepscope.kernels.attention import triton_launch as launch
 from stepscope.kernels.attention.tiles import Arithmetic, Pass, Tile, TileKey
 
-# Relative to the size of the default's result: the rounding of the inputs' dtype, and room for another order of
+# Relative to the magnitude of the default's result: the rounding of the inputs' dtype, and room for another order of
 # summation.
 TOLERANCES: dict[Arithmetic, float] = {"half": 2e-2, "tf32": 1e-2, "tf32x3": 1e-4}
 
@@ -48,9 +47,9 @@ class TuneProblem:
 
 
 def tune(problem: TuneProblem, *, device: torch.device, report: Callable[[Trial], None] | None = None) -> list[Trial]:
-    """Try every candidate of every pass, and keep the fastest of each for this GPU. Returns all trials."""
+    """Try every candidate of every pass, and save the fastest of each for this GPU. Return all trials."""
     if device.type != "cuda":
-        raise ValueError(f"`device` must be a CUDA GPU, not `{device}`")
+        raise ValueError(f"`device` must be a CUDA GPU, but got `{device}`")
     trials: list[Trial] = []
     with torch.cuda.device(device):
         for trial in _trials(problem, device):
@@ -70,7 +69,7 @@ def _trials(problem: TuneProblem, device: torch.device) -> Iterator[Trial]:
         expected = [result.clone() for result in run.results(stage)]
         for tile in tiles.candidates(key):
             yield _try(run, key, tile, expected)
-        run.launch(stage, tiles.choose(key))  # whatever the last candidate left: the next pass reads it
+        run.launch(stage, tiles.choose(key))  # whatever the last candidate wrote: the next pass reads it
 
 
 def _try(run: "_TunedPass", key: TileKey, tile: Tile, expected: list[Tensor]) -> Trial:
@@ -83,15 +82,15 @@ def _try(run: "_TunedPass", key: TileKey, tile: Tile, expected: list[Tensor]) ->
         return Trial(key=key, tile=tile, milliseconds=None, problem=str(problem))
     differences = [_difference(a, b) for a, b in zip(results, expected, strict=True)]
     if not all(difference <= TOLERANCES[key.arithmetic] for difference in differences):
-        return Trial(key=key, tile=tile, milliseconds=None, problem=f"its result is off: {differences}")
+        return Trial(key=key, tile=tile, milliseconds=None, problem=f"wrong result: {differences}")
     median = do_bench(lambda: run.launch(key.stage, tile), return_mode="median")
     return Trial(key=key, tile=tile, milliseconds=median)
 
 
 def fastest(trials: Iterable[Trial]) -> dict[TileKey, Tile]:
-    """The best tile of each key that has one that ran."""
+    """Return the best tile of each key with a candidate that ran."""
     timed = [(trial.milliseconds, trial) for trial in trials if trial.milliseconds is not None]
-    # From the slowest to the fastest: what is put in last stays.
+    # From slowest to fastest: the last one inserted stays.
     return {trial.key: trial.tile for _, trial in sorted(timed, key=lambda pair: pair[0], reverse=True)}
 
 
@@ -101,7 +100,7 @@ def _difference(actual: Tensor, expected: Tensor) -> float:
 
 
 class _TunedPass:
-    """Tensors of a problem, and one pass at a time over them with a given tile."""
+    """Tensors of a problem, and one pass at a time on them with a given tile."""
 
     def __init__(self, problem: TuneProblem, device: torch.device) -> None:
         generator = torch.Generator(device).manual_seed(0)
@@ -117,7 +116,7 @@ class _TunedPass:
         return {"forward": [self.o], "backward_queries": [self.dq], "backward_keys": [self.dk, self.dv]}[stage]
 
     def launch(self, stage: Pass, tile: Tile) -> None:
-        """Fill the results of a pass. Each pass needs what the one before it in `PASSES` left."""
+        """Fill the results of a pass. Each pass needs the results of the one before it in `PASSES`."""
         if stage == "forward":
             launch.launch_forward(*self.inputs, self.o, self.lse, tile, self.settings)
         elif stage == "backward_queries":

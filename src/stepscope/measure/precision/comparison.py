@@ -281,7 +281,7 @@ def _find_truth(step: Step, on_stage: Callable[[str], None]) -> _TrueStep:
     gradients = {name: p.grad.detach() for name, p in step.module.named_parameters() if p.grad is not None}
     if not gradients or not bool(loss.isfinite()):
         raise StepscopeError(
-            "nothing to compare with:"
+            "nothing to compare with: "
             + ("no parameter has a gradient" if not gradients else f"the loss in float64 is {loss.item()}"),
             hint="stepscope precision --model stepscope.step.toy:build",
         )

@@ -1,4 +1,4 @@
-"""Fully sharded data parallelism: `wrapper.py` says what is where."""
+"""Fully sharded data parallelism: see `wrapper.py` for an overview."""
 
 from stepscope.parallel.fsdp.wrapper import FSDP
 

@@ -1,9 +1,9 @@
 """What a module gets when it reads its parameters, and what happens around its calls.
 
-A module's own table of parameters always lists what this rank trains: pieces and vectors. `named_parameters` and
-optimizers go through that list. Reading a parameter by its name, which is what a forward pass does, gives the
-gathered one while somebody computes with the model. It is the reading that counts and not the call of a module, so a
-head that reads the embedding's weight works, and so does a module that hands its weights to a function.
+A module's own parameter table always lists what this rank trains: shards and vectors. `named_parameters` and optimizers
+use that table. Reading a parameter by its name, as a forward pass does, returns the gathered one while the model is
+computing. The read counts, not the module call, so a head that reads the embedding's weight works, and so does a module
+that passes its weights to a function.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -23,7 +23,7 @@ Read = Callable[[], Tensor]
 
 
 class ServedParameters(dict[str, nn.Parameter | None]):
-    """A module's parameters, of which some are made when they are read."""
+    """A module's parameters, some of which are created when they are read."""
 
     def __init__(self, parameters: Mapping[str, nn.Parameter | None]) -> None:
         super().__init__(parameters)
@@ -35,7 +35,7 @@ class ServedParameters(dict[str, nn.Parameter | None]):
 
 
 def serve_unit(number: int, unit: ShardedUnit, runner: Runner) -> None:
-    """Register pieces in the place of parameters."""
+    """Register shards in place of parameters."""
     for place in (place for flat in unit.flats for place in flat.places):
         read = partial(runner.serve, number, place)
         for site in place.sites:
@@ -45,7 +45,7 @@ def serve_unit(number: int, unit: ShardedUnit, runner: Runner) -> None:
 
 
 def serve_vectors(members: Sequence[Member], dtype: torch.dtype, runner: Runner) -> None:
-    """Vectors stay where they are in fp32 and are read in the dtype of the computation, differentiably."""
+    """Vectors stay in fp32 and are read in the compute dtype, differentiably."""
     for member in members:
         if not member.parameter.is_floating_point():
             continue
@@ -64,8 +64,9 @@ def _served(module: nn.Module) -> ServedParameters:
 
 
 def wrap_doors(units: Sequence[ShardedUnit], root: nn.Module, runner: Runner) -> None:
-    """Every call of a door opens its units. `forward` is replaced rather than hooked: whoever wraps it in turn, to
-    compute it again in backward, then wraps the opening along with it."""
+    """Every call of a door gathers its units. `forward` is replaced rather than hooked: code that wraps it later, to
+    recompute it in backward, then also wraps the gathering.
+    """
     order: list[Use] = []
     for part in root.modules():
         uses = [Use(number, unit.doors.index(part)) for number, unit in enumerate(units) if part in unit.doors]

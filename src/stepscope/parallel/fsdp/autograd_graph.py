@@ -1,8 +1,8 @@
-"""What a module's output says about its backward pass: when it begins, and whether it looks at the weights.
+"""What a module's output reveals about its backward pass: when it begins, and whether it needs the weights.
 
-An embedding's does not, and need not be gathered for it. The answer is read off autograd's graph behind the module's
-output: which tensors its nodes saved. Only small graphs are read. Where the answer is not to be had, it is yes: a
-gather too many costs time, one too few gives wrong gradients.
+That of an embedding does not, and need not be gathered for it. The answer is read from the autograd graph behind the
+module's output: which tensors its nodes saved. Only small graphs are read. If the answer is unclear, it is yes: an
+unnecessary gather costs time, a missing one gives wrong gradients.
 """
 
 import dataclasses
@@ -15,23 +15,23 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 MAX_NODES = 32
-# What a node saved, without unpacking it: under activation checkpointing, to unpack is to compute again.
+# What a node saved, without unpacking it: under activation checkpointing, unpacking recomputes.
 PREFIX = "_raw_saved_"
 
 
-# Leaves of an output in which no tensor can hide.
+# Leaves of an output that cannot contain a tensor.
 PLAIN = (Tensor, bool, int, float, str, bytes, type(None))
 
 
 def differentiable_leaves(output: object) -> list[Tensor]:
-    """The tensors of an output to which gradients come. To overlook them would be to compute with freed weights."""
+    """Return the tensors of an output that receive gradients. Missing one would mean computing with freed weights."""
     leaves = list(_leaves(output))
     found = [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.requires_grad]
     opaque = [leaf for leaf in leaves if not isinstance(leaf, PLAIN)]
     if opaque and not found and torch.is_grad_enabled():
         raise TypeError(
-            f"FSDP finds no tensor in the {type(opaque[0]).__name__} that a module returns: expected tensors, or "
-            "tuples, lists, dicts or dataclasses of them"
+            f"FSDP found no tensor in the {type(opaque[0]).__name__} returned by a module: expected "
+            "tensors, or tuples, lists, dicts or dataclasses of tensors"
         )
     return found
 
@@ -45,7 +45,7 @@ def _leaves(output: object) -> Iterator[object]:
 
 
 def keeps_weights(outputs: Iterable[Tensor], storages: set[int]) -> bool:
-    """Whether a node behind `outputs` saved a tensor in one of `storages` (their `_cdata`), or may have."""
+    """Whether a node behind `outputs` saved, or may have saved, a tensor in one of `storages` (their `_cdata`)."""
     waiting = deque(output.grad_fn for output in outputs)
     seen: set[Any] = set()
     while waiting:

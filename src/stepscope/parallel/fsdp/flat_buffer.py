@@ -1,15 +1,14 @@
-"""Matrices laid end to end in one buffer, of which each rank owns a slice.
+"""Parameters in one flat buffer, of which each rank owns a slice.
 
     whole   | a a a a a a | b b b . | c c c c c c . . |      . is padding
     slices  | rank 0      | rank 1        | ...
 
-A gathered buffer *is* the parameters: each is a view of it, so nothing is copied after an all-gather. Between uses
-the buffer's storage is empty, while the views, and whatever autograd has saved of them, stay: gathering fills the
-same storage again. It is written through a tensor with a version counter of its own, because to autograd these are
-not new values.
+A gathered buffer *is* the parameters: each is a view of it, so nothing is copied after an all-gather. Between uses the
+buffer's storage is empty, while the views, and whatever autograd has saved of them, stay: gathering fills the same
+storage again. It is written through a tensor with its own version counter, because for autograd these are not new
+values.
 
-What optimizers see are pieces: the part of each parameter that lies in this rank's slice, as a vector, empty where
-there is none.
+Optimizers see shards: the part of each parameter in this rank's slice, as a vector, which may be empty.
 """
 
 import torch
@@ -19,13 +18,13 @@ from stepscope.parallel.agreement import mark_piece
 from stepscope.parallel.communicator import Communicator, Pending
 from stepscope.parallel.fsdp.plan import Member, Site
 
-# Elements at which parameters and slices begin: 64 bytes and more in every dtype that is trained in. The rounding of
-# matrix products depends on the alignment of their operands, and it should be that of an ordinary tensor.
+# Alignment of parameters and slices in elements: at least 64 bytes in every trainable dtype. The rounding of a GEMM
+# depends on the alignment of its operands, and it should match that of an ordinary tensor.
 ALIGNMENT = 32
 
 
 class GatheredBytes:
-    """Bytes of gathered parameters on this rank, now and at most."""
+    """Bytes of gathered parameters on this rank, current and peak."""
 
     def __init__(self) -> None:
         self.live_bytes = 0
@@ -40,7 +39,9 @@ class GatheredBytes:
 
 
 class ParameterPlace:
-    """One parameter in the buffer: where it lies, its piece on this rank, and itself while it is gathered."""
+    """One parameter in the buffer: its offset, its shard on this rank, and the parameter itself while it is
+    gathered.
+    """
 
     def __init__(self, member: Member, start: int) -> None:
         self.name = member.name
@@ -48,17 +49,18 @@ class ParameterPlace:
         self.shape = member.parameter.shape
         self.start = start
         self.stop = start + member.parameter.numel()
-        # Of the piece, from the slice's beginning.
+        # Offset of the shard from the start of the slice.
         self.piece_start = self.piece_stop = 0
         self.piece: nn.Parameter
         self.full: nn.Parameter
         self.is_hooked = False
-        # A gradient has come: since the buffer was last sent, in this backward pass, since gradients were delivered.
+        # Whether a gradient arrived: since the buffer was last sent, in this backward pass, since gradients were
+        # delivered.
         self.is_filled = self.has_arrived = self.was_used = False
 
 
 class Flat:
-    """One buffer: parameters of one dtype, all trained or all frozen when it was made."""
+    """One buffer: parameters of one dtype, all trained or all frozen at construction."""
 
     def __init__(
         self, name: str, members: list[Member], compute_dtype: torch.dtype | None, communicator: Communicator
@@ -82,18 +84,18 @@ class Flat:
 
     @property
     def gathered_bytes(self) -> int:
-        """What the buffer takes while it is gathered."""
+        """The size of the buffer while it is gathered."""
         return self.whole_numel * self._writer.element_size()
 
     @property
     def storage_bytes(self) -> int:
-        """What it takes now."""
+        """The current size."""
         num_bytes: int = self._writer.untyped_storage().nbytes()
         return num_bytes
 
     @property
     def storage_key(self) -> int:
-        """Which storage it is, however little there may be in it."""
+        """The identity of the storage, even while it is empty."""
         key: int = self._writer.untyped_storage()._cdata
         return key
 
@@ -102,7 +104,7 @@ class Flat:
         return any(place.piece.requires_grad for place in self.places)
 
     def start_gather(self) -> None:
-        """Allocate the buffer and send for the other ranks' slices."""
+        """Allocate the buffer and start gathering the other ranks' slices."""
         self._writer.untyped_storage().resize_(self.gathered_bytes)
         own = self._own_slice(self._writer)
         own.copy_(self.shard)
@@ -118,7 +120,7 @@ class Flat:
         self._writer.untyped_storage().resize_(0)
 
     def require_grad_as_pieces(self) -> list[ParameterPlace]:
-        """Whoever freezes or thaws a model does it to the pieces. Returns places that want their first hook."""
+        """Freezing or unfreezing a model applies to the shards. Returns places that need their first hook."""
         unhooked = []
         for place in self.places:
             place.full.requires_grad_(place.piece.requires_grad)
@@ -129,9 +131,9 @@ class Flat:
 
     @torch.no_grad()
     def take_gradient(self, place: ParameterPlace) -> None:
-        """Move a gradient that autograd left into the buffer, widened in the same pass."""
+        """Move a gradient from autograd into the buffer, widening it in the same pass."""
         gradient, place.full.grad = place.full.grad, None
-        assert gradient is not None, "called when there is one"
+        assert gradient is not None, "called with a gradient"
         if self._gradient is None:
             self._gradient = torch.empty(self.whole_numel, dtype=self.reduce_dtype, device=self.device)
         part = self._gradient[place.start : place.stop].view(place.shape)
@@ -142,7 +144,7 @@ class Flat:
         place.is_filled = place.has_arrived = place.was_used = True
 
     def has_all_gradients(self) -> bool:
-        """Those of this backward pass."""
+        """The gradients of this backward pass."""
         return all(place.has_arrived for place in self.places if place.piece.requires_grad)
 
     def has_unsent_gradients(self) -> bool:
@@ -153,7 +155,7 @@ class Flat:
             place.has_arrived = False
 
     def send_gradient(self) -> None:
-        """Reduce-scatter what has come; zeros stand for what has not."""
+        """Reduce-scatter the gradients that arrived, with zeros for the others."""
         self.forget_arrivals()
         self.collect()
         whole = self._gradient
@@ -168,7 +170,7 @@ class Flat:
         self._reducing = shard, self._communicator.reduce_scatter(shard, whole, f"gradients of {self.name}")
 
     def collect(self) -> None:
-        """Wait for the message that was sent, which lets go of the buffer it was sent from."""
+        """Wait for the message that was sent, which releases its buffer."""
         if self._reducing is None:
             return
         shard, pending = self._reducing
@@ -177,7 +179,7 @@ class Flat:
         self._reduced = shard if self._reduced is None else self._reduced.add_(shard)
 
     def deliver(self, was_used: list[bool]) -> None:
-        """Give the pieces their gradients, where any rank had one. Empty pieces have nothing to learn and get none."""
+        """Give the shards their gradients, where any rank had one. Empty shards get none."""
         self.collect()
         reduced, self._reduced = self._reduced, None
         for place, used in zip(self.places, was_used, strict=True):
@@ -187,13 +189,13 @@ class Flat:
                 _accumulate(place.piece, gradient)
 
     def gather_values(self, shard: Tensor, name: str) -> Tensor:
-        """A whole buffer, newly made, from every rank's values for its slice."""
+        """Return a new full buffer, from every rank's values for its slice."""
         whole = torch.empty(self.whole_numel, dtype=shard.dtype, device=shard.device)
         self._communicator.all_gather(whole, shard, f"{name} of {self.name}").wait()
         return whole
 
     def own_part(self, place: ParameterPlace, full: Tensor) -> Tensor:
-        """Of a tensor of the parameter's shape: what belongs to this rank's piece."""
+        """Return the part of a tensor of the parameter's shape that belongs to this rank's shard."""
         begin = self._communicator.rank * self.slice_numel + place.piece_start - place.start
         return full.reshape(-1)[begin : begin + place.piece.numel()]
 

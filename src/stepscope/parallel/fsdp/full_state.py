@@ -1,8 +1,8 @@
-"""Whole tensors from the ranks' pieces, and back: for checkpoints that any number of ranks can load.
+"""Whole tensors from the ranks' shards, and back: for checkpoints that any number of ranks can load.
 
-A checkpoint knows nothing of slices. Parameters have the names and shapes of the unwrapped module; an optimizer's
-state is a dictionary per parameter, in which what has the parameter's shape is whole and everything else as the
-optimizer has it.
+A checkpoint does not depend on the sharding. Parameters have the names and shapes of the unwrapped module; an
+optimizer's state is a dictionary per parameter, in which values of the parameter's shape are whole and everything else
+is unchanged.
 """
 
 from collections.abc import Mapping, Sequence
@@ -18,12 +18,12 @@ from stepscope.parallel.fsdp.plan import Member
 from stepscope.parallel.fsdp.unit import ShardedUnit
 
 State = dict[str, dict[str, Any]]
-# What a rank says of a parameter's state: for each key the dtype of what has the piece's shape, or None.
+# A rank's description of a parameter's state: per key, the dtype of a value with the shard's shape, or None.
 Kinds = dict[str, dict[str, torch.dtype | None]]
 
 
 class FullTensors:
-    """Every rank calls the gathering methods; `to` is the rank that gets the result, or None for all."""
+    """Every rank must call the gathering methods; `to` is the rank that gets the result, or None for all."""
 
     def __init__(self, units: Sequence[ShardedUnit], vectors: Sequence[Member], communicator: Communicator) -> None:
         self._flats: list[Flat] = [flat for unit in units for flat in unit.flats]
@@ -87,7 +87,7 @@ class FullTensors:
             if place.piece.numel() and place.name in state
         }
         values |= {member.parameter: state[member.name] for member in self._vectors if member.name in state}
-        # By way of the optimizer's own loading, which knows on which device and in which dtype it wants each value.
+        # Through the optimizer's own `load_state_dict`, which knows the device and dtype of each value.
         groups = optimizer.state_dict()["param_groups"]
         params = [param for group in optimizer.param_groups for param in group["params"]]
         indices = [index for group in groups for index in group["params"]]
@@ -99,7 +99,7 @@ class FullTensors:
 
     def _is_wanted(self, to: int | None) -> bool:
         if to is not None and not 0 <= to < self._communicator.world:
-            raise ValueError(f"`to` is a rank below {self._communicator.world} or None, not {to}")
+            raise ValueError(f"`to` must be None or a rank below {self._communicator.world}, but got {to}")
         return to is None or to == self._communicator.rank
 
     def _check_names(self, params: Mapping[str, Tensor]) -> None:
@@ -107,7 +107,7 @@ class FullTensors:
         _refuse_unknown("params", set(params) - {site.name for sites in groups for site in sites})
         for sites in groups:
             if not any(site.name in params for site in sites):
-                raise ValueError(f"`params` lacks `{sites[0].name}`")
+                raise ValueError(f"missing key in `params`: `{sites[0].name}`")
 
     def _describe(self, ours: State) -> Kinds:
         return {
@@ -136,13 +136,13 @@ def _dtype_if_sharded(value: object, place: ParameterPlace) -> torch.dtype | Non
 
 
 def _kind(name: str, key: str, all_kinds: Sequence[Kinds]) -> torch.dtype | None:
-    """A piece of one element has the shape of things that are not sharded too: then a longer piece decides."""
+    """A shard of one element has the shape of unsharded values too: then a longer shard decides."""
     kinds = [kinds[name][key] for kinds in all_kinds if key in kinds.get(name, {})]
     return kinds[0] if kinds and None not in kinds else None
 
 
 def _sharded_keys(flat: Flat, all_kinds: Sequence[Kinds]) -> list[tuple[str, torch.dtype]]:
-    """Each key that any parameter of the buffer has sharded, in an order that is the same on all ranks."""
+    """Return each key that any parameter of the buffer has sharded, in the same order on all ranks."""
     keys = dict.fromkeys(key for kinds in all_kinds for place in flat.places for key in kinds.get(place.name, {}))
     found = [(key, [_kind(place.name, key, all_kinds) for place in flat.places]) for key in keys]
     return [(key, next(kind for kind in kinds if kind)) for key, kinds in found if any(kinds)]
@@ -155,7 +155,7 @@ def _own_state(flat: Flat, place: ParameterPlace, value: object) -> object:
 
 
 def _cut_full(whole: Tensor, place: ParameterPlace) -> Tensor:
-    """With a storage of its own: a view would keep, and save, its whole unit."""
+    """With its own storage: a view would keep, and save, its whole unit."""
     return whole[place.start : place.stop].view(place.shape).clone()
 
 
@@ -166,10 +166,12 @@ def _copy(value: Any) -> Any:
 def _find(params: Mapping[str, Tensor], names: list[str], shape: torch.Size) -> Tensor:
     name = next(name for name in names if name in params)
     if params[name].shape != shape:
-        raise ValueError(f"`params` has {tuple(params[name].shape)} for `{name}`, expected {tuple(shape)}")
+        raise ValueError(
+            f"size mismatch for `{name}` in `params`: expected {tuple(shape)}, but got {tuple(params[name].shape)}"
+        )
     return params[name]
 
 
 def _refuse_unknown(argument: str, unknown: set[str]) -> None:
     if unknown:
-        raise ValueError(f"`{argument}` has `{min(unknown)}`, which the module has not")
+        raise ValueError(f"unexpected key in `{argument}`: `{min(unknown)}`")

@@ -1,9 +1,9 @@
-"""Which parameters FSDP shards, and with which others: what is gathered together is used together.
+"""Which parameters FSDP shards, and which are gathered together: those that are used together.
 
-A unit is a set of matrices that is gathered before a module runs and freed after it. The module whose call does that
-is the unit's door. Doors are the repeated blocks of a model, the members of its outermost lists, and outside of those
-every module that owns a matrix: embedding and head. A matrix that lies behind several doors, as the weight of a tied
-head does, is a unit of its own, gathered at each of them.
+A unit is a set of matrices that is gathered before a module runs and freed after it. The module whose call does that is
+the unit's door. Doors are the repeated blocks of a model, the members of its outermost lists, and outside of those
+every module that owns a matrix: embedding and head. A matrix with several doors, such as the weight of a tied head, is
+a unit of its own, gathered at each of them.
 """
 
 from collections.abc import Iterator
@@ -14,7 +14,7 @@ from torch import nn
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Site:
-    """Where a module has a parameter: `module.attribute`, under `name` from the root."""
+    """Where a module has a parameter: `module.attribute`, with its full name `name`."""
 
     name: str
     module: nn.Module
@@ -23,20 +23,20 @@ class Site:
 
 @dataclass(slots=True, kw_only=True)
 class Member:
-    """A parameter, and every place it is registered at."""
+    """A parameter, and every place where it is registered."""
 
     parameter: nn.Parameter
     sites: list[Site] = field(default_factory=list)
 
     @property
     def name(self) -> str:
-        """The first one, which is what `named_parameters` calls it."""
+        """The first name, the one that `named_parameters` uses."""
         return self.sites[0].name
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UnitPlan:
-    """What is gathered together, and the modules whose calls do it, by their place in the model."""
+    """Parameters that are gathered together, and the modules whose calls do it, by their position in the model."""
 
     name: str
     members: list[Member]
@@ -45,7 +45,7 @@ class UnitPlan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """Units in the order of their first doors; what is not sharded is replicated."""
+    """Units in the order of their first doors; everything else is replicated."""
 
     units: list[UnitPlan]
     replicated: list[Member]
@@ -90,7 +90,7 @@ def _find_members(module: nn.Module) -> Iterator[Member]:
 
 
 def _find_doors(module: nn.Module) -> dict[nn.Module, nn.Module]:
-    """The door that each module lies behind, in the order of the model."""
+    """Return the door of each module, in model order."""
     doors: dict[nn.Module, nn.Module] = {}
 
     def visit(part: nn.Module, *, listed: bool) -> None:
@@ -107,12 +107,14 @@ def _find_doors(module: nn.Module) -> dict[nn.Module, nn.Module]:
 
 
 def _is_container(module: nn.Module) -> bool:
-    """It has no forward of its own, so nobody calls it."""
+    """It has no forward of its own, so it is never called."""
     return isinstance(module, nn.ModuleList | nn.ModuleDict)
 
 
 def _is_list_of_blocks(module: nn.Module) -> bool:
-    """A list of layers, or layers of one class in sequence: a sequence of unlike parts is one layer's inside."""
+    """A list of layers, or a sequence of layers of one class: a sequence of different modules is the inside of one
+    layer.
+    """
     if isinstance(module, nn.ModuleList):
         return True
     return isinstance(module, nn.Sequential) and len({type(child) for child in module.children()}) == 1

@@ -1,14 +1,14 @@
 """Gathers units ahead of their use and frees them afterwards, in forward and in backward.
 
-At most two units are there at a time: the one in use and the next of the schedule. Opening a unit first frees what
-is not in use any more, then sends for the next one, then waits for its own, which was sent for when the unit before
-was opened. Pinned units stay as well, from the beginning of a pass to its end: those of modules that have other
-units inside, and those whose weights a model reads outside of the call of their module, so that nothing says when it
-is done with them.
+At most two units are gathered at a time: the one in use and the next in the schedule. Opening a unit first frees those
+no longer in use, then starts gathering the next one, then waits for its own, whose gather started when the previous
+unit was opened. Pinned units stay as well, from the beginning of a pass to its end: those of modules that contain other
+units, and those whose weights are read outside the call of their module, so that nothing indicates when they are no
+longer needed.
 
-In backward, the gradient of a module's output is what opens its units. Autograd runs nodes in the reverse order of
-their creation, so when the next module's output has its gradient, the one before is finished. The last unit of the
-forward pass is the first of the backward pass, and stays.
+In backward, the gradient of a module's output opens its units. Autograd runs nodes in the reverse order of their
+creation, so when the output of the next module has its gradient, the previous one is finished. The last unit of the
+forward pass is the first of the backward pass, and stays gathered.
 """
 
 from collections import deque
@@ -35,24 +35,24 @@ from stepscope.parallel.fsdp.schedule import (
 )
 from stepscope.parallel.fsdp.unit import OnGradient, ShardedUnit
 
-# Of gradients, under way at a time: one that is being sent and one that waits its turn.
+# Gradient messages in flight at a time: one being sent and one waiting.
 MAX_MESSAGES = 2
 
 
 def in_backward() -> bool:
-    """A forward pass that runs now is part of a backward pass: a checkpointed block computes itself again."""
+    """A forward pass that runs now is part of a backward pass: a checkpointed block is being recomputed."""
     return torch._C._current_graph_task_id() != -1
 
 
 class Runner:
-    """What of a model is gathered, and what comes next."""
+    """Which units are gathered, and which comes next."""
 
     def __init__(self, communicator: Communicator) -> None:
         self._units: list[ShardedUnit] = []
         self._communicator = communicator
         self._forward_uses: list[Use] = []
         self._backward_uses: list[Use] | None = None
-        # Learned: uses whose weights the backward pass does not look at, and units read outside of their modules.
+        # Learned: uses whose weights the backward pass does not need, and units read outside their modules.
         self._unneeded: set[Use] = set()
         self._needed: set[Use] = set()
         self._pinned: list[int] = []
@@ -62,12 +62,12 @@ class Runner:
         self.is_synchronizing = True
         self._num_synchronized = 0
         self._sent: deque[Flat] = deque()
-        # A pass was made whose gradients have not been delivered.
+        # A pass has run whose gradients have not been delivered.
         self.is_due = False
         self._reset()
 
     def _reset(self) -> None:
-        # Units in use: by the calls that are open, from the outermost; or by the backward pass.
+        # Units in use: by the open calls, from the outermost; or by the backward pass.
         self._open: list[Use] = []
         self._open_in_backward: set[int] = set()
         self._num_roots = 0
@@ -76,18 +76,18 @@ class Runner:
         self._backward_synchronizes = False
 
     def manage(self, unit: ShardedUnit) -> int:
-        """From now on; returns the unit's number."""
+        """Add a unit; return its number."""
         self._units.append(unit)
         return len(self._units) - 1
 
     def assume_order(self, uses: Sequence[Use]) -> None:
-        """In which units are used, until it is known. Those around others are there during the whole pass."""
+        """The assumed order of units, until it is known. Units that contain others stay for the whole pass."""
         self._forward_uses = list(uses)
         self._pinned = [number for number, unit in enumerate(self._units) if unit.is_around(self._units)]
 
     @property
     def is_active(self) -> bool:
-        """Somebody computes with the model, so that its parameters are whole."""
+        """The model is computing, so that its parameters are whole."""
         return self._num_roots > 0 or bool(self._open) or in_backward()
 
     @property
@@ -123,12 +123,12 @@ class Runner:
             self._learn_forward()
 
     def abort(self) -> None:
-        """After an error in a forward pass nothing stays gathered, and the next begins anew."""
+        """After an error in a forward pass, nothing stays gathered, and the next pass starts fresh."""
         self._reset()
         self._free_all_but(set())
 
     def open(self, uses: Sequence[Use]) -> None:
-        """A module's call begins; in a backward pass, to compute itself again."""
+        """A module's call begins; in a backward pass, to be recomputed."""
         surrounding = tuple(self._open)
         self._open += uses
         if in_backward():
@@ -140,17 +140,17 @@ class Runner:
             self._make_resident(use.unit, self._forward)
 
     def close(self, uses: Sequence[Use]) -> None:
-        """Units stay until others are opened: a backward pass may follow at once."""
+        """Units stay until others are opened: a backward pass may follow immediately."""
         del self._open[len(self._open) - len(uses) :]
         if not self._open and self._num_roots == 0 and not in_backward():
             self._free_all_but(set())
 
     def watch(self, output: Any, uses: Sequence[Use], surrounding: tuple[Use, ...]) -> None:
-        """Open the units again when a gradient comes to `output`."""
+        """Open the units again when `output` receives a gradient."""
         leaves = differentiable_leaves(output)
         if torch.is_grad_enabled() and not self._knows_forward:
             self._note_needs(leaves, uses)
-        # A module that did not need its weights in the first pass is looked at again in each.
+        # A module that did not need its weights in the first pass is checked again in each.
         uses = [use for use in uses if use not in self._unneeded or self._keeps_weights(leaves, use)]
         if not uses or not leaves:
             return
@@ -160,7 +160,7 @@ class Runner:
             leaf.register_hook(on_gradient)  # type: ignore[no-untyped-call]
 
     def serve(self, number: int, place: ParameterPlace) -> nn.Parameter:
-        """What a module gets when it reads one of its matrices."""
+        """Return the gathered matrix that a module reads."""
         if not self.is_active:
             return place.piece
         if number not in self._held():
@@ -182,9 +182,9 @@ class Runner:
     def _require_unchanged(self, unit: ShardedUnit, version: int) -> None:
         if unit.version != version:
             raise StepscopeError(
-                f"parameters of `{unit.name}` were changed between the forward and the backward pass",
-                detail="gradients would belong to neither the old values nor the new ones",
-                hint="loss.backward()  # before optimizer.step()",
+                f"parameters of `{unit.name}` were modified between the forward and the backward pass",
+                detail="the gradients would match neither the old values nor the new ones",
+                hint="call loss.backward() before optimizer.step()",
             )
 
     def _open_backward(self, uses: Sequence[Use], surrounding: tuple[Use, ...]) -> None:
@@ -204,7 +204,7 @@ class Runner:
         self._backward_record = []
         self._backward_synchronizes = self.is_synchronizing
         self._num_synchronized += self.is_synchronizing
-        # Those that the forward pass left, on every rank the same.
+        # Those left by the forward pass, the same on every rank.
         while (upcoming := self._backward.upcoming) is not None:
             if upcoming.kind is not OperationKind.GATHER or not self._units[upcoming.unit].is_resident:
                 break
@@ -225,7 +225,7 @@ class Runner:
             self._backward.step()
 
     def _finish_backward(self) -> None:
-        """Do what is left of the round: for what this rank did not use."""
+        """Finish the round, for what this rank did not use."""
         if self._backward is not None:
             self._backward.finish()
         self._backward = None
@@ -233,11 +233,11 @@ class Runner:
         self._free_all_but(set())
 
     def finish(self) -> None:
-        """Every message that this step's gradients need has been sent when this returns."""
+        """When this returns, every message for this step's gradients has been sent."""
         if self._backward is not None and not self._backward_synchronizes:
             self._finish_backward()
         if self._num_synchronized == 0:
-            # Before anything is freed: what the forward pass left, other ranks did not gather again.
+            # Before anything is freed: other ranks did not gather again what the forward pass left.
             self._begin_backward()
         self._finish_backward()
         self._num_synchronized = 0
@@ -305,7 +305,7 @@ class Runner:
         return [Use(number, PINNED) for number in self._pinned] + without_repeats(others)
 
     def _pin(self, number: int) -> None:
-        """Keep a unit from here to the end of the pass, and in later passes from the beginning."""
+        """Keep a unit until the end of the pass, and in later passes from the beginning."""
         self._pinned.append(number)
         self._make_resident(number, self._backward if in_backward() else self._forward)
 
@@ -318,7 +318,7 @@ class Runner:
         return keeps_weights(outputs, {flat.storage_key for flat in self._units[use.unit].flats})
 
     def _learn_forward(self) -> None:
-        """Every rank's first pass with gradients, compared."""
+        """Compare the first pass with gradients of all ranks."""
         found = (self._forward_record, self._needed, self._unneeded)
         all_found = self._communicator.share_objects(found, "the order of layers")
         self._forward_uses = self._agree([record for record, _, _ in all_found], self._forward_uses)
@@ -335,7 +335,7 @@ class Runner:
         self._knows_backward = True
 
     def _agree(self, records: Sequence[Sequence[Use]], assumed: Sequence[Use]) -> list[Use]:
-        """About all but pinned units, whose place is known."""
+        """All uses except those of pinned units, whose position is known."""
         names = [unit.name for unit in self._units]
         plain = [without_repeats([use for use in record if use.unit not in self._pinned]) for record in records]
         return agree(plain, [use for use in assumed if use.unit not in self._pinned], names)

@@ -1,13 +1,13 @@
-"""In which order units are gathered and their gradients sent: one order, the same on all ranks.
+"""The order in which units are gathered and their gradients sent: the same on all ranks.
 
-A collective needs every rank, in the same place of the same sequence. But which units a rank uses may depend on its
-data, and whoever does not use one still owns a slice of it. So no rank decides: there is a schedule for the forward
-and one for the backward pass, and a rank that uses a unit first does all that the schedule has before it. A unit left
-out is thereby gathered for the others and freed again; gradients left out are sent as zeros. A unit that comes where
-the schedule does not have it again ends the round and begins the next.
+A collective needs every rank, at the same position of the same sequence. But which units a rank uses may depend on its
+data, and a rank that does not use one still owns a slice of it. So no rank decides: there is a schedule for the forward
+and one for the backward pass, and a rank that uses a unit first does everything that comes before it in the schedule. A
+skipped unit is thereby gathered for the others and freed again; missing gradients are sent as zeros. A unit that
+appears again, where the schedule does not have it, ends the round and begins the next.
 
-The schedule starts as the order in which the model registers its modules. After the first pass ranks compare what
-they really used, and the schedule becomes that unless it is a part of what was assumed.
+The schedule starts as the order in which the model registers its modules. After the first pass, ranks compare what they
+really used, and that becomes the schedule unless it is a part of what was assumed.
 """
 
 from collections.abc import Callable, Sequence
@@ -18,7 +18,7 @@ from stepscope.errors import StepscopeError
 
 
 class Use(NamedTuple):
-    """A unit, by number, at one of its doors; `PINNED` for one that is there during the whole pass."""
+    """A unit, by number, at one of its doors; `PINNED` for one that stays for the whole pass."""
 
     unit: int
     door: int
@@ -38,7 +38,7 @@ class Operation(NamedTuple):
 
 
 class ScheduleRound:
-    """A round through a schedule, and how far this rank has come in it."""
+    """One round through a schedule, and this rank's position in it."""
 
     def __init__(self, operations: Sequence[Operation], run: Callable[[Operation], None]) -> None:
         self._operations = operations
@@ -51,7 +51,7 @@ class ScheduleRound:
 
     @property
     def last_gathered(self) -> int | None:
-        """The unit that is there when the round is finished."""
+        """The unit that is gathered at the end of the round."""
         gathers = [operation.unit for operation in self._operations if operation.kind is OperationKind.GATHER]
         return gathers[-1] if gathers else None
 
@@ -65,8 +65,9 @@ class ScheduleRound:
         self._next += 1
 
     def reach(self, unit: int) -> bool:
-        """Do everything up to this unit's next gather, in the next round if it is not in this one; whether there is
-        one at all."""
+        """Do everything up to this unit's next gather, in the next round if it is not in this one; return whether there
+        is one.
+        """
         gather = Operation(OperationKind.GATHER, unit)
         if gather not in self._operations:
             return False
@@ -95,8 +96,9 @@ def forward_operations(uses: Sequence[Use]) -> list[Operation]:
 
 
 def backward_operations(uses: Sequence[Use], unneeded: set[Use], num_units: int) -> list[Operation]:
-    """Gathers as `uses` have it, without those whose weights the backward pass does not need. A unit's gradients leave
-    after its last use and after the gather that follows, which the next unit is waiting for sooner."""
+    """The gathers of `uses`, without those whose weights the backward pass does not need. A unit's gradients are sent
+    after its last use and after the following gather, which is needed sooner.
+    """
     last = {use.unit: place for place, use in enumerate(uses)}
     operations: list[Operation] = []
     leaving: list[Operation] = []
@@ -116,7 +118,7 @@ def without_repeats(uses: Sequence[Use]) -> list[Use]:
 
 
 def agree(records: Sequence[Sequence[Use]], assumed: Sequence[Use], names: Sequence[str]) -> list[Use]:
-    """The schedule to keep to, from what each rank did once under `assumed`."""
+    """Return the schedule to follow, from what each rank did once under `assumed`."""
     if all(_is_part(record, assumed) for record in records):
         return list(assumed)
     for rank, record in enumerate(records):
@@ -135,7 +137,7 @@ def _disagreement(rank: int, record: Sequence[Use], first: Sequence[Use], names:
         return ", ".join(names[use.unit] for use in uses) or "nothing"
 
     return StepscopeError(
-        f"rank `{rank}` runs the layers of the model in another order than rank `0`",
+        f"rank `{rank}` runs the layers of the model in a different order than rank `0`",
         detail=f"rank 0: {describe(first)}\nrank {rank}: {describe(record)}",
-        hint="a model whose order of layers depends on data is trained with stepscope.parallel.DDP(model)",
+        hint="use stepscope.parallel.DDP(model) if the order of layers depends on the data",
     )

@@ -1,4 +1,4 @@
-"""A unit: the matrices that are gathered together, and whether they are there."""
+"""A unit: the matrices that are gathered together, and whether they are gathered."""
 
 from collections.abc import Callable, Sequence
 
@@ -13,7 +13,7 @@ OnGradient = Callable[[Tensor], None]
 
 
 class ShardedUnit:
-    """Frozen matrices and trained ones lie in buffers of their own, so that no gradients travel for the frozen."""
+    """Frozen and trained matrices are in separate buffers, so that no gradients are sent for the frozen ones."""
 
     def __init__(
         self, plan: UnitPlan, compute_dtype: torch.dtype | None, communicator: Communicator, ledger: GatheredBytes
@@ -24,7 +24,7 @@ class ShardedUnit:
         self.flats = [Flat(plan.name, members, compute_dtype, communicator) for members in _group(plan.members)]
         # Gathered or being gathered.
         self.is_resident = False
-        # Gathered ahead of a use that has not come.
+        # Gathered ahead of a use that has not started.
         self.is_ahead = False
 
     @property
@@ -33,7 +33,7 @@ class ShardedUnit:
 
     @property
     def version(self) -> int:
-        """It changes whenever the parameters of this rank do."""
+        """Changes whenever this rank's parameters do."""
         return sum(flat.shard._version for flat in self.flats)
 
     @property
@@ -41,7 +41,7 @@ class ShardedUnit:
         return [flat for flat in self.flats if flat.is_trained]
 
     def gather(self, make_hook: Callable[["ShardedUnit", Flat, ParameterPlace], OnGradient]) -> None:
-        """Begin to. A unit that is there already takes part for the sake of other ranks, and gets the same values."""
+        """Start gathering. A unit that is already gathered takes part for the other ranks, and gets the same values."""
         if not self.is_resident:
             self._ledger.add(self.gathered_bytes)
         self.is_resident = True
@@ -64,7 +64,7 @@ class ShardedUnit:
             self._ledger.remove(self.gathered_bytes)
 
     def is_around(self, others: Sequence["ShardedUnit"]) -> bool:
-        """Another unit is used inside of a call that uses this one."""
+        """Another unit is used inside a call that uses this one."""
         inner = {part for door in self.doors for part in door.modules() if part is not door}
         return any(door in inner for other in others for door in other.doors)
 

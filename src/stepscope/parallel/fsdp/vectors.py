@@ -1,8 +1,8 @@
-"""The last message of a step: the replicated vectors' gradients, and what ranks must tell each other about the rest.
+"""The last message of a step: the gradients of the replicated vectors, and what ranks must know about the rest.
 
-Vectors are a thousandth of a model: one message for all of them costs a latency. With them go, as numbers that are
-added up over ranks, who had a gradient for which parameter, and which units have gradients that were not sent when
-their turn came.
+Vectors are a thousandth of a model: one message for all of them costs a latency. The same message carries, as numbers
+that are summed over ranks, who had a gradient for which parameter, and which units have gradients that were not sent in
+turn.
 """
 
 from collections.abc import Sequence
@@ -16,8 +16,9 @@ from stepscope.parallel.fsdp.unit import ShardedUnit
 
 
 class LastMessage:
-    """Built on every rank with the same layout: gradients of vectors, a flag for each vector, a flag for each place of
-    each flat, and a flag for each flat."""
+    """The same layout on every rank: gradients of vectors, a flag per vector, a flag per place of each flat buffer, and
+    a flag per flat buffer.
+    """
 
     def __init__(
         self, vectors: Sequence[nn.Parameter], units: Sequence[ShardedUnit], communicator: Communicator
@@ -27,7 +28,7 @@ class LastMessage:
         self._communicator = communicator
 
     def exchange(self) -> None:
-        """Send the message, then what it says is left, and deliver all gradients."""
+        """Send the message, then whatever it says is left, and deliver all gradients."""
         flags = [float(vector.grad is not None) for vector in self._vectors]
         flags += [float(place.was_used) for flat in self._flats for place in flat.places]
         flags += [float(flat.has_unsent_gradients()) for flat in self._flats]

@@ -1,9 +1,9 @@
-"""Fully sharded data parallelism: of every matrix each rank keeps a part, and the whole only while it is used.
+"""Fully sharded data parallelism: each rank keeps a shard of every matrix, and the whole matrix only while it is used.
 
-Files, from the bottom: `plan.py` says which matrices belong together, `flat_buffer.py` is their buffer and this rank's
-slice of it, `unit.py` what is gathered at once, `schedule.py` the order on which ranks agree, `autograd_graph.py` says
-whether backward needs the weights, `runner.py` follows the schedule, `access.py` puts all that under a module,
-`vectors.py` ends a step and `full_state.py` makes whole tensors.
+Files, bottom up: `plan.py` decides which matrices belong together, `flat_buffer.py` is their buffer and this rank's
+slice of it, `unit.py` is what is gathered at once, `schedule.py` the order on which ranks agree, `autograd_graph.py`
+finds out whether backward needs the weights, `runner.py` follows the schedule, `access.py` attaches all of this to
+modules, `vectors.py` finishes a step and `full_state.py` restores whole tensors.
 """
 
 from collections.abc import Iterator, Mapping
@@ -28,7 +28,7 @@ from stepscope.parallel.fsdp.vectors import LastMessage
 
 
 class FSDP(nn.Module):
-    """`module`, trained by all ranks on a batch of their own each, with its matrices sharded over them.
+    """Wraps `module` for data-parallel training with sharded parameters, gradients and optimizer state.
 
         model = FSDP(model)
         optimizer = AdamW(model.parameters())
@@ -36,12 +36,12 @@ class FSDP(nn.Module):
         model.finish_gradient_synchronization()
         optimizer.step()
 
-    Optimizers are made from the wrapped model: its parameters are this rank's pieces of matrices, as vectors, and the
-    module's own vectors. `compute_dtype`, if given, is what matrices are gathered in, vectors and floating-point inputs
-    are cast to, and forward and backward pass computed in; the parameters here, their gradients and their sums over
-    ranks are then fp32. Parameters and buffers start as those of rank 0.
+    Create the optimizer from the wrapped model: its parameters are this rank's shards of matrices, flattened, and the
+    module's own vectors. `compute_dtype`, if given, is the dtype in which matrices are gathered, to which vectors and
+    floating-point inputs are cast, and in which forward and backward run; the parameters here, their gradients and
+    their sums over ranks are then fp32. Parameters and buffers are broadcast from rank 0.
 
-    `ledger` counts the bytes of gathered parameters. `docs/parallel.md` has the details.
+    `ledger` counts the bytes of gathered parameters. See `docs/parallel.md`.
     """
 
     def __init__(
@@ -82,8 +82,9 @@ class FSDP(nn.Module):
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Backward passes in here add to this rank's own gradients, which are whole and not sharded; the next one
-        outside sends the sum."""
+        """Context manager in which backward passes accumulate local gradients, unsharded; the next backward outside
+        sends the sum.
+        """
         before, self._runner.is_synchronizing = self._runner.is_synchronizing, False
         try:
             yield
@@ -92,12 +93,12 @@ class FSDP(nn.Module):
 
     @torch.no_grad()
     def finish_gradient_synchronization(self) -> None:
-        """Average gradients over ranks. Every rank calls this, also one that ran no backward pass."""
+        """Average gradients over ranks. Every rank must call this, even one that ran no backward pass."""
         if not self._runner.is_synchronizing:
             raise StepscopeError(
-                "finish_gradient_synchronization was called inside of `no_sync`",
-                detail="gradients gathered there are averaged after the last backward pass, which is outside",
-                hint="leave the `with model.no_sync():` block first",
+                "finish_gradient_synchronization() was called inside no_sync()",
+                detail="gradients accumulated there are averaged after the last backward pass, which must be outside",
+                hint="exit the `with model.no_sync():` block first",
             )
         if self._runner.is_due:
             self._runner.finish()
@@ -107,34 +108,38 @@ class FSDP(nn.Module):
 
     @torch.no_grad()
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
-        """Scale all gradients so that their joint L2 norm over ranks is at most max_norm; return the norm before. Every
-        rank calls this, after `finish_gradient_synchronization`."""
+        """Scale all gradients so that their total L2 norm over ranks is at most max_norm; return the norm before
+        scaling. Every rank must call this, after `finish_gradient_synchronization`.
+        """
         if not max_norm > 0:
-            raise ValueError(f"`max_norm` must be positive, not {max_norm}")
+            raise ValueError(f"`max_norm` must be positive, but got {max_norm}")
         vectors = {member.parameter for member in self._vectors}
         sharded = [piece.grad for piece in self.parameters() if piece not in vectors and piece.grad is not None]
         replicated = [vector.grad for vector in vectors if vector.grad is not None]
         total = _sum_of_squares(sharded, self._device)
         self._communicator.all_reduce(total, "the gradients' norm", average=False).wait()
         norm = (total + _sum_of_squares(replicated, self._device)).sqrt()
-        # As `stepscope.nn.clip_grad_norm` has it, and torch.
+        # The same formula as `stepscope.nn.clip_grad_norm` and torch.
         factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
         for grad in sharded + replicated:
             grad.mul_(factor.to(grad.dtype))
         return norm.float()
 
     def gather_full_params(self, to: int | None = None) -> dict[str, Tensor]:
-        """Whole parameters under the names of the unwrapped module, in the dtype they are trained in. Every rank calls
-        this; rank `to` gets them, or all, and the others an empty dictionary. Tied ones are there under each name."""
+        """Return whole parameters under the names of the unwrapped module, in the dtype they are trained in. Every rank
+        must call this; rank `to` gets them, or all ranks if None, and the others an empty dictionary. Tied parameters
+        appear under each name.
+        """
         return self._full.gather_params(to)
 
     def load_full_params(self, params: Mapping[str, Tensor]) -> None:
-        """The inverse: whole parameters, of which each rank takes its part."""
+        """The inverse: load whole parameters, of which each rank takes its shard."""
         self._full.load_params(params)
 
     def gather_full_state(self, optimizer: Optimizer, to: int | None = None) -> State:
-        """The optimizer's state by parameter name: tensors of a piece's shape become whole, everything else stays as it
-        is. Learning rates and the like are in `optimizer.state_dict()["param_groups"]`."""
+        """Return the optimizer's state by parameter name: tensors of a shard's shape become whole, everything else is
+        unchanged. Learning rates and other options are in `optimizer.state_dict()["param_groups"]`.
+        """
         return self._full.gather_state(optimizer, to)
 
     def load_full_state(self, optimizer: Optimizer, state: Mapping[str, Mapping[str, Any]]) -> None:
@@ -149,7 +154,7 @@ class FSDP(nn.Module):
             unit = ShardedUnit(unit_plan, self.compute_dtype, self._communicator, self.ledger)
             self._units.append(unit)
             serve_unit(self._runner.manage(unit), unit, self._runner)
-            # The whole matrices go one unit after the other, so that a model that barely fits can be sharded.
+            # Whole matrices are broadcast one unit at a time, so that a model that barely fits can be sharded.
             unit_plan.members.clear()
         if self.compute_dtype is not None:
             serve_vectors(self._vectors, self.compute_dtype, self._runner)
@@ -157,13 +162,13 @@ class FSDP(nn.Module):
         wrap_root(self.module, self.compute_dtype, self._runner)
 
     def _refuse_unfinished(self) -> None:
-        """An update before gradients were averaged changes vectors by this rank's own, and matrices not at all."""
+        """An update before gradients are averaged would change vectors by local gradients, and matrices not at all."""
         versions = [member.parameter._version for member in self._vectors]
         if self._runner.is_due and versions != self._versions:
             raise StepscopeError(
                 "parameters were updated before the gradients of the last backward pass were averaged",
-                detail="ranks would train different models",
-                hint="model.finish_gradient_synchronization()  # before optimizer.step()",
+                detail="the ranks would train different models",
+                hint="call model.finish_gradient_synchronization() before optimizer.step()",
             )
         self._versions = versions
 
@@ -172,41 +177,44 @@ class FSDP(nn.Module):
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:  # noqa: ARG002  # torch's signature
         raise StepscopeError(
-            "a model in FSDP can be neither moved nor cast",
-            detail="its parameters are parts of buffers that all ranks share out among them",
-            hint="FSDP(module.to(device))  # before it is wrapped",
+            "a model wrapped in FSDP cannot be moved or cast",
+            detail="its parameters are views of buffers that are sharded over ranks",
+            hint="FSDP(module.to(device))    # move it before wrapping",
         )
 
 
 def _refuse_state_dict(*_: object) -> None:
     raise StepscopeError(
-        "a model in FSDP has no state dict of its own",
-        detail="a rank has pieces of its parameters, under the names of whole ones",
-        hint="model.gather_full_params(to=0)  # on all ranks",
+        "state_dict() is not supported on a model wrapped in FSDP",
+        detail="this rank only has shards of its parameters",
+        hint="call model.gather_full_params(to=0) on all ranks",
     )
 
 
 def _refuse_dtype(compute_dtype: torch.dtype | None) -> None:
     if compute_dtype is not None and not (isinstance(compute_dtype, torch.dtype) and compute_dtype.is_floating_point):
-        raise TypeError(f"`compute_dtype` must be a floating-point dtype, not {compute_dtype}")
+        raise TypeError(f"`compute_dtype` must be a floating-point dtype, but got {compute_dtype}")
 
 
 def _refuse_module(module: nn.Module) -> None:
     if not isinstance(module, nn.Module):
-        raise TypeError(f"`module` must be an nn.Module, not {type(module).__name__}")
+        raise TypeError(f"`module` must be an nn.Module, but got {type(module).__name__}")
     for name, part in module.named_modules():
         if isinstance(part, nn.RNNBase):
             raise TypeError(
-                f"`module` has `{name}`, a {type(part).__name__}, which keeps its weights in a list of its own"
+                f"recurrent modules are not supported: `{name}` ({type(part).__name__}) keeps its weights "
+                "in a list of its own"
             )
     devices = {parameter.device for parameter in module.parameters()}
     if len(devices) > 1:
-        raise ValueError(f"`module` is on several devices: {', '.join(sorted(map(str, devices)))}")
+        raise ValueError(
+            f"expected all parameters of `module` on one device, but got {', '.join(sorted(map(str, devices)))}"
+        )
     for name, parameter in module.named_parameters():
         if parameter.is_meta:
-            raise ValueError(f"`module` has no values yet: `{name}` is on the meta device")
+            raise ValueError(f"`module` has uninitialized parameters: `{name}` is on the meta device")
         if parameter.is_complex():
-            raise TypeError(f"`module` has complex parameters, which are not supported: `{name}`")
+            raise TypeError(f"complex parameters are not supported: `{name}`")
 
 
 def _widen(plan: Plan) -> None:
@@ -217,7 +225,7 @@ def _widen(plan: Plan) -> None:
 
 
 def _sum_of_squares(grads: list[Tensor], device: torch.device) -> Tensor:
-    """In float64, in which the order of the sum over ranks does not show."""
+    """In float64, where the order of the sum over ranks does not matter."""
     norms = [torch.linalg.vector_norm(grad, dtype=torch.promote_types(grad.dtype, torch.float32)) for grad in grads]
     total = torch.stack([norm.double() for norm in norms]) if norms else torch.zeros(1, dtype=torch.float64)
     return total.square().sum().to(device)

@@ -1,1 +1,1 @@
-"""Memory snapshots: reading them safely, replaying the allocator, and making a recording of the result."""
+"""Memory snapshots: read them safely, replay the allocator, and convert the result to a recording."""

@@ -1,14 +1,13 @@
-"""PyTorch's caching allocator run again from its own trace: which memory was there when, in the bytes that it counts.
+"""Replay PyTorch's caching allocator from its trace, to get the same byte counts as the allocator.
 
-`torch.cuda.max_memory_allocated` counts blocks, and an event tells what was asked for. A block is larger by rounding,
-and, in the pool of large ones, by a rest of up to 1 MiB that is not worth splitting off. Which rest depends on the free
-block that was taken, so the free blocks are kept here as the allocator keeps them: split, freed and merged by the same
-rules. Rounding alone, the usual shortcut, is short by the sum of all those rests.
+`torch.cuda.max_memory_allocated` counts blocks, but events have requested sizes. A block is larger because of rounding,
+and, in the pool of large blocks, because a remainder of up to 1 MiB is not split off. The remainder depends on the free
+block that was used, so this module tracks free blocks like the allocator: it splits, frees and merges them by the same
+rules. Rounding only, the usual shortcut, misses the sum of all remainders.
 
-A trace is a ring, and its beginning is usually lost. The state that it began with can be had from the end: the segments
-there, with what came and went undone, are those at the start; every block of then is either still there or freed within
-the trace, which tells its address. What stays open is the rest of a large block that free memory followed: no more than
-1 MiB each, and the next block taken behind it settles it. What is never settled is counted in `estimated_bytes`.
+A trace is a ring buffer, and its beginning is usually missing. The start state is reconstructed from the end
+(`allocator_start`). Only the remainder of a large block that is followed by free memory stays unknown, at most 1 MiB
+each, until the next allocation behind it shows the size. What remains unknown is counted in `estimated_bytes`.
 """
 
 from array import array
@@ -43,27 +42,29 @@ from stepscope.recording.memory.allocator_start import (
     piece_of,
 )
 from stepscope.recording.memory.snapshot import AllocatorSettings, Segment, Trace
+from stepscope.units import count_noun
 
-_CHUNK = 1 << 18  # events taken out of their columns at a time: as Python's integers they weigh ten times as much
-_UNCOUNTED = -2  # instead of the event that ends it: a block whose free was asked for before the start
+_CHUNK = 1 << 18  # events converted to Python integers at a time: they take 10× the memory
+_UNCOUNTED = -2  # end of a block whose free was requested before the start
+# The noun for one, for several, and the rest of the note.
 _NOTES = {
-    "unknown_free": "frees of memory that was not there",
-    "lost_free": "blocks taken where one was still there; the free between them is not in the trace",
-    "misplaced": "blocks taken where no free memory was known",
-    "lost_segment": "segments that came where one was still there, or went and were not there",
-    "resized": "blocks whose size at the end is not the one replayed; the one at the end was taken",
-    "vanished": "blocks that are gone at the end without an event; they are ended with the last one",
-    "appeared": "blocks that are there at the end without an event; they are taken as there from the start",
-    "not_understood": "events of a kind that is not known",
+    "unknown_free": ("free", "frees", "of memory that was not allocated"),
+    "lost_free": ("block", "blocks", "allocated over a live block: the free is missing from the trace"),
+    "misplaced": ("block", "blocks", "allocated where no free memory was known"),
+    "lost_segment": ("segment", "segments", "allocated over a live segment, or freed without being allocated"),
+    "resized": ("block", "blocks", "with another size at the end of the trace; that size is used"),
+    "vanished": ("block", "blocks", "missing at the end without a free; counted as freed by the last event"),
+    "appeared": ("block", "blocks", "present at the end without an allocation; counted as allocated from the start"),
+    "not_understood": ("event", "events", "of unknown kind"),
 }
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Replayed:
-    """Intervals of memory, and totals after each event. An event is its position in the trace's `events`.
+    """Lifetimes of allocations and segments, and totals after each event. An event is a position in `Trace.events`.
 
-    A null `start_event` was there before the trace, a null `end_event` is there still. `exact` says that every size is
-    the allocator's own; otherwise `estimated_bytes` are the bytes of the allocations whose block may be larger.
+    A null `start_event` is before the trace, a null `end_event` is after it. `exact` means that every size is the
+    allocator's; otherwise `estimated_bytes` is the total of allocations whose block may be larger.
     """
 
     allocations: pl.DataFrame
@@ -76,10 +77,10 @@ class Replayed:
 
 
 def replay(trace: Trace, segments_at_start: tuple[Segment, ...] | None = None) -> Replayed:
-    """`segments_at_start` are the segments as they were before the first event, where somebody kept them."""
+    """Replay a trace. `segments_at_start` are the segments before the first event, if they were recorded."""
     columns = TraceColumns.of(trace)
     start = find_start(trace, columns) if segments_at_start is None else known_start(segments_at_start)
-    # A recording may have been told to leave completions out; then no block can still wait for one at the end.
+    # A recording can be configured without `free_completed`; then no block is pending at the end.
     waiting = any(block.pending for block in held_in(trace.segments_at_end))
     run = _Replay(trace.settings, start, completes=waiting or bool((columns.codes == COMPLETED).any()))
     for first in range(0, len(columns.codes), _CHUNK):
@@ -90,19 +91,19 @@ def replay(trace: Trace, segments_at_start: tuple[Segment, ...] | None = None) -
 
 
 class _Space:
-    """The free blocks, by where they begin (`sizes`) and by where they end (`begins`)."""
+    """The free blocks, by start address (`sizes`) and by end address (`begins`)."""
 
     __slots__ = ("begins", "fine", "largest", "sizes", "walls")
 
     def __init__(self, settings: AllocatorSettings) -> None:
         self.sizes: dict[int, int] = {}
         self.begins: dict[int, int] = {}
-        self.walls: Counter[int] = Counter()  # where a segment begins or ends that nothing merges across
+        self.walls: Counter[int] = Counter()  # segment boundaries that blocks do not merge across
         self.fine = settings.expandable_segments
         self.largest = settings.max_split_bytes or 1 << 62
 
     def take(self, address: int, rounded: int) -> int:
-        """The bytes of the block that is taken at `address`, 0 where there is none to take."""
+        """Allocate a block at `address` and return its bytes, or 0 if no free block starts there."""
         size = self.sizes.get(address, 0)
         if size < rounded:
             return 0
@@ -116,7 +117,7 @@ class _Space:
         return size
 
     def add(self, address: int, size: int) -> None:
-        """A block that is free from now on, together with the free ones on both sides."""
+        """Free a block and merge it with the free blocks on both sides."""
         sizes, walls = self.sizes, self.walls
         end = address + size
         if end in sizes and end not in walls:
@@ -127,7 +128,7 @@ class _Space:
         self.begins[end] = address
 
     def remove(self, address: int, size: int) -> bool:
-        """Takes memory away from a free block, from its middle too. Whether it was all free."""
+        """Remove memory from a free block, even from its middle. Return whether all of it was free."""
         begin = address
         if self.sizes.get(address, 0) < size:
             inside = (one for one, length in self.sizes.items() if one < address and one + length >= address + size)
@@ -143,7 +144,7 @@ class _Space:
         return True
 
     def wall(self, piece: ReservedPiece, count: int) -> None:
-        """Raises the walls of a fixed piece, or takes them down. Two segments side by side share one."""
+        """Add or remove the walls of a fixed piece. Adjacent segments share a wall."""
         if piece.fixed:
             for place in (piece.address, piece.address + piece.bytes):
                 self.walls[place] += count
@@ -153,7 +154,7 @@ class _Space:
 
 @dataclass(slots=True, kw_only=True)
 class _Rows:
-    """Allocations, one entry each; those from before the trace come first."""
+    """One entry per allocation; those from before the trace come first."""
 
     starts: "array[int]" = field(default_factory=lambda: array("q"))
     ends: "array[int]" = field(default_factory=lambda: array("q"))
@@ -169,18 +170,18 @@ class _Rows:
 
 
 class _Replay:
-    """The allocator's state while the events pass."""
+    """The state of the allocator during the replay."""
 
     def __init__(self, settings: AllocatorSettings, start: Start, *, completes: bool) -> None:
         self.rows = _Rows()
         self.pieces = Pieces(start.pieces)
         self.anomalies: Counter[str] = Counter()
         self.guessed: set[int] = set()  # rows whose block may be larger
-        self._completes = completes  # whether frees are told of twice: asked for, and done
+        self._completes = completes  # whether the trace has both `free_requested` and `free_completed`
         self._space = _Space(settings)
         self._live: dict[int, int] = {}  # address to row
         self._pending: dict[int, int] = {}
-        self._open_rows: dict[int, int] = {}  # where a guessed block of the start ends at the earliest, and its row
+        self._open_rows: dict[int, int] = {}  # earliest end of a block with an estimated size, and its row
         self._begin(start)
         self._open_ends = sorted(self._open_rows)
 
@@ -197,7 +198,7 @@ class _Replay:
                 self._open_rows[block.address + block.bytes] = row
 
     def follow(self, columns: TraceColumns, first: int) -> None:
-        """Takes the next events, beginning with `first`."""
+        """Process the next chunk of events, starting with `first`."""
         part = slice(first, first + _CHUNK)
         codes, addresses = columns.codes[part].tolist(), columns.addresses[part].tolist()
         sizes = np.where(columns.codes[part] == ALLOC, columns.rounded[part], columns.sizes[part]).tolist()
@@ -237,7 +238,7 @@ class _Replay:
                 self.anomalies["not_understood"] += 1
 
     def confirm(self, columns: TraceColumns) -> None:
-        """A block taken right behind a guessed one, while that was there, shows that the guess was right."""
+        """Confirm estimated sizes: an allocation right behind a live block shows where that block ends."""
         if not self._open_rows:
             return
         allocs = np.flatnonzero(columns.codes == ALLOC)
@@ -248,7 +249,7 @@ class _Replay:
                 self.guessed.discard(row)
 
     def reconcile(self, segments: tuple[Segment, ...], *, last: int) -> list[Held]:
-        """The state at the end is known: what the replay made of it gives way. Returns the blocks that it lacked."""
+        """Correct the replayed state with the known state at the end. Return the blocks that were missing."""
         ended = {block.address: block for block in held_in(segments) if not block.pending}
         appeared = []
         for address, block in ended.items():
@@ -283,7 +284,7 @@ class _Replay:
         self.anomalies["lost_segment"] += len(surplus.there) + len(missing.there)
 
     def _place(self, address: int, rounded: int) -> int:
-        """A block where no free one begins: a guessed block before it was larger, or events were lost."""
+        """Allocate where no free block starts: an estimated block before it was larger, or events are missing."""
         at = bisect_left(self._open_ends, address) - 1
         end = self._open_ends[at] if at >= 0 else NEVER
         row, gap = self._open_rows.get(end, NEVER), address - end
@@ -304,7 +305,7 @@ class _Replay:
         return self._live.get(address) == row or self._pending.get(address) == row
 
     def _free_unseen(self, address: int, event: int) -> None:
-        """Not merged with its neighbours: the block that is taken now begins where this one did."""
+        """Free a block without merging it: the block that is allocated now starts at the same address."""
         row = self._live.pop(address, None)
         if row is None:
             row = self._pending.pop(address)
@@ -330,17 +331,17 @@ class _Replay:
 
 
 def _tabulate(run: _Replay, trace: Trace, described: list[Held]) -> Replayed:
-    """The rows as tables. What is known of an allocation is in its event, or `described` where it has none."""
+    """Convert the rows to tables. Details of an allocation come from its event, or from `described` if it has none."""
     events, rows = trace.events, run.rows
     starts, ends, addresses, sizes = (
         np.frombuffer(column, np.int64) for column in (rows.starts, rows.ends, rows.addresses, rows.bytes)
     )
-    counted, within = ends != _UNCOUNTED, starts >= 0
+    is_counted, within = ends != _UNCOUNTED, starts >= 0
     told = events[starts[within]].select("stream", pl.col("bytes").alias("requested_bytes"), "stack", "metadata")
     known = pl.DataFrame(
         [(block.stream, block.requested, block.stack, None) for block in described], schema=told.schema, orient="row"
     )
-    # Rows that were there before are described in the order of the rows.
+    # `described` has the rows from before the trace, in order.
     place = np.where(within, len(described) + np.cumsum(within) - 1, np.cumsum(~within) - 1)
     allocations = _intervals(trace, starts, ends, addresses, sizes).hstack(pl.concat([known, told])[place])
     pieces = [*run.pieces.gone, *((piece, NEVER) for piece in run.pieces.ordered())]
@@ -350,14 +351,19 @@ def _tabulate(run: _Replay, trace: Trace, described: list[Held]) -> Replayed:
     names = ("device", "stream", "address", "bytes")
     times = ("start_event", "end_event", "start_ns", "end_ns")
     return Replayed(
-        allocations=allocations.filter(counted).select(*times, *names, "requested_bytes", "stack", "metadata"),
+        allocations=allocations.filter(is_counted).select(*times, *names, "requested_bytes", "stack", "metadata"),
         segments=segments.select(*times, *names),
-        allocated_bytes=_totals(events.height, starts[counted], ends[counted], sizes[counted]),
+        allocated_bytes=_totals(events.height, starts[is_counted], ends[is_counted], sizes[is_counted]),
         reserved_bytes=_totals(events.height, columns[0], columns[1], columns[3]),
         exact=not run.guessed and not run.anomalies.total(),
         estimated_bytes=sum(rows.bytes[row] for row in run.guessed if rows.ends[row] != _UNCOUNTED),
-        notes=tuple(f"{count:,} {_NOTES[name]}" for name, count in run.anomalies.items() if count),
+        notes=tuple(_note(name, count) for name, count in run.anomalies.items() if count),
     )
+
+
+def _note(name: str, count: int) -> str:
+    one, many, what = _NOTES[name]
+    return f"{count_noun(count, one, many)} {what}"
 
 
 def _intervals(
@@ -385,7 +391,7 @@ def _intervals(
 def _totals(
     count: int, starts: NDArray[np.int64], ends: NDArray[np.int64], sizes: NDArray[np.int64]
 ) -> NDArray[np.int64]:
-    """How much there is after each event."""
+    """Return the total after each event."""
     changes = np.zeros(count, np.int64)
     came, went = starts >= 0, ends >= 0
     np.add.at(changes, starts[came], sizes[came])

@@ -1,9 +1,9 @@
-"""What a trace of the allocator began with, found from how it ended.
+"""Reconstruct the state of the allocator at the start of a trace from the state at its end.
 
-The beginning of a trace is usually lost: it is a ring, and recording starts in the middle of a programme. But the state
-at the end is in the file. With the segments that came and went undone, last one first, it tells the segments of the
-start; and a block of then is either still there or freed within the trace, which tells its address and what was asked
-for. Its size follows from the room that it has. Only the rest of a large block with free memory behind it stays open.
+The beginning of a trace is usually missing: the trace is a ring buffer, and recording starts in the middle of a
+program. But the file has the state at the end. Undoing segment events from the last to the first gives the segments at
+the start. A block of that time is either still alive or freed in the trace, which gives its address and requested size.
+Its real size follows from the space around it, except for a large block followed by free memory.
 """
 
 from bisect import bisect_right, insort
@@ -17,15 +17,15 @@ from numpy.typing import NDArray
 from stepscope.recording.memory.snapshot import ACTIONS, AllocatorSettings, Segment, Trace
 
 LEAST = 512  # every block is a multiple of it
-SMALL = 1 << 20  # the largest block of the small pool, and the largest rest that a large block keeps
-NEVER = -1  # instead of an event that is not in the trace
+SMALL = 1 << 20  # largest block of the small pool, and largest remainder that is not split off a large block
+NEVER = -1  # an event that is not in the trace
 ALLOC, REQUESTED, COMPLETED, SEGMENT_ALLOC, SEGMENT_FREE, MAP, UNMAP = range(7)  # positions in ACTIONS
 OTHER = ACTIONS.index("other")
 
 
 @dataclass(slots=True, kw_only=True)
 class Held:
-    """A block that is not free at the start. Bytes of 0 are yet to be found, and at least `rounded`."""
+    """A block that is not free at the start. If `bytes` is 0, its size is unknown but at least `rounded`."""
 
     address: int
     bytes: int = 0
@@ -39,7 +39,7 @@ class Held:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReservedPiece:
-    """Memory from CUDA. What a fixed piece holds never merges with what is beside it."""
+    """Memory from CUDA. Blocks in a fixed piece never merge with neighbouring pieces."""
 
     address: int
     bytes: int
@@ -50,7 +50,7 @@ class ReservedPiece:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TraceColumns:
-    """The events, a column each. `rounded` is what the allocator makes of `sizes`, before it looks for a block."""
+    """The columns of the events. `rounded` is `sizes` after the allocator's rounding, before it looks for a block."""
 
     codes: NDArray[np.uint8]
     addresses: NDArray[np.int64]
@@ -72,14 +72,14 @@ class TraceColumns:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Start:
-    """The state before the first event. `ranges` are the pieces, with those joined that blocks may lie across."""
+    """The state before the first event. `ranges` are the pieces, joined where blocks may span several."""
 
     pieces: list[ReservedPiece]
     ranges: list[ReservedPiece]
     held: list[Held]
 
     def gaps(self) -> Iterator[tuple[int, int]]:
-        """The free blocks, as bounds: what lies between those that are not."""
+        """Yield the bounds of the free blocks: the gaps between held blocks."""
         at = 0
         for piece in self.ranges:
             low, end = piece.address, piece.address + piece.bytes
@@ -93,13 +93,13 @@ class Start:
 
 
 def known_start(segments: tuple[Segment, ...]) -> Start:
-    """The state that somebody kept."""
+    """Return a start state that was recorded."""
     pieces = Pieces(map(piece_of, segments)).ordered()
     return Start(pieces=pieces, ranges=_join(pieces), held=held_in(segments))
 
 
 def find_start(trace: Trace, columns: TraceColumns) -> Start:
-    """The state that follows from the trace and its end."""
+    """Reconstruct the start state from the trace and its end."""
     pieces = _pieces_before(trace.segments_at_end, columns)
     ranges, held = _join(pieces), _held_before(trace.segments_at_end, columns)
     _fit(held, ranges, trace.settings)
@@ -107,7 +107,7 @@ def find_start(trace: Trace, columns: TraceColumns) -> Start:
 
 
 def round_sizes(sizes: NDArray[np.int64], settings: AllocatorSettings) -> NDArray[np.int64]:
-    """What the allocator makes of the sizes asked for, before it looks for a block."""
+    """Round requested sizes like the allocator, before it looks for a block."""
     plain: NDArray[np.int64] = np.maximum((sizes + (LEAST - 1)) & -LEAST, LEAST)
     if not settings.roundup_divisions:
         return plain
@@ -122,7 +122,7 @@ def round_sizes(sizes: NDArray[np.int64], settings: AllocatorSettings) -> NDArra
 
 
 class Pieces:
-    """Memory from CUDA that is there now, without overlaps, and what was there and went."""
+    """Memory from CUDA that is present now, without overlaps, and what was released."""
 
     def __init__(self, pieces: Iterable[ReservedPiece]) -> None:
         self.there = {piece.address: piece for piece in pieces}
@@ -130,14 +130,14 @@ class Pieces:
         self._order = sorted(self.there)
 
     def add(self, piece: ReservedPiece, event: int) -> bool:
-        """Whether the place was empty; if not, it is now."""
+        """Add a piece, removing whatever overlaps it. Return whether the place was empty."""
         covered = self.remove(piece.address, piece.bytes, event)
         if piece.bytes:
             self._insert(piece)
         return not covered
 
     def remove(self, address: int, size: int, event: int) -> int:
-        """Takes a stretch out, whole pieces or parts of them; returns how much of it was there."""
+        """Remove a range, whole pieces or parts of them. Return how many bytes of it were present."""
         end, covered = address + size, 0
         at = max(bisect_right(self._order, address) - 1, 0)
         while at < len(self._order) and self._order[at] < end:
@@ -175,7 +175,7 @@ def piece_of(segment: Segment) -> ReservedPiece:
 
 
 def held_in(segments: Iterable[Segment]) -> list[Held]:
-    """The blocks that are not free, by address."""
+    """Return the blocks that are not free, sorted by address."""
     found = [
         Held(
             address=block.address,
@@ -204,7 +204,7 @@ def _join(pieces: list[ReservedPiece]) -> list[ReservedPiece]:
 
 
 def _pieces_before(ended: tuple[Segment, ...], columns: TraceColumns) -> list[ReservedPiece]:
-    """The segments at the end, with all that came taken away and all that went put back, last event first."""
+    """Undo all segment events, from the last to the first, starting with the segments at the end."""
     pieces = Pieces(map(piece_of, ended))
     for event in np.flatnonzero((columns.codes >= SEGMENT_ALLOC) & (columns.codes <= UNMAP))[::-1].tolist():
         code, address, size = int(columns.codes[event]), int(columns.addresses[event]), int(columns.sizes[event])
@@ -217,14 +217,14 @@ def _pieces_before(ended: tuple[Segment, ...], columns: TraceColumns) -> list[Re
 
 
 def _held_before(ended: tuple[Segment, ...], columns: TraceColumns) -> list[Held]:
-    """A block was there at the start if the first that is heard of its address is a free, or nothing is at all."""
+    """Return the blocks at the start: those whose first event is a free, and those without any event."""
     events = np.flatnonzero(columns.codes <= COMPLETED)
     heard, first = np.unique(columns.addresses[events], return_index=True)
     known = set(heard.tolist())
     held = [block for block in held_in(ended) if block.address not in known]
     taken = columns.codes[events[first]] == ALLOC
     freed = events[first][~taken]
-    # A recording may have been told to leave requests out: then a block is taken and its free is completed unasked.
+    # A recording can be configured without `free_requested`: then an allocated block has only `free_completed`.
     completed = columns.addresses[columns.codes == COMPLETED]
     requests = bool((columns.codes == REQUESTED).any()) or not np.isin(completed, heard[taken]).any()
     chosen = (columns.codes, columns.addresses, columns.sizes, columns.rounded, columns.streams)
@@ -235,7 +235,7 @@ def _held_before(ended: tuple[Segment, ...], columns: TraceColumns) -> list[Held
 
 
 def _fit(held: list[Held], ranges: list[ReservedPiece], settings: AllocatorSettings) -> None:
-    """Finds the sizes of blocks of which only the rounded size is known, by the room that they have."""
+    """Find the sizes of blocks with only a rounded size, from the space around them."""
     begins = [piece.address for piece in ranges]
     largest = settings.max_split_bytes or 1 << 62
     for at, block in enumerate(held):
@@ -249,7 +249,7 @@ def _fit(held: list[Held], ranges: list[ReservedPiece], settings: AllocatorSetti
         if block.rounded <= SMALL or settings.expandable_segments or room < block.rounded:
             block.sure = block.rounded <= room
         elif room - block.rounded <= SMALL or block.rounded >= largest:
-            # No large block is as small as what would be left: it was never split off.
+            # The remainder is too small for a large block, so it was never split off.
             block.bytes = room
         else:
             block.sure = False

@@ -1,8 +1,7 @@
-"""What our own recorder knows about a run's memory and a snapshot cannot say. It travels inside of the snapshot, under
-a key that other readers of snapshots pass over.
+"""Labels that our recorder adds to a memory snapshot, under a key that other readers ignore.
 
-A note on every event of the allocator (its user metadata) says where it happened: `12` is after the twelfth mark, and
-`12:345` inside of operator 345 after it. Marks are the beginnings and ends of steps and phases.
+The user metadata of each allocator event says where it happened: `12` is after mark 12, and `12:345` is inside operator
+345 after that mark. Marks are the starts and ends of steps and phases.
 """
 
 import msgspec
@@ -10,11 +9,11 @@ import msgspec
 SCHEMA = "stepscope.memory-labels/1"
 KEY = "stepscope"  # in the snapshot
 SNAPSHOT_NAME = "snapshot.pickle"
-NOBODY = -1  # the operator of what was there before, or came while nobody watched
+NOBODY = -1  # no operator: allocated before the recording, or while operators were not recorded
 
 
 class Mark(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
-    """A step or a phase begins or ends. The time is since the epoch."""
+    """The start or end of a step or phase. Time is since the epoch."""
 
     opens: bool
     kind: str
@@ -23,14 +22,14 @@ class Mark(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
 
 
 class Operator(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
-    """One call of an operator that took memory."""
+    """One call of an operator that allocated memory."""
 
     name: str
-    module: str  # empty where nobody knows
+    module: str  # empty if unknown
 
 
 class TensorFact(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
-    """The memory at `address` that `operator` took, or else that is there when `mark` is made, is of this category."""
+    """The category of the memory at `address` that `operator` allocated, or that is alive at `mark`."""
 
     mark: int
     operator: int
@@ -42,7 +41,7 @@ class TensorFact(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
 
 
 class SavedRow(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
-    """One tensor that autograd keeps, in the columns of the table `saved`."""
+    """A tensor saved for backward, with the columns of the table `saved`."""
 
     node: int
     op: str
@@ -63,22 +62,22 @@ class MemoryLabels(msgspec.Struct, frozen=True, kw_only=True):
     marks: tuple[Mark, ...]
     operators: tuple[Operator, ...]
     facts: tuple[TensorFact, ...]
-    # Steps in which operators were watched. The others take over from the last of them what is the same.
+    # Steps in which operators were profiled. Other steps with the same events copy labels from the last of them.
     watched_steps: tuple[int, ...]
-    # What the allocator held when recording began, as snapshots have it; on a CPU a block a tensor.
+    # The segments of the allocator at the start, in snapshot format; on a CPU, one block per tensor.
     segments_at_start: list[dict[str, object]]
-    # The allocator's own figures over the recorded steps; None on a CPU, which keeps none.
+    # Peaks that the allocator reported over the recorded steps; None on a CPU.
     allocator_peak_bytes: int | None = None
     allocator_peak_reserved_bytes: int | None = None
     saved: tuple[SavedRow, ...] = ()
 
 
 class MemoryRun(msgspec.Struct, frozen=True, kw_only=True):
-    """What a worker says besides the snapshot it leaves: what recording cost, and how long a step takes alone."""
+    """A worker's report in addition to the snapshot: step times with and without the recorder."""
 
-    step_ns: tuple[int, ...]  # alone
-    recorded_step_ns: tuple[int, ...]  # with the recorder, in turns with those alone
-    watched_step_ns: tuple[int, ...]  # with every operator watched too
+    step_ns: tuple[int, ...]  # unprofiled steps
+    recorded_step_ns: tuple[int, ...]  # with the recorder, alternating with unprofiled steps
+    watched_step_ns: tuple[int, ...]  # with every operator profiled too
     parameters: int
-    optimizer: str | None = None  # what ran: the setting, or the class of a factory's own
+    optimizer: str | None = None  # what ran: the setting, or the class that a factory created
     notes: tuple[str, ...] = ()

@@ -1,8 +1,8 @@
-"""A memory snapshot as a recording: who took which memory when, and when it was given back.
+"""Convert a memory snapshot to a recording: every allocation, where it was made, and when it was freed.
 
-Any snapshot gives sizes, times and stacks. One of our own carries labels (`labels.py`), and then every piece of
-memory has its step, phase, module, operator and category as well. Live recordings come in by this door too: what is
-printed after a run is what is printed when its snapshot is read a year later.
+Every snapshot has sizes, times and stacks. Snapshots from stepscope also have labels (`labels.py`), which give each
+allocation its step, phase, module, operator and category. Live recordings are read by the same code, so a run and its
+snapshot always print the same numbers.
 """
 
 from dataclasses import dataclass
@@ -22,8 +22,9 @@ from stepscope.recording.memory.labels import NOBODY, SCHEMA, MemoryLabels
 from stepscope.recording.memory.snapshot import Snapshot, Trace, read_segments, read_snapshot
 from stepscope.recording.store import Manifest, MemoryFacts, Recording
 from stepscope.recording.validation import Repairs, repair
+from stepscope.units import count_noun
 
-# Memory is of the first of these that anything says it is.
+# If several facts apply to an allocation, the first category in this list wins.
 RANKED = (
     "parameters",
     "gradients",
@@ -36,12 +37,12 @@ RANKED = (
     "other",
 )
 _COMMUNICATION = ("c10d::", "_c10d_functional::", "c10d_functional::", "symm_mem::")
-# Libraries behind these keep what they took for themselves in the first step for all the others.
+# The libraries behind these operators keep workspaces from the first step on.
 _KEEPERS = r"mm|matmul|linear|conv|attention"
 _TOLD = ("category", "name", "shape", "dtype")
 _LENT = ("module", "op", "category", "name", "shape", "dtype", "stack")
-_DIGITS = 10  # of a step, of a mark or of an operator: fewer, or they are nobody's
-# Frames of the recorder itself and of PyTorch's way into a module: between those of what is recorded.
+_DIGITS = 10  # the number of a step, mark or operator has fewer digits
+# Frames of the recorder and of PyTorch's module calls, which appear between the frames of the user's code.
 _OUR_FRAMES = (
     "stepscope/measure/",
     "stepscope/jobs/",
@@ -53,7 +54,7 @@ _OUR_FRAMES = (
 
 
 def read(path: Path) -> Recording:
-    """Raises StepscopeError for what is no snapshot, or one that is damaged."""
+    """Return the recording of a snapshot. Raise StepscopeError if it is not one, or is damaged."""
     snapshot = read_snapshot(path)
     labels = _decode_labels(path, snapshot)
     if labels is None:
@@ -66,20 +67,22 @@ def _decode_labels(path: Path, snapshot: Snapshot) -> MemoryLabels | None:
         return None
     try:
         labels = msgspec.convert(snapshot.labels, MemoryLabels)
-        msgspec.json.encode(labels)  # text that is none, and numbers that no table holds
+        msgspec.json.encode(labels)  # fails for invalid text and for numbers that do not fit a table
     except (msgspec.ValidationError, UnicodeEncodeError, OverflowError) as error:
-        raise StepscopeError(f"the labels in `{path}` are damaged", detail=str(error)) from None
+        raise StepscopeError(f"damaged labels in `{path}`", detail=str(error)) from None
     if labels.schema != SCHEMA:
-        raise StepscopeError(f"`{path}` is of another version: `{labels.schema[:60]}`", detail=f"expected `{SCHEMA}`")
+        raise StepscopeError(
+            f"unsupported label version in `{path}`: `{labels.schema[:60]}`", detail=f"expected `{SCHEMA}`"
+        )
     if not _all_fit(labels):
-        raise StepscopeError(f"the labels in `{path}` are damaged", detail="a number is too large, or a step has none")
+        raise StepscopeError(f"damaged labels in `{path}`", detail="a number is out of range, or a step has no number")
     if len(snapshot.traces) > 1:
-        raise StepscopeError(f"the labels in `{path}` are of one device, and it has {len(snapshot.traces)}")
+        raise StepscopeError(f"damaged labels in `{path}`", detail=f"expected 1 device, got {len(snapshot.traces)}")
     return labels
 
 
 def _all_fit(labels: MemoryLabels) -> bool:
-    """Whether every number fits the tables, and every step has one."""
+    """Whether every number fits the tables, and every step has a number."""
     rows = [astuple(row) for row in (*labels.marks, *labels.facts, *labels.saved)]
     values = chain(*rows, *(segment.values() for segment in labels.segments_at_start))
     steps = (mark.value for mark in labels.marks if mark.kind == "step")
@@ -89,7 +92,7 @@ def _all_fit(labels: MemoryLabels) -> bool:
 
 
 def _read_foreign(path: Path, snapshot: Snapshot) -> Recording:
-    """Several devices are told apart by their number, each with events of its own."""
+    """Read a snapshot from another tool. Each device has its own sequence of events."""
     repairs = Repairs()
     replayed = [replay(trace) for trace in snapshot.traces]
     events = sum(trace.events.height for trace in snapshot.traces)
@@ -114,7 +117,7 @@ def _stack(replayed: list[Replayed], table: str, repairs: Repairs) -> pl.DataFra
 
 
 def _to_table(name: str, frame: pl.DataFrame, repairs: Repairs) -> pl.DataFrame:
-    """Without the columns that only reading needed."""
+    """Convert to a table, without the columns that only the reader needs."""
     known = frame.select([column for column in frame.columns if column in tables.SCHEMAS[name]])
     return tables.conform(name, repair(name, known, repairs))
 
@@ -127,7 +130,7 @@ def _stacks_table(stacks: tuple[str, ...]) -> pl.DataFrame:
 def _read_ours(path: Path, snapshot: Snapshot, labels: MemoryLabels) -> Recording:
     empty = not snapshot.traces or not snapshot.traces[0].events.height
     if empty:
-        raise StepscopeError(f"`{path}` has labels of ours and no events", hint="stepscope memory")
+        raise StepscopeError(f"`{path}` has stepscope labels but no events", hint="stepscope memory")
     trace = snapshot.traces[0]
     replayed = None
     if labels.device != "cpu":
@@ -138,8 +141,8 @@ def _read_ours(path: Path, snapshot: Snapshot, labels: MemoryLabels) -> Recordin
     origin_ns = labels.marks[0].time_ns if labels.marks else 0
     notes, repairs = list(replayed.notes) if replayed else [], Repairs()
     if unmatched:
-        many = f"{len(unmatched)} steps differ" if len(unmatched) > 1 else "1 step differs"
-        notes.append(f"{many} from the one that was watched: who took the memory is not known")
+        many = count_noun(len(unmatched), "step differs", "steps differ")
+        notes.append(f"{many} from the profiled step: modules and operators of their allocations are unknown")
     by_name = {
         "allocations": _shift(allocations, origin_ns),
         "segments": _shift(replayed.segments, origin_ns) if replayed else pl.DataFrame(),
@@ -175,12 +178,12 @@ def _shift(frame: pl.DataFrame, origin_ns: int) -> pl.DataFrame:
     return frame.with_columns(pl.col("start_ns", "end_ns") - origin_ns)
 
 
-# --- Where an event happened ----------------------------------------------------------------------------------------
+# --- Location of events ---------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Timeline:
-    """Each event's mark and operator, and where steps and phases begin and end among the events."""
+    """The mark and operator of each event, and the spans of steps and phases in events."""
 
     marks: np.ndarray[Any, np.dtype[np.int64]]
     operators: np.ndarray[Any, np.dtype[np.int64]]
@@ -193,28 +196,28 @@ class _Timeline:
         return cls(marks=marks, operators=operators, states=_states(labels), spans=_spans(labels, marks))
 
     def position(self, mark: int) -> int:
-        """How many events came before the mark."""
+        """Return the number of events before the mark."""
         return int(np.searchsorted(self.marks, mark, side="left"))
 
 
 def _places(
     events: pl.DataFrame, texts: tuple[str, ...], num_marks: int, num_operators: int
 ) -> tuple[np.ndarray[Any, np.dtype[np.int64]], np.ndarray[Any, np.dtype[np.int64]]]:
-    """The allocator keeps one note a thread, so events on autograd's thread carry an old one, or none, until somebody
-    sets it there: they happened after the latest mark that any event before them knew of."""
+    """Return the mark and operator of each event. The allocator keeps metadata per thread, so events on autograd's
+    thread have an old mark or none until it is set there: they happened after the latest mark of any earlier event."""
     parsed = [_parse_place(text, num_marks, num_operators) for text in texts]
     table = np.array([*parsed, (NOBODY, NOBODY)], dtype=np.int64).reshape(-1, 2)
-    noted = table[events["metadata"].fill_null(-1).to_numpy()]  # -1 finds the last one
+    noted = table[events["metadata"].fill_null(-1).to_numpy()]  # -1 selects the last row
     marks = np.maximum.accumulate(noted[:, 0])
     return marks, np.where(noted[:, 0] == marks, noted[:, 1], NOBODY)
 
 
 def _parse_place(text: str, num_marks: int, num_operators: int) -> tuple[int, int]:
-    # Cut where it is too long for any list of ours: Python takes no number of thousands of digits.
+    # Cut to a sensible length: Python does not parse numbers with thousands of digits.
     mark, operator = (one[:_DIGITS] for one in (text.partition(":")[0], text.partition(":")[2]))
     numbers = (int(mark) if mark.isdecimal() else NOBODY, int(operator) if operator.isdecimal() else NOBODY)
     if not (NOBODY <= numbers[0] < num_marks and NOBODY <= numbers[1] < num_operators):
-        raise StepscopeError(f"the labels do not fit the events: `{text[:40]}`", hint="stepscope memory")
+        raise StepscopeError(f"the labels do not match the events: `{text[:40]}`", hint="stepscope memory")
     return numbers
 
 
@@ -256,7 +259,7 @@ def _spans(labels: MemoryLabels, marks: np.ndarray[Any, np.dtype[np.int64]]) -> 
 
 
 def _pair(trace: Trace, labels: MemoryLabels) -> pl.DataFrame:
-    """On a CPU a piece of memory is as large as it was asked for, and there is no allocator to hold more."""
+    """Pair allocations and frees on a CPU, where sizes are not rounded and nothing is cached."""
     addresses = trace.events["address"].to_list()
     takes = (trace.events["action"].cast(pl.String) == "alloc").to_list()
     rows: list[tuple[int | None, int | None, int, int]] = []
@@ -267,7 +270,7 @@ def _pair(trace: Trace, labels: MemoryLabels) -> pl.DataFrame:
                 living[address] = (None, size)
     for event, (address, size, is_taking) in enumerate(zip(addresses, trace.events["bytes"], takes, strict=True)):
         if is_taking:
-            if address in living:  # given back while nobody listened
+            if address in living:  # the free was not recorded
                 start, taken = living.pop(address)
                 rows.append((start, event, address, taken))
             living[address] = (event, size)
@@ -301,7 +304,7 @@ def _label(allocations: pl.DataFrame, timeline: _Timeline, labels: MemoryLabels)
     frame = frame.join(_fact_table(frame, timeline, labels), on="row", how="left", maintain_order="left")
     is_communication = pl.any_horizontal(*(pl.col("op").str.starts_with(prefix) for prefix in _COMMUNICATION))
     is_kept = pl.col("end_event").is_null() & (pl.col("step") == 0) & pl.col("op").str.contains(_KEEPERS)
-    # Nobody that we know keeps it, and yet it is there when its step is long over.
+    # No known owner, but still alive after its step.
     stays = pl.col("end_event").is_null() & (pl.col("step") < timeline.states["step"].max())
     otherwise = (
         pl.when(pl.col("start_event").is_null())
@@ -318,7 +321,7 @@ def _label(allocations: pl.DataFrame, timeline: _Timeline, labels: MemoryLabels)
 
 
 def _fact_table(frame: pl.DataFrame, timeline: _Timeline, labels: MemoryLabels) -> pl.DataFrame:
-    """By row: its category and name, the first in rank where several facts speak of it."""
+    """Return category and name by row; if several facts apply, the first in rank."""
     rows = [
         (
             one.operator,
@@ -342,7 +345,7 @@ def _fact_table(frame: pl.DataFrame, timeline: _Timeline, labels: MemoryLabels) 
     by_address = by_address.filter(
         (pl.col("start_event").fill_null(-1) < pl.col("position"))
         & (pl.col("end_event").is_null() | (pl.col("end_event") >= pl.col("position")))
-        # Autograd keeps inputs and buffers as well: they are there anyway.
+        # Autograd also saves inputs and buffers, which stay allocated anyway.
         & (pl.col("start_event").is_not_null() | (pl.col("category") != "activations"))
     )
     columns = ["row", *_TOLD, "rank"]
@@ -350,14 +353,13 @@ def _fact_table(frame: pl.DataFrame, timeline: _Timeline, labels: MemoryLabels) 
     return found.sort("rank", maintain_order=True).unique("row", keep="first").drop("rank")
 
 
-# --- Steps that only the allocator saw -------------------------------------------------------------------------------
+# --- Steps without operator labels -----------------------------------------------------------------------------------
 
 
 def _lend(
     allocations: pl.DataFrame, timeline: _Timeline, labels: MemoryLabels, events: pl.DataFrame
 ) -> tuple[pl.DataFrame, list[int]]:
-    """Steps whose events are those of the last watched one, one by one, take over what is known about it. Returns the
-    steps that differ, too."""
+    """Copy labels from the last profiled step to steps with the same events. Also return the steps that differ."""
     steps = timeline.spans.filter(pl.col("phase").is_null()).sort("step")
     others = [step for step in steps["step"] if step not in labels.watched_steps]
     if not labels.watched_steps or not others:
@@ -389,7 +391,7 @@ def _lend(
         return allocations, unmatched
     borrowed = pl.concat(pieces).drop("place").rename({name: f"{name}_lent" for name in _LENT})
     frame = allocations.join(borrowed, left_on="start_event", right_on="event", how="left", maintain_order="left")
-    # A fact about a piece of memory itself, such as a gradient's, is worth more than what was lent; a guess is not.
+    # A fact about the allocation itself, such as a gradient, overrides a copied label; a guess does not.
     guessed = pl.col("category").is_in(["temporaries", "workspaces"])
     chosen = pl.when(guessed).then(pl.coalesce("category_lent", "category")).otherwise(pl.col("category"))
     columns = [pl.coalesce(name, f"{name}_lent").alias(name) for name in _LENT if name != "category"]
@@ -398,6 +400,6 @@ def _lend(
 
 
 def _numbered(acts: pl.DataFrame, start: int, end: int) -> pl.DataFrame:
-    """What was taken and given back in a stretch of events, numbered by its place among them."""
+    """The allocations and frees between two events, numbered by position."""
     stretch = acts.with_row_index("event").slice(start, end - start).filter("counts")
     return stretch.with_row_index("place").with_columns(pl.col("event").cast(pl.Int64))

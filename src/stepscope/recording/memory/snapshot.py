@@ -1,13 +1,11 @@
-"""PyTorch's snapshot of its CUDA memory as tables: every event of the allocator, and the segments at the end.
+"""Convert a PyTorch CUDA memory snapshot to tables: every event of the allocator, and the segments at the end.
 
-A snapshot is foreign input: every field that is used is checked, and what is wrong with it is an error that names the
-place. Fields that nobody asked for are not looked at, and paths are shortened before they are kept, so that no home
-folder comes along.
+A snapshot is untrusted input: every field that is used is checked, and an error names the place. Other fields are
+ignored, and paths are shortened, so that no home directory is kept.
 
-Columns are pulled out of the list of events whole, one at a time, by functions written in C, and only where that fails
-is the culprit looked for one event after another; a loop over events that checked as it went took twice as long.
-The lists of frames are shared objects inside the pickle, and the frames in them more so: a stack is known by the
-identities of its frames, and its text is written once.
+Whole columns are extracted from the list of events with C functions; only if that fails is the bad event searched for.
+A loop that checks each event took twice as long. Lists of frames are shared objects in the pickle, and so are the
+frames, so a stack is identified by the identities of its frames and its text is built once.
 """
 
 import re
@@ -26,7 +24,7 @@ from numpy.typing import NDArray
 from stepscope.errors import StepscopeError
 from stepscope.recording.memory import snapshot_pickle
 
-OTHER = "other"  # an action that no version known to us records
+OTHER = "other"  # an action of an unknown version
 ACTIONS = (
     "alloc",
     "free_requested",
@@ -62,13 +60,13 @@ _CODES = {action: code for code, action in enumerate(ACTIONS)}
 _WITHOUT_ADDRESS = (_CODES["oom"], _CODES["snapshot"], _CODES[OTHER])
 _NOWHERE = {"addr": 0}
 _DEVICES = 1024
-# Any sum over a snapshot stays below 64 bits within these; no device comes near them.
+# With these limits, sums over a snapshot fit in 64 bits; no real device comes near them.
 _MOST_EVENTS = 100_000_000
 _MOST_ADDRESS, _MOST_BYTES = 2**62, 2**48
 _MOST_TIME_US = 2**63 // 1000 - 1
-# A file can name one long text a million times over. Stacks of programmes stay far below both.
+# A file can refer to one long text a million times. Real stacks stay far below these limits.
 _MOST_FRAMES, _MOST_TEXT, _MOST_STACK_TEXT = 4096, 1024, 2 << 30
-_ROUNDING_INTERVALS = 16  # 1 MiB, 2 MiB, 4 MiB … each with its own number of divisions
+_ROUNDING_INTERVALS = 16  # 1 MiB, 2 MiB, 4 MiB, …, each with its own number of divisions
 _PACKAGES = re.compile(r".*(?:site|dist)-packages/")
 _HOMES = frozenset(("home", "Users", "users", "user"))
 _INDUCTOR = re.compile(r"^torchinductor_.*")
@@ -76,7 +74,7 @@ _INDUCTOR = re.compile(r"^torchinductor_.*")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SnapshotBlock:
-    """A piece of a segment. `pending` is freed by its owner and still in use on another stream."""
+    """A block of a segment. A `pending` block was freed by its owner but is still in use on another stream."""
 
     address: int
     bytes: int
@@ -87,7 +85,7 @@ class SnapshotBlock:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Segment:
-    """Memory that the allocator has from CUDA; of an expandable one, a stretch that is mapped without a gap."""
+    """Memory that the allocator got from CUDA; for an expandable segment, a contiguous mapped range."""
 
     address: int
     bytes: int
@@ -100,16 +98,16 @@ class Segment:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AllocatorSettings:
-    """What decides how the allocator rounds and splits."""
+    """The settings that determine how the allocator rounds and splits."""
 
     expandable_segments: bool = False
     max_split_bytes: int | None = None  # None: blocks of any size are split
-    roundup_divisions: tuple[int, ...] = ()  # between powers of two from 1 MiB upwards; empty or 0: none
+    roundup_divisions: tuple[int, ...] = ()  # between powers of two from 1 MiB up; empty or 0: none
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trace:
-    """One device. `events` has the columns of EVENT_SCHEMA; `bytes` there are those asked for."""
+    """The trace of one device. `events` has the columns of EVENT_SCHEMA; its `bytes` are requested sizes."""
 
     device: int
     events: pl.DataFrame
@@ -119,7 +117,7 @@ class Trace:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Snapshot:
-    """`stack` and `metadata` of events and blocks are positions in `stacks` and in `metadata`."""
+    """A snapshot. `stack` and `metadata` of events and blocks are positions in `stacks` and `metadata`."""
 
     traces: tuple[Trace, ...]
     stacks: tuple[str, ...]
@@ -128,23 +126,23 @@ class Snapshot:
 
 
 def read_snapshot(path: Path) -> Snapshot:
-    """Raises StepscopeError for whatever is no snapshot, with the place that shows it."""
+    """Read a snapshot. Raise StepscopeError, with the place, if it is invalid."""
     with snapshot_pickle.without_collection():
         return take_apart(snapshot_pickle.load(path), path)
 
 
 def take_apart(content: dict[str, Any], path: Path) -> Snapshot:
-    """The tables of a snapshot in memory, whose lists of events are empty afterwards; `path` names it in errors."""
+    """Convert a loaded snapshot to tables, and empty its lists of events. Errors name `path`."""
     return _Reader(path).read(content)
 
 
 def read_segments(path: Path, found: list[Any]) -> tuple[Segment, ...]:
-    """Segments of one device that were written down at another moment than the end, checked as those at the end are."""
+    """Read segments of one device that were recorded at another time than the end, with the same checks."""
     return tuple(segment for several in _Reader(path)._segments(found).values() for segment in several)
 
 
 def shorten_path(name: str) -> str:
-    """The part of a file's name that says which code it is, and not whose."""
+    """Return the part of a path that identifies the code, without the user."""
     name = name.replace("\\", "/")
     if found := _PACKAGES.match(name):
         return name[found.end() :]
@@ -159,11 +157,11 @@ def shorten_path(name: str) -> str:
 
 
 class _Stacks:
-    """Distinct stacks, in the order of their first appearance."""
+    """Distinct stacks, in order of first appearance."""
 
     def __init__(self, refuse: Callable[[str, str], NoReturn]) -> None:
         self.texts: list[str] = []
-        # Identities stay unique, because every object of the file is alive until the last one was looked at.
+        # Identities stay unique, because all objects of the file stay alive until it is read.
         self._of_list: dict[int, int] = {}
         self._of_frames: dict[tuple[int, ...], int] = {(): -1}
         self._of_text: dict[str, int] = {}
@@ -172,7 +170,7 @@ class _Stacks:
         self._refuse = refuse
 
     def number(self, frames: object, place: str) -> int:
-        """The stack's position, -1 for none."""
+        """Return the position of a stack, or -1 for none."""
         return self.numbers((frames,), place)[0]
 
     def numbers(self, lists: Sequence[object], place: str) -> "array[int]":
@@ -183,7 +181,7 @@ class _Stacks:
             if known is None and type(frames) is list:
                 known = of_frames.get(tuple(map(id, frames)))
             if known is None:
-                # Only a list with a stack of its own is remembered: most lists are seen once, and they are many.
+                # Only a list with a new stack is remembered: there are many lists, and most appear once.
                 known = of_list[id(frames)] = self._add(frames, place)
             found.append(known)
         return found
@@ -213,14 +211,14 @@ class _Stacks:
             if type(line) is not int or not 0 <= line < 2**63:
                 self._refuse(f"{place}.line", "a number")
             text = f"{shorten_path(file)[-_MOST_TEXT:]}:{line} {name[:_MOST_TEXT]}"
-            # Half of a surrogate pair is text to Python and to nobody else.
+            # Replace lone surrogates, which only Python accepts as text.
             text = text.encode("utf-8", "replace").decode("utf-8")
             known = self._line_of_frame[id(frame)] = " ".join(text.split())
         return known
 
 
 class _Reader:
-    """One file on its way into tables."""
+    """Converts one file to tables."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -237,7 +235,7 @@ class _Reader:
         if len(device_traces) > _DEVICES:
             self._refuse("device_traces", f"at most {_DEVICES} devices")
         if len(set(map(id, device_traces))) < len(device_traces):
-            self._refuse("device_traces", "a list of its own for every device")
+            self._refuse("device_traces", "a separate list for every device")
         settings = content.get("allocator_settings")
         traces = []
         for device in range(max(len(device_traces), *(one + 1 for one in segments), 0)):
@@ -246,7 +244,7 @@ class _Reader:
                 self._refuse(f"device_traces[{device}]", "a list")
             if entries or device in segments:
                 events = self._events(entries, f"device_traces[{device}]")
-                entries.clear()  # some 500 bytes an event, and the tables of the next device are yet to come
+                entries.clear()  # frees about 500 bytes per event before the next device is read
                 ended = tuple(sorted(segments.get(device, ()), key=lambda segment: segment.address))
                 chosen = self._settings(settings, events, ended)
                 traces.append(Trace(device=device, events=events, segments_at_end=ended, settings=chosen))
@@ -266,7 +264,7 @@ class _Reader:
         times = self._optional(entries, "time_us")
         if times is not None:
             times_us = self._integers(entries, "time_us", place, least=-_MOST_TIME_US, most=_MOST_TIME_US)
-        # Stacks can be switched on and off while a history is recorded: an event without any has no such field.
+        # Recording stacks can be switched on and off: an event without a stack has no such field.
         stacks = self._stacks.numbers([entry.get("frames", _NO_FRAMES) for entry in entries], place)
         columns = {
             "action": pl.Series(ACTIONS, dtype=ACTION).gather(codes),
@@ -291,7 +289,7 @@ class _Reader:
     def _addresses(
         self, entries: list[Any], codes: NDArray[np.uint8], place: str
     ) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
-        """The addresses, and which events have one. Of running out of memory there is none to tell."""
+        """Return the addresses, and which events have one. An out-of-memory event has none."""
         addressed = ~np.isin(codes, _WITHOUT_ADDRESS)
         if not addressed.all():
             entries = [entry if has else _NOWHERE for entry, has in zip(entries, addressed.tolist(), strict=True)]
@@ -308,7 +306,7 @@ class _Reader:
         return values
 
     def _optional(self, entries: list[Any], key: str) -> list[Any] | None:
-        """The values of a field that older versions of PyTorch do not write; None where no event has it."""
+        """Return the values of a field that older versions of PyTorch do not write; None if it is missing."""
         if not entries or key not in entries[0]:
             return None
         return [entry.get(key) for entry in entries]
@@ -348,7 +346,7 @@ class _Reader:
         if type(expandable) is not bool:
             self._refuse(f"{place}.is_expandable", "True or False")
         if type(blocks) is not list or id(blocks) in self._blocks_seen:
-            self._refuse(f"{place}.blocks", "a list of its own")
+            self._refuse(f"{place}.blocks", "a separate list")
         self._blocks_seen.add(id(blocks))
         return Segment(
             address=address,
@@ -361,7 +359,7 @@ class _Reader:
         )
 
     def _blocks(self, found: list[Any], start: int, end: int, place: str) -> tuple[SnapshotBlock, ...]:
-        """Where blocks do not say their address, as in 2023, one begins where the one before it ends."""
+        """Read blocks. Without addresses, as in files from 2023, each block starts where the previous one ends."""
         blocks = []
         for at, raw in enumerate(found):
             here = f"{place}[{at}]"
@@ -374,7 +372,7 @@ class _Reader:
             if type(state) is not str or state not in _STATES:
                 self._refuse(f"{here}.state", f"one of {', '.join(map(str, _STATES))}")
             if address < start or address + size > end:
-                self._refuse(here, "a block inside of its segment, behind the one before it")
+                self._refuse(here, "a block inside its segment and after the previous one")
             start = address + size
             blocks.append(
                 SnapshotBlock(
@@ -392,7 +390,7 @@ class _Reader:
         return None if number < 0 else number
 
     def _settings(self, raw: object, events: pl.DataFrame, ended: Iterable[Segment]) -> AllocatorSettings:
-        if raw is None:  # from before snapshots told: what was recorded shows at least this much
+        if raw is None:  # older snapshots have no settings; the events show at least this
             mapped = any(segment.expandable for segment in ended)
             return AllocatorSettings(expandable_segments=mapped or bool((events["action"] == "segment_map").any()))
         place = "allocator_settings"
@@ -431,9 +429,9 @@ class _Reader:
 
     def _refuse(self, place: str, expected: str) -> NoReturn:
         raise StepscopeError(
-            f"`{self._path}` is a damaged memory snapshot",
+            f"damaged memory snapshot: `{self._path}`",
             detail=f"at {place}: expected {expected}",
-            hint='write it again: torch.cuda.memory._dump_snapshot("snapshot.pickle")',
+            hint='create it again: torch.cuda.memory._dump_snapshot("snapshot.pickle")',
         )
 
 
@@ -442,7 +440,7 @@ def _within(value: object, least: int, most: int) -> bool:
 
 
 def _positions(numbers: "array[int] | None", count: int) -> pl.Series:
-    """Negative ones are null."""
+    """Convert to a series; negative numbers become null."""
     if numbers is None:
         return pl.repeat(None, count, dtype=pl.Int32, eager=True)
     found = np.frombuffer(numbers, np.int32)

@@ -1,15 +1,15 @@
-"""A pickle from somebody else, taken apart without ever running what it says.
+"""Load an untrusted pickle without running any code from it.
 
-A pickle is a programme: it names functions and calls them. PyTorch writes its memory snapshots as pickles of plain
-lists, dicts, strings and numbers, which name nothing, so whatever does is refused before it is even imported. The C
-unpickler stays underneath, because the one in Python takes more than ten times as long.
+A pickle is a program: it can name functions and call them. PyTorch writes memory snapshots as pickles of plain lists,
+dicts, strings and numbers, which name nothing, so any name is rejected before it is imported. The C unpickler does the
+work, because the Python one is more than 10× slower.
 
-What is left to a hostile file is size. Eleven bytes can ask for a table of 64 GiB, and a small gzip can unfold into
-anything, so the load runs under a soft limit on the data of this process, and Python's own MemoryError is the answer.
-Counting the opcodes beforehand was the other way: it costs a second reading, and must know each opcode's worst case.
+A hostile file can still be too large. Eleven bytes can request a table of 64 GiB, and a small gzip file can decompress
+to any size, so the load runs with a soft limit on the data of this process, and exceeding it raises MemoryError. The
+alternative, counting opcodes first, needs a second pass and the worst case of every opcode.
 
-The garbage collector is off meanwhile. It visits millions of dicts over and over and finds nothing, for a snapshot has
-no cycles: with it on, a load takes nearly three times as long (`bench/snapshot_speed.py --collect`).
+The garbage collector is off during the load. It would visit millions of dicts again and again and find nothing, since a
+snapshot has no cycles: with it, loading takes nearly 3× as long (`bench/snapshot_speed.py --collect`).
 """
 
 import copyreg
@@ -31,14 +31,14 @@ from stepscope.errors import StepscopeError
 from stepscope.hardware import available_bytes, read_proc_bytes
 from stepscope.units import GIB
 
-LIMIT_BYTES = 12 << 30  # that a load may add to this process at most
-_EXPECTED = "expected what torch.cuda.memory._dump_snapshot writes"
-_HINT = 'write it again: torch.cuda.memory._dump_snapshot("snapshot.pickle")'
+LIMIT_BYTES = 12 << 30  # the most memory that loading may add to this process
+_EXPECTED = "expected a file from torch.cuda.memory._dump_snapshot"
+_HINT = 'create it again: torch.cuda.memory._dump_snapshot("snapshot.pickle")'
 _BUFFER_BYTES = 1 << 20
-_HARMLESS_BYTES, _TRIED_BYTES = 16 << 10, 64 << 20  # so few levels do no harm; so much takes long
+_HARMLESS_BYTES, _TRIED_BYTES = 16 << 10, 64 << 20  # too small to nest deeply; too large to load twice
 _GZIP = b"\x1f\x8b"
-_NAME_CHARACTERS = 100  # of whatever a file names; it may be as long as the file
-# Whatever the unpickler makes of bytes that are no pickle, or that combine what cannot be combined.
+_NAME_CHARACTERS = 100  # shown of a name in the file, which may be very long
+# What the unpickler raises for bytes that are not a pickle, or an invalid one.
 _MALFORMED = (
     pickle.UnpicklingError,
     ArithmeticError,
@@ -52,7 +52,7 @@ _MALFORMED = (
 
 
 class _PlainUnpickler(pickle.Unpickler):
-    """An unpickler that knows no class, no function and no object outside of the file."""
+    """An unpickler that rejects every class, function and external object."""
 
     def __init__(self, path: Path, file: BinaryIO) -> None:
         super().__init__(file)
@@ -60,25 +60,25 @@ class _PlainUnpickler(pickle.Unpickler):
 
     def find_class(self, module_name: str, global_name: str, /) -> NoReturn:
         raise StepscopeError(
-            f"`{self._path}` wants to call `{_printable(f'{module_name}.{global_name}')}`",
-            detail=f"a memory snapshot has plain lists, numbers and text alone, so that no class or function at all is "
-            f"admitted; nothing was run\n{_EXPECTED}",
+            f"unsafe pickle: `{self._path}` tries to import `{_printable(f'{module_name}.{global_name}')}`",
+            detail="a memory snapshot has only lists, dicts, numbers and text, so classes and functions are rejected; "
+            f"nothing was run\n{_EXPECTED}",
         )
 
     def persistent_load(self, _: Any, /) -> NoReturn:
         raise StepscopeError(
-            f"`{self._path}` refers to an object outside of itself",
-            detail=f"none is admitted in a memory snapshot; nothing was run\n{_EXPECTED}",
+            f"unsafe pickle: `{self._path}` refers to an external object",
+            detail=f"memory snapshots have none; nothing was run\n{_EXPECTED}",
         )
 
 
 def load(path: Path) -> dict[str, Any]:
-    """The dict of a memory snapshot, plain or gzipped, with its two lists in place and nothing else checked."""
+    """Return the dict of a memory snapshot, plain or gzipped. Only the presence of its two lists is checked."""
     _require_survival(path)
     with _opened(path) as file, without_collection(), _bounded():
         content = _unpickled(path, file)
     if type(content) is not dict:
-        _refuse_content(path, f"it holds a {type(content).__name__}")
+        _refuse_content(path, f"it contains a {type(content).__name__}")
     for key in ("segments", "device_traces"):
         if type(content.get(key)) is not list:
             _refuse_content(path, f"it has no list `{key}`")
@@ -86,43 +86,43 @@ def load(path: Path) -> dict[str, Any]:
 
 
 def _require_survival(path: Path) -> None:
-    """Python itself dies of some files, without an exception: to hash a tuple a million deep takes more stack than
-    there is. A small file is first loaded by another process; a large one would take too long twice."""
+    """Load the file in another process first, since some files crash Python without an exception: hashing a tuple that
+    is nested a million levels deep overflows the stack. Large files are not tried: it would take too long."""
     try:
         found = path.stat()
-        if not stat.S_ISREG(found.st_mode):  # a pipe would wait for ever
+        if not stat.S_ISREG(found.st_mode):  # a pipe would block
             return
         with path.open("rb") as file:
             is_small = file.read(2) != _GZIP and found.st_size < _HARMLESS_BYTES
     except OSError:
-        return  # the reader will say what is wrong with it
+        return  # the reader reports what is wrong with it
     if is_small or found.st_size > _TRIED_BYTES:
         return
     code = "import sys; from stepscope.recording.memory.snapshot_pickle import try_loading; try_loading(sys.argv[1])"
     tried = subprocess.run([sys.executable, "-P", "-c", code, str(path.absolute())], capture_output=True, check=False)
     if tried.returncode < 0:
         raise StepscopeError(
-            f"`{path}` is no memory snapshot",
-            detail="reading it breaks Python itself: it is nested too deep",
+            f"not a memory snapshot: `{path}`",
+            detail="reading it crashes Python: it is nested too deeply",
             hint=_HINT,
         )
 
 
 def try_loading(path: str) -> None:
-    """In a process of its own: errors are for the one that asked, which meets them again."""
+    """Load a file in a separate process. Errors are ignored: the caller gets them when it loads the file itself."""
     with suppress(StepscopeError), _opened(Path(path)) as file, without_collection(), _bounded():
         _unpickled(Path(path), file)
 
 
 def begins_like_pickle(start: bytes) -> bool:
-    """Whether a file that begins with these bytes, undone of compression, may be a pickle of a dict."""
-    # Protocol 2 and later say so; protocol 0 opens a dict with a mark, protocol 1 with the empty dict.
+    """Whether a file with these first bytes, decompressed, may be a pickle of a dict."""
+    # Protocols 2 and later have a header; protocol 0 starts a dict with a mark, protocol 1 with an empty dict.
     return start[:1] == b"\x80" or start[:3] in (b"(dp", b"(d.") or start[:2] in (b"}q", b"}.", b"}r")
 
 
 @contextmanager
 def without_collection() -> Iterator[None]:
-    """The garbage collector off, and as it was afterwards."""
+    """Turn the garbage collector off, and restore its state afterwards."""
     enabled = gc.isenabled()
     gc.disable()
     try:
@@ -133,14 +133,14 @@ def without_collection() -> Iterator[None]:
 
 
 def _unpickled(path: Path, file: BinaryIO) -> object:
-    # An object that somebody's extension code stood for earlier in this process would be handed out unasked.
+    # An extension code that this process resolved earlier would return its object without asking `find_class`.
     copyreg.clear_extension_cache()
     try:
         return _PlainUnpickler(path, file).load()
     except MemoryError:
         raise StepscopeError(
-            f"`{path}` does not fit into memory",
-            detail=f"reading it takes more than the {_free_bytes() / GIB:.1f} GiB there are for it, or it is damaged",
+            f"`{path}` does not fit in memory",
+            detail=f"reading it needs more than the available {_free_bytes() / GIB:.1f} GiB, or it is damaged",
             hint="record fewer events: torch.cuda.memory._record_memory_history(max_entries=100000)",
         ) from None
     except (EOFError, zlib.error, gzip.BadGzipFile) as error:
@@ -148,20 +148,20 @@ def _unpickled(path: Path, file: BinaryIO) -> object:
     except OSError as error:
         raise StepscopeError(f"cannot read `{path}`: {error.strerror or error}") from None
     except _MALFORMED as error:
-        if "truncated" in str(error):  # the unpickler's word for it, without an exception of its own
+        if "truncated" in str(error):  # the unpickler has no separate exception for this
             _refuse_damaged(path, error)
         raise StepscopeError(
-            f"`{path}` is no pickle, or a damaged one", detail=f"{_printable(str(error))}\n{_EXPECTED}", hint=_HINT
+            f"not a pickle, or damaged: `{path}`", detail=f"{_printable(str(error))}\n{_EXPECTED}", hint=_HINT
         ) from None
 
 
 @contextmanager
 def _opened(path: Path) -> Iterator[BinaryIO]:
-    """The bytes, undone of compression. Only a plain file: a pipe or a device could go on for ever."""
+    """Open a file for reading, decompressed. Only regular files: a pipe or a device could never end."""
     try:
         mode = path.stat().st_mode
         if not stat.S_ISREG(mode):
-            raise StepscopeError(f"`{path}` is no file", detail=_EXPECTED)
+            raise StepscopeError(f"`{path}` is not a regular file", detail=_EXPECTED)
         raw = path.open("rb", buffering=_BUFFER_BYTES)
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) else str(error)
@@ -180,7 +180,7 @@ def _opened(path: Path) -> Iterator[BinaryIO]:
 
 @contextmanager
 def _bounded() -> Iterator[None]:
-    """Lets the data of this process grow by so much and no further, for as long as it is entered."""
+    """Limit how much memory this process may add inside the block."""
     soft, hard = resource.getrlimit(resource.RLIMIT_DATA)
     limit = read_proc_bytes("/proc/self/status", "VmData") + _free_bytes()
     for present in (soft, hard):
@@ -194,17 +194,17 @@ def _bounded() -> Iterator[None]:
 
 
 def _free_bytes() -> int:
-    """What a load may add: beyond what the machine has to spare, other programmes would pay for it."""
+    """The memory that loading may add: at most what is available, so that other programs are not affected."""
     return min(LIMIT_BYTES, available_bytes())
 
 
 def _refuse_damaged(path: Path, error: Exception) -> NoReturn:
-    detail = _printable(str(error)) or "it ends too early"
-    raise StepscopeError(f"`{path}` is damaged or was cut short", detail=detail, hint=_HINT) from None
+    detail = _printable(str(error)) or "it ends early"
+    raise StepscopeError(f"`{path}` is damaged or truncated", detail=detail, hint=_HINT) from None
 
 
 def _refuse_content(path: Path, what: str) -> NoReturn:
-    raise StepscopeError(f"`{path}` is a pickle, but no memory snapshot", detail=f"{what}; {_EXPECTED}", hint=_HINT)
+    raise StepscopeError(f"`{path}` is a pickle, but not a memory snapshot", detail=f"{what}; {_EXPECTED}", hint=_HINT)
 
 
 def _printable(text: str) -> str:

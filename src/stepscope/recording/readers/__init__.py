@@ -1,1 +1,1 @@
-"""Foreign files as recordings: PyTorch's profiler, Nsight Systems, Nsight Compute."""
+"""Readers of files from other tools: PyTorch profiler, Nsight Systems, Nsight Compute."""

@@ -1,10 +1,10 @@
 """The hardware counters that stepscope collects and understands: Nsight Compute's name of each, and ours.
 
-Every metric more may be another run of every kernel, so there are two lists: `few`, which say what a kernel computed,
-wrote and moved and how the caches did, and `full`, with double and half precision outside of the tensor cores besides.
+Every additional metric may need another run of every kernel, so there are two lists: `few` has what a kernel computed,
+wrote and moved and the cache hit rates; `full` adds double and half precision outside the tensor cores.
 
-`sm__inst_executed_pipe_fp64_op_dmma`, which is at times taken for the tensor cores, is not here: it is the tensor pipe
-of double precision alone, and stands at zero in a Transformer.
+`sm__inst_executed_pipe_fp64_op_dmma`, which is sometimes mistaken for the tensor cores, is not here: it counts only the
+double-precision tensor pipe and is zero in a Transformer.
 """
 
 import re
@@ -34,11 +34,11 @@ CounterKey = Literal[
 
 
 class CounterMetric(msgspec.Struct, frozen=True, kw_only=True):
-    """A metric of Nsight Compute. Several with one key add up: a kernel does its products in one data type."""
+    """A metric of Nsight Compute. Metrics with the same key add up: a kernel multiplies in one data type."""
 
     name: str
     meaning: str
-    key: CounterKey | None = None  # None: a time or a rate, which does not add up over kernels
+    key: CounterKey | None = None  # None for times and rates, which do not add up over kernels
     only_full: bool = False
 
 
@@ -50,41 +50,43 @@ def _executed(operation: CounterKey, meaning: str, *, only_full: bool = False) -
 DURATION = "gpu__time_duration.sum"
 L1_HIT_RATE = "l1tex__t_sector_hit_rate.pct"
 L2_HIT_RATE = "lts__t_sector_hit_rate.pct"
-PASSES = "profiler__replayer_passes"  # Nsight Compute adds it by itself
+PASSES = "profiler__replayer_passes"  # added by Nsight Compute
 
 _TENSOR_OPS = (
-    ("bf16_dst_fp32", "bf16 products summed in fp32"),
-    ("fp16", "fp16 products"),
-    ("tf32_dst_fp32", "tf32 products summed in fp32"),
+    ("bf16_dst_fp32", "bf16 inputs, fp32 accumulation"),
+    ("fp16", "fp16 inputs"),
+    ("tf32_dst_fp32", "tf32 inputs, fp32 accumulation"),
 )
 METRICS = (
-    CounterMetric(name=DURATION, meaning="how long the kernel took, ns"),
-    CounterMetric(name="dram__bytes_read.sum", key="dram_read_bytes", meaning="bytes read from the GPU's memory"),
-    CounterMetric(name="dram__bytes_write.sum", key="dram_write_bytes", meaning="bytes written to the GPU's memory"),
-    CounterMetric(name=L1_HIT_RATE, meaning="sectors found in the L1 cache, %"),
-    CounterMetric(name=L2_HIT_RATE, meaning="sectors found in the L2 cache, %"),
+    CounterMetric(name=DURATION, meaning="kernel duration, ns"),
+    CounterMetric(name="dram__bytes_read.sum", key="dram_read_bytes", meaning="bytes read from GPU memory"),
+    CounterMetric(name="dram__bytes_write.sum", key="dram_write_bytes", meaning="bytes written to GPU memory"),
+    CounterMetric(name=L1_HIT_RATE, meaning="L1 cache hit rate, %"),
+    CounterMetric(name=L2_HIT_RATE, meaning="L2 cache hit rate, %"),
     CounterMetric(
-        name="lts__t_sectors_op_write.sum", key="write_sectors", meaning="sectors of 32 bytes written to the L2 cache"
+        name="lts__t_sectors_op_write.sum", key="write_sectors", meaning="32-byte sectors written to the L2 cache"
     ),
     CounterMetric(
         name="sm__inst_executed_pipe_tensor.sum",
         key="tensor_instructions",
-        meaning="instructions of a warp on the tensor cores",
+        meaning="warp instructions on the tensor cores",
     ),
     *(
         CounterMetric(
             name=f"sm__ops_path_tensor_src_{kind}.sum",
             key="tensor_ops",
-            meaning=f"operations on the tensor cores, two a multiply-add, padding included: {what}",
+            meaning=f"tensor core operations, two per multiply-add, including padding: {what}",
         )
         for kind, what in _TENSOR_OPS
     ),
     CounterMetric(
-        name="sm__sass_data_bytes_mem_global_op_st.sum", key="store_bytes", meaning="bytes in instructions that store"
+        name="sm__sass_data_bytes_mem_global_op_st.sum",
+        key="store_bytes",
+        meaning="bytes written by store instructions",
     ),
-    _executed("fadd", "fp32 additions of a thread, outside of the tensor cores"),
-    _executed("fmul", "fp32 multiplications, the same"),
-    _executed("ffma", "fp32 multiply-adds, the same; two operations each"),
+    _executed("fadd", "fp32 additions outside the tensor cores, per thread"),
+    _executed("fmul", "fp32 multiplications outside the tensor cores, per thread"),
+    _executed("ffma", "fp32 multiply-adds outside the tensor cores, per thread; two operations each"),
     _executed("dadd", "fp64 additions", only_full=True),
     _executed("dmul", "fp64 multiplications", only_full=True),
     _executed("dfma", "fp64 multiply-adds", only_full=True),
@@ -101,14 +103,14 @@ _SCALES = {"Kbyte": 10**3, "Mbyte": 10**6, "Gbyte": 10**9, "Tbyte": 10**12}
 
 
 def key_of(metric: str) -> CounterKey | None:
-    """Our name for a metric. Sums over an SM's four parts (`smsp__`) are the same sums."""
+    """Return our name for a metric. Sums over SM sub-partitions (`smsp__`) equal sums over SMs."""
     return _KEYS.get(_SUBPARTITION.sub("sm__", metric))
 
 
 def canonical_counters(counters: pl.DataFrame) -> pl.DataFrame:
-    """Of a recording's `counters` those that have a key, as the columns `kernel`, `key` and `value`, one row each.
+    """Return the counters that have a key, with the columns `kernel`, `key` and `value`.
 
-    A metric under both spellings counts once, and what a kernel has no number for has no row.
+    A metric with both spellings counts once. A kernel has no row for a counter without a number.
     """
     known = {metric: key for metric in counters["metric"].unique() if (key := key_of(metric)) is not None}
     spelled = pl.col("metric").str.replace(_SUBPARTITION.pattern, "sm__")

@@ -1,4 +1,4 @@
-"""Any file somebody hands us, as a recording: what it is shows in its first bytes, not in its name."""
+"""Open any supported file as a recording. The format is recognized by the first bytes, not by the name."""
 
 import stat
 import zlib
@@ -12,8 +12,8 @@ from stepscope.recording.readers import kineto, ncu, nsys
 from stepscope.recording.store import Recording
 
 _READABLE = (
-    "a folder of `stepscope profile`, a trace of PyTorch's profiler (.json, .json.gz), an Nsight Systems export "
-    "(.sqlite, or .nsys-rep where nsys is installed), `ncu --csv --page raw` output, or a CUDA memory snapshot "
+    "a directory from `stepscope profile`, a PyTorch profiler trace (.json, .json.gz), an Nsight Systems export "
+    "(.sqlite, or .nsys-rep if nsys is installed), `ncu --csv --page raw` output, or a CUDA memory snapshot "
     "(.pickle, .pickle.gz)"
 )
 _SNIFFED = 1 << 16
@@ -21,7 +21,7 @@ _BLANK = b"\xef\xbb\xbf \t\r\n"
 
 
 def open_recording(path: Path) -> Recording:
-    """Raises StepscopeError for what cannot be read, with what was expected."""
+    """Return the recording at `path`. Raise StepscopeError if it cannot be read."""
     if store.is_recording(path):
         return store.load(path)
     start = _first_bytes(path)
@@ -36,31 +36,31 @@ def open_recording(path: Path) -> Recording:
         raise StepscopeError(f"`{path}` is empty", detail=f"expected {_READABLE}")
     if snapshot_pickle.begins_like_pickle(start) or ".pickle" in path.suffixes:
         return memory.read(path)
-    raise StepscopeError(f"`{path}` is nothing that can be read", detail=f"expected {_READABLE}")
+    raise StepscopeError(f"unrecognized file format: `{path}`", detail=f"expected {_READABLE}")
 
 
 def require_trace(path: Path) -> None:
-    """Refuses whatever is no trace of PyTorch's profiler, as far as its first bytes show."""
+    """Raise StepscopeError unless the first bytes look like a PyTorch profiler trace."""
     if _first_bytes(path).lstrip(_BLANK)[:1] not in (b"{", b"["):
-        raise StepscopeError(f"`{path}` is no trace of PyTorch's profiler", hint="leave out --bounded")
+        raise StepscopeError(f"`--bounded` requires a PyTorch profiler trace; got `{path}`", hint="leave out --bounded")
 
 
 def _first_bytes(path: Path) -> bytes:
-    """Undone of compression. Only plain files: a pipe or a device could wait or go on for ever."""
+    """Return the first bytes, decompressed. Only regular files: a pipe or a device could block or never end."""
     try:
         mode = path.stat().st_mode
         if stat.S_ISDIR(mode):
             raise StepscopeError(
-                f"the folder `{path}` is no recording",
+                f"directory `{path}` is not a recording",
                 detail=f"it has no {store.MANIFEST_NAME}; expected {_READABLE}",
-                hint="stepscope explain FOLDER/*.json.gz for the traces inside it",
+                hint="to read the traces in it: stepscope explain DIR/*.json.gz",
             )
         if not stat.S_ISREG(mode):
-            raise StepscopeError(f"`{path}` is no file", detail=f"expected {_READABLE}")
+            raise StepscopeError(f"`{path}` is not a regular file", detail=f"expected {_READABLE}")
         with path.open("rb") as file:
             start = file.read(_SNIFFED)
     except FileNotFoundError:
-        raise StepscopeError(f"no such file: `{path}`", detail=f"expected {_READABLE}") from None
+        raise StepscopeError(f"file not found: `{path}`", detail=f"expected {_READABLE}") from None
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) else str(error)
         raise StepscopeError(f"cannot read `{path}`: {reason}") from None
@@ -69,4 +69,4 @@ def _first_bytes(path: Path) -> bytes:
     try:
         return zlib.decompressobj(31).decompress(start, _SNIFFED)
     except zlib.error as error:
-        raise StepscopeError(f"`{path}` begins like gzip and is damaged", detail=str(error)) from None
+        raise StepscopeError(f"damaged gzip file: `{path}`", detail=str(error)) from None

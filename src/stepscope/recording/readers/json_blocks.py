@@ -1,12 +1,12 @@
-"""A trace file of any size as blocks of whole events, without ever holding the file.
+"""Split a trace file of any size into blocks of whole events, without holding the file in memory.
 
-A profiler's trace is one JSON object with a list of events that may run to gigabytes. Reading it at once costs several
-times its size; a streaming parser costs minutes. Cutting the text between two events and handing the pieces to a fast
-parser costs neither. Where to cut is a guess (`}, {"ph":` could stand inside an event), and the parser is the judge:
-text between two cuts is a list of events if and only if both cuts were right, so a wrong guess cannot pass unseen.
+A profiler trace is one JSON object with a list of events that can reach gigabytes. Parsing it at once takes several
+times its size in memory; a streaming parser takes minutes. Cutting the text between two events and passing the blocks
+to a fast parser avoids both. Where to cut is a guess (`}, {"ph":` could appear inside an event), and the parser checks
+it: the text between two cuts is a list of events if and only if both cuts are right, so a wrong guess is always
+noticed.
 
-Compression is undone on the way. A file that ends early, or is damaged in the middle of its compression, gives what
-came before the damage, and says so.
+The file is decompressed on the way. If it is truncated or damaged, everything before the damage is read, with a note.
 """
 
 import re
@@ -21,12 +21,12 @@ import msgspec
 from stepscope.errors import StepscopeError
 
 BLOCK_BYTES = 8 << 20
-# Kept back for the end, where the list closes and the trace's own properties may follow.
+# Kept for the end of the file, where the list closes and the properties of the trace may follow.
 _TAIL_BYTES = 2 << 20
 _LONGEST_EVENT = 64 << 20
 _READ_BYTES = 1 << 20
 _WIDEST_CUT = 4096  # bytes from the end of an event to the first key of the next
-# Deflate reaches 1000 to 1 on a repeated byte; real traces reach 10 to 60.
+# Deflate compresses a repeated byte 1000:1; real traces reach 10:1 to 60:1.
 _BOMB_RATIO, _BOMB_BYTES = 250, 256 << 20
 
 _START = re.compile(rb'"traceEvents"\s*:\s*\[')
@@ -36,8 +36,8 @@ _END_OF_LIST = re.compile(rb"[}\[]\s*\]")
 
 
 class Blocks:
-    """Iterate for the blocks, each the text of whole events with commas between; then `properties` are the keys beside
-    the list, and `notes` say what is missing."""
+    """Iterate over the blocks, each the text of whole events separated by commas. Afterwards, `properties` has the
+    other keys of the trace, and `notes` say what is missing."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -51,7 +51,7 @@ class Blocks:
             buffer = self._find_list(pieces)
             ended, searched = False, 0
             while not ended:
-                # One join a block: adding piece by piece would copy the buffer each time.
+                # One join per block: adding piece by piece would copy the buffer each time.
                 collected, size = [buffer], len(buffer)
                 enough = max(size, _TAIL_BYTES) + BLOCK_BYTES
                 while size < enough:
@@ -90,23 +90,23 @@ class Blocks:
                 try:
                     piece = unzip.decompress(compressed, BLOCK_BYTES)
                 except zlib.error as error:
-                    self.notes.append(f"the compressed file is damaged ({error}): what follows is missing")
+                    self.notes.append(f"the compressed file is damaged ({error}); the rest is missing")
                     return
                 given += len(piece)
                 if given > _BOMB_BYTES and given > _BOMB_RATIO * read:
                     raise StepscopeError(
-                        f"`{self._path}` unpacks to more than {_BOMB_RATIO} times its size",
-                        detail="no real trace does; reading stopped",
-                        hint=f"gunzip it yourself if you trust it, and explain the plain file: {self._path.stem}",
+                        f"`{self._path}` decompresses to more than {_BOMB_RATIO}× its size",
+                        detail="real traces stay far below that; reading stopped",
+                        hint=f"if you trust the file, decompress it first: gunzip {self._path.name}",
                     )
                 if piece:
                     yield piece
                 compressed = unzip.unused_data.lstrip(b"\0") if unzip.eof else unzip.unconsumed_tail
         if not unzip.eof:
-            self.notes.append("the compressed file ends early: what follows is missing")
+            self.notes.append("the compressed file ends early; the rest is missing")
 
     def _find_list(self, pieces: Iterator[bytes]) -> bytes:
-        """What follows the list's opening bracket."""
+        """Return the text after the opening bracket of the list."""
         buffer = b""
         while len(buffer) < _LONGEST_EVENT:
             piece = next(pieces, None)
@@ -127,21 +127,23 @@ class Blocks:
 
     def _refusal(self, buffer: bytes) -> StepscopeError:
         if not buffer.strip():
-            return StepscopeError(f"`{self._path}` is empty", hint="was the profiler stopped before it wrote?")
+            return StepscopeError(
+                f"`{self._path}` is empty", hint="make sure that the profiler was stopped and the trace exported"
+            )
         if buffer.lstrip(b"\xef\xbb\xbf \t\r\n")[:1] == b"{":
             return StepscopeError(
-                f"`{self._path}` is no PyTorch profiler trace", detail="it is JSON, but holds no list `traceEvents`"
+                f"not a PyTorch profiler trace: `{self._path}`", detail="it is JSON without a `traceEvents` list"
             )
         return StepscopeError(
-            f"`{self._path}` is no trace",
-            detail="expected JSON from PyTorch's profiler, plain or gzipped",
-            hint="stepscope explain --help lists what can be read",
+            f"not a trace: `{self._path}`",
+            detail="expected JSON from the PyTorch profiler, plain or gzipped",
+            hint="for the supported formats: stepscope explain --help",
         )
 
     @staticmethod
     def _last_cut(buffer: bytes, searched: int) -> tuple[int, int] | None:
-        """Where the last event before the tail ends, and where the next begins. What was searched before is not
-        searched again: an event may be as long as many blocks."""
+        """Return where the last event before the tail ends and where the next one begins. Text before `searched` is not
+        searched again, since an event may be as long as many blocks."""
         limit = len(buffer) - _TAIL_BYTES
         for start in (max(searched, limit - (1 << 16)), searched):
             candidates = deque(BETWEEN_EVENTS.finditer(buffer, start, limit), maxlen=1)
@@ -153,13 +155,13 @@ class Blocks:
     def _check_length(self, buffer: bytes) -> None:
         if len(buffer) > _LONGEST_EVENT:
             raise StepscopeError(
-                f"`{self._path}` has an event of more than {_LONGEST_EVENT >> 20} MiB, or is no trace",
-                detail="no two events could be told apart in that stretch",
+                f"not a trace, or an event is longer than {_LONGEST_EVENT >> 20} MiB: `{self._path}`",
+                detail="no boundary between two events was found",
             )
 
     def _close(self, buffer: bytes) -> bytes:
-        """The last events, without the list's end and what follows it."""
-        # A list among the properties that follow closes like the list of events, so the earliest end that fits is it.
+        """Return the last events, without the end of the list and what follows it."""
+        # A list in the properties closes like the list of events, so the earliest end that fits is the right one.
         end, misses = None, 0
         for found in reversed(list(_END_OF_LIST.finditer(buffer))):
             rest = buffer[found.end() :]
@@ -174,14 +176,14 @@ class Blocks:
             return buffer[:end]
         if buffer.strip()[:1] == b"]" and (self.is_bare_list or self._read_properties(b'{"":0' + buffer.strip()[1:])):
             return b""
-        self.notes.append("the file ends early, before its list of events is closed")
+        self.notes.append("the file ends early: the list of events is not closed")
         return buffer
 
     def _refuse_pictures(self) -> None:
         if self.properties.get("stepscope") == "a picture":
             raise StepscopeError(
-                f"`{self._path}` was written by --perfetto, to be looked at",
-                hint="explain the recording that it was made from",
+                f"`{self._path}` was exported with --perfetto, for viewing only",
+                hint="pass the recording that it was made from",
             )
 
     def _read_properties(self, text: bytes) -> bool:

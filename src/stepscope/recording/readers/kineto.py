@@ -1,9 +1,9 @@
-"""Traces of PyTorch's profiler (Kineto), from JSON to a recording.
+"""Read traces of the PyTorch profiler (Kineto) into recordings.
 
-Reading is exact to the nanosecond and bounded in memory: the file is cut into blocks (`json_blocks`), blocks become
-columns (`kineto_events`), in several processes where the file is large (`kineto_workers`), columns become tables in
-the file's order (`kineto_stream`), and here these become those of a recording: all at once (`read`), or a block at a
-time for a file that is larger than memory (`TraceReader`).
+Reading is exact to the nanosecond and bounded in memory. The file is split into blocks (`json_blocks`), blocks become
+columns (`kineto_events`), in several processes if the file is large (`kineto_workers`), and columns become tables in
+file order (`kineto_stream`). This module converts them to the tables of a recording: all at once (`read`), or block by
+block for a file that is larger than memory (`TraceReader`).
 """
 
 from collections import Counter, defaultdict
@@ -22,16 +22,16 @@ from stepscope.recording.tables import conform, empty
 from stepscope.recording.validation import Repairs, repair
 
 _MODULE_FRAME = "nn.Module: "
-# What autograd wraps around operators: its time is dispatch, not work.
+# Autograd's wrappers around operators: their time is dispatch, not work.
 _MACHINERY = r"^autograd::engine|^torch::autograd|Backward\d*$|^detach$"
-_HOST_NOTE = "no device activity: operators on the host stand for kernels, idle is the time between them"
-_UNKNOWN = Manifest(source="pytorch profiler")  # until the whole file was read
+_HOST_NOTE = "no GPU activity: CPU operators count as kernels, and idle time is the time between them"
+_UNKNOWN = Manifest(source="pytorch profiler")  # until the whole file is read
 _FLOW = {"id": pl.Int64, "ns": pl.Int64, "process": pl.Int64, "thread": pl.Int64, "kind": pl.String}
 T = TypeVar("T")
 
 
 def read(path: Path) -> Recording:
-    """A trace as a recording; `manifest.notes` say what was missing, damaged or set aside."""
+    """Return a trace as a recording; `manifest.notes` say what is missing, damaged or left out."""
     reader = TraceReader(path, is_bounded=False)
     blocks: dict[str, list[pl.DataFrame]] = defaultdict(list)
     for block in reader.stream:
@@ -47,19 +47,19 @@ def read(path: Path) -> Recording:
 
 
 class TraceReader:
-    """Iterate for the recording that each block of the file makes, and the ends of arrows in it, which become links
-    once both are known (`join_flows`); kernels do not know their process yet (`place_kernels`). Then `finish`."""
+    """Iterate over the blocks of a file: each gives a recording and the ends of flow arrows, which become links once
+    both ends are known (`join_flows`). Kernels get their process from `place_kernels`. Call `finish` at the end."""
 
     def __init__(self, path: Path, *, is_bounded: bool) -> None:
         self.stream = TraceStream(path, is_bounded=is_bounded)
-        self.is_on_host = False  # operators stand for kernels
+        self.is_on_host = False  # operators count as kernels
         self._path = path
         self._repairs = Repairs()
         self._num_ops = 0
         self._num_ranges = 0
         self._launch_processes: Counter[int] = Counter()
         self._devices: Counter[int] = Counter()
-        self._has_work = False  # operators that could stand for kernels
+        self._has_work = False  # operators that could count as kernels
         self._has_shapes = False
         self._has_modules = False
 
@@ -68,7 +68,7 @@ class TraceReader:
             yield self.conform(block)
 
     def conform(self, block: Mapping[str, pl.DataFrame]) -> tuple[Recording, pl.DataFrame]:
-        """What the stream brought as tables of a recording, and what the manifest says about them counted."""
+        """Convert a block to tables of a recording and update the counts for the manifest."""
         found = {
             name: repair(name, block.get(name, pl.DataFrame()), self._repairs)
             for name in ("ops", "launches", "kernels", "ranges")
@@ -96,7 +96,7 @@ class TraceReader:
         self._has_modules |= bool(is_module)
 
     def finish(self) -> Manifest:
-        """Raises StepscopeError for what holds nothing to read."""
+        """Return the manifest. Raise StepscopeError if the file has no readable events."""
         notes = self.stream.notes()
         properties = self.stream.blocks.properties
         device = _find_device(properties, _most_common(self._devices))
@@ -107,9 +107,9 @@ class TraceReader:
         notes += self._repairs.notes()
         if not (self._devices or self._num_ops or self._num_ranges):
             raise StepscopeError(
-                f"`{self._path}` holds no events that can be read",
-                detail="; ".join(notes) or "its list of events is empty",
-                hint="was the profiler stopped before its schedule reached an active step?",
+                f"no readable events in `{self._path}`",
+                detail="; ".join(notes) or "the list of events is empty",
+                hint="make sure that the profiler's schedule reaches an active step before it stops",
             )
         distributed = _as_kind(properties.get("distributedInfo"), _Distributed) or _Distributed()
         return Manifest(
@@ -126,7 +126,7 @@ class TraceReader:
         )
 
     def place_kernels(self, kernels: pl.DataFrame) -> pl.DataFrame:
-        """Kernels with the process that is taken to have launched all of them: the one with most calls."""
+        """Assign all kernels to the process with the most launches."""
         return kernels.with_columns(process=pl.lit(_most_common(self._launch_processes), dtype=pl.Int64))
 
 
@@ -135,13 +135,13 @@ def _count(values: pl.Series) -> dict[int, int]:
 
 
 def _most_common(counts: Counter[int]) -> int | None:
-    """The smallest among equals."""
+    """Return the most common value, the smallest in a tie."""
     return min(counts, key=lambda one: (-counts[one], one), default=None)
 
 
 def _device_is_cut_off(device: str, notes: Sequence[str]) -> bool:
-    """A file that names a device and ends early may have had its kernels in the part that is missing: the profiler
-    writes them after the operators."""
+    """Whether the kernels may be in the missing part of a truncated file that names a device: the profiler writes them
+    after the operators."""
     return bool(device) and any("ends early" in note or "damaged" in note for note in notes)
 
 
@@ -164,15 +164,15 @@ def _host_kernels(ops: pl.DataFrame) -> pl.DataFrame:
 
 
 class CallTrees:
-    """On a CPU the operator that does the work is what a kernel is on a GPU: the outermost one that spends at least
-    half of its time by itself rather than in operators it calls. (The innermost would not do: a matrix product calls
-    operators that only look at its arguments.) Operators may come in portions, each later than those before."""
+    """Finds the operators that count as kernels on a CPU: the outermost ones that spend at least half of their time in
+    themselves rather than in operators they call. (The innermost would be wrong: a GEMM calls operators that only
+    inspect its arguments.) Operators may arrive in batches, each later than the one before."""
 
     def __init__(self) -> None:
         self._threads: dict[tuple[int | None, int | None], _CallTree] = defaultdict(_CallTree)
 
     def take(self, ops: pl.DataFrame) -> pl.DataFrame:
-        """The kernels among the operators so far whose tree of calls is complete."""
+        """Return the kernels whose call tree is complete."""
         keys = ("process", "thread", "start_ns", "end_ns")
         ordered = ops.filter(~pl.col("name").str.contains(_MACHINERY)).sort(keys, descending=[False] * 3 + [True])
         for (process, thread), calls in ordered.partition_by("process", "thread", as_dict=True).items():
@@ -180,7 +180,7 @@ class CallTrees:
         return self._collect()
 
     def finish(self) -> pl.DataFrame:
-        """Those of the trees that were open still."""
+        """Return the kernels of the trees that are still open."""
         for tree in self._threads.values():
             tree.decide()
         return self._collect()
@@ -196,7 +196,7 @@ class CallTrees:
 
 
 class _CallTree:
-    """One thread's calls since nothing was open on it: each with its own time, and the call around it."""
+    """The calls of one thread since its last top-level call began, each with its self time and its parent."""
 
     def __init__(self) -> None:
         self.taken: list[tuple[str, int, int]] = []
@@ -220,7 +220,7 @@ class _CallTree:
             self._own.append(end - start)
 
     def decide(self) -> None:
-        inside = [False] * len(self._calls)  # of an operator that counts as a kernel
+        inside = [False] * len(self._calls)  # inside an operator that counts as a kernel
         for row, (call, own, parent) in enumerate(zip(self._calls, self._own, self._parents, strict=True)):
             inside[row] = parent != -1 and inside[parent]
             if not inside[row] and 2 * own >= call[2] - call[1]:
@@ -238,7 +238,7 @@ def _ranges(frame: pl.DataFrame) -> pl.DataFrame:
 
 
 def _flows(frame: pl.DataFrame, repairs: Repairs) -> pl.DataFrame:
-    """Either end of an arrow."""
+    """Return the starts and ends of flow arrows."""
     if not frame.height:
         return pl.DataFrame(schema=_FLOW)
     flows = repair("links", frame.rename({"ns": "forward_ns"}), repairs).rename({"forward_ns": "ns"})
@@ -246,7 +246,7 @@ def _flows(frame: pl.DataFrame, repairs: Repairs) -> pl.DataFrame:
 
 
 def join_flows(starts: pl.DataFrame, ends: pl.DataFrame) -> pl.DataFrame:
-    """The profiler's arrows, from those `flows` that begin one and those that end one."""
+    """Join the starts and ends of the profiler's flow arrows to links."""
     forward = starts.filter(pl.col("kind") == "flow s").unique("id", keep="first", maintain_order=True)
     backward = ends.filter(pl.col("kind") == "flow f")
     joined = backward.join(forward, on=["process", "id"], how="inner", suffix="_forward", maintain_order="left")
@@ -277,7 +277,7 @@ class _Distributed(msgspec.Struct):
 
 
 def _find_device(properties: dict[str, object], used: int | None) -> _DeviceProperties:
-    """The device that was used most. Nothing else of the file's own properties is kept."""
+    """Return the properties of the most used device."""
     listed = _as_kind(properties.get("deviceProperties"), list[_DeviceProperties]) or [_DeviceProperties()]
     return next((one for one in listed if one.id == used), listed[0])
 

@@ -1,11 +1,11 @@
-"""Events of PyTorch's profiler, from text to columns of numbers.
+"""Decode events of the PyTorch profiler from JSON text to columns of numbers.
 
-This is the hot path of reading a trace, and runs in processes of its own for large files (`kineto_workers.py`), so it
-knows only msgspec and numpy. Three things make it fast: the parser builds only the fields named here, names become
-numbers as they are met, and timestamps are never made into Python numbers one by one.
+This is the hot path of reading a trace and runs in separate processes for large files (`kineto_workers.py`), so it
+imports only msgspec and numpy. Three things make it fast: the parser builds only the fields declared here, texts are
+replaced by numbers immediately, and timestamps are not converted one by one.
 
-Timestamps must not be parsed as floats: microseconds since the epoch with three decimals have nineteen digits, a double
-has sixteen. They are kept as text by the parser and turned into nanoseconds in one sweep.
+Timestamps must not be parsed as floats: microseconds since the epoch with three decimals have 19 digits, a double has
+16. The parser keeps them as text, and they are converted to nanoseconds together.
 """
 
 import re
@@ -21,11 +21,11 @@ from numpy.typing import NDArray
 
 from stepscope.recording.readers.json_blocks import BETWEEN_EVENTS
 
-IMPOSSIBLE = -(2**62)  # stands for a time that is none: nan, or larger than any clock
-NONE = -1  # stands for null in columns of counts and ids, none of which is negative
+IMPOSSIBLE = -(2**62)  # an invalid time: NaN, or larger than any clock
+NONE = -1  # null in columns of counts and ids, which are never negative
 _LARGEST = 2**63 - 1
 _LONGEST_TEXT = 16_384
-_MOST_CUTS = 200  # an event is not searched for over more wrong cuts than this
+_MOST_CUTS = 200  # give up on an event after this many wrong cuts
 
 _RENAMED = {
     "sequence": "Sequence number",
@@ -80,7 +80,7 @@ class Event(msgspec.Struct, gc=False):
 _DECODER = msgspec.json.Decoder(list[Event])
 _UNTYPED = msgspec.json.Decoder(dict[str, Any], float_hook=lambda text: Raw(text.encode()))
 
-# Both the names of today and those of PyTorch before 1.12.
+# Current names, and those of PyTorch before 1.12.
 _CATEGORIES = {
     "kernel": "kernel",
     "gpu_memcpy": "memcpy",
@@ -100,7 +100,7 @@ _CATEGORIES = {
     "fwdbwd": "flow",
     "forward_backward": "flow",
 }
-# Drawn by the profiler from the others, or about itself.
+# Derived from other events by the profiler, or about the profiler itself.
 _NOT_NEEDED = {
     "ac2g",
     "async_cpu_to_gpu",
@@ -111,7 +111,7 @@ _NOT_NEEDED = {
     "cpu_instant_event",
     "",
 }
-# Of all Python frames, those that say which module or part of a step is running.
+# The Python frames that show which module or part of a step is running.
 _FRAMES = re.compile(r"nn\.Module: |torch/optim/\S+: (?:step|zero_grad)$|torch/_tensor\.py\S*: backward$")
 
 Ints = NDArray[np.int64]
@@ -119,23 +119,23 @@ Columns = dict[str, Ints]
 
 
 class Decoded(msgspec.Struct):
-    """One block: columns by table; texts by their number in the decoder's `texts`; what had to be left out."""
+    """One block: columns by table, with texts as numbers, and counts of what was left out."""
 
     tables: dict[str, Columns]
     new_texts: list[str]
-    set_aside: int = 0  # events of categories that no table is made of
+    ignored: int = 0  # events of unknown categories
     lost_events: int = 0
     lost_bytes: int = 0
-    head: bytes = b""  # text at an edge that is no event by itself
+    head: bytes = b""  # text at an edge that is not a whole event
     tail: bytes = b""
 
 
 class BadBlockError(Exception):
-    """The text is no list of events: cut in a wrong place, or damaged."""
+    """The text is not a list of events: cut in the wrong place, or damaged."""
 
 
 class EventDecoder:
-    """Turns blocks into columns. Texts are numbered over its lifetime, so that each is sent and stored once."""
+    """Converts blocks to columns. Texts keep their numbers over its lifetime, so each is sent and stored once."""
 
     def __init__(self) -> None:
         self._numbers: dict[str, int] = {}
@@ -143,7 +143,7 @@ class EventDecoder:
         self._kept_frames: dict[str, bool] = {}
 
     def decode(self, block: bytes) -> Decoded:
-        """Raises BadBlockError for text that is not a list of events as a whole."""
+        """Decode a block. Raise BadBlockError if the text is not a list of events."""
         try:
             events = _DECODER.decode(b"[" + block + b"]")
         except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
@@ -151,17 +151,17 @@ class EventDecoder:
         return self._collect(events)
 
     def salvage(self, block: bytes) -> Decoded:
-        """Event by event, for a block that is damaged or was cut in a wrong place: what cannot be read is counted and
-        left out, or kept as a fragment where the neighbouring block may hold the rest."""
+        """Decode a block event by event if it is damaged or was cut in the wrong place. Unreadable text is counted and
+        left out, or kept as a fragment if the neighbouring block may have the rest."""
         spans = list(_spans(block))
         events = []
         lost: list[int] = []
-        first = 0  # of the spans not yet accounted for
-        opening = 0  # the last of them that may begin an event: it has a phase letter
+        first = 0  # first span that is not accounted for
+        opening = 0  # last span that may start an event: it has a phase letter
         for last, (start, end) in enumerate(spans):
             if b'"ph"' in block[start:end]:
                 opening = last
-            # Alone, or, where cuts went through it, with the pieces before it.
+            # On its own, or, if it was cut, with the spans before it.
             for begin in dict.fromkeys((last, max(opening, first), first)):
                 event = _decode_leniently(block[spans[begin][0] : end])
                 if event is not None:
@@ -187,14 +187,14 @@ class EventDecoder:
         for event in events:
             by_category[event.cat].append(event)
         groups: dict[str, list[Event]] = {}
-        set_aside = 0
+        ignored = 0
         for category, members in by_category.items():
             lowered = category.casefold()
             kind = _CATEGORIES.get(lowered)
             if lowered in _NOT_NEEDED:
                 continue
             if kind is None:
-                set_aside += sum(event.ph == "X" for event in members)
+                ignored += sum(event.ph == "X" for event in members)
             elif kind == "flow":
                 for end in "sf":
                     groups.setdefault(f"flow {end}", []).extend(event for event in members if event.ph == end)
@@ -205,7 +205,7 @@ class EventDecoder:
                 groups.setdefault(kind, []).extend(kept)
         tables = {kind: self._columns(kind, group) for kind, group in groups.items() if group}
         new_texts, self._new_texts = self._new_texts, []
-        return Decoded(tables=tables, new_texts=new_texts, set_aside=set_aside)
+        return Decoded(tables=tables, new_texts=new_texts, ignored=ignored)
 
     def _columns(self, kind: str, group: list[Event]) -> Columns:
         match kind:
@@ -248,7 +248,7 @@ class EventDecoder:
         return {
             "name": self._texts([event.name for event in group]),
             "start_ns": start,
-            # What cannot be is made to end before it starts, and is set aside with all that does.
+            # Invalid times end before they start, so that they are left out with other such events.
             "end_ns": np.where((start == IMPOSSIBLE) | (lasted == IMPOSSIBLE), IMPOSSIBLE - 1, start + lasted),
         }
 
@@ -297,7 +297,7 @@ class EventDecoder:
 
 
 def nanoseconds(values: Sequence[Raw]) -> Ints:
-    """Microseconds as they stand in the text, exactly; `IMPOSSIBLE` for what is no time at all."""
+    """Convert microseconds as text to nanoseconds, exactly; `IMPOSSIBLE` for invalid times."""
     if not values:
         return np.empty(0, np.int64)
     joined = b"\n".join(values)
@@ -305,8 +305,8 @@ def nanoseconds(values: Sequence[Raw]) -> Ints:
     text = np.frombuffer(joined, np.uint8)
     ends = np.append(np.flatnonzero(text == ord("\n")), len(text))
     points = np.flatnonzero(text == ord("."))
-    # One point at most in each, nothing but digits, no more than fit: then each number without its point is right but
-    # for a power of ten.
+    # If each has at most one point, only digits, and few enough of them, the number without its point is right up to a
+    # power of ten.
     owner = np.searchsorted(ends, points)
     only_digits = len(ends) == len(values) and not digits.translate(None, b"0123456789\n")
     plain = only_digits and bool((np.diff(owner) > 0).all())
@@ -323,7 +323,7 @@ def nanoseconds(values: Sequence[Raw]) -> Ints:
 
 
 def _starts_with_nine(text: NDArray[np.uint8], ends: Ints, digits: Ints) -> bool:
-    """Nineteen digits fit unless they begin with a nine, near enough; no clock has come that far."""
+    """Whether a 19-digit number starts with 9 and may not fit 64 bits; no real timestamp does."""
     starts = np.concatenate(([0], ends[:-1] + 1))
     return bool(((digits == 19) & (text[starts] == ord("9"))).any())
 
@@ -349,7 +349,7 @@ def _numbers(values: Sequence[Any]) -> Ints:
     try:
         return np.array(values, dtype=np.int64)
     except (OverflowError, ValueError, TypeError):
-        # Autograd's "no sequence number" is 2**64 - 1; old traces call a stream `stream 7`.
+        # Autograd's "no sequence number" is 2**64 - 1; old traces write streams as `stream 7`.
         return np.array([_number(value) for value in values], dtype=np.int64)
 
 
@@ -369,7 +369,7 @@ def _spans(block: bytes) -> Iterable[tuple[int, int]]:
 
 
 def _join_neighbours(rows: list[int], spans: list[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Stretches of text from the given spans, neighbours together: the pieces of one event that was cut."""
+    """Join adjacent spans: they are the parts of one event that was cut."""
     stretches: list[tuple[int, int]] = []
     for place, row in enumerate(rows):
         if place and rows[place - 1] == row - 1:
@@ -380,8 +380,8 @@ def _join_neighbours(rows: list[int], spans: list[tuple[int, int]]) -> list[tupl
 
 
 def _decode_leniently(text: bytes) -> Event | None:
-    """An event with a value of an odd type is still an event; what is no JSON, or has no phase letter (an object inside
-    an event, by a wrong cut), is None."""
+    """Decode an event even if a value has an unexpected type. Return None if the text is not JSON or has no phase
+    letter (an object inside an event, after a wrong cut)."""
     event = _decode_event(text)
     return event if event is not None and event.ph else None
 

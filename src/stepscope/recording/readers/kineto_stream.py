@@ -1,4 +1,4 @@
-"""A trace of PyTorch's profiler as a stream of tables in the file's order, without ever holding the whole."""
+"""Stream the tables of a PyTorch profiler trace in file order, without holding the whole trace."""
 
 import itertools
 import os
@@ -11,16 +11,17 @@ import polars as pl
 from stepscope.recording.readers.json_blocks import Blocks
 from stepscope.recording.readers.kineto_events import NONE, Columns, Decoded, EventDecoder
 from stepscope.recording.readers.kineto_workers import decode_block, decode_in_processes
+from stepscope.units import count_noun
 
-# Starting processes costs as much as decoding this many blocks.
+# Starting processes takes as long as decoding this many blocks.
 _INLINE_BLOCKS = 3
 _MOST_PROCESSES = 4
-# Processes remember every text they met. Where memory is bounded they are replaced after so many blocks.
+# Processes remember every text. If memory is bounded, they are restarted after this many blocks.
 _BLOCKS_A_PROCESS_GROUP = 32
-_ARGUMENTS = ("shapes", "dtypes", "strides", "arguments")  # most of the distinct texts of a trace
+_ARGUMENTS = ("shapes", "dtypes", "strides", "arguments")  # most distinct texts of a trace are in these
 _TEXTS = ("name", *_ARGUMENTS)
 _NEVER_NULL = ("name", "start_ns", "end_ns", "ns")
-_OWN = NONE  # stands for this process among those that decode
+_OWN = NONE  # this process, among the decoding processes
 _TABLES = {
     "op": "ops",
     "launch": "launches",
@@ -35,33 +36,33 @@ _TABLES = {
 
 
 class TraceStream:
-    """Iterate for the tables of one block after another (`ops`, `launches`, `kernels`, `ranges`, `flows`), with their
-    `kind`; afterwards the rest says what was in the file beside them. `is_bounded` leaves arguments of operators out
-    and forgets texts, so that memory does not grow with the file."""
+    """Iterate over the tables of each block (`ops`, `launches`, `kernels`, `ranges`, `flows`), with their `kind`;
+    afterwards, `notes` and the counters say what was left out. `is_bounded` drops the arguments of operators and
+    forgets texts, so that memory does not grow with the file."""
 
     def __init__(self, path: Path, *, is_bounded: bool) -> None:
         self.blocks = Blocks(path)
         self.lost_events = 0
         self.lost_bytes = 0
-        self.set_aside = 0
+        self.ignored = 0
         self._is_bounded = is_bounded
         self._decoder = EventDecoder()
-        # For each decoding process the texts by its own numbers.
+        # The texts of each decoding process, by its own numbers.
         self._texts: dict[int, pl.Series] = defaultdict(lambda: pl.Series([], dtype=pl.String))
 
     def __iter__(self) -> Iterator[dict[str, pl.DataFrame]]:
         carried = b""
         for process, decoded in self._decoded_in_order():
-            # Where a cut went through an event, its halves lie at the edges of two blocks.
+            # An event that was cut has its halves at the edges of two blocks.
             fragment = b",".join(piece for piece in (carried, decoded.head) if piece)
             carried = decoded.tail
             if fragment:
-                mended = self._decoder.salvage(fragment)
-                for rest in (mended.head, mended.tail):
-                    mended.lost_events += bool(rest)
-                    mended.lost_bytes += len(rest)
-                self._learn(_OWN, mended)
-                yield self._tables(_OWN, mended)
+                joined = self._decoder.salvage(fragment)
+                for rest in (joined.head, joined.tail):
+                    joined.lost_events += bool(rest)
+                    joined.lost_bytes += len(rest)
+                self._learn(_OWN, joined)
+                yield self._tables(_OWN, joined)
             yield self._tables(process, decoded)
         if carried:
             self.lost_events += 1
@@ -70,9 +71,10 @@ class TraceStream:
     def notes(self) -> list[str]:
         notes = list(self.blocks.notes)
         if self.lost_events:
-            notes.append(f"{self.lost_events} events ({self.lost_bytes} bytes) could not be read and are left out")
-        if self.set_aside:
-            notes.append(f"{self.set_aside} events of kinds that are not known are left out")
+            lost = count_noun(self.lost_events, "unreadable event")
+            notes.append(f"{lost} left out ({self.lost_bytes:,} bytes)")
+        if self.ignored:
+            notes.append(f"{count_noun(self.ignored, 'event of an unknown kind', 'events of unknown kinds')} left out")
         return notes
 
     def _decoded_in_order(self) -> Iterator[tuple[int, Decoded]]:
@@ -103,7 +105,7 @@ class TraceStream:
     def _tables(self, process: int, decoded: Decoded) -> dict[str, pl.DataFrame]:
         self.lost_events += decoded.lost_events
         self.lost_bytes += decoded.lost_bytes
-        self.set_aside += decoded.set_aside
+        self.ignored += decoded.ignored
         frames = defaultdict(list)
         for kind, table in _TABLES.items():
             if kind in decoded.tables:

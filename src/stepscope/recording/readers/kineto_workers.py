@@ -1,7 +1,7 @@
-"""Decoding blocks of events in several processes: the parser holds the interpreter's lock, so threads would not help.
+"""Decode blocks of events in several processes: the parser holds the GIL, so threads would not help.
 
-The processes are plain interpreters that import nothing but the decoder; blocks go in and columns come out over their
-standard streams. A small trace never gets here.
+The processes are plain interpreters that import only the decoder. They read blocks from stdin and write columns to
+stdout. Small traces do not use them.
 """
 
 import os
@@ -28,8 +28,8 @@ def decode_block(decoder: EventDecoder, block: bytes) -> Decoded:
 
 
 def decode_in_processes(blocks: Iterator[tuple[int, bytes]], processes: int) -> Iterator[tuple[int, int, Decoded]]:
-    """(block's number, process's number, its columns), in whatever order they are done."""
-    # One block waiting a process: enough to keep all busy, and the memory stays bounded.
+    """Yield (block number, process number, columns) in the order of completion."""
+    # One waiting block per process keeps all of them busy and bounds the memory.
     waiting: Queue[tuple[int, bytes] | None] = Queue(maxsize=processes)
     done: Queue[tuple[int, int, Decoded] | BaseException | None] = Queue()
     stop = threading.Event()
@@ -49,7 +49,7 @@ def decode_in_processes(blocks: Iterator[tuple[int, bytes]], processes: int) -> 
                 yield result
     finally:
         stop.set()
-        while not waiting.empty():  # a feeder that waits for room must see that nobody wants more
+        while not waiting.empty():  # unblock a feeder that waits for room
             waiting.get_nowait()
         for thread in threads:
             thread.join(timeout=5)
@@ -81,7 +81,7 @@ def _serve(
 ) -> None:
     command = [sys.executable, "-P", "-m", "stepscope.recording.readers.kineto_workers"]
     try:
-        # In a session of its own: Ctrl-C is for us, and a worker ends when its input does.
+        # In its own session: Ctrl-C is for the parent, and a worker ends when its input does.
         with subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True
         ) as process:
@@ -102,8 +102,10 @@ def _serve(
 def _receive(stream: IO[bytes]) -> Decoded:
     header = stream.read(_LENGTH.size)
     if len(header) < _LENGTH.size:
-        raise StepscopeError("a process that reads the trace ended early", detail="was it killed, or memory short?")
-    # Our own child wrote it, from columns it made: this pickle never was in a file.
+        raise StepscopeError(
+            "a process that reads the trace exited early", detail="it was killed, or ran out of memory"
+        )
+    # Written by our own child process: this pickle never comes from a file.
     decoded = pickle.loads(stream.read(_LENGTH.unpack(header)[0]))
     assert isinstance(decoded, Decoded)
     return decoded
@@ -112,7 +114,7 @@ def _receive(stream: IO[bytes]) -> Decoded:
 def _work() -> None:
     import gc
 
-    # Reference counts free everything here; the collector would walk a hundred thousand events for nothing.
+    # Reference counting frees everything here; the garbage collector would visit 100,000 events for nothing.
     gc.disable()
     source, target = sys.stdin.buffer, os.fdopen(os.dup(1), "wb")
     decoder = EventDecoder()
@@ -125,7 +127,7 @@ def _work() -> None:
 
 
 if __name__ == "__main__":
-    # Under its own name, so that the columns it sends are of the class that the receiver knows.
+    # Import under the real module name, so that the pickled class is the one that the receiver knows.
     from stepscope.recording.readers.kineto_workers import _work as work
 
     work()

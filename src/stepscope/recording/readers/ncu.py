@@ -1,8 +1,8 @@
-"""Nsight Compute's CSV as a recording: hardware counters, kernel by kernel.
+"""Read Nsight Compute CSV files into recordings: hardware counters per kernel.
 
-`ncu --csv --page raw` prints one row a kernel and one column a metric, under a header and a row of units, between lines
-of its own (`==PROF==`) and whatever the program printed. Other pages print one row a kernel and metric. Nsight Compute
-runs kernels one at a time, several times over, so there is no timeline: kernels are laid end to end from zero.
+`ncu --csv --page raw` prints one row per kernel and one column per metric, below a header and a row of units, between
+its own messages (`==PROF==`) and the output of the program. Other pages print one row per kernel and metric. Nsight
+Compute runs kernels one at a time and several times, so the file has no timeline: kernels are placed end to end from 0.
 """
 
 import csv
@@ -18,18 +18,19 @@ import polars as pl
 from stepscope.errors import StepscopeError
 from stepscope.recording import tables
 from stepscope.recording.store import Manifest, Recording
-from stepscope.recording.validation import Repairs, counted, repair
+from stepscope.recording.validation import Repairs, repair
+from stepscope.units import count_noun
 
 _GZIP = b"\x1f\x8b"
 _LINE_BYTES = 4 * 2**20
-_PREAMBLE_BYTES = 64 * 2**20  # a header that has not come by now will not come
+_PREAMBLE_BYTES = 64 * 2**20  # stop looking for a header after this
 _NAME_BYTES = 16 * 1024
 _BLOCK_ROWS = 2048
 _RECORD = "ncu --csv --page raw --log-file kernels.csv python train.py"
-# Of the columns that say which kernel it is. The host's and the process's names are nobody's business.
+# The columns that identify a kernel. The names of the host and the process are not kept.
 _KERNEL_COLUMNS = ("ID", "Process ID", "Kernel Name", "Stream", "Block Size", "Grid Size", "Device")
 _SKIPPED = ("Process Name", "Host Name", "Kernel Time", "Context", "CC", "Section Name")
-CUT_SHORT = "the file ends in the middle of a row, which was set aside"
+CUT_SHORT = "the file ends in the middle of a row, which is left out"
 _ATTRIBUTES = ("device__attribute_", "nvlink__", "numa__", "c2clink__")
 _OF_DEVICE = ("device__attribute_display_name", "device__attribute_multiprocessor_count")
 _LONG_COLUMNS = ("Metric Name", "Metric Unit", "Metric Value")
@@ -40,38 +41,38 @@ _BYTES = {"byte": 1, "Kbyte": 10**3, "Mbyte": 10**6}
 _NUMBER = r"^[+-]?(\d+|\d{1,3}(,\d{3})+)(\.\d*)?([eE][+-]?\d{1,3})?$"
 _DECIMAL_COMMA = r"^-?\d+,(\d{1,2}|\d{4,})$"
 _TRIPLE = r"^\s*\((?P<x>\d+),\s*(?P<y>\d+),\s*(?P<z>\d+)\)\s*$"
-# In the words of the raw page and of the others.
+# Names on the raw page, and on other pages.
 _REGISTERS = ("launch__registers_per_thread", "Registers Per Thread")
 _SHARED = ("launch__shared_mem_per_block_static", "launch__shared_mem_per_block_dynamic")
 
 
 @dataclass(slots=True)
 class _Seen:
-    """What was met on the way, for the notes and for the error where nothing else was."""
+    """What was found while reading, for the notes, and for the error if no kernel was found."""
 
     program_lines: int = 0
     bad_rows: int = 0
     cut_short: bool = False
-    complaint: str = ""  # the first line in which ncu says what went wrong
+    complaint: str = ""  # the first error line of ncu
     header: list[str] = field(default_factory=list)
     units: dict[str, str] = field(default_factory=dict)
 
 
 def read(path: Path) -> Recording:
-    """The recording in a CSV file, plain or gzipped."""
+    """Return the recording in a CSV file, plain or gzipped."""
     seen = _Seen()
     blocks = list(_read_blocks(path, seen))
     if not seen.header:
         from_report = f"ncu --import {path.name} --csv --page raw > {path.stem}.csv"
         raise StepscopeError(
-            f"not the CSV of Nsight Compute: `{path}`",
+            f"not an Nsight Compute CSV file: `{path}`",
             detail=seen.complaint or "expected a header with the columns ID and Kernel Name",
             hint=from_report if path.suffix == ".ncu-rep" else _RECORD,
         )
     if not blocks:
         raise StepscopeError(
             f"no kernels in `{path}`",
-            detail=seen.complaint or "a header of Nsight Compute, and no rows under it",
+            detail=seen.complaint or "the file has a header but no rows",
             hint=_RECORD,
         )
     rows = pl.concat(blocks).with_row_index("row")
@@ -90,7 +91,7 @@ def read(path: Path) -> Recording:
 
 
 def _read_blocks(path: Path, seen: _Seen) -> Iterator[pl.DataFrame]:
-    """The rows under the header, a block at a time, as they stand."""
+    """Yield the rows below the header, block by block, unparsed."""
     block: list[list[str]] = []
     for fields in _read_rows(path, seen):
         block.append(fields)
@@ -108,12 +109,12 @@ def _as_frame(block: list[list[str]], header: list[str]) -> pl.DataFrame:
 
 
 def _is_kept(column: str) -> bool:
-    """The raw page repeats some 150 attributes of the machine with every kernel."""
+    """Whether a column is kept: the raw page repeats about 150 device attributes for every kernel."""
     return column in _OF_DEVICE or not (column in _SKIPPED or column.startswith(_ATTRIBUTES))
 
 
 def _read_rows(path: Path, seen: _Seen) -> Iterator[list[str]]:
-    """Those that stand under the header and have as many fields as it has."""
+    """Yield the rows below the header that have as many fields as the header."""
     was_row = True
     for line in _read_lines(path, seen):
         was_row = True
@@ -138,7 +139,7 @@ def _read_rows(path: Path, seen: _Seen) -> Iterator[list[str]]:
 
 
 def _split(line: str) -> list[str]:
-    """The fields of a line of CSV; none where it is something else. A quote left open is a line cut short."""
+    """Return the fields of a CSV line; empty if it is something else or ends inside a quoted field."""
     if not line.startswith('"'):
         return []
     try:
@@ -148,7 +149,7 @@ def _split(line: str) -> list[str]:
 
 
 def _make_unique(header: list[str]) -> list[str]:
-    """A table cannot have two columns of a name, nor one of a name that we use below."""
+    """Rename duplicate columns, and columns with a name that is used below."""
     seen = dict.fromkeys(("row", "kernel", "metric", "unit", "said"), 1)
     unique = []
     for name in header:
@@ -188,19 +189,19 @@ def _from_raw(rows: pl.DataFrame, units: dict[str, str]) -> tuple[pl.DataFrame, 
 
 
 def _from_long(rows: pl.DataFrame) -> tuple[pl.DataFrame, pl.DataFrame]:
-    """One row a kernel and metric, a kernel's rows together. Rows without a metric are advice."""
+    """Read a page with one row per kernel and metric, grouped by kernel. Rows without a metric are advice."""
     key = [name for name in ("Process ID", "ID") if name in rows.columns]
     changed = pl.any_horizontal(pl.col(name) != pl.col(name).shift(1) for name in key).fill_null(value=True)
     rows = rows.with_columns((changed.cum_sum() - 1).cast(pl.Int64).alias("kernel"))
     names = dict(zip(_LONG_COLUMNS, ("metric", "unit", "said"), strict=True))
     counters = rows.rename(names).filter(pl.col("metric") != "").select("kernel", *names.values())
-    # The same metric stands in several sections.
+    # The same metric appears in several sections.
     counters = counters.unique(["kernel", "metric"], keep="first", maintain_order=True)
     return rows.unique("kernel", keep="first", maintain_order=True), counters
 
 
 def _parse_values(counters: pl.DataFrame) -> pl.DataFrame:
-    """Numbers as numbers, other words as text, and no row where nothing was said."""
+    """Parse numbers, keep other values as text, and drop empty values."""
     said = pl.col("said").str.strip_chars()
     number = said.str.replace_all(",", "", literal=True).cast(pl.Float64, strict=False)
     return (
@@ -241,23 +242,23 @@ def _lay_out(rows: pl.DataFrame, counters: pl.DataFrame) -> tuple[pl.DataFrame, 
         registers.alias("registers"),
         (static + dynamic).alias("shared_bytes"),
     )
-    notes = ["kernels ran one at a time under Nsight Compute: they are laid end to end, and gaps are not known"]
+    notes = ["Nsight Compute runs kernels one at a time: they are placed end to end, and idle time is unknown"]
     if missing := duration.null_count():
-        notes.append(f"{missing:,} of {count:,} kernels have no duration (gpu__time_duration) and last 0 ns")
+        notes.append(f"{missing:,} of {count:,} kernels have no duration (gpu__time_duration) and count as 0 ns")
     if impossible := duration.filter(duration != lasts).len():
-        had = counted(
-            impossible, "kernel has an impossible duration and lasts", "kernels have impossible durations and last"
+        had = count_noun(
+            impossible, "kernel has an invalid duration and counts as", "kernels have invalid durations and count as"
         )
         notes.append(f"{had} 0 ns")
     return frame, notes
 
 
 def _possible(duration: pl.Series) -> pl.Series:
-    """0 where the duration, or the end that it leads to, is out of range. `counters` refer to rows of `kernels`, so no
-    row may be left out for its times later."""
+    """Replace durations by 0 if they, or the end times they lead to, are out of range. `counters` refers to rows of
+    `kernels`, so no row may be dropped later because of its times."""
     duration = duration.fill_null(0)
     duration = duration.set(~duration.is_between(0, tables.LONGEST_KERNEL_NS), 0)
-    # Each term is small enough that the sum is seen beyond the range before it can wrap around.
+    # Each term is small enough that the sum leaves the valid range before it can wrap around.
     too_late = (duration.cum_sum() > tables.FARTHEST_NS).cast(pl.Int8).cum_max() == 1
     return duration.set(too_late, 0)
 
@@ -267,12 +268,12 @@ def _whole(name: str) -> pl.Expr:
 
 
 def _first_of(counters: pl.DataFrame, kernels: int, metrics: tuple[str, ...], scales: dict[str, int]) -> pl.Series:
-    """A whole number a kernel: the first of `metrics` that it has, in the units that `scales` begins with."""
+    """Return one integer per kernel: the first of `metrics` that it has, in the first unit of `scales`."""
     frame = pl.DataFrame({"kernel": pl.int_range(kernels, eager=True)})
     unit = pl.col("unit").str.extract(r"^([A-Za-z]+)").str.replace(r"^([num]?)sec(ond)?$", "${1}s")
     scale = unit.replace_strict(list(scales), list(scales.values()), default=None, return_dtype=pl.Int64)
     amount = pl.col("value") * scale if scales else pl.col("value")
-    # An impossible value, or a sum with one, stays out of the range of its column: what checks that range notes it.
+    # An invalid value, or a sum with one, stays out of the range of its column, so that validation reports it.
     amount = amount.round().clip(-(2.0**61), 2.0**60).cast(pl.Int64, strict=False)
     for metric in metrics:
         found = counters.filter(pl.col("metric") == metric).select("kernel", amount.alias(metric))
@@ -283,13 +284,13 @@ def _first_of(counters: pl.DataFrame, kernels: int, metrics: tuple[str, ...], sc
 def _explain(seen: _Seen, counters: pl.DataFrame) -> list[str]:
     notes = []
     if seen.program_lines:
-        notes.append(f"{seen.program_lines:,} lines between the rows are no CSV, as a program's own output is")
+        notes.append(f"{count_noun(seen.program_lines, 'line is', 'lines are')} not CSV, such as output of the program")
     if seen.bad_rows:
-        notes.append(f"{seen.bad_rows:,} rows with too few or too many fields were set aside")
+        notes.append(f"{count_noun(seen.bad_rows, 'row')} with too few or too many fields left out")
     if seen.cut_short:
         notes.append(CUT_SHORT)
     if counters["text"].str.contains(_DECIMAL_COMMA).any():
-        notes.append("numbers with a decimal comma are kept as text: record with LC_ALL=C for numbers")
+        notes.append("numbers with a decimal comma are kept as text: record with LC_ALL=C")
     return notes
 
 
@@ -297,7 +298,7 @@ def _describe(path: Path, counters: pl.DataFrame, notes: list[str]) -> Manifest:
     names = counters.filter(pl.col("metric") == "device__attribute_display_name")["text"].drop_nulls()
     sms = counters.filter(pl.col("metric") == "device__attribute_multiprocessor_count")["value"].drop_nulls()
     if names.n_unique() > 1:
-        notes = [*notes, f"devices of several kinds: {', '.join(names.unique().sort())[:200]}"]
+        notes = [*notes, f"several kinds of devices: {', '.join(names.unique().sort())[:200]}"]
     return Manifest(
         source="nsight compute",
         file=path.name,

@@ -1,7 +1,8 @@
-"""Nsight Systems' export as a recording.
+"""Read Nsight Systems exports into recordings.
 
-`nsys export --type sqlite` writes what CUPTI and NVTX saw. Of that we take the device's work, the calls that launched
-it and the ranges. The file also holds its recorder's environment, host, user and command line: none of these is read.
+`nsys export --type sqlite` writes the events of CUPTI and NVTX. This module reads the work on the device, the calls
+that launched it, and the ranges. The file also contains environment variables, host, user and command line: these are
+not read.
 """
 
 import re
@@ -16,19 +17,20 @@ import polars as pl
 from stepscope.errors import StepscopeError
 from stepscope.files import scratch_folder
 from stepscope.recording import tables
-from stepscope.recording.readers.nsys_database import EXPORT_COMMAND, Database, latest, set_aside
+from stepscope.recording.readers.nsys_database import EXPORT_COMMAND, Database, drop_invalid, latest
 from stepscope.recording.readers.nsys_nvtx import read_nvtx
 from stepscope.recording.store import Manifest, Recording
 from stepscope.recording.validation import Repairs, repair
+from stepscope.units import count_noun
 
-REPORT_ENDINGS = (".nsys-rep", ".qdrep")  # that of today, and that of older versions
-_LAST_WORDS = 600  # characters of what nsys said, for the error
+REPORT_ENDINGS = (".nsys-rep", ".qdrep")  # current, and older versions
+_LAST_WORDS = 600  # characters of nsys output in the error
 _CUPTI = "CUPTI_ACTIVITY_KIND_"
 _WORK_TABLES = tuple(_CUPTI + kind for kind in ("KERNEL", "MEMCPY", "MEMSET", "GRAPH_TRACE"))
 _CALL_TABLES = (_CUPTI + "RUNTIME", _CUPTI + "DRIVER")
 _ON_DEVICE = ["start", "end", "globalPid", "deviceId", "streamId", "correlationId"]
 _RECORD = "nsys profile --trace cuda,nvtx python train.py"
-# What the numbers mean where the file does not say. The words are those of PyTorch's profiler.
+# Names of copy kinds if the file has none, as the PyTorch profiler writes them.
 _COPY_KINDS = {0: "Unknown", 1: "HtoD", 2: "DtoH", 3: "HtoA", 4: "AtoH", 5: "AtoA", 6: "AtoD", 7: "DtoA", 8: "DtoD"} | {
     9: "HtoH",
     10: "PtoP",
@@ -43,8 +45,8 @@ _MEMORY_KINDS = {0: "Pageable", 1: "Pinned", 2: "Device", 3: "Array", 4: "Manage
 
 
 def read(path: Path) -> Recording:
-    """The recording in a `.sqlite` export, or in a report where `nsys` is there to export it. What was set aside or is
-    missing stands in the manifest's notes."""
+    """Return the recording in a `.sqlite` export, or in a report if `nsys` is installed to export it. The notes of the
+    manifest say what is missing or left out."""
     if path.suffix not in REPORT_ENDINGS:
         return _read(path)
     with scratch_folder() as folder:
@@ -56,28 +58,28 @@ def _export_command(nsys: str, report: Path, exported: Path) -> list[str]:
 
 
 def export(report: Path, folder: Path) -> Path:
-    """The report as a SQLite file in `folder`: only `nsys` turns its own format into one that others can read."""
+    """Export the report to a SQLite file in `folder`, with `nsys`, the only tool that reads its format."""
     if not report.is_file():
-        raise StepscopeError(f"no such file: `{report}`")
+        raise StepscopeError(f"file not found: `{report}`")
     exported = folder / f"{report.stem}.sqlite"
     nsys = shutil.which("nsys")
     if nsys is None:
         by_hand = _export_command("nsys", Path(report.name), Path(exported.name))
         raise StepscopeError(
-            f"`{report}` can be read by `nsys` only, which is not on the PATH",
-            detail="its SQLite export is read without it: make that on a machine that has Nsight Systems",
+            f"reading `{report}` requires `nsys`, which was not found on the PATH",
+            detail="a SQLite export can be read without it: create one on a machine with Nsight Systems",
             hint=shlex.join(by_hand),
         )
     command = _export_command(nsys, report, exported)
     try:
         done = subprocess.run(command, capture_output=True, text=True, errors="replace", check=False)
     except OSError as error:
-        raise StepscopeError(f"`{nsys}` does not run", detail=error.strerror or "", hint="stepscope doctor") from None
+        raise StepscopeError(f"cannot run `{nsys}`", detail=error.strerror or "", hint="stepscope doctor") from None
     if done.returncode or not exported.is_file():
         said = (done.stderr.strip() or done.stdout.strip())[-_LAST_WORDS:]
         raise StepscopeError(
-            f"nsys could not export `{report}`: it exited with {done.returncode}",
-            detail=said or "it said nothing",
+            f"nsys failed to export `{report}` (exit code {done.returncode})",
+            detail=said or "it printed nothing",
             hint=shlex.join(command),
         )
     return exported
@@ -88,14 +90,16 @@ def _read(path: Path) -> Recording:
         _require_export(path, database)
         strings = database.fetch("StringIds", ["id"], ["value"]).unique("id", keep="first")
         notes: list[str] = []
-        kernels = set_aside("kernels", _read_work(database, strings), "pieces of device work", notes)
+        kernels = drop_invalid(
+            "kernels", _read_work(database, strings), ("device activity", "device activities"), notes
+        )
         if not kernels.height:
             raise StepscopeError(
                 f"no CUDA activity in `{path}`",
                 detail=f"expected rows in one of {', '.join(_WORK_TABLES)}",
-                hint=f"record it with CUDA tracing: {_RECORD}",
+                hint=f"record with CUDA tracing: {_RECORD}",
             )
-        launches = set_aside("launches", _read_calls(database, strings), "CUDA calls", notes)
+        launches = drop_invalid("launches", _read_calls(database, strings), ("CUDA call", "CUDA calls"), notes)
         ops, ranges = read_nvtx(database, strings, latest(kernels["end_ns"], launches["end_ns"]), notes)
         repairs = Repairs()
         kernels, launches, ops, ranges = (
@@ -122,8 +126,8 @@ def _require_export(path: Path, database: Database) -> None:
     known = (*_WORK_TABLES, *_CALL_TABLES, "NVTX_EVENTS", "META_DATA_EXPORT", "StringIds")
     if not database.tables.intersection(known):
         raise StepscopeError(
-            f"not an export of Nsight Systems: `{path}`",
-            detail=f"a SQLite file, but with none of the tables {', '.join(known)}",
+            f"not an Nsight Systems export: `{path}`",
+            detail=f"a SQLite file with none of the tables {', '.join(known)}",
             hint=EXPORT_COMMAND,
         )
 
@@ -186,7 +190,7 @@ def _read_sets(database: Database) -> pl.DataFrame:
 
 
 def _read_graphs(database: Database) -> pl.DataFrame:
-    """Replays traced as a whole: the kernels inside are not in the file."""
+    """CUDA graphs that were traced as a whole: their kernels are not in the file."""
     found = database.fetch(_CUPTI + "GRAPH_TRACE", [*_ON_DEVICE, "graphId"])
     name = pl.format("CUDA graph {}", pl.col("graphId").cast(pl.String).fill_null("?"))
     return found.select(name.alias("name"), *_place("kernel"), pl.lit(value=True).alias("graph"))
@@ -214,7 +218,7 @@ def _memory_kinds(database: Database) -> dict[int, str]:
 
 
 def _named(column: str, words: dict[int, str]) -> pl.Expr:
-    # With fill_null: a default in replace_strict does not reach nulls.
+    # With fill_null: the default of replace_strict does not apply to nulls.
     numbers, names = list(words), list(words.values())
     named = pl.col(column).replace_strict(numbers, names, default="Unknown", return_dtype=pl.String)
     return named.fill_null("Unknown")
@@ -237,23 +241,23 @@ def _read_calls(database: Database, strings: pl.DataFrame) -> pl.DataFrame:
 def _doubt(present: frozenset[str], kernels: pl.DataFrame, launches: pl.DataFrame, ranges: int) -> list[str]:
     notes = []
     if not ranges:
-        notes.append("no NVTX ranges in this file: kernels cannot be given to operators or modules")
+        notes.append("no NVTX ranges in this file: kernels cannot be assigned to operators or modules")
     if not present.intersection(_CALL_TABLES):
-        notes.append("no CUDA calls in this file: what launched a kernel is not known")
+        notes.append("no CUDA API calls in this file: kernels cannot be matched to their launches")
     else:
         keys = ["process", "correlation"]
         orphans = kernels.join(launches.select(keys).unique(), on=keys, how="anti")
         if orphans.height:
             share = _busy(orphans) / (_busy(kernels) or 1)
             notes.append(
-                f"{orphans.height:,} of {kernels.height:,} pieces of device work ({share:.0%} of its time) have no "
-                "launch in this file: they were launched before the recording began, or the call was left out"
+                f"{orphans.height:,} of {kernels.height:,} device activities ({share:.0%} of device time) have no "
+                "launch in this file: they were launched before the recording started, or the call was left out"
             )
     whole = kernels.filter(pl.col("name").str.starts_with("CUDA graph "))
     if whole.height:
         notes.append(
-            f"{whole.height:,} CUDA graphs were traced as a whole, without their kernels: "
-            "record with --cuda-graph-trace node to see these"
+            f"{count_noun(whole.height, 'CUDA graph was', 'CUDA graphs were')} traced as a whole, without kernels: "
+            "record with --cuda-graph-trace node to see them"
         )
     for column, what in (("process", "processes"), ("device", "devices")):
         if (count := kernels[column].n_unique()) > 1:
@@ -266,7 +270,7 @@ def _busy(kernels: pl.DataFrame) -> float:
 
 
 def _describe(path: Path, database: Database, kernels: pl.DataFrame) -> Manifest:
-    """By name, and nothing but: the tables these come from also hold a host, a user and paths."""
+    """Describe the file. Only named values are read: the same tables also contain a host, a user and paths."""
     exported = database.fetch("META_DATA_EXPORT", [], ["name", "value"]).drop_nulls()
     said = dict(zip(exported["name"].to_list(), exported["value"].to_list(), strict=True))
     wanted = {"nsys": "EXPORT_PRODUCT_VERSION", "nsys export schema": "EXPORT_SCHEMA_VERSION"}
@@ -277,9 +281,9 @@ def _describe(path: Path, database: Database, kernels: pl.DataFrame) -> Manifest
     used = kernels["device"].drop_nulls().unique().sort().to_list()
     found = [names[device] for device in used if device in names]
     several = len({name for name, _ in found}) > 1
-    notes = [] if found else ["the file does not say which device it was"]
+    notes = [] if found else ["the file does not name the device"]
     if several:
-        notes.append(f"devices of several kinds: {', '.join(sorted({name for name, _ in found}))}")
+        notes.append(f"several kinds of devices: {', '.join(sorted({name for name, _ in found}))}")
     name, sms = found[0] if found else ("", None)
     return Manifest(
         source="nsight systems",
@@ -292,7 +296,7 @@ def _describe(path: Path, database: Database, kernels: pl.DataFrame) -> Manifest
 
 
 def _device_names(database: Database) -> dict[int, tuple[str, int | None]]:
-    """By CUDA's number, which differs from the driver's where some devices are hidden from the program."""
+    """Device names by CUDA device number, which differs from the driver's if some devices are hidden."""
     gpus = database.fetch("TARGET_INFO_GPU", ["id", "smCount"], ["name"]).drop_nulls(["id", "name"])
     by_id = {number: (name[:200], sms) for number, sms, name in gpus.iter_rows()}
     numbers = database.fetch("TARGET_INFO_CUDA_DEVICE", ["cudaId", "gpuId"]).drop_nulls()

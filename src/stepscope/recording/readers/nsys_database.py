@@ -1,8 +1,8 @@
-"""The SQLite file that Nsight Systems exports, read in bulk and never trusted.
+"""Read the SQLite file that Nsight Systems exports, in bulk and as untrusted input.
 
-Columns are pulled in blocks of rows straight into polars: SQLite has no indexes to join with here, and joins of columns
-are faster. The file is opened immutable, so that neither a lock nor a journal appears beside it. A table that is absent
-is an empty one, for Nsight Systems writes a table only where it has data; a column that a version lacks is null.
+Columns are read in blocks of rows into polars: the file has no indexes to join with, and columnar joins are faster. The
+file is opened as immutable, so that no lock or journal file appears next to it. A missing table is empty, because
+Nsight Systems only writes tables with data; a column that a version lacks is null.
 """
 
 import sqlite3
@@ -16,11 +16,12 @@ import polars as pl
 from stepscope.errors import StepscopeError
 from stepscope.recording.tables import FARTHEST_NS
 from stepscope.recording.validation import fit_in_time
+from stepscope.units import count_noun
 
-NAME_BYTES = 16 * 1024  # of a text are kept; what was longer ends in an ellipsis and is longer than this
+NAME_BYTES = 16 * 1024  # longer texts are cut and end in an ellipsis, which makes them longer than this
 _MAGIC = b"SQLite format 3\0"
 _BLOCK_ROWS = 1 << 16
-_LEAST_ROW_BYTES = 4  # a damaged tree can hand out the same page for ever; no file holds more rows than this allows
+_LEAST_ROW_BYTES = 4  # bounds the rows of a damaged file, which can return the same page forever
 EXPORT_COMMAND = "nsys export --type sqlite --output FILE.sqlite FILE.nsys-rep"
 
 
@@ -30,14 +31,14 @@ class Database:
     def __init__(self, connection: sqlite3.Connection, file_bytes: int) -> None:
         self._connection = connection
         self._most_rows = file_bytes // _LEAST_ROW_BYTES
-        # Views and generated columns run whatever their author wrote; an export has neither.
+        # Views and generated columns can run arbitrary SQL; an export has neither.
         found = connection.execute("SELECT name FROM sqlite_master WHERE type = 'table'").fetchmany(10_000)
         self.tables = frozenset(str(name) for (name,) in found)
 
     @classmethod
     @contextmanager
     def open(cls, path: Path) -> Iterator[Self]:
-        """Whatever SQLite finds wrong with the file, now or while it is read, is an error for the user."""
+        """Open an export. Any SQLite error, now or while reading, becomes a StepscopeError."""
         _check(path)
         try:
             with closing(sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro&immutable=1", uri=True)) as connection:
@@ -45,15 +46,15 @@ class Database:
                 connection.execute("PRAGMA trusted_schema = OFF")
                 connection.execute("PRAGMA cell_size_check = ON")
                 yield cls(connection, path.stat().st_size)
-        except (sqlite3.Error, UnicodeDecodeError) as error:  # the latter where its message quotes what is damaged
+        except (sqlite3.Error, UnicodeDecodeError) as error:  # the latter if the message quotes damaged text
             raise StepscopeError(
                 f"damaged SQLite file: `{path}`",
-                detail=f"{str(error)[:200]}; a copy or an export that was cut short looks like this",
+                detail=f"{str(error)[:200]}; the copy or export may be incomplete",
                 hint=f"export it again: {EXPORT_COMMAND}",
             ) from None
 
     def fetch(self, table: str, integers: Sequence[str], texts: Sequence[str] = (), *, where: str = "") -> pl.DataFrame:
-        """The columns asked for, of every row. What is no integer in a column of integers is null."""
+        """Return the columns for every row. A non-integer in a column of integers becomes null."""
         present = self._columns(table)
         chosen = [
             *(f'"{name}"' if name in present else "NULL" for name in integers),
@@ -67,7 +68,7 @@ class Database:
             while block := rows.fetchmany(_BLOCK_ROWS):
                 count += len(block)
                 if count > self._most_rows:
-                    raise sqlite3.DatabaseError(f"more rows in {table} than the file has room for")
+                    raise sqlite3.DatabaseError(f"more rows in {table} than fit in the file")
                 columns = list(zip(*block, strict=True))
                 series = [_integers(name, columns[at]) for at, name in enumerate(integers)]
                 series += [_texts(name, columns[at]) for at, name in enumerate(texts, start=len(integers))]
@@ -81,18 +82,18 @@ class Database:
 
 
 def latest(*times: pl.Series) -> int:
-    """The last of all times that can be."""
+    """Return the latest valid time."""
     found = [series.filter(series <= FARTHEST_NS).max() for series in times]
     return max((time for time in found if isinstance(time, int)), default=0)
 
 
-def set_aside(table: str, frame: pl.DataFrame, what: str, notes: list[str]) -> pl.DataFrame:
-    """The rows whose times can be, in the order of their starts; `notes` says what is not among them."""
+def drop_invalid(table: str, frame: pl.DataFrame, nouns: tuple[str, str], notes: list[str]) -> pl.DataFrame:
+    """Return the rows with valid times, sorted by start; `notes` says how many were left out."""
     kept = frame.filter(fit_in_time(table)).sort("start_ns", maintain_order=True)
     if bad := frame.height - kept.height:
-        notes.append(f"{bad:,} {what} without a time, or that end before they begin, were set aside")
+        notes.append(f"{count_noun(bad, *nouns)} without a valid time left out")
     if cut := kept.filter(pl.col("name").str.len_bytes() > NAME_BYTES).height:
-        notes.append(f"the names of {cut:,} {what} were longer than {NAME_BYTES // 1024} KiB and were cut")
+        notes.append(f"{count_noun(cut, *nouns)} with a name longer than {NAME_BYTES // 1024} KiB: the name was cut")
     return kept
 
 
@@ -105,7 +106,7 @@ def _check(path: Path) -> None:
     if magic != _MAGIC:
         raise StepscopeError(
             f"not a SQLite file: `{path}`",
-            detail="expected what Nsight Systems exports",
+            detail="expected an Nsight Systems export",
             hint=EXPORT_COMMAND,
         )
 
@@ -124,5 +125,5 @@ def _texts(name: str, values: Sequence[bytes | None]) -> pl.Series:
 def _decode(content: bytes) -> str:
     if len(content) <= NAME_BYTES:
         return content.decode("utf-8", "replace")
-    # The ellipsis stands beyond what is kept, so that a text which was cut can be told by its length.
+    # The ellipsis makes the text longer than the limit, so that a cut text is recognized by its length.
     return content[:NAME_BYTES].decode("utf-8", "replace") + "…"

@@ -1,23 +1,24 @@
-"""NVTX ranges: operators where PyTorch wrote them, and named stretches of host time otherwise.
+"""Read NVTX ranges: operators if PyTorch wrote them, and named ranges of CPU time otherwise.
 
-Under `torch.autograd.profiler.emit_nvtx` (or `nsys profile --pytorch autograd-nvtx`) every operator is a range with a
-text in one fixed order, of which all but the name may be missing:
+With `torch.autograd.profiler.emit_nvtx` (or `nsys profile --pytorch autograd-nvtx`) every operator is a range whose
+text has fields in a fixed order. All but the name may be missing:
 
     aten::mm, seq = 12, op_id = 34, sizes = [[2, 3], [3, 4]], input_op_ids = [(31,0), (0,-1)]
 
-`seq` is the autograd node that the operator made, or, in the backward pass, the node that is evaluated:
+`seq` is the autograd node that the operator created, or, in the backward pass, the node that is evaluated:
 
     autograd::engine::evaluate_function: MmBackward0, op_id = 56
       MmBackward0, seq = 12, op_id = 57, sizes = [[2, 4]]
         aten::mm, op_id = 58, sizes = [[3, 2], [2, 4]]
 
-Nodes are counted thread by thread and the text does not say on which one, so the thread is found again here: the one
-whose operators made a node of that number.
+Nodes are numbered per thread, and the text does not name the thread. It is found here: the thread whose operators
+created a node with that number.
 """
 
 import polars as pl
 
-from stepscope.recording.readers.nsys_database import Database, latest, set_aside
+from stepscope.recording.readers.nsys_database import Database, drop_invalid, latest
+from stepscope.units import count_noun
 
 # Push/pop and start/end, from the program itself and imported from text files.
 _RANGE_TYPES = (59, 60, 70, 71)
@@ -27,8 +28,8 @@ _PARTS = (
     r"(?:, sizes = (?P<shapes>[\[\]0-9, -]*)…?)?(?:, input_op_ids = .*)?$"
 )
 _SHAPES = r"^\[(\[[0-9, -]*\](, )?)*\]$"
-# `record_function` comes in the same form. It has no node, and its name is no operator's: those have a namespace, but
-# for one that is older than namespaces.
+# `record_function` has the same form, but no node and no operator name. Operator names have a namespace, except for
+# `detach`, which is older than namespaces.
 _OPERATOR = r"::|^detach_?$|Backward\d*$"
 _EVALUATION = "autograd::engine::evaluate_function: "
 _EVALUATES = rf"^{_EVALUATION}|Backward\d*$"
@@ -38,19 +39,24 @@ _THREAD = ["process", "thread"]
 def read_nvtx(
     database: Database, strings: pl.DataFrame, last_ns: int, notes: list[str]
 ) -> tuple[pl.DataFrame, pl.DataFrame]:
-    """Operators and other ranges. A range that was open when the recording stopped ends then: at `last_ns`, or at
-    whatever NVTX saw later."""
+    """Return operators and other ranges. A range that was open when the recording stopped ends at `last_ns`, or at the
+    last NVTX event if that is later."""
     frame = _read_ranges(database, strings)
     if still_open := frame["end_ns"].null_count():
-        notes.append(f"{still_open:,} NVTX ranges were open when the recording stopped, and end there")
+        notes.append(
+            f"{count_noun(still_open, 'NVTX range was', 'NVTX ranges were')} still open when the recording stopped"
+        )
         last_ns = max(last_ns, latest(frame["start_ns"], frame["end_ns"]))
-    frame = set_aside("ranges", frame.with_columns(pl.col("end_ns").fill_null(last_ns)), "NVTX ranges", notes)
+    frame = drop_invalid(
+        "ranges", frame.with_columns(pl.col("end_ns").fill_null(last_ns)), ("NVTX range", "NVTX ranges"), notes
+    )
     from_pytorch = frame["name"].str.contains(_MADE_BY_PYTORCH)
     parsed = _parse(frame.filter(from_pytorch).rename({"name": "text"}))
     is_operator = pl.col("sequence").is_not_null() | pl.col("name").str.contains(_OPERATOR)
     ops, unmatched = _find_backward(parsed.filter(is_operator))
     if unmatched:
-        notes.append(f"{unmatched:,} backward operators have no forward operator in this file, or several")
+        bare = count_noun(unmatched, "backward operator has", "backward operators have")
+        notes.append(f"{bare} no unique forward operator in this file")
     others = parsed.filter(~is_operator).select(frame.columns)
     ranges = pl.concat([frame.filter(~from_pytorch), others]).sort("start_ns", maintain_order=True)
     return ops, ranges.with_columns(pl.lit("nvtx").alias("source"))
@@ -72,7 +78,7 @@ def _read_ranges(database: Database, strings: pl.DataFrame) -> pl.DataFrame:
 
 
 def _parse(frame: pl.DataFrame) -> pl.DataFrame:
-    """Texts in PyTorch's form, in their parts. Shapes that were cut are none."""
+    """Split PyTorch's texts into their fields. Truncated shapes are null."""
     shapes = pl.col("shapes")
     return (
         frame.with_columns(pl.col("text").str.extract_groups(_PARTS).alias("parts"))
@@ -87,30 +93,30 @@ def _parse(frame: pl.DataFrame) -> pl.DataFrame:
 
 
 def _find_backward(ops: pl.DataFrame) -> tuple[pl.DataFrame, int]:
-    """`ops` with `forward_thread`, and how many evaluate a node that no forward operator was seen to make, or several
-    were."""
+    """Return `ops` with `forward_thread`, and the number of backward operators whose node has no unique forward
+    operator."""
     ops = _number_evaluations(ops)
     ops = ops.with_columns(pl.col("name").str.contains(_EVALUATES).alias("evaluates")).with_row_index("row")
     ops = _find_evaluated(ops)
     ops = ops.join(_forward_threads(ops), on="row", how="left", maintain_order="left")
     lost = pl.col("backward") & pl.col("forward_thread").is_null()
     unmatched = ops.filter(lost & pl.col("sequence").is_not_null()).height
-    # A node's number without its thread would read as that of an operator which made it.
+    # A node number without a thread would look like an operator that created the node.
     ops = ops.with_columns(pl.when(~lost).then("sequence").alias("sequence"))
     return ops.select("name", "start_ns", "end_ns", *_THREAD, "sequence", "forward_thread", "shapes"), unmatched
 
 
 def _find_evaluated(ops: pl.DataFrame) -> pl.DataFrame:
-    """Which operators are `backward`, with the node that they evaluate as their `sequence`. Whatever runs inside the
-    evaluation of a node belongs to it, except an operator that makes a node of its own, and what runs inside of that:
-    it is a forward pass done again, as activation checkpointing does."""
+    """Mark the operators that are `backward`, with the node that they evaluate as `sequence`. Everything that runs
+    inside the evaluation of a node belongs to it, except operators that create nodes and what runs inside those: they
+    are a forward pass that activation checkpointing runs again."""
     own, is_aten = pl.col("sequence"), pl.col("name").str.starts_with("aten::")
     ops = _join_around(ops, ops.filter("evaluates"), "evaluation")
     is_node = pl.col("evaluates") | (own.eq(pl.col("evaluation")) & ~is_aten).fill_null(value=False)
     makers = ops.filter(own.is_not_null() & ~is_node).drop("evaluation", "outer_evaluation", "in_evaluation")
     ops = _join_around(ops, makers, "maker").with_columns(
         (is_node | (own.is_null() & pl.col("in_evaluation") & ~pl.col("in_maker"))).alias("backward"),
-        # A backward pass inside of a backward pass runs what was made on this very thread.
+        # A backward pass inside a backward pass runs nodes that this thread created.
         pl.col("outer_evaluation").ne(pl.coalesce(own, "evaluation")).fill_null(value=False).alias("nested"),
     )
     return ops.with_columns(
@@ -119,13 +125,13 @@ def _find_evaluated(ops: pl.DataFrame) -> pl.DataFrame:
 
 
 def _join_around(ops: pl.DataFrame, others: pl.DataFrame, name: str) -> pl.DataFrame:
-    """For each operator the innermost of `others` around it, itself included: its number as `name`, that of the
-    outermost as `outer_name`, and whether there is one as `in_name`."""
+    """For each operator, find the innermost of `others` that contains it, possibly itself: its number as `name`, that
+    of the outermost as `outer_name`, and whether there is one as `in_name`."""
     others = others.select(*_THREAD, "start_ns", pl.col("end_ns").alias("until"), pl.col("sequence").alias("number"))
     before = pl.col("until").cum_max().shift(1).over(_THREAD)
     outermost = others.filter(before.is_null() | (pl.col("start_ns") >= before))
-    # Ranges of a thread lie inside of each other or apart. So the last to begin is around an operator, or has ended and
-    # then only what is around both can be. Of that, the outermost is taken.
+    # The ranges of a thread are nested or disjoint. The last one to start contains the operator or has ended; in that
+    # case only ranges that contain both can contain it, and the outermost of them is used.
     outermost = outermost.rename({"until": "outer_until", "number": "outer_number"})
     for found in (others, outermost):
         ops = ops.join_asof(found, on="start_ns", by=_THREAD, strategy="backward", check_sortedness=False)
@@ -139,7 +145,7 @@ def _join_around(ops: pl.DataFrame, others: pl.DataFrame, name: str) -> pl.DataF
 
 
 def _number_evaluations(ops: pl.DataFrame) -> pl.DataFrame:
-    """An evaluation without a number has that of the node inside of it, which goes by the name after the colon."""
+    """Number evaluations without a number: they get that of the node inside, which has the name after the colon."""
     node = pl.col("name").str.strip_prefix(_EVALUATION).alias("node_name")
     nodes = ops.filter(pl.col("sequence").is_not_null()).select(
         *_THREAD, "start_ns", node, pl.col("end_ns").alias("node_end"), pl.col("sequence").alias("number")
@@ -154,8 +160,8 @@ def _number_evaluations(ops: pl.DataFrame) -> pl.DataFrame:
 
 
 def _forward_threads(ops: pl.DataFrame) -> pl.DataFrame:
-    """For each backward operator, the thread that made its node: the one other thread that made a node of this number,
-    or its own. Where several others did, there is no telling."""
+    """For each backward operator, find the thread that created its node: the only other thread with a node of this
+    number, or its own thread. With several other threads it is unknown."""
     numbered = ops.filter(pl.col("sequence").is_not_null())
     makers = (
         numbered.filter(~pl.col("backward"))

@@ -1,1 +1,1 @@
-"""What the measuring verbs keep of a case, and the results files that hold it."""
+"""The rows that measuring verbs save for each case, and the results files that contain them."""

@@ -1,6 +1,6 @@
-"""One case of attention alone, as it is kept: what ran, the raw samples, the memory, and how far it was from the truth.
+"""A row of `stepscope attention`: the case, the raw samples, the memory, and the errors.
 
-A case that did not fit, or that an implementation cannot do, is a row as well, with its status and reason.
+A case that ran out of memory or that an implementation does not support is a row too, with its status and reason.
 """
 
 from typing import Literal, get_args
@@ -12,7 +12,7 @@ from stepscope.spec import Precision, SpecError
 from stepscope.spec.backends import Implementation
 
 SCHEMA = "stepscope.attention/1"
-NOT_TRIED = "not tried"  # how the reason begins where a closed form said enough
+NOT_TRIED = "not tried"  # start of the reason if the predicted memory was too large
 
 IMPLEMENTATIONS: tuple[Implementation, ...] = get_args(Implementation)
 PRECISIONS: tuple[Precision, ...] = get_args(Precision)
@@ -20,8 +20,8 @@ Counter = Literal["cuda allocator", "profiler"]
 
 
 class AttentionCase(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One implementation at one shape: q, k and v are (batch, heads, length, head_dim). Timing is part of it, because
-    it changes the figures: `repetitions` or `seconds` of them, whichever comes first."""
+    """One implementation at one shape: q, k and v are (batch, heads, length, head_dim). Timing settings are part of the
+    case because they affect the result: it runs for `repetitions` or `seconds`, whichever is reached first."""
 
     implementation: Implementation
     batch: int = 8
@@ -41,11 +41,11 @@ class AttentionCase(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         require_known("precision", self.precision, PRECISIONS)
         require_timing(self, "batch", "heads", "length", "head_dim", "repetitions", "memory_limit")
         if not -(2**63) <= self.seed < 2**63:
-            raise SpecError(f"seed `{self.seed}` is too large", detail="expected 64 bits", hint="--seed 0")
+            raise SpecError(f"seed `{self.seed}` is too large", detail="expected a 64-bit integer", hint="--seed 0")
         if self.precision == "tf32" and self.device == "cpu":
             raise SpecError(
-                "precision `tf32` on device `cpu`",
-                detail="tf32 is a mode of NVIDIA's matrix units; a CPU has none",
+                "precision `tf32` is not available on device `cpu`",
+                detail="tf32 requires NVIDIA tensor cores",
                 hint="--precision fp32,bf16",
             )
 
@@ -55,13 +55,13 @@ class AttentionCase(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 
     @property
     def tensor_bytes(self) -> int:
-        """Of q, and as much of k, of v and of the output's gradient."""
+        """Bytes of q; k, v and the gradient of the output have the same size."""
         return self.batch * self.heads * self.length * self.head_dim * self.element_bytes
 
 
 class Accuracy(msgspec.Struct, frozen=True, kw_only=True):
-    """The largest difference of one result from float64, over the largest value there. `plain_error` is that of the
-    reference in the case's own dtype, from which the `limit` is made."""
+    """The largest difference of one result from float64, relative to the largest float64 value. `plain_error` is the
+    error of the reference in the dtype of the case; the `limit` is derived from it."""
 
     result: str
     error: float
@@ -70,10 +70,10 @@ class Accuracy(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class AttentionMemory(msgspec.Struct, frozen=True, kw_only=True):
-    """Bytes on top of the inputs: q, k, v and the gradient of the output, which are `input_bytes` and there throughout.
+    """Bytes without the inputs (q, k, v and the gradient of the output), which take `input_bytes` all the time.
 
-    On CUDA the caching allocator counted, in whole blocks, and its totals stand beside: everything in the process, the
-    inputs and the workspaces of libraries included. On a CPU the profiler counted what operators asked for.
+    On CUDA these come from the caching allocator, in whole blocks. The `allocated` and `reserved` fields are its totals
+    for the process, including inputs and library workspaces. On a CPU the profiler counts what operators request.
     """
 
     counter: Counter
@@ -88,7 +88,7 @@ class AttentionMemory(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class AttentionMeasurement(msgspec.Struct, frozen=True, kw_only=True):
-    """Samples of three separate timings; `both_ns` is forward and backward in one, not their sum."""
+    """Samples of three separate measurements; `both_ns` times forward and backward together, it is not a sum."""
 
     clock: Clock
     forward_ns: tuple[int, ...]
@@ -105,7 +105,7 @@ AttentionOutcome = CaseOutcome[AttentionMeasurement]
 
 
 class AttentionRow(Row, frozen=True, kw_only=True):
-    """One case, done."""
+    """The result of one case."""
 
     schema: str = SCHEMA
     case: AttentionCase

@@ -1,7 +1,7 @@
-"""One timed case as it is kept: the raw samples, what ran where, and what to doubt about it.
+"""A row of `stepscope bench`: the raw samples, the environment, and quality warnings.
 
-Samples are kept raw, in nanoseconds, and statistics are made from them when they are shown: a better statistic next
-year works on last year's file. A case that failed is a row as well, with its status and reason.
+Samples are saved raw, in nanoseconds, and statistics are computed when they are shown, so that better statistics also
+work on old files. A case that failed is a row too, with its status and reason.
 """
 
 import hashlib
@@ -25,14 +25,14 @@ PeakKind = Literal["cuda allocator", "rss above start"]
 
 
 class Retry(StrEnum):
-    """Which cases a sweep runs again though they have a row: those that failed, or those that something disturbed
-    which may be gone by now."""
+    """Which finished cases a sweep runs again: those that failed, or those with a quality warning that may not occur
+    again."""
 
     FAILED = "failed"
     DOUBTFUL = "doubtful"
 
 
-# Doubts about the circumstances of a measurement. The others are about the case, and would be the same a second time.
+# Warnings about the circumstances of a measurement. The others are about the case and would occur again.
 _PASSING_DOUBTS = frozenset(("spread", "shared", "throttled", "cold", "clocks"))
 
 
@@ -41,7 +41,7 @@ class Environment(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
 
     device: str
     hardware: Hardware
-    driver_name: str  # what the driver, or the kernel for a CPU, calls the device
+    driver_name: str  # name of the device from the driver, or of a CPU from the kernel
     python: str
     torch: str
     triton: str | None
@@ -50,13 +50,14 @@ class Environment(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     threads: int
     stepscope: str
     commit: str | None
-    # On a CPU: the variables that keep libraries from its newest instructions, as a shell would set them. Left out of
-    # what is written where nothing is limited, so that rows and keys from before this was kept are what they were.
+    # On a CPU: the variables that keep libraries from using its newest instructions, as a shell would set them. Not
+    # written if empty, so that rows and keys of earlier versions stay the same.
     cpu_limits: str = ""
 
     @property
     def identity(self) -> tuple[str, ...]:
-        """What makes two runs of one case the same measurement. A peak that was measured is not part of it."""
+        """Identifies the environment: two runs of a case with the same identity are the same measurement. Measured
+        peaks are not part of it."""
         device = (self.device, self.driver_name, self.driver, self.threads)
         software = (self.python, self.torch, self.triton, self.cuda, self.stepscope)
         limits = (self.cpu_limits,) if self.cpu_limits else ()
@@ -64,7 +65,7 @@ class Environment(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
 
 
 class DeviceState(msgspec.Struct, frozen=True, kw_only=True):
-    """A GPU now. None is what the driver does not tell."""
+    """The current state of a GPU. None: the driver does not report it."""
 
     name: str
     capability: str
@@ -77,10 +78,10 @@ class DeviceState(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Inspection(msgspec.Struct, frozen=True, kw_only=True):
-    """The state of a machine's GPUs and software, as a worker finds it."""
+    """The state of the GPUs and the software of a machine, reported by a worker."""
 
     torch: str
-    torch_problem: str  # empty when its version is in range
+    torch_problem: str  # empty if the version is supported
     triton: str | None
     cuda: str | None
     driver: str | None
@@ -89,20 +90,20 @@ class Inspection(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Doubt(msgspec.Struct, frozen=True, kw_only=True):
-    """A reason not to trust a figure too far. The code is stable; the text says what was seen."""
+    """A quality warning: a reason why a measurement may be unreliable. The code is stable; the text has details."""
 
     code: str
     text: str
 
 
 def require_samples(*samples_ns: tuple[int, ...]) -> None:
-    """Raises a ValueError where there are none, or some that took no time: a rate or a share could not be made."""
+    """Raise ValueError if samples are missing or not positive: rates and shares would be undefined."""
     if not all(samples_ns) or min(map(min, samples_ns), default=0) <= 0:
         raise ValueError("expected positive durations")
 
 
 def require_known(name: str, value: str, known: Sequence[str]) -> None:
-    """Raises a SpecError, with the nearest word that is known, where `value` is none of them."""
+    """Raise SpecError, with the nearest known value, if `value` is unknown."""
     if value not in known:
         close = nearest(value, known)
         raise SpecError(
@@ -113,23 +114,23 @@ def require_known(name: str, value: str, known: Sequence[str]) -> None:
 
 
 def require_timing(case: Any, *counts: str) -> None:
-    """Raises a SpecError unless each of `counts` that is given is positive, and the time limit is a span of time."""
+    """Raise SpecError unless each of `counts` that is set is positive, and `seconds` is positive and finite."""
     for name in counts:
         value = getattr(case, name)
         if value is not None and value < 1:
-            raise SpecError(f"{name} `{value}` is not positive", detail="expected 1 or more")
+            raise SpecError(f"{name} must be at least 1, got `{value}`")
     if not 0 < case.seconds < float("inf"):
-        raise SpecError(f"seconds `{case.seconds}` is no span of time", hint="--seconds 1")
+        raise SpecError(f"seconds must be positive and finite, got `{case.seconds}`", hint="--seconds 1")
 
 
 class Measurement(msgspec.Struct, frozen=True, kw_only=True):
-    """The samples of one case, one entry a step. Phases add up to the step on the same clock."""
+    """The samples of one case, one entry per step. Phases add up to the step on the same clock."""
 
     clock: Clock
     phases_ns: dict[str, tuple[int, ...]]
     step_ns: tuple[int, ...]
     host_step_ns: tuple[int, ...]
-    # How long the host needed to issue the step's work, before it waited for the device. On a CPU it is the step.
+    # CPU time to launch the work of the step, before waiting for the device. On a CPU, the step time.
     enqueue_ns: tuple[int, ...]
     warmup_ns: tuple[int, ...]
     parameters: int
@@ -138,17 +139,17 @@ class Measurement(msgspec.Struct, frozen=True, kw_only=True):
     peak_bytes: int
     peak_kind: PeakKind
     reserved_bytes: int | None = None
-    has_tokens: bool = True  # False where batch times context says nothing about the step
-    has_samples: bool = False  # where it has no tokens: the batch counts what a step works on
-    optimizer: str | None = None  # what ran: the setting, or the class of a factory's own
-    attention_kernels: tuple[str, ...] = ()  # what `--attention flash` took
+    has_tokens: bool = True  # False if batch × context is not the number of tokens of a step
+    has_samples: bool = False  # without tokens: whether the batch is the number of samples
+    optimizer: str | None = None  # what ran: the setting, or the class that a factory created
+    attention_kernels: tuple[str, ...] = ()  # the kernels that `--attention flash` used
 
     def __post_init__(self) -> None:
         require_samples(self.step_ns)
 
 
 class CaseOutcome(msgspec.Struct, Generic[M], frozen=True, kw_only=True):
-    """How a case ended, as the process that ran several of them tells it."""
+    """How a case ended, reported by a process that runs several cases."""
 
     status: Status
     reason: str = ""
@@ -157,8 +158,8 @@ class CaseOutcome(msgspec.Struct, Generic[M], frozen=True, kw_only=True):
 
 
 class Row(msgspec.Struct, frozen=True, kw_only=True):
-    """One case of a sweep, done, whatever a case is and whatever was measured of it. A kind of row gives `schema` its
-    default, which is how a file of another kind is told apart."""
+    """The result of one case of a sweep, for any kind of case and measurement. Each kind of row sets the default of
+    `schema`, which identifies files of that kind."""
 
     schema: str
     key: str
@@ -172,7 +173,7 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
     doubts: tuple[Doubt, ...] = ()
 
     def is_settled(self, retry: Retry | None) -> bool:
-        """Whether the case need not run again under `retry`."""
+        """Whether the case does not have to run again with `retry`."""
         match retry:
             case Retry.FAILED:
                 return self.status == "ok"
@@ -183,20 +184,20 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class CaseRow(Row, frozen=True, kw_only=True):
-    """A workload, done."""
+    """The result of a workload."""
 
     case: Case
-    # Digest of the file behind a model of the user's own: edit the model and its cases are new ones.
+    # Digest of the file of a custom model: editing the model makes new cases.
     source: str | None = None
 
     @property
     def optimizer(self) -> str | None:
-        """What updates the weights. A factory may bring its own: then only a case that ran knows, and here is None."""
+        """The optimizer. None if a factory brings its own and the case did not run."""
         return self.case.workload.optimizer
 
 
 class BenchRow(CaseRow, frozen=True, kw_only=True):
-    """One case, timed."""
+    """The result of a timed case."""
 
     schema: str = SCHEMA
     measurement: Measurement | None = None
@@ -206,13 +207,13 @@ class BenchRow(CaseRow, frozen=True, kw_only=True):
         return self.case.workload.optimizer or (self.measurement.optimizer if self.measurement else None)
 
 
-RAW_TRACE_NAME = "raw.json.gz"  # the trace of PyTorch's profiler, in the folder that a worker was given
+RAW_TRACE_NAME = "raw.json.gz"  # the PyTorch profiler trace, in the directory of a worker
 
 
 class RecordedRun(msgspec.Struct, frozen=True, kw_only=True):
-    """What a worker says about a run that it recorded; the trace itself is a file beside it. Samples in nanoseconds,
-    one entry a step, all on one clock: steps alone, steps with the recorder, and steps with the recorder and
-    annotation. Those in the trace are others still."""
+    """A worker's report about a run that it recorded; the trace is a separate file. Samples are in nanoseconds, one
+    entry per step, on one clock: unprofiled steps, profiled steps, and profiled and annotated steps. The steps in the
+    trace are others."""
 
     clock: Clock
     phases_ns: dict[str, tuple[int, ...]]
@@ -220,20 +221,20 @@ class RecordedRun(msgspec.Struct, frozen=True, kw_only=True):
     recorded_step_ns: tuple[int, ...]
     annotated_step_ns: tuple[int, ...]
     parameters: int
-    optimizer: str | None = None  # what ran: the setting, or the class of a factory's own
+    optimizer: str | None = None  # what ran: the setting, or the class that a factory created
     doubts: tuple[Doubt, ...] = ()
-    # What is not in the trace, in words for the user.
+    # For the user: what is missing from the trace.
     notes: tuple[str, ...] = ()
 
 
 def case_key(case: msgspec.Struct, environment: Environment, source: str | None) -> str:
-    """The name under which a case is done or not: the case, where it runs, and the source of a model of the user's own.
-    Changes to stepscope itself between two releases are not seen; `--fresh` is for those who make them."""
+    """Return the key of a case: a digest of the case, its environment, and the source of a custom model. Changes to
+    stepscope itself between two releases do not change the key; use `--fresh` after making some."""
     content = msgspec.json.encode([_key_fields(case), environment.identity, source], order="sorted")
     return hashlib.sha256(content).hexdigest()[:16]
 
 
-# The settings that cases had when the first results were kept, all of which are part of their keys.
+# The settings of the first release, all of which are part of the keys.
 _FIRST_SETTINGS = frozenset(
     (
         *("vocab", "d_model", "d_ff", "num_layers", "num_heads", "num_kv_heads", "tie_embeddings"),
@@ -244,8 +245,8 @@ _FIRST_SETTINGS = frozenset(
 
 
 def _key_fields(case: msgspec.Struct) -> object:
-    """A case as its key has it. A setting that was added later is left out at its default, so that what was measured
-    before is still found."""
+    """The fields of a case for its key. A setting that was added later is left out if it has its default, so that older
+    results are still found."""
     if not isinstance(case, Case):
         return case
     fields = msgspec.to_builtins(case)

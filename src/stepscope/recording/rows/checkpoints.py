@@ -1,9 +1,8 @@
-"""Checkpoints on disk: whole or not there.
+"""Checkpoints on disk, written atomically.
 
-A checkpoint is two files: the state, and a small manifest that says how many bytes it must have and their digest. Both
-are written aside, forced to the disk and renamed, the manifest last: a checkpoint exists from the moment its manifest
-does. A kill or a power cut at any moment leaves the one before it. What the state is, is the writer's business; here it
-is bytes.
+A checkpoint is two files: the state, and a small manifest with its size and digest. Both are written to temporary
+files, synced to disk and renamed, the manifest last: a checkpoint exists once its manifest does. A kill or a power
+failure at any moment leaves the previous checkpoint. The content of the state is up to the caller.
 """
 
 import hashlib
@@ -25,12 +24,12 @@ if TYPE_CHECKING:
 
 FOLDER_NAME = "checkpoints"
 _OWN = re.compile(r"step-(\d{8,})\.(pt|json|part|json(\.\d+)?\.part)")
-_KEPT = 2  # the newest, and one to fall back on by hand
-IF_FULL = "the checkpoint before it is whole; free some space and the same command goes on from it"
+_KEPT = 2  # the newest, and one as a fallback
+IF_FULL = "the previous checkpoint is intact; free some space and run the same command to resume from it"
 
 
 class CheckpointManifest(msgspec.Struct, frozen=True, kw_only=True):
-    """`training` is what must be the same for a run to go on from here."""
+    """`training` must match for a run to resume from this checkpoint."""
 
     step: int
     bytes: int
@@ -42,13 +41,13 @@ class CheckpointManifest(msgspec.Struct, frozen=True, kw_only=True):
 
 class Checkpoint(msgspec.Struct, frozen=True, kw_only=True):
     manifest: CheckpointManifest
-    path: Path  # of the state
+    path: Path  # path of the state
 
 
 def save(
     folder: Path, step: int, training: Training, data_digest: str, write: Callable[[IO[bytes]], None]
 ) -> Checkpoint:
-    """What `write` writes becomes the checkpoint of `step`; the oldest ones beyond the newest two go."""
+    """Save what `write` writes as the checkpoint of `step`, and delete all but the newest two."""
     path, manifest_path = _paths(folder, step)
     with writing(path, if_full=IF_FULL):
         folder.mkdir(parents=True, exist_ok=True)
@@ -73,7 +72,7 @@ def save(
 
 
 def newest(folder: Path) -> Checkpoint | None:
-    """The newest one, proven whole; None where there is none. A damaged one is an error: what wrote it was not us."""
+    """Return the newest checkpoint after verifying it, or None. A damaged one is an error: saving cannot cause it."""
     steps = _steps(folder)
     if not steps:
         return None
@@ -84,14 +83,14 @@ def newest(folder: Path) -> Checkpoint | None:
     except (OSError, msgspec.DecodeError) as error:
         raise _damaged(folder, steps, str(error)) from None
     if size != manifest.bytes:
-        raise _damaged(folder, steps, f"it has {size} bytes and should have {manifest.bytes}")
+        raise _damaged(folder, steps, f"expected {manifest.bytes:,} bytes, got {size:,}")
     if _digest(path) != manifest.sha256:
-        raise _damaged(folder, steps, "its content is not what was written")
+        raise _damaged(folder, steps, "its content does not match its digest")
     return Checkpoint(manifest=manifest, path=path)
 
 
 def forget_all(folder: Path) -> None:
-    """The manifests first: a kill on the way leaves none without its state. What somebody else put there stays."""
+    """Delete all checkpoints, manifests first, so that a kill leaves none without its state. Keep other files."""
     own = [path for path in sorted(folder.glob("step-*")) if _OWN.fullmatch(path.name)]
     for path in sorted(own, key=lambda path: path.suffix != ".json"):
         path.unlink()
@@ -99,10 +98,10 @@ def forget_all(folder: Path) -> None:
 
 def _damaged(folder: Path, steps: list[int], why: str) -> StepscopeError:
     path, manifest_path = _paths(folder, steps[-1])
-    before = f"goes on from step {steps[-2]}" if len(steps) > 1 else "begins anew"
+    before = f"resumes from step {steps[-2]}" if len(steps) > 1 else "starts from scratch"
     return StepscopeError(
         f"damaged checkpoint: `{path}`",
-        detail=f"{why}\nwithout it the same command {before}",
+        detail=f"{why}\nwithout this checkpoint, the same command {before}",
         hint=f"rm {path} {manifest_path}",
     )
 
@@ -117,7 +116,7 @@ def _paths(folder: Path, step: int) -> tuple[Path, Path]:
 
 
 def _forget_old(folder: Path) -> None:
-    """The manifest first: what has none is no checkpoint."""
+    """Delete old checkpoints, each manifest before its state."""
     for step in _steps(folder)[:-_KEPT]:
         path, manifest_path = _paths(folder, step)
         manifest_path.unlink()
@@ -125,7 +124,7 @@ def _forget_old(folder: Path) -> None:
 
 
 def _forget_orphans(folder: Path, step: int) -> None:
-    """What a kill left of checkpoints up to `step`: a part, or a state whose manifest never came or went first."""
+    """Delete what a kill left of checkpoints up to `step`: temporary files, and states without a manifest."""
     with_manifest = set(_steps(folder))
     for path in folder.glob("step-*"):
         own = _OWN.fullmatch(path.name)
@@ -136,7 +135,7 @@ def _forget_orphans(folder: Path, step: int) -> None:
 
 
 class _StateFile(io.FileIO):
-    """Remembers why the disk refused a write: torch.save says only that the file is not as long as it should be."""
+    """Remembers why a write failed: torch.save only reports an unexpected file size."""
 
     refusal: OSError | None = None
 
@@ -158,7 +157,7 @@ def _write_state(path: Path, write: Callable[[IO[bytes]], None]) -> None:
         if raw.refusal is not None:
             raise raw.refusal from None
         raise
-    if raw.refusal is not None:  # and the writer made nothing of it
+    if raw.refusal is not None:  # the writer swallowed the error
         raise raw.refusal
 
 

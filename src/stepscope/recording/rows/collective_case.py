@@ -1,6 +1,6 @@
-"""One case of `stepscope comm` as it is kept: a collective, a message, how many ranks, and the raw samples of each.
+"""A row of `stepscope comm`: the collective, the message, the number of ranks, and the raw samples of each rank.
 
-A case that did not fit, or whose ranks failed, is a row as well, with its status and reason.
+A case that ran out of memory or whose ranks failed is a row too, with its status and reason.
 """
 
 from datetime import datetime
@@ -16,14 +16,14 @@ ELEMENT_BYTES: dict[Dtype, int] = {"fp32": 4, "bf16": 2, "fp16": 2}
 
 
 class CommCase(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One collective over one message. Timing is part of it, because it changes the figures: `repetitions` or `seconds`
-    of them, whichever comes first."""
+    """One collective with one message size. Timing settings are part of the case because they affect the result: it
+    runs for `repetitions` or `seconds`, whichever is reached first."""
 
     collective: Collective
     message_bytes: int
     ranks: int
     backend: Backend
-    device: str  # `cpu` or `cuda`; rank r on CUDA takes GPU r
+    device: str  # `cpu` or `cuda`; on CUDA, rank r uses GPU r
     dtype: Dtype = "fp32"
     hosts: int = 1
     interface: str | None = None
@@ -37,12 +37,16 @@ class CommCase(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         require_timing(self, "ranks", "repetitions")
         if self.elements < 1:
             raise SpecError(
-                f"a message of `{self.message_bytes}` bytes has no element for each of {self.ranks} ranks",
-                detail=f"an element of {self.dtype} has {self.element_bytes} bytes",
+                f"message of `{self.message_bytes}` bytes is too small for {self.ranks} ranks",
+                detail=f"each rank needs one {self.dtype} element of {self.element_bytes} bytes",
                 hint="--sizes 1MB,10MB",
             )
         if self.backend == "nccl" and self.device == "cpu":
-            raise SpecError("backend `nccl` on device `cpu`", detail="it moves CUDA tensors", hint="--backend gloo")
+            raise SpecError(
+                "backend `nccl` does not support device `cpu`",
+                detail="NCCL requires CUDA tensors",
+                hint="--backend gloo",
+            )
 
     @property
     def element_bytes(self) -> int:
@@ -50,25 +54,25 @@ class CommCase(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
     @property
     def elements(self) -> int:
-        """Of the whole message, cut down to what every rank has an equal part of."""
+        """Elements of the whole message, rounded down to a multiple of the number of ranks."""
         return self.message_bytes // self.element_bytes // self.ranks * self.ranks
 
     @property
     def moved_bytes(self) -> int:
-        """The message that is really sent: up to an element a rank less than was asked for."""
+        """The bytes that are really sent: up to one element per rank less than requested."""
         return self.elements * self.element_bytes
 
     @property
     def needed_bytes(self) -> int:
-        """On each rank: the message, and where a collective has a part of it as a second tensor, that."""
+        """Bytes that each rank needs: the message, and a part of it for collectives with a second tensor."""
         part = self.moved_bytes // self.ranks if self.collective in ("all-gather", "reduce-scatter") else 0
         return self.moved_bytes + part
 
 
 class CommMeasurement(msgspec.Struct, frozen=True, kw_only=True):
-    """Nanoseconds of each repetition on each rank: `samples_ns[rank][repetition]`, from the end of a barrier to the end
-    of the collective on that rank. `processor_ns` is the time on a CPU that each rank's process used for all of them,
-    on all of its threads: while it computes something else, that time is missing there."""
+    """Nanoseconds of each repetition on each rank, `samples_ns[rank][repetition]`, from the end of a barrier to the end
+    of the collective on that rank. `processor_ns` is the CPU time of each rank's process for all repetitions, over all
+    threads: CPU time that computation cannot use."""
 
     clock: Clock
     samples_ns: tuple[tuple[int, ...], ...]
@@ -81,12 +85,12 @@ class CommMeasurement(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def slowest_ns(self) -> tuple[int, ...]:
-        """A collective is done when its last rank is."""
+        """A collective ends when its last rank ends."""
         return tuple(max(of_ranks) for of_ranks in zip(*self.samples_ns, strict=True))
 
     @property
     def processor_share(self) -> float:
-        """Of a rank's time in the collective, how much one core was busy with it."""
+        """CPU time of a rank as a share of its time in the collective."""
         return sum(self.processor_ns) / sum(sum(of_rank) for of_rank in self.samples_ns)
 
 
@@ -94,14 +98,14 @@ CommOutcome = CaseOutcome[CommMeasurement]
 
 
 class CommRow(Row, frozen=True, kw_only=True):
-    """One case, done."""
+    """The result of one case."""
 
     schema: str = SCHEMA
     case: CommCase
     measurement: CommMeasurement | None = None
 
     def __post_init__(self) -> None:
-        datetime.fromisoformat(self.started)  # of two measurements the newer counts
+        datetime.fromisoformat(self.started)  # must parse: of two measurements the newer one is used
 
     @property
     def place(self) -> LinkPlace:

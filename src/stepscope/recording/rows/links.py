@@ -1,7 +1,7 @@
-"""What a collective costs between ranks, as a line: a latency and a bandwidth, kept so that others can predict with it.
+"""Links: the latency and bandwidth of collectives between ranks, saved for predictions.
 
-`stepscope comm` fits them and writes them twice: into the user's cache, where a prediction on this machine finds them,
-and beside its results, in a file that can be carried to where there is no such network.
+`stepscope comm` fits them and writes them twice: to the user's cache, where predictions on this machine find them, and
+next to its results, in a file that can be copied to another machine.
 """
 
 import os
@@ -28,10 +28,10 @@ _INTERFACE_VARIABLE: Mapping[Backend, str] = {"gloo": "GLOO_SOCKET_IFNAME", "ncc
 
 
 class Link(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The time of one collective: `latency_ns` and the message at `bytes_per_s`.
+    """The time of one collective: `latency_ns` plus the message at `bytes_per_s`.
 
-    Where it was fitted, `residual` is the root mean square of the relative error over the `sizes` it was fitted to, and
-    the smallest and largest message say how far it can be trusted.
+    For a fitted link, `residual` is the root mean square of the relative error over the `sizes` of the fit, and the
+    smallest and largest message are the range in which it is valid.
     """
 
     latency_ns: float
@@ -43,15 +43,15 @@ class Link(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
     def __post_init__(self) -> None:
         if not (self.latency_ns >= 0 and self.bytes_per_s > 0):
-            raise ValueError(f"no link: `latency_ns` {self.latency_ns}, `bytes_per_s` {self.bytes_per_s}")
+            raise ValueError(f"invalid link: `latency_ns` {self.latency_ns}, `bytes_per_s` {self.bytes_per_s}")
 
     def time_ns(self, message_bytes: float) -> float:
-        """Nothing to send takes no time: the collective is not called."""
+        """Predicted time; 0 for an empty message, since the collective is not called."""
         return self.latency_ns + message_bytes / self.bytes_per_s * 1e9 if message_bytes else 0.0
 
 
 class LinkPlace(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Between whom: what a link is found by. `interface` is the network interface that was asked for, if one was."""
+    """The setup that a link was measured in, used to look it up. `interface` is the requested network interface."""
 
     backend: Backend
     device_name: str
@@ -62,28 +62,27 @@ class LinkPlace(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
 
 class Links(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """All that is known of one place."""
+    """The links of one place."""
 
     place: LinkPlace
     links: dict[Collective, Link]
-    measured: str = ""  # when
+    measured: str = ""  # timestamp
 
     def __post_init__(self) -> None:
         if self.measured:
             datetime.fromisoformat(self.measured)
 
     def time_ns(self, collective: Collective, message_bytes: float) -> float:
-        """One rank has nobody to talk to. Raises a ValueError where this collective was not measured: another's figure
-        would be a guess."""
+        """Predicted time; 0 for one rank. Raise ValueError if this collective was not measured."""
         if self.place.ranks == 1:
             return 0.0
         if collective not in self.links:
-            raise ValueError(f"no `{collective}` among the links, which hold {', '.join(self.links) or 'nothing'}")
+            raise ValueError(f"no link for `{collective}`; measured: {', '.join(self.links) or 'none'}")
         return self.links[collective].time_ns(message_bytes)
 
 
 def named_interface(backend: Backend) -> str | None:
-    """The interface that the environment asks the backend to use."""
+    """The network interface that the environment sets for the backend."""
     return os.environ.get(_INTERFACE_VARIABLE[backend]) or None
 
 
@@ -92,33 +91,33 @@ def links_path() -> Path:
 
 
 def find_links(place: LinkPlace, path: Path | None = None) -> Links | None:
-    """What is known of a place: from a file that was carried here, or from this machine's cache."""
+    """Return the links of a place, from `path` or from the cache of this machine."""
     return next((one for one in read_links(path or links_path(), missing_ok=path is None) if one.place == place), None)
 
 
 def read_links(path: Path, *, missing_ok: bool = False) -> tuple[Links, ...]:
-    """All places of a file. One that cannot be read is an error: to pass over it would predict from something else."""
+    """Return the links of all places in a file. An unreadable file is an error, not an empty result."""
     try:
         return decode(read_plain(path), tuple[Links, ...])
     except (FileNotFoundError, NotADirectoryError):
         if missing_ok:
             return ()
-        raise StepscopeError(f"no file of links: `{path}`", hint="stepscope comm") from None
+        raise StepscopeError(f"links file not found: `{path}`", hint="stepscope comm") from None
     except (OSError, msgspec.DecodeError) as problem:
         raise StepscopeError(
-            f"cannot read the links: `{path}`", detail=str(problem), hint=f"rm {path} && stepscope comm"
+            f"cannot read the links file: `{path}`", detail=str(problem), hint=f"rm {path} && stepscope comm"
         ) from None
 
 
 def keep_links(found: Iterable[Links], path: Path | None = None) -> Path:
-    """Writes over what was known of the same collectives between the same ranks, and keeps the rest; returns the file.
-    It is there whole or as it was before."""
+    """Save links, replacing those of the same place and collective and keeping the rest. The file is written
+    atomically; return its path."""
     path = path or links_path()
     known = {one.place: one for one in read_links(path, missing_ok=True)}
     for one in found:
         before = known[one.place].links if one.place in known else {}
         known[one.place] = msgspec.structs.replace(one, links={**before, **one.links})
     content = msgspec.json.format(msgspec.json.encode(list(known.values())), indent=1)
-    with writing(path, if_full="what was known before is still there"):
+    with writing(path, if_full="the old links are unchanged"):
         write_atomically(path, content)
     return path

@@ -1,5 +1,5 @@
-"""What is kept of a recording of memory: a document with a versioned schema, which `--format json` prints, and the row
-of a grid of cases, which holds one."""
+"""The summary of a memory recording, a document with a versioned schema that `--format json` prints, and the row of a
+memory sweep, which contains one."""
 
 import msgspec
 
@@ -21,7 +21,7 @@ class ModuleBytes(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Allocation(msgspec.Struct, frozen=True, kw_only=True):
-    """A piece of memory. Where it was taken, and for what, as far as that is known."""
+    """An allocation: where it was made and for what, if known."""
 
     bytes: int
     category: str
@@ -36,7 +36,7 @@ class Allocation(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PhaseBytes(msgspec.Struct, frozen=True, kw_only=True):
-    """One phase of one step: what was there when it began, at its highest moment and when it ended."""
+    """One phase of one step: allocated bytes at its start, at its peak and at its end."""
 
     step: int | None
     phase: str
@@ -53,8 +53,8 @@ class StepBytes(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class MemorySummary(msgspec.Struct, frozen=True, kw_only=True):
-    """`categories` add up to `peak_bytes`. `reserved_bytes` is what the allocator held at that moment: the difference
-    is its cache, torn into pieces or not."""
+    """`categories` add up to `peak_bytes`. `reserved_bytes` is the reserved memory at the peak; the difference is the
+    allocator's cache, fragmented or not."""
 
     schema: str = SCHEMA
     file: str
@@ -80,7 +80,7 @@ class MemorySummary(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class MemoryRow(CaseRow, frozen=True, kw_only=True):
-    """One case of a grid. `summary` is None where it did not fit, or failed."""
+    """One case of a sweep. `summary` is None if it ran out of memory or failed."""
 
     schema: str = ROW_SCHEMA
     summary: MemorySummary | None = None

@@ -1,11 +1,11 @@
-"""What one workload did in each precision: the dtypes that were seen, and the errors against float64.
+"""The result of `stepscope precision`: the observed dtypes in each precision, and the errors relative to float64.
 
-This is what a worker sends over its pipe, what `--out` keeps, and what `--format json` prints: one document, so that a
-file from a GPU host is shown on a laptop as if it had been measured there. It holds facts only. Why an output has its
-dtype follows from the facts (`explain.precision.autocast`), and a better reason next year works on last year's file.
+One document is what a worker sends, what `--out` saves, and what `--format json` prints, so a result from a GPU machine
+can be shown on a laptop. It contains observations only. The reason for the dtype of an output is derived from them
+(`explain.precision.autocast`), so that better reasons also work on old files.
 
-JSON has no number that is not finite. A figure that is NaN or infinite, such as the error of gradients that
-overflowed, is None here, and the tables say so.
+JSON has no NaN or infinity. Such a value, for example the error of gradients that overflowed, is None here, and the
+tables show it as infinite.
 """
 
 import math
@@ -26,12 +26,12 @@ LowDtype = Literal["bf16", "fp16"]
 
 
 class Output(msgspec.Struct, frozen=True, kw_only=True):
-    """A tensor that a module, the model or the loss returned. `operation` is the PyTorch function that made it, views
-    and casts of the shape alone left aside; None where none was seen. `input_dtypes` are what that function was given,
-    before autocast cast anything. A module that was called several times is described by its first call."""
+    """A tensor that a module, the model or the loss returned. `operation` is the PyTorch function that produced it,
+    ignoring views and reshapes; None if none was recorded. `input_dtypes` are the dtypes of its inputs before autocast.
+    If a module was called several times, this is its first call."""
 
     name: str
-    kind: str  # the class, with its package
+    kind: str  # qualified name of the class
     dtype: str
     gradient_dtype: str | None = None
     operation: str | None = None
@@ -40,8 +40,8 @@ class Output(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class GradientError(msgspec.Struct, frozen=True, kw_only=True):
-    """The gradients of the parameters that a module holds itself, against float64: relative L2 error, and one minus the
-    cosine."""
+    """The error of the gradients of a module's own parameters, compared with float64: relative L2 error, and one minus
+    the cosine."""
 
     module: str
     relative: float | None
@@ -49,8 +49,8 @@ class GradientError(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Underflow(msgspec.Struct, frozen=True, kw_only=True):
-    """Elements of gradients that are not zero in float64, how many of them were zero here, and how many of all were
-    NaN or infinite: of a module's parameters, and of its output."""
+    """Counts of gradient elements, for a module's parameters and its output: nonzero in float64, of these zero in this
+    precision, and NaN or infinite."""
 
     module: str
     parameters: int = 0
@@ -62,7 +62,7 @@ class Underflow(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ScaledBackward(msgspec.Struct, frozen=True, kw_only=True):
-    """One backward pass from a loss times `scale`; the gradients were divided by it again before they were judged."""
+    """One backward pass with the loss multiplied by `scale`. Gradients are divided by it before they are compared."""
 
     scale: float
     gradient_error: float | None
@@ -70,7 +70,7 @@ class ScaledBackward(msgspec.Struct, frozen=True, kw_only=True):
 
     def __post_init__(self) -> None:
         if not 0 < self.scale < math.inf:
-            raise ValueError(f"`{self.scale}` is not a scale: expected more than 0")
+            raise ValueError(f"invalid loss scale `{self.scale}`: expected a positive number")
 
     @property
     def total(self) -> Underflow:
@@ -79,7 +79,7 @@ class ScaledBackward(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PrecisionRun(msgspec.Struct, frozen=True, kw_only=True):
-    """One precision. `loss_scale` is the one at which `gradients` were taken: 1 but for fp16."""
+    """The result in one precision. `loss_scale` is the scale for `gradients`: 1 except in fp16."""
 
     precision: Precision
     parameter_dtypes: tuple[str, ...]
@@ -97,8 +97,8 @@ class PrecisionRun(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Truth(msgspec.Struct, frozen=True, kw_only=True):
-    """The same weights and inputs in float64. `narrowed` are modules in which a float of fewer bits appeared all the
-    same, because the model casts by itself: there the truth is no better than that."""
+    """The reference: the same weights and inputs in float64. `narrowed` are modules that used a narrower float anyway,
+    because the model casts explicitly; the reference is less accurate there."""
 
     loss: float
     parameters: int
@@ -106,9 +106,9 @@ class Truth(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Sum(msgspec.Struct, frozen=True, kw_only=True):
-    """`count` times `term` added up one by one: the dtype of the sum, of the term, and whether the term was upcast
-    before it was added. `stored_term` is what the term's dtype makes of it; `stopped_at` how many additions changed the
-    sum when the last ones did not."""
+    """The sum of `count` terms, added one by one: the dtype of the sum, of the term, and whether the term was upcast
+    first. `stored_term` is the term rounded to its dtype; `stopped_at` is the number of additions after which the sum
+    stopped changing."""
 
     accumulator: str
     term_dtype: str
@@ -121,8 +121,8 @@ class Sum(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class NormPart(msgspec.Struct, frozen=True, kw_only=True):
-    """One part of a normalisation done in `dtype` and all the rest in float64: the relative L2 error of the output,
-    None where it is not finite, for inputs of a standard deviation `input_scale`."""
+    """A norm with one part in `dtype` and the rest in float64: the relative L2 error of the output, None if it is not
+    finite, for inputs with standard deviation `input_scale`."""
 
     norm: NormKind
     part: str
@@ -142,7 +142,7 @@ class Speed(msgspec.Struct, frozen=True, kw_only=True):
 
     def __post_init__(self) -> None:
         if min(self.step_ns, self.fp32_step_ns) <= 0:
-            raise ValueError("expected steps that took time")
+            raise ValueError("expected positive step times")
 
     @property
     def speedup(self) -> float:
@@ -160,9 +160,9 @@ class PrecisionComparison(msgspec.Struct, frozen=True, kw_only=True):
     def __post_init__(self) -> None:
         precisions = [run.precision for run in self.runs]
         if not precisions or len(set(precisions)) < len(precisions):
-            raise ValueError(f"expected one run in each of some precisions, found {precisions}")
+            raise ValueError(f"expected one run per precision, got {precisions}")
         if not self.sums or not self.norm_parts:
-            raise ValueError("expected sums, and parts of norms")
+            raise ValueError("expected at least one sum and one norm part")
 
 
 class PrecisionReport(msgspec.Struct, frozen=True, kw_only=True):
@@ -192,13 +192,13 @@ def read_report(path: Path) -> PrecisionReport:
         return decode_as(content, PrecisionReport, SCHEMA)
     except msgspec.DecodeError as error:
         raise StepscopeError(
-            f"not a file of `stepscope precision --out`: `{path}`",
+            f"not a result of `stepscope precision`: `{path}`",
             detail=str(error),
             hint=f"stepscope precision --out {path.name}",
         ) from None
 
 
 def write_report(report: PrecisionReport, path: Path) -> None:
-    """The file is there whole, or as it was."""
+    """Write the file atomically."""
     with writing(path, if_full="nothing was written", hint="stepscope precision --out FILE.json"):
         write_atomically(path, encode_report(report))

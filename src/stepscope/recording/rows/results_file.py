@@ -1,10 +1,10 @@
-"""A results file: one JSON row a line, appended as it arrives, whole or not at all.
+"""A results file: one JSON row per line, appended atomically.
 
-A sweep runs for hours and dies at the worst moment, so the file is built for that. It is only ever appended to, each
-row is on the disk before the next case starts, and one process writes at a time. A last line that a crash or a full
-disk cut short is moved aside when the file is next opened for writing; any other damage is not ours, and is an error.
-Rows of a later version, with a setting or a word that this one does not know, stay in the file and are left out.
-So is a file whose first line is not a row: it is somebody else's, and stays as it is.
+A sweep runs for hours and may die at any moment. The file is only ever appended to, each row is on disk before the next
+case starts, and one process writes at a time. A last line that a crash or a full disk truncated is moved to another
+file when the results file is next opened for writing; any other damage is an error. Rows of a later version, with an
+unknown setting or value, stay in the file and are skipped. A file whose first line is not a row belongs to another
+program and is never changed.
 """
 
 import os
@@ -18,15 +18,16 @@ import msgspec
 from stepscope.errors import StepscopeError
 from stepscope.files import Versioned, decode, lock_or_raise, read_plain, writing
 from stepscope.recording.rows.bench import Row
+from stepscope.units import count_noun
 
 R = TypeVar("R", bound=Row)
-# How msgspec says that a word is none of those that a field may have, or that there is a field more.
+# The messages of msgspec for an unknown value and for an unknown field.
 _LATER = ("Invalid enum value", "Object contains unknown field")
 
 
 class Parsed(msgspec.Struct, Generic[R], frozen=True, kw_only=True):
-    """The rows of a file, the `good_bytes` that they take, of which the rest is a last line cut short, and how many
-    rows of a later version there are besides."""
+    """The rows of a file, the `good_bytes` that they take (the rest is a truncated last line), and the number of rows
+    of a later version."""
 
     rows: tuple[R, ...]
     good_bytes: int
@@ -34,20 +35,19 @@ class Parsed(msgspec.Struct, Generic[R], frozen=True, kw_only=True):
 
     @property
     def newest(self) -> tuple[R, ...]:
-        """Of each case, in the order in which cases first came."""
+        """The newest row of each case, in the order in which cases first appear."""
         return tuple({row.key: row for row in self.rows}.values())
 
 
 def read_rows(path: Path, kind: type[R]) -> tuple[tuple[R, ...], tuple[str, ...]]:
-    """The rows of a results file, the newest of each case in the order in which cases first came, and remarks on what
-    was left out."""
+    """Return the newest row of each case, in the order in which cases first appear, and notes on skipped lines."""
     content = _read(path)
     parsed = parse_rows(path, content, kind)
     left_out = []
     if cut_bytes := len(content) - parsed.good_bytes:
-        left_out.append(f"left out: a last line cut short ({cut_bytes} bytes)")
+        left_out.append(f"skipped: a truncated last line ({cut_bytes:,} bytes)")
     if parsed.later:
-        left_out.append(f"left out: {parsed.later} row{'s' * (parsed.later != 1)} of a later version of stepscope")
+        left_out.append(f"skipped: {count_noun(parsed.later, 'row')} of a later version of stepscope")
     if not parsed.rows:
         expected = f"expected rows of schema `{_schema_of(kind)}`"
         raise StepscopeError(f"no rows in `{path}`", detail="\n".join([expected, *left_out]), hint=_verb_of(kind))
@@ -60,8 +60,8 @@ class HasKey(Protocol):
 
 
 class ResultsFile(Generic[R]):
-    """A results file open for appending. `rows` are those it had; `damaged_bytes` how much of a cut line was set
-    aside."""
+    """A results file open for appending. `rows` are the rows it had when opened; `damaged_bytes` is the size of a
+    truncated last line that was moved away."""
 
     def __init__(self, path: Path, descriptor: int, kind: type[R]) -> None:
         self.path = path
@@ -74,8 +74,8 @@ class ResultsFile(Generic[R]):
     @classmethod
     @contextmanager
     def open(cls, path: Path, kind: type[R]) -> Iterator["ResultsFile[R]"]:
-        """Opens for this process alone; a second sweep on the same file is an error, not a mixture."""
-        hint = f"{_verb_of(kind)} --out FOLDER"
+        """Open the file exclusively; a second sweep on the same file is an error."""
+        hint = f"{_verb_of(kind)} --out DIR"
         with writing(path, hint=hint):
             existed = path.exists()
             new_folders = [folder for folder in path.parents if not folder.exists()]
@@ -90,11 +90,11 @@ class ResultsFile(Generic[R]):
             os.close(descriptor)
 
     def find(self, planned: HasKey) -> R | None:
-        """The row that the file had of a case."""
+        """Return the row of a case, if the file had one."""
         return self._by_key.get(planned.key)
 
     def append(self, row: R) -> None:
-        """The row is on the disk when this returns; when the disk is full, the file is as it was before."""
+        """Append a row and sync it to disk. If the disk is full, the file is unchanged."""
         size = os.fstat(self._descriptor).st_size
         with writing(self.path):
             try:
@@ -120,7 +120,7 @@ class ResultsFile(Generic[R]):
 
 
 def parse_rows(path: Path, content: bytes, kind: type[R]) -> Parsed[R]:
-    """The rows in the `content` of the file at `path`."""
+    """Parse the `content` of the file at `path`."""
     rows: list[R] = []
     good_bytes = later = 0
     lines = content.splitlines(keepends=True)
@@ -139,24 +139,24 @@ def parse_rows(path: Path, content: bytes, kind: type[R]) -> Parsed[R]:
                     raise _not_of_this_version(path, number, "", kind) from None
                 raise StepscopeError(
                     f"damaged results file: `{path}`, line {number}",
-                    detail=f"{error}; only a last line can be cut short by a crash, so this is other damage",
-                    hint=f"fix or delete that line, or write elsewhere: {_verb_of(kind)} --out FOLDER",
+                    detail=f"{error}; a crash can only truncate the last line, so the file was damaged otherwise",
+                    hint=f"fix or delete that line, or choose another directory: {_verb_of(kind)} --out DIR",
                 ) from None
         good_bytes += len(line)
     return Parsed(rows=tuple(rows), good_bytes=good_bytes, later=later)
 
 
 def _begins_as_row(line: bytes, kind: type[Row]) -> bool:
-    """Whether a line that cannot be read, perhaps because it was cut short, is one of ours."""
+    """Whether an unreadable, perhaps truncated, line starts like a row."""
     beginning = b'{"schema":"' + _schema_of(kind).encode() + b'"'
     return line[: len(beginning)] == beginning[: len(line)]
 
 
 def _not_of_this_version(path: Path, number: int, schema: str, kind: type[Row]) -> StepscopeError:
     return StepscopeError(
-        f"not a results file of this version: `{path}`, line {number}",
-        detail=f"expected rows of schema `{_schema_of(kind)}`, found `{schema[:60] or 'none'}`",
-        hint=f"write elsewhere: {_verb_of(kind)} --out FOLDER",
+        f"not a results file of this version of stepscope: `{path}`, line {number}",
+        detail=f"expected rows of schema `{_schema_of(kind)}`, got `{schema[:60] or 'none'}`",
+        hint=f"choose another directory: {_verb_of(kind)} --out DIR",
     )
 
 
@@ -166,7 +166,7 @@ def _schema_of(kind: type[Row]) -> str:
 
 
 def _verb_of(kind: type[Row]) -> str:
-    """Schemas are named after the verb that writes them: `stepscope.bench/1`."""
+    """The verb that writes rows of this kind, from its schema: `stepscope.bench/1`."""
     return "stepscope " + _schema_of(kind).removeprefix("stepscope.").partition("/")[0]
 
 
@@ -187,7 +187,7 @@ def _read(path: Path) -> bytes:
 
 
 def _leave_nothing(path: Path, folders: Sequence[Path]) -> None:
-    """A sweep that was refused before its first row leaves no empty file, nor folders made for it, innermost first."""
+    """Delete the empty file, and the directories created for it, if a sweep failed before its first row."""
     path.unlink()
     for folder in folders:
         if any(folder.iterdir()):
@@ -196,7 +196,7 @@ def _leave_nothing(path: Path, folders: Sequence[Path]) -> None:
 
 
 def _open_locked(path: Path, hint: str) -> int:
-    """Opens again when another process removed the file, empty, between our opening and our locking it."""
+    """Open and lock the file; try again if another process deleted it in between because it was empty."""
     while True:
         with writing(path, hint=hint):
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -214,8 +214,8 @@ def _open_locked(path: Path, hint: str) -> int:
 def _lock(path: Path, descriptor: int, hint: str) -> None:
     refusal = StepscopeError(
         f"another sweep is writing to `{path}`",
-        detail="two would disturb each other's timings as well as the file",
-        hint=f"wait for it, or write elsewhere: {hint}",
+        detail="two sweeps would disturb each other's timings",
+        hint=f"wait for it to finish, or choose another directory: {hint}",
     )
     lock_or_raise(descriptor, refusal)
 

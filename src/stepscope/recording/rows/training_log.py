@@ -1,7 +1,7 @@
-"""A training run as it is kept: what ran (`run.json`), a line for each step (`log.jsonl`), and memory by rank.
+"""A training run on disk: what ran (`run.json`), one line per step (`log.jsonl`), and memory by rank (`memory.json`).
 
-A run that was killed goes on from its last checkpoint and does the steps after it again, so their lines are cut off
-first: the log of a run that was stopped ten times is that of one that was not.
+A run that was killed resumes from its last checkpoint and repeats the steps after it, so their lines are removed first:
+the log of an interrupted run equals that of an uninterrupted one.
 """
 
 import hashlib
@@ -17,23 +17,24 @@ from stepscope.errors import StepscopeError
 from stepscope.files import decode, read_document, read_plain, writing
 from stepscope.recording.rows.bench import Environment
 from stepscope.spec import Training
+from stepscope.units import count_noun
 
 LOG_NAME, RUN_NAME, MEMORY_NAME = "log.jsonl", "run.json", "memory.json"
 SCHEMA = "stepscope.train/1"
-_BEGINNING = b'{"step":'  # of every line: one cut short that begins otherwise is not ours to cut off
-IF_FULL = "the last checkpoint is whole; free some space and the same command goes on from it"
+_BEGINNING = b'{"step":'  # of every line: a truncated line that begins differently is not removed
+IF_FULL = "the last checkpoint is intact; free some space and run the same command to resume from it"
 
-# When a rank's memory is looked at: the model is there; the gradients are; the optimizer has made its state.
+# When the memory of a rank is measured: with the model, with gradients, and with optimizer state.
 Moment = Literal["model built", "before the update", "after the update"]
 
 
-# A loss as JSON, which has no number that is not finite. Earlier versions wrote null for all of these.
+# A loss in JSON, which has no NaN or infinity. Earlier versions wrote null for these.
 KeptLoss = float | Literal["nan", "inf", "-inf"] | None
 
 
 class TrainRow(msgspec.Struct, frozen=True, kw_only=True, rename={"kept_loss": "loss"}):
-    """One step. Times are a figure for each rank: the whole step, how long collectives were under way, and how long the
-    rank stood still for them."""
+    """One step. Times have one entry per rank: the step, the time that collectives ran, and the time the rank waited
+    for them (exposed communication)."""
 
     step: int  # counted from 1
     kept_loss: KeptLoss
@@ -42,13 +43,13 @@ class TrainRow(msgspec.Struct, frozen=True, kw_only=True, rename={"kept_loss": "
     step_ns: tuple[int, ...]
     communication_ns: tuple[int, ...]
     exposed_ns: tuple[int, ...]
-    # How the step was done: a run may go on in another way.
+    # A run may resume with another strategy.
     strategy: str = "single"
     schema: str = SCHEMA
 
     @property
     def loss(self) -> float:
-        """The mean over all sequences of the batch. NaN or infinite where training diverged."""
+        """The mean over all sequences of the batch; NaN or infinite if training diverged."""
         return math.nan if self.kept_loss is None else float(self.kept_loss)
 
     @property
@@ -61,15 +62,15 @@ class TrainRow(msgspec.Struct, frozen=True, kw_only=True, rename={"kept_loss": "
 
 
 def keep_loss(loss: float) -> KeptLoss:
-    """As `TrainRow` has it."""
+    """Convert a loss for `TrainRow`."""
     if math.isfinite(loss):
         return loss
     return "nan" if math.isnan(loss) else "inf" if loss > 0 else "-inf"
 
 
 class TrainMemory(msgspec.Struct, frozen=True, kw_only=True):
-    """What one rank holds at one moment, in bytes. `gathered` is the most that there was of gathered weights at a time,
-    since the start; `peak` is what the allocator, or the system for a CPU, saw at most."""
+    """The memory of one rank at one moment, in bytes. `gathered` is the maximum of gathered weights since the start;
+    `peak` is the peak of the allocator, or of the process on a CPU."""
 
     rank: int
     moment: Moment
@@ -81,7 +82,7 @@ class TrainMemory(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TrainRun(msgspec.Struct, frozen=True, kw_only=True):
-    """What was asked for, and where it runs."""
+    """What was requested, and where it runs."""
 
     training: Training
     environment: Environment
@@ -91,16 +92,16 @@ class TrainRun(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class LogFile:
-    """The lines of a run. Those after step `after`, and a last one cut short, are cut off when it is opened."""
+    """The log of a run. Opening it removes the lines after step `after` and a truncated last line."""
 
     def __init__(self, path: Path, *, after: int) -> None:
         self.path = path
         steps = [row.step for row in read_log(path)[0]] if path.exists() else []
         if steps[:after] != list(range(1, after + 1)):
             raise StepscopeError(
-                f"the log `{path}` does not have the steps of the checkpoint",
-                detail=f"expected 1 to {after}, found {len(steps)} lines",
-                hint="stepscope train --fresh, or --out FOLDER",
+                f"the log `{path}` does not match the checkpoint",
+                detail=f"expected steps 1 to {after}, got {count_noun(len(steps), 'line')}",
+                hint="stepscope train --fresh, or --out DIR",
             )
         with writing(path, if_full=IF_FULL):
             self._file: IO[bytes] = path.open("a+b")
@@ -120,19 +121,19 @@ class LogFile:
             self._file.flush()
 
     def sync(self) -> None:
-        """Before a checkpoint, so that no checkpoint knows of a step that the log does not."""
+        """Sync to disk. Called before a checkpoint, so that the log has every step of the checkpoint."""
         with writing(self.path, if_full=IF_FULL):
             self._file.flush()
             os.fsync(self._file.fileno())
 
 
 def read_log(path: Path) -> tuple[list[TrainRow], int]:
-    """The steps in order, and how many bytes of a last line cut short were left out."""
+    """Return the steps in order, and the size of a truncated last line that was skipped."""
     try:
         content = read_plain(path)
     except OSError as error:
         raise StepscopeError(
-            f"cannot read the log: `{path}`", detail=error.strerror or "", hint="stepscope train --out FOLDER"
+            f"cannot read the log: `{path}`", detail=error.strerror or "", hint="stepscope train --out DIR"
         ) from None
     rows: list[TrainRow] = []
     lines = content.splitlines(keepends=True)
@@ -145,49 +146,51 @@ def read_log(path: Path) -> tuple[list[TrainRow], int]:
             raise StepscopeError(
                 f"not a training log: `{path}`, line {number}",
                 detail=str(error),
-                hint=f"expected `{LOG_NAME}` from a folder of stepscope train",
+                hint=f"expected `{LOG_NAME}` from a directory of stepscope train",
             ) from None
         if not row.step_ns or min(row.step_ns) <= 0 or len({len(times) for times in row.times}) > 1:
             raise StepscopeError(
-                f"not a step's times: `{path}`, line {number}",
-                detail="expected the same number of ranks in each, and steps that took time",
+                f"invalid step times: `{path}`, line {number}",
+                detail="expected positive step times, and all times for the same number of ranks",
                 hint=f"fix or delete that line: {path}",
             )
         if row.schema != SCHEMA:
             raise StepscopeError(
-                f"not a training log of this version: `{path}`, line {number}",
-                detail=f"expected schema `{SCHEMA}`, found `{row.schema}`",
-                hint="stepscope train --out FOLDER",
+                f"not a training log of this version of stepscope: `{path}`, line {number}",
+                detail=f"expected schema `{SCHEMA}`, got `{row.schema}`",
+                hint="stepscope train --out DIR",
             )
         rows.append(row)
     return rows, 0
 
 
 def data_digest(path: Path) -> str:
-    """Of a text file, so that a run does not go on with another."""
+    """Return the digest of a text file, so that a run does not resume with another text."""
     if path.exists() and not path.is_file():
-        raise StepscopeError(f"`{path}` is not a file", detail="a text is read from a file", hint="--data FILE")
+        raise StepscopeError(f"`{path}` is not a regular file", detail="expected a text file", hint="--data FILE")
     try:
         with path.open("rb") as file:
             return hashlib.file_digest(file, "sha256").hexdigest()[:16]
     except OSError as error:
         raise StepscopeError(
-            f"cannot read the data: `{path}`", detail=error.strerror or "", hint="--data FILE, or none for made tokens"
+            f"cannot read the data: `{path}`",
+            detail=error.strerror or "",
+            hint="--data FILE, or leave it out for synthetic tokens",
         ) from None
 
 
 def read_run(folder: Path) -> TrainRun | None:
-    """None where no run has begun."""
+    """Return the run in a directory, or None if there is none."""
     path = folder / RUN_NAME
-    hint = f"rm {path}  # the command that trains writes it anew"
+    hint = f"rm {path}  # stepscope train writes it again"
     run = read_document(path, TrainRun, refusal="cannot read the run:", hint=hint)
     if run is None:
         return None
     if run.schema != SCHEMA:
         raise StepscopeError(
-            f"not a run of this version: `{path}`",
-            detail=f"expected schema `{SCHEMA}`, found `{run.schema}`",
-            hint="stepscope train --from FOLDER",
+            f"not a run of this version of stepscope: `{path}`",
+            detail=f"expected schema `{SCHEMA}`, got `{run.schema}`",
+            hint="stepscope train --from DIR",
         )
     return run
 

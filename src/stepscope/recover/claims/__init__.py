@@ -1,1 +1,1 @@
-"""What somebody claims of a model, and whether a run bears it out: `stepscope verify`."""
+"""Claims about a model, and how to check them against a run: `stepscope verify`."""

@@ -1,8 +1,9 @@
-"""What somebody says of a model: the sizes that evidence is held against.
+"""Claims: the sizes of a model that evidence is compared with.
 
-A claim is a TOML or JSON file with any of the fields below, or the `config.json` of a published model. It is read
-strictly: a key that nobody knows is an error, because a claim that was half understood would be half checked. What is
-not claimed is not checked, and said not to be.
+A claim is a TOML or JSON file with any of the fields below, the `config.json` of a published model, or what
+`stepscope recover --format json` printed, of which the certain fields are claimed. It is read strictly: an unknown key
+is an error, because a claim that is only partly understood would only partly be checked. Fields that are not claimed
+are not checked, and the result says so.
 """
 
 import json
@@ -21,7 +22,7 @@ _FLAGS = ("gated", "tied")
 _LARGEST_SIZE = 1 << 40
 _LARGEST_BYTES = 1 << 20
 FIELDS = (*SIZES, "dtype", *_FLAGS, "parameters")
-_FORM = f"{', '.join(FIELDS)}; or a config.json of transformers"
+_FORM = f"{', '.join(FIELDS)}; or a transformers config.json"
 _NAMES_OF_OTHERS = {
     "n_layers": "num_layers",
     "n_layer": "num_layers",
@@ -42,23 +43,23 @@ _NAMES_OF_OTHERS = {
 
 
 class Claim(RunShape, frozen=True, kw_only=True):
-    """None is what was not claimed. `implied` are fields that follow from others by the form's defaults."""
+    """A field that is not claimed is None. `implied` are fields that were derived from others by default."""
 
     dtype: Dtype | None = None
     gated: bool | None = None
     tied: bool | None = None
     parameters: int | None = None
-    model_type: str | None = None  # of a transformers config
+    model_type: str | None = None  # from a transformers config
     implied: tuple[str, ...] = ()
 
     @property
     def fields(self) -> dict[str, int | str | bool]:
-        """What was claimed, by name."""
+        """The claimed fields by name."""
         return {name: value for name in FIELDS if (value := getattr(self, name)) is not None}
 
     @property
     def fewest_parameters(self) -> int | None:
-        """Of the matrices alone, with one table for the embedding and the head."""
+        """The parameters of the matrices only, with the LM head tied to the embedding unless claimed otherwise."""
         sizes = (self.num_layers, self.d_model, self.num_heads, self.num_kv_heads, self.d_head, self.d_ff)
         layers, width, heads, kv_heads, head, hidden = (size or 0 for size in sizes)
         if None in sizes or self.vocab_size is None:
@@ -77,35 +78,37 @@ class Claim(RunShape, frozen=True, kw_only=True):
 
 
 def read_claim(path: Path, *, batch: int | None = None, context: int | None = None, dtype: str | None = None) -> Claim:
-    """The claim in a file, with what flags add to it."""
+    """Return the claim in a file, with `batch`, `context` and `dtype` added to it."""
     plain = _load(path)
     is_config = "model_type" in plain or "architectures" in plain
-    fields = _from_config(plain, path) if is_config else dict(plain)
+    is_recovered = "candidates" in plain and "verdict" in plain
+    fields = _from_config(plain, path) if is_config else _from_recovery(plain, path) if is_recovered else dict(plain)
     for name, value in (("batch", batch), ("context", context), ("dtype", dtype)):
         if value is None:
             continue
         if fields.get(name, value) != value:
             raise StepscopeError(
-                f"the claim and `--{name}` disagree: `{fields[name]}` and `{value}`", hint=f"leave out --{name}"
+                f"the claim and `--{name}` disagree: `{fields[name]}` and `{value}`", hint=f"remove --{name}"
             )
         fields[name] = value
-    return make_claim(fields, path)
+    return make_claim(fields, path, imply_heads=not is_recovered)
 
 
-def make_claim(fields: Mapping[str, Any], path: Path = Path("the claim")) -> Claim:
-    """Raises StepscopeError for what is no claim or cannot be true of any model."""
+def make_claim(fields: Mapping[str, Any], path: Path = Path("the claim"), *, imply_heads: bool = True) -> Claim:
+    """Return a checked claim. With `imply_heads`, num_kv_heads defaults to num_heads and d_head to d_model / num_heads.
+    Raises StepscopeError for an invalid claim, or one that no model can satisfy."""
     for name, value in fields.items():
         _check(name, value, path)
     sizes = dict(fields)
     implied: list[str] = []
-    if "num_kv_heads" not in sizes and "num_heads" in sizes:
+    if imply_heads and "num_kv_heads" not in sizes and "num_heads" in sizes:
         sizes["num_kv_heads"] = sizes["num_heads"]
         implied.append("num_kv_heads")
-    if "d_head" not in sizes and "d_model" in sizes and "num_heads" in sizes:
+    if imply_heads and "d_head" not in sizes and "d_model" in sizes and "num_heads" in sizes:
         if sizes["d_model"] % sizes["num_heads"]:
             raise StepscopeError(
-                f"d_model `{sizes['d_model']}` does not divide into `{sizes['num_heads']}` heads",
-                detail="expected a d_head in the claim where it is not d_model / num_heads",
+                f"d_model `{sizes['d_model']}` is not divisible by num_heads `{sizes['num_heads']}`",
+                detail="add d_head to the claim if it is not d_model / num_heads",
             )
         sizes["d_head"] = sizes["d_model"] // sizes["num_heads"]
         implied.append("d_head")
@@ -120,33 +123,35 @@ def _check(name: str, value: object, path: Path) -> None:
     if name not in FIELDS:
         meant = _NAMES_OF_OTHERS.get(name) or nearest(name, FIELDS)
         raise StepscopeError(
-            f"`{path}` claims `{name[:60]}`, which is no field of a claim",
+            f"unknown field `{name[:60]}` in `{path}`",
             detail=f"did you mean {meant}?" if meant else f"expected {_FORM}",
         )
     if name == "dtype":
         if value not in get_args(Dtype):
-            raise StepscopeError(f"dtype `{str(value)[:60]}` is none of {', '.join(get_args(Dtype))}")
+            raise StepscopeError(
+                f"unsupported dtype `{str(value)[:60]}`", detail=f"expected one of {', '.join(get_args(Dtype))}"
+            )
     elif name in _FLAGS:
         if not isinstance(value, bool):
-            raise StepscopeError(f"{name} is true or false, not `{str(value)[:60]}`")
+            raise StepscopeError(f"invalid {name}: `{str(value)[:60]}`", detail="expected true or false")
     elif not isinstance(value, int) or isinstance(value, bool) or not 0 < value < _LARGEST_SIZE:
-        raise StepscopeError(f"{name} `{str(value)[:60]}` is no size", detail="expected a whole number above 0")
+        raise StepscopeError(f"invalid {name}: `{str(value)[:60]}`", detail="expected a positive integer")
 
 
 def _check_together(claim: Claim) -> None:
     if not claim.fields:
-        raise StepscopeError("the claim claims nothing", detail=f"expected some of {_FORM}")
+        raise StepscopeError("the claim is empty", detail=f"expected some of {_FORM}")
     heads, kv_heads = claim.num_heads, claim.num_kv_heads
     if heads is not None and kv_heads is not None and heads % kv_heads:
         raise StepscopeError(
-            f"num_kv_heads `{kv_heads}` does not divide num_heads `{heads}`",
-            detail="every key-value head serves the same number of heads",
+            f"num_heads `{heads}` is not divisible by num_kv_heads `{kv_heads}`",
+            detail="every key-value head is shared by the same number of heads",
         )
     fewest = claim.fewest_parameters
     if claim.parameters is not None and fewest is not None and claim.parameters < fewest:
         raise StepscopeError(
             f"the claim contradicts itself: `{claim.parameters:,}` parameters",
-            detail=f"the matrices that it claims have {fewest:,} alone",
+            detail=f"the claimed matrices already have {fewest:,}",
         )
 
 
@@ -154,7 +159,7 @@ def _load(path: Path) -> dict[str, Any]:
     with open_plain(path, what="a claim") as (file, _):
         content = file.read(_LARGEST_BYTES + 1)
     if len(content) > _LARGEST_BYTES:
-        raise StepscopeError(f"not a claim: `{path}`", detail=f"it is larger than {_LARGEST_BYTES:,} bytes")
+        raise StepscopeError(f"not a claim: `{path}`", detail=f"the file is larger than {_LARGEST_BYTES:,} bytes")
     try:
         text = content.decode("utf-8-sig")
         plain = _load_json(text) if text.lstrip().startswith("{") else tomllib.loads(text)
@@ -171,27 +176,41 @@ def _load_json(text: str) -> dict[str, Any]:
     def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         names = [name for name, _ in pairs]
         if len(set(names)) < len(names):
-            raise ValueError("a key stands twice")
+            raise ValueError("duplicate key")
         return dict(pairs)
 
     plain = json.loads(text, object_pairs_hook=once)
-    assert isinstance(plain, dict), "what begins with a brace is an object"
+    assert isinstance(plain, dict), "JSON that starts with a brace is an object"
     return plain
 
 
+def _from_recovery(plain: Mapping[str, Any], path: Path) -> dict[str, Any]:
+    """Return the fields that `recover` was certain of. Claiming its guesses would refute a run for a wrong guess."""
+    found = plain.get("fields", {})
+    is_valid = isinstance(found, dict) and all(isinstance(one, dict) and "value" in one for one in found.values())
+    fields = {name: one["value"] for name, one in found.items() if one.get("certain") is True} if is_valid else {}
+    if not fields:
+        raise StepscopeError(
+            f"no certain fields in `{path}`",
+            detail=f"only the certain fields of a recovery are claimed; or write the sizes as a claim: {_FORM}",
+            hint="stepscope recover EVIDENCE --format json",
+        )
+    return fields
+
+
 def _from_config(plain: Mapping[str, Any], path: Path) -> dict[str, Any]:
-    """The fields of a transformers config. How weights are stored says nothing of how a run computes: no dtype."""
+    """Return the fields of a transformers config. Its dtype is that of the stored weights, so it is not claimed."""
     model_type = plain.get("model_type")
     reader = _CONFIGS.get(str(model_type))
     if reader is None:
         raise StepscopeError(
-            f"the config `{path}` is of a `{str(model_type)[:60]}`, which is not known here",
-            detail=f"known are {', '.join(_CONFIGS)}; or write the sizes into a claim: {_FORM}",
+            f"unsupported model_type `{str(model_type)[:60]}` in `{path}`",
+            detail=f"expected one of {', '.join(_CONFIGS)}; or write the sizes as a claim: {_FORM}",
         )
     try:
         fields = reader(plain)
     except KeyError as error:
-        raise StepscopeError(f"the config `{path}` has no `{error.args[0]}`") from None
+        raise StepscopeError(f"`{error.args[0]}` is missing in the config `{path}`") from None
     known = {name: value for name, value in fields.items() if value is not None}
     return {**known, "model_type": str(model_type)}
 

@@ -1,9 +1,9 @@
-"""A file's kernels, laid out as a claim says, and what a claim leaves open, taken from the evidence.
+"""The kernels of a file arranged according to a claim, with the sizes that are not claimed taken from the evidence.
 
-Products can be read in more than one way, and the way that contradicts a claim least is taken: a claim is refuted only
-if none fits. A claim without batch and context, as a published config is, is held against every pair that the tokens
-of the run allow. Other sizes that are not claimed are taken as `recover` finds them, as long as nothing speaks against
-it; they help to test the rest and are never held against anybody.
+GEMMs can be interpreted in more than one way. The interpretation that contradicts the claim least is used: a claim is
+refuted only if none fits. A claim without batch and context, such as a published config, is compared for every pair
+that the tokens of the run allow. Other sizes that are not claimed are those that `recover` finds, if they do not
+contradict the claim. They help to test the claimed sizes and never refute the claim.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -33,16 +33,17 @@ from stepscope.recover.facts import LARGEST_SIZE, Gather, Rows, Sighting
 from stepscope.recover.families import find_platform, read_fact
 from stepscope.recover.shape import LAYER_SIZES, ClaimedShape, divisors
 from stepscope.recover.solve.recovery import Candidate, Recovery, recover
+from stepscope.units import count_noun
 
-_MOST_PAIRS = 64  # of batch and context that are tried
-_MOST_MISFITS = 4  # readings that are laid out although none fits
-_MOST_LAID_OUT = 1_000_000  # kernels of a file, in all readings and sizes that are tried: some 40 s on a slow machine
+_MOST_PAIRS = 64  # of batch and context to try
+_MOST_MISFITS = 4  # interpretations to arrange if none fits
+_MOST_LAID_OUT = 1_000_000  # kernels of a file, over all interpretations and sizes: about 40 s on a slow machine
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClaimedRun:
-    """`wrong`: how many checks and layers contradict the claim in the best reading. `fits_otherwise`: with the other
-    kind of feed-forward layer nothing would contradict either."""
+    """`wrong`: how many checks and layers contradict the claim in the best interpretation. `fits_otherwise`: nothing
+    would contradict the claim with the other kind of feed-forward layer, gated or not."""
 
     evidence: KernelEvidence
     run: SegmentedOrder
@@ -51,7 +52,7 @@ class ClaimedRun:
     checks: list[ShapeCheck]
     wrong: int
     fits_otherwise: bool = False
-    counts: tuple[tuple[Zone, Seen], ...] = ()  # kernels that move data
+    counts: tuple[tuple[Zone, Seen], ...] = ()  # data movement kernels
 
 
 def make_shape(claim: Claim) -> ClaimedShape:
@@ -60,8 +61,8 @@ def make_shape(claim: Claim) -> ClaimedShape:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClaimedRuns:
-    """Every file under the shape that the claim is held to be. `left_open`: what of the sizes that are not claimed was
-    not looked at. `is_cut`: not every way to lay the kernels out was tried, so that none of them refutes."""
+    """Every file, arranged for the shape that fits the claim best. `left_open`: which sizes that are not claimed were
+    not examined. `is_cut`: not every arrangement of the kernels was tried, so that none refutes the claim."""
 
     shape: ClaimedShape
     files: list[ClaimedRun]
@@ -81,7 +82,7 @@ def open_all(evidence: Sequence[KernelEvidence], claim: Claim) -> ClaimedRuns:
             best = wrong, ClaimedRuns(shape=shape, files=files, left_open=left_open)
         if not wrong:
             break
-    assert best is not None, "the claim itself is tried at last"
+    assert best is not None, "the claim itself is tried last"
     return _finish(best[1], opened, is_cut=any(one.is_cut for one in opened))
 
 
@@ -93,8 +94,8 @@ def _finish(runs: ClaimedRuns, opened: Sequence["_Opened"], *, is_cut: bool) -> 
 def _complete(
     shape: ClaimedShape, opened: Sequence["_Opened"], recovered: Callable[[], Recovery | None]
 ) -> Iterator[tuple[ClaimedShape, tuple[str, ...]]]:
-    """What the claim may mean, the likeliest first, and what was not looked at when it was recovered. What comes last
-    leaves open whatever nobody knows: if that is contradicted, the claim is, whatever the open sizes are."""
+    """Yield the shapes that the claim can mean, most likely first, with what the recovery did not examine. The last one
+    leaves unknown sizes open: if it is contradicted, so is the claim, whatever the open sizes are."""
     open_sizes = [name for name in LAYER_SIZES if getattr(shape, name) is None]
     if not open_sizes:
         yield shape, ()
@@ -106,7 +107,7 @@ def _complete(
                 yield filled, answer.left_open
     yield from ((one, ()) for one in pairs[:_MOST_PAIRS])
     if not pairs and (answer := recovered()) is not None:
-        # A compiled run shows its tokens to the recovery alone, which may differ in what is claimed.
+        # In a compiled run only the recovery finds the number of tokens, and it may disagree with the claimed sizes.
         yield from ((_complete_from(shape, one), answer.left_open) for one in answer.candidates)
     if not 0 < len(pairs) <= _MOST_PAIRS:
         yield shape, ()
@@ -120,20 +121,20 @@ def _recover(evidence: Sequence[KernelEvidence]) -> Recovery | None:
 
 
 def _fill(shape: ClaimedShape, candidate: Candidate) -> ClaimedShape | None:
-    """The claim with what it leaves open as recovered; None where the two disagree."""
+    """Return the claim completed with the recovered sizes, or None if the two disagree."""
     known = {name: value for name in LAYER_SIZES if (value := getattr(shape, name)) is not None}
     found = {name: getattr(candidate, name) for name in LAYER_SIZES}
     return ClaimedShape(**found) if all(found[name] == value for name, value in known.items()) else None
 
 
 def _complete_from(shape: ClaimedShape, candidate: Candidate) -> ClaimedShape:
-    """What the claim leaves open, as recovered."""
+    """Return the claim with its open sizes as recovered."""
     found = {name: getattr(candidate, name) for name in LAYER_SIZES if getattr(shape, name) is None}
     return msgspec.structs.replace(shape, **found)
 
 
 def _pair(shape: ClaimedShape, opened: Sequence["_Opened"]) -> Iterator[ClaimedShape]:
-    """Every batch and context that make the tokens which norms and lookups show, and that attention admits."""
+    """Yield every batch and context that match the tokens of norms and lookups, and that attention kernels allow."""
     tokens = next((found for one in opened if (found := one.count_tokens()) is not None), None)
     if tokens is None or (shape.batch is not None and shape.context is not None):
         return
@@ -150,9 +151,10 @@ def _pair(shape: ClaimedShape, opened: Sequence["_Opened"]) -> Iterator[ClaimedS
 def _forgive_cuts(
     placement: Placement, checks: list[ShapeCheck], kernels: int, period: int, shape: ClaimedShape
 ) -> list[ShapeCheck]:
-    """Recordings begin and end anywhere, and half a pass is easily misread. Where the whole file is one pass over and
-    over, every kernel of a part has twins in the other passes: what is wrong with it and with none of them is the cut.
-    `period`: after how many of the kernels the same come again, which is to be a whole pass and not a layer."""
+    """Drop contradictions that are caused by a recording that starts or ends in the middle of a pass. If the file
+    repeats one pass, every kernel of a partial pass has counterparts in the other passes: what is wrong with it but not
+    with them is caused by the cut. `period` is the number of kernels after which they repeat; it must be a whole pass,
+    not a layer."""
     inside = {(one.pass_number, one.layer) for one in placement.attentions if one.sighting.index >= kernels - period}
     if period == kernels or len(inside) != max(placement.num_layers):
         return checks
@@ -177,7 +179,7 @@ def _forgive_cuts(
 
 
 def _find_period(keys: Sequence[object]) -> int:
-    """After how many kernels the same come again."""
+    """Return the number of kernels after which the sequence repeats."""
     borders = [0]
     for key in keys[1:]:
         length = borders[-1]
@@ -188,7 +190,7 @@ def _find_period(keys: Sequence[object]) -> int:
 
 
 class _Opened:
-    """A file before anything is claimed."""
+    """A file, independent of the claim."""
 
     def __init__(self, evidence: KernelEvidence) -> None:
         self.evidence = evidence
@@ -198,7 +200,7 @@ class _Opened:
         self.predictor = Predictor(self.platform, device)
         self._period = _find_period([self.predictor.identify(one) for one in evidence.sightings])
         self._left = _MOST_LAID_OUT
-        self.is_cut = False  # there were readings that were not laid out
+        self.is_cut = False  # some interpretations were not arranged
 
     @property
     def is_spent(self) -> bool:
@@ -207,10 +209,10 @@ class _Opened:
     def lay_out(self, claim: Claim, shape: ClaimedShape) -> ClaimedRun:
         best = self._read(claim, shape, claim.gated)
         if best is None:
-            raise NoTransformerError(
-                f"{self.run.gap_products} matrix products between one attention and the next, which are not those of "
-                "a decoder's layer"
-            )
+            count = self.run.gap_products
+            gap = "around attention" if count is None else "between one attention and the next"
+            gemms = "the GEMMs" if count is None else count_noun(count, "GEMM")
+            raise NoTransformerError(f"{gemms} {gap} cannot be a decoder layer")
         other = self._read(claim, shape, not claim.gated) if claim.gated is not None else None
         (wrong, _, _), placement, checks = best
         return ClaimedRun(
@@ -224,13 +226,13 @@ class _Opened:
         )
 
     def count(self, file: ClaimedRun) -> ClaimedRun:
-        """With the kernels that move data, which are needed of the best alone."""
+        """Add the data movement kernels, which only the best arrangement needs."""
         return replace(file, counts=tuple(find_counts(file.placement, self.platform)))
 
     def _read(
         self, claim: Claim, shape: ClaimedShape, gated: bool | None
     ) -> tuple[tuple[int, bool, int], Placement, list[ShapeCheck]] | None:
-        """The reading of the products that contradicts the claim least."""
+        """Return the interpretation of the GEMMs that contradicts the claim least."""
         best: tuple[tuple[int, bool, int], Placement, list[ShapeCheck]] | None = None
 
         known: dict[object, bool] = {}
@@ -260,8 +262,8 @@ class _Opened:
         return best
 
     def _choose_patterns(self, gated: bool | None, fits: Fits) -> list[tuple[Pattern, int]]:
-        """Those that fit one layer, with products that have no role in it if need be. Where none does, the claim is
-        refuted in any, and a few that nearly do are enough to say how."""
+        """Return the patterns that fit one layer, if necessary with GEMMs that have no role in it. If none fits, the
+        claim is refuted in any case, and a few that nearly fit are enough to explain why."""
         gap = self.run.gap
         if gap is None:
             return find_patterns(self.run, gated=gated)
@@ -277,8 +279,8 @@ class _Opened:
         return [pattern for _, pattern in sorted(misfits, key=lambda one: one[0])[:_MOST_MISFITS]]
 
     def count_tokens(self) -> int | None:
-        """By the lookups before the first attention, of which that of the tokens has most rows: positions may be looked
-        up before them. Else by the first lookup or norm."""
+        """Return the rows of the largest lookup before the first attention: position lookups have fewer rows. Without
+        one, return the rows of the first lookup or norm."""
         first = self.run.segments[0][0][0].index
         rows: dict[type, list[tuple[int, int]]] = {Gather: [], Rows: []}
         for one in self.run.sightings:

@@ -1,8 +1,8 @@
-"""Evidence against itself: what no GPU can have reported, whatever it ran.
+"""Inconsistent evidence: values that no GPU can have reported, whatever it ran.
 
-Numbers of a file can be edited one by one. A GPU ties them together: operations to instructions, bytes to sectors, work
-to time, a name to what the code behind it does. And some of its numbers never come twice: memory traffic and time vary
-with every launch, so layers that agree in them to the last digit are one layer, copied.
+The numbers in a file can be edited one by one, but on a GPU they depend on each other: operations on instructions,
+bytes on sectors, time on work, and the work on the kernel's name. Some never repeat: memory traffic and duration vary
+with every launch, so layers with exactly the same values are copies of one layer.
 """
 
 import itertools
@@ -13,25 +13,25 @@ from stepscope.recover.evidence.layout import Complaint, Placement
 from stepscope.recover.evidence.order import is_product
 from stepscope.recover.facts import Sighting
 
-# Whose names are known well enough to say that the code behind them multiplies no matrices.
+# Kernels that are known well enough to say from their names that they do not use tensor cores.
 _PLAIN_LIBRARIES = ("ATen",)
 _PLAIN_CLASSES = ("elementwise", "copy", "reduction", "norm", "softmax", "index", "embedding", "loss", "optimizer")
 _TENSOR_DTYPES = ("bf16", "fp16", "tf32")
-FASTEST = 1.15  # of the data sheet's peak: single cards clock higher; nothing was seen beyond 0.85
-_SAME_SHARE = 0.01  # by which operations per instruction may differ between launches of one kernel
+FASTEST = 1.15  # times the data sheet's peak: some GPUs clock higher; the highest measured was 0.85
+_SAME_SHARE = 0.01  # how much operations per instruction may differ between launches of a kernel
 _SECTOR_BYTES = 32
-# Kernels of a layer that must agree in everything before it is called a copy: with counters, and by durations alone.
+# How many kernels of a layer must agree in every value before it counts as a copy: with counters, and without.
 _FEWEST_COUNTED, _FEWEST_TIMED = 4, 8
-_COARSEST_NS = 100  # steps of a clock; a GPU's own are of 32 ns
-_ROUNDING_NS = 2  # by which steps differ where ticks were turned into nanoseconds
-_CHANCE = 1e-6  # that layers agree by chance, below which they are called copies
-_UNKNOWN_SHARE = 0.5  # of kernels that take the same time in two layers: more than was seen in any honest run
+_COARSEST_NS = 100  # clock resolution; that of a GPU is 32 ns
+_ROUNDING_NS = 2  # how much steps differ after converting ticks to nanoseconds
+_CHANCE = 1e-6  # probability that layers agree by chance, below which they count as copies
+_UNKNOWN_SHARE = 0.5  # of kernels that take the same time in two layers: more than in any genuine run measured
 
 
 def find_contradictions(
     sightings: Sequence[Sighting], placement: Placement | None, hardware: Hardware | None
 ) -> Iterator[Complaint]:
-    """Those that are unclear are no contradictions: a coarse clock gives the same times again and again."""
+    """Yield contradictions. Those with `is_unclear` do not count: with a coarse clock, durations repeat by chance."""
     yield from _check_names(sightings)
     yield from _check_instructions(sightings)
     for one in sightings:
@@ -51,19 +51,19 @@ def _check_names(sightings: Sequence[Sighting]) -> Iterator[Complaint]:
         if operations and plain:
             yield Complaint(
                 sighting=one,
-                expected=f"{one.name.operation}, by its name, which multiplies no matrices",
+                expected=f"no tensor core work: {one.name.operation}, according to its name",
                 seen=f"tensor_ops {operations:,}",
             )
     for one in products:
         is_silent = one.counters.get("tensor_ops") == 0 and one.name.dtype in measured
         if is_silent and one.name.dtype in _TENSOR_DTYPES:
             yield Complaint(
-                sighting=one, expected=f"a matrix product in {one.name.dtype}, by its name", seen="tensor_ops 0"
+                sighting=one, expected=f"a GEMM in {one.name.dtype}, according to its name", seen="tensor_ops 0"
             )
 
 
 def _check_instructions(sightings: Sequence[Sighting]) -> Iterator[Complaint]:
-    """One instruction does so many operations, the same in every launch of a kernel."""
+    """Operations per instruction are the same in every launch of a kernel."""
     usual: dict[str, float] = {}
     for one in sightings:
         operations, instructions = one.counters.get("tensor_ops"), one.counters.get("tensor_instructions")
@@ -71,7 +71,7 @@ def _check_instructions(sightings: Sequence[Sighting]) -> Iterator[Complaint]:
             continue
         if instructions == 0:
             yield Complaint(
-                sighting=one, expected="instructions on the tensor cores", seen=f"none, and tensor_ops {operations:,}"
+                sighting=one, expected="tensor core instructions", seen=f"none, with tensor_ops {operations:,}"
             )
             continue
         each = operations / instructions
@@ -79,7 +79,7 @@ def _check_instructions(sightings: Sequence[Sighting]) -> Iterator[Complaint]:
         if abs(each - known) > _SAME_SHARE * known:
             yield Complaint(
                 sighting=one,
-                expected=f"{known:,.0f} operations an instruction, as in other launches of this kernel",
+                expected=f"{known:,.0f} operations per instruction, as in other launches of this kernel",
                 seen=f"{each:,.0f}",
             )
 
@@ -89,7 +89,7 @@ def _check_stores(sighting: Sighting) -> Iterator[Complaint]:
     if stored and sectors is not None and sectors * _SECTOR_BYTES < stored:
         yield Complaint(
             sighting=sighting,
-            expected=f"at least {-(-stored // _SECTOR_BYTES):,} sectors for the {stored:,} bytes stored",
+            expected=f"at least {-(-stored // _SECTOR_BYTES):,} sectors for {stored:,} stored bytes",
             seen=f"write_sectors {sectors:,}",
         )
 
@@ -110,13 +110,13 @@ def _check_speed(sighting: Sighting, hardware: Hardware) -> Iterator[Complaint]:
 def _too_fast(sighting: Sighting, what: str, least_seconds: float) -> Complaint:
     return Complaint(
         sighting=sighting,
-        expected=f"at least {least_seconds * 1e6:,.1f} µs for {what}, at this GPU's peak",
+        expected=f"at least {least_seconds * 1e6:,.1f} µs for {what} at this GPU's peak",
         seen=f"{sighting.duration_ns / 1e3:,.1f} µs",
     )
 
 
 def _find_copies(sightings: Sequence[Sighting], placement: Placement) -> Iterator[Complaint]:
-    """From one attention to the next, with all that varies."""
+    """Compare the durations and memory traffic of layers, each from one attention to the next."""
     starts = sorted({(place.pass_number, place.layer): place.sighting.index for place in placement.attentions}.values())
     layers = [sightings[start:end] for start, end in itertools.pairwise(starts)]
     is_coarse = find_step_ns(sightings) >= _COARSEST_NS
@@ -132,21 +132,22 @@ def _find_copies(sightings: Sequence[Sighting], placement: Placement) -> Iterato
             by_chance = len(layers) ** 2 * share ** len(kernels)
             yield Complaint(
                 sighting=kernels[0],
-                expected="times and memory traffic that vary from layer to layer, as they do on every GPU",
-                seen=f"{len(kernels)} kernels that repeat those from #{known[key]} on to the last digit",
+                expected="durations and memory traffic that vary between layers, as on every GPU",
+                seen=f"{len(kernels)} kernels with exactly the values of those from #{known[key]} on",
                 is_unclear=not counted and (is_coarse or by_chance > _CHANCE),
             )
 
 
 def find_step_ns(sightings: Sequence[Sighting]) -> int:
-    """The step of the clock that durations were taken with: the least by which two differ. 0 where all are alike."""
+    """Return the clock's resolution: the smallest difference between two durations, or 0 if all are equal."""
     durations = sorted({one.duration_ns for one in sightings})
     steps = [after - before for before, after in itertools.pairwise(durations)]
     return min((step for step in steps if step > _ROUNDING_NS), default=min(steps, default=0))
 
 
 def _share_alike(layers: Sequence[Sequence[Sighting]]) -> float:
-    """How many of a layer's kernels take the same time in the next, where the two are not alike as a whole."""
+    """Return the share of kernels that take the same time in the next layer. Layers that are entirely equal do not
+    count."""
     alike, compared = 1, 2
     for first, second in itertools.pairwise(layers):
         same = sum(_varying(one) == _varying(other) for one, other in zip(first, second, strict=False))

@@ -1,7 +1,7 @@
-"""What a claimed shape predicts of every kernel, as checks that can be asked of other shapes as well.
+"""Predictions from a claimed shape for every kernel, as checks that can be run for other shapes too.
 
-A check is asked of the claim first. Then it is asked of shapes that differ from it in one size: a size that can be
-changed without any check noticing was not tested, however well the claim fits.
+A check is run for the claim first, then for shapes that differ from it in one size. If a size can be changed without
+any check failing, it was not tested, however well the claim fits.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -19,28 +19,28 @@ from stepscope.recover.shape import HEAD_ROWS, ClaimedShape, ProductShape, Size,
 _NORM_ZONES: tuple[Zone, ...] = ("between", "middle", "final")
 _WITH_TOKENS = ("index", "embedding", "norm")
 _WORDS: dict[Role, str] = {
-    "query_key_value": "projection to queries, keys and values",
-    "query": "projection to queries",
-    "key": "projection to keys",
-    "value": "projection to values",
-    "key_value": "projection to keys and values",
-    "scores": "scores of attention",
-    "values": "values of attention",
-    "output": "output projection of attention",
-    "gate": "gate of the feed-forward layer",
-    "up": "up projection of the feed-forward layer",
-    "gate_up": "gate and up projection of the feed-forward layer",
-    "down": "down projection of the feed-forward layer",
-    "head": "head",
+    "query_key_value": "query-key-value projection",
+    "query": "query projection",
+    "key": "key projection",
+    "value": "value projection",
+    "key_value": "key-value projection",
+    "scores": "attention scores",
+    "values": "attention values",
+    "output": "attention output projection",
+    "gate": "feed-forward gate projection",
+    "up": "feed-forward up projection",
+    "gate_up": "feed-forward gate and up projection",
+    "down": "feed-forward down projection",
+    "head": "LM head",
 }
 
 
-Test = Callable[[ClaimedShape], bool | None]  # None: it needs a size that is not known
+Test = Callable[[ClaimedShape], bool | None]  # None: a size it needs is unknown
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShapeCheck:
-    """Whether a shape can have made this kernel."""
+    """A check whether a shape can have launched this kernel."""
 
     sighting: Sighting
     what: str
@@ -48,12 +48,12 @@ class ShapeCheck:
     test: Test
     expect: Callable[[ClaimedShape], str]
     seen: str
-    key: object  # equal for checks that answer alike
-    suggest: Callable[[ClaimedShape], str] = lambda _: ""  # what would fit instead
+    key: object  # equal for checks with equal results
+    suggest: Callable[[ClaimedShape], str] = lambda _: ""  # the sizes that would fit instead
 
 
 def admits(product: Product, sizes: ProductShape) -> bool | None:
-    """None where more than one size is not known."""
+    """Whether the sizes fit; None if more than one is unknown."""
     rows, columns, inner, batch = sizes
     unknown = sizes.count(None)
     if batch is None or unknown > 1:
@@ -64,23 +64,23 @@ def admits(product: Product, sizes: ProductShape) -> bool | None:
 
 
 def _any_of(answers: Iterable[bool | None]) -> bool | None:
-    """False only where every way is excluded."""
+    """Return False only if every alternative is excluded."""
     found = list(answers)
     return True if True in found else None if None in found else False
 
 
 class Predictor:
-    """Checks for the kernels of one file. Readers are asked once for launches that look alike."""
+    """Makes the checks for the kernels of one file. Facts are read once for identical launches."""
 
     def __init__(self, platform: Platform, hardware: Hardware | None) -> None:
         self._platform = platform
         self._hardware = hardware
         self._identities: dict[int, object] = {}  # by the kernel's index in the file
-        # Launches that look alike say the same, and a run has thousands.
+        # Identical launches have the same facts, and a run has thousands of them.
         self._facts: dict[object, tuple[Fact, ...]] = {}
 
     def identify(self, sighting: Sighting) -> object:
-        """Equal for launches that every reader takes alike. How long they took is not part of it."""
+        """Return a key that is equal for launches with the same facts. It does not include the duration."""
         if sighting.index not in self._identities:
             self._identities[sighting.index] = _identity(sighting)
         return self._identities[sighting.index]
@@ -101,7 +101,7 @@ class Predictor:
         return _any_of(admits(product, sizes) for sizes in product_sizes(role, shape))
 
     def find_single_steps(self, placement: Placement, shape: ClaimedShape) -> set[int]:
-        """Passes whose lookups and norms have a row for each sequence: one token more of a text that is generated."""
+        """Return the passes whose lookups and norms have one row per sequence: the decode steps of text generation."""
         if shape.batch is None or shape.tokens == shape.batch:
             return set()
         rows: dict[int, set[int]] = {}
@@ -118,7 +118,7 @@ class Predictor:
         for place in placement.attentions:
             yield from self.check_anchor(place.sighting, _where(place))
         for sighting in placement.recomputed:
-            yield from self.check_anchor(sighting, "attention that is run again for the backward pass")
+            yield from self.check_anchor(sighting, "attention recomputed for the backward pass")
         for sighting in placement.backward_attentions:
             yield from self.check_anchor(sighting, "backward")
         yield from self._check_lookup(placement)
@@ -151,7 +151,7 @@ class Predictor:
         )
 
     def _check_speed(self, places: list[KernelPlace]) -> Iterator[ShapeCheck]:
-        """No product can take less time than its operations do at the card's peak."""
+        """No GEMM can be faster than its operations at the GPU's peak."""
         quickest: dict[Role, KernelPlace] = {}
         for place in places:
             if place.role is not None and place.sighting.duration_ns > 0:
@@ -164,7 +164,8 @@ class Predictor:
                 yield _speed_check(role, place, peak)
 
     def _peak(self, dtype: str | None) -> float | None:
-        """Products in fp32 may be made of several in tf32, and those of an unknown kind may be of any."""
+        """Return the peak for a data type. An fp32 GEMM may be computed as several tf32 ones; an unknown type has no
+        peak."""
         if self._hardware is None:
             return None
         peaks = self._hardware.peak_flops
@@ -187,14 +188,14 @@ class Predictor:
         elif sighting.name.kernel_class in ("softmax", "reduction") and sighting.name.library != "Inductor":
             yield from self._check_rows(
                 sighting,
-                "softmax of attention",
+                "attention softmax",
                 where,
                 rows=lambda shape: (times(shape.tokens, shape.num_heads),),
                 width=lambda shape: shape.context,
             )
 
     def _check_norm(self, place: KernelPlace) -> Iterator[ShapeCheck]:
-        """The last norm may be of the tokens that the head is asked about only."""
+        """The last norm may run only on the tokens that the LM head uses."""
         ways = HEAD_ROWS if place.zone == "final" else HEAD_ROWS[:1]
         yield from self._check_rows(
             place.sighting,
@@ -215,7 +216,7 @@ class Predictor:
         width: Callable[[ClaimedShape], Size],
         is_apart: bool = False,
     ) -> Iterator[ShapeCheck]:
-        """`is_apart`: other places are asked about other rows."""
+        """`is_apart`: at other positions, other numbers of rows are allowed."""
         facts = [one for one in self._choices(sighting) if isinstance(one, Rows)]
         if not facts:
             return
@@ -238,7 +239,7 @@ class Predictor:
         )
 
     def _check_lookup(self, placement: Placement) -> Iterator[ShapeCheck]:
-        """One of the lookups before the first layer is that of the tokens. Others are of positions or kinds."""
+        """One of the lookups before the first layer is the token embedding. Others are positions or token types."""
         found: dict[int, list[tuple[KernelPlace, Gather]]] = {}
         for place in placement.others:
             fact = join_choices(self._choices(place.sighting)) if place.zone == "before" else None
@@ -284,10 +285,10 @@ def _speed_check(role: Role, place: KernelPlace, peak: float) -> ShapeCheck:
     duration_us = place.sighting.duration_ns / 1e3
     return ShapeCheck(
         sighting=place.sighting,
-        what=f"shortest time of the {_WORDS[role]}",
+        what=f"shortest time of {_WORDS[role]}",
         where=_where(place),
         test=test,
-        expect=lambda shape: f"at least {least_us(shape) or 0:,.2f} µs, at this GPU's peak",
+        expect=lambda shape: f"at least {least_us(shape) or 0:,.2f} µs at this GPU's peak",
         seen=f"{duration_us:,.2f} µs",
         key=("speed", role, place.sighting.name.dtype, place.sighting.duration_ns),
     )
@@ -306,7 +307,7 @@ def _lookup_check(places: list[KernelPlace], facts: list[Gather], key: object) -
     first = places[0]
     return ShapeCheck(
         sighting=first.sighting,
-        what="lookup of tokens",
+        what="token embedding lookup",
         where=_where(first),
         test=test,
         expect=lambda shape: f"{_say(shape.tokens)} rows of {_say(shape.d_model)} elements",
@@ -316,7 +317,8 @@ def _lookup_check(places: list[KernelPlace], facts: list[Gather], key: object) -
 
 
 def admits_attention(fact: Attention, shape: ClaimedShape) -> bool | None:
-    """Programs may repeat key-value heads before they call attention, so that it sees as many as there are heads."""
+    """Whether the sizes fit; None if one is unknown. Programs may repeat key-value heads before they call attention, so
+    num_heads of them are allowed too."""
     sizes = (shape.batch, shape.num_heads, shape.num_kv_heads, shape.context, shape.d_head)
     if None in sizes:
         windows = (fact.batch, fact.heads, None, fact.length, fact.head_dim)
@@ -335,7 +337,7 @@ def _holds(window: Window | None, size: Size) -> bool | None:
 
 
 def _both(first: bool | None, second: bool | None) -> bool | None:
-    """False where either is; True where one is and the other tells nothing."""
+    """Return False if either is False, True if at least one is True, otherwise None."""
     if first is False or second is False:
         return False
     return True if first or second else None
@@ -349,26 +351,26 @@ def _where(place: KernelPlace) -> str:
 
 def _describe_product(role: Role, shape: ClaimedShape) -> str:
     rows, columns, inner, batch = product_sizes(role, shape)[0]
-    text = f"{_say(rows)} × {_say(columns)}, summed over {_say(inner)}"
-    return text if batch == 1 else f"{text}, {_say(batch)} times"
+    text = f"M {_say(rows)}, N {_say(columns)}, K {_say(inner)}"
+    return text if batch == 1 else f"{text}, batch of {_say(batch)}"
 
 
 def _suggest(role: Role, shape: ClaimedShape, product: Product) -> str:
-    """The columns, or the size summed over, that the kernel would have if all else were true."""
+    """Return the N or the K that would fit the kernel if all else in the claim is true."""
     rows, columns, inner, batch = product_sizes(role, shape)[0]
     if not rows or columns is None or inner is None or batch is None:
         return ""
     across = find_window(product, rows=rows, inner=inner, batch=batch)
     if across is not None:
-        return f"which would be {across.low:,} to {across.high:,} columns"
+        return f"which fits N {_describe_windows([across])}"
     deep = find_window(product, rows=rows, columns=columns, batch=batch)
-    return f"which would be a sum over {deep.low:,} to {deep.high:,}" if deep is not None else ""
+    return f"which fits K {_describe_windows([deep])}" if deep is not None else ""
 
 
 def _describe_attention(shape: ClaimedShape) -> str:
     return (
-        f"batch {_say(shape.batch)}, {_say(shape.num_heads)} heads of {_say(shape.d_head)}, "
-        f"{_say(shape.num_kv_heads)} for keys and values, context {_say(shape.context)}"
+        f"batch {_say(shape.batch)}, num_heads {_say(shape.num_heads)}, num_kv_heads {_say(shape.num_kv_heads)}, "
+        f"d_head {_say(shape.d_head)}, context {_say(shape.context)}"
     )
 
 

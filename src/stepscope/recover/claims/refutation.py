@@ -1,4 +1,4 @@
-"""What refutes a claim: kernels that no model of the claimed shape can have run, each with what was expected of it."""
+"""Refutations: kernels that no model of the claimed shape can have run, each with what was expected instead."""
 
 import re
 from collections.abc import Iterator, Sequence
@@ -13,22 +13,23 @@ from stepscope.recover.evidence.order import Role, is_product
 from stepscope.recover.facts import Sighting
 from stepscope.recover.families.optimizers import join_launches, read_update, split_calls
 from stepscope.recover.shape import ClaimedShape
+from stepscope.units import count_noun
 
-# A fused step, and the running mean of gradients in a step of many kernels.
+# A fused step, or the running mean of gradients in a step of many kernels: each runs once per parameter.
 _ONCE = re.compile(r"Fused\w*(?:Adam|Sgd|Adagrad)\w*Functor|LerpFunctor")
-OTHER_DTYPE_ROLES: tuple[Role, ...] = ("head",)  # often done in another precision on purpose
+OTHER_DTYPE_ROLES: tuple[Role, ...] = ("head",)  # often uses another precision on purpose
 
 
 def refute(file: ClaimedRun, claim: Claim, shape: ClaimedShape) -> Iterator[Refutation]:
-    """In the order in which they are to be read: the claim's own sizes first, then the file against itself."""
+    """Yield refutations in the order to show them: claimed sizes first, then evidence that contradicts itself."""
     found: list[Refutation] = [
         make_refutation(
             file,
             file.placement.starts[number - 1],
             where=f"pass {number}",
-            what="number of layers",
-            expected=f"{claim.num_layers} layers",
-            seen=f"{seen} attentions between which the same products stand",
+            what="num_layers",
+            expected=f"num_layers {claim.num_layers}",
+            seen=f"{count_noun(seen, 'attention call')} separated by the same GEMMs",
         )
         for number, seen in find_other_depths(file, claim)
     ]
@@ -43,7 +44,7 @@ def refute(file: ClaimedRun, claim: Claim, shape: ClaimedShape) -> Iterator[Refu
     found += refute_updates(file, claim)
     device = hardware.find(file.evidence.device) if file.evidence.device else None
     found += [
-        make_refutation(file, one.sighting, what="evidence against itself", expected=one.expected, seen=one.seen)
+        make_refutation(file, one.sighting, what="inconsistent evidence", expected=one.expected, seen=one.seen)
         for one in find_contradictions(file.run.sightings, file.placement, device)
         if not one.is_unclear
     ]
@@ -51,7 +52,8 @@ def refute(file: ClaimedRun, claim: Claim, shape: ClaimedShape) -> Iterator[Refu
 
 
 def find_other_depths(file: ClaimedRun, claim: Claim) -> Iterator[tuple[int, int]]:
-    """Passes with another number of layers than claimed, and it. A pass that is cut has more than it shows."""
+    """Yield the passes that do not have the claimed number of layers, with their number. A partial pass may have more
+    layers than it shows."""
     layers = claim.num_layers
     for number, seen in enumerate(file.placement.num_layers, start=1):
         is_open = number in file.placement.unclear or (seen < (layers or 0) and file.placement.is_cut(number))
@@ -60,15 +62,15 @@ def find_other_depths(file: ClaimedRun, claim: Claim) -> Iterator[tuple[int, int
 
 
 def refute_sizes(file: ClaimedRun, shape: ClaimedShape) -> Iterator[Refutation]:
-    """What is not held against a rank that does a share of each layer."""
+    """Yield refutations that do not apply to a rank that computes a shard of each layer."""
     for one in file.placement.intruders:
         yield make_refutation(
             file,
             one.sighting,
             where=f"pass {one.pass_number}, layer {one.layer}",
-            what="work that nobody claimed",
-            expected="no matrix product here in a layer of the claimed kind",
-            seen=f"one of {one.sighting.duration_ns / 1e3:,.1f} µs, {describe_launch(one.sighting)}",
+            what="unclaimed work",
+            expected="no GEMM here in a layer of the claimed model",
+            seen=f"a GEMM of {one.sighting.duration_ns / 1e3:,.1f} µs, {describe_launch(one.sighting)}",
         )
     yield from _refute_checks(file, shape)
 
@@ -94,20 +96,20 @@ def refute_dtype(file: ClaimedRun, claim: Claim) -> Iterator[Refutation]:
                 file,
                 one.sighting,
                 where=f"pass {one.pass_number}, layer {one.layer}",
-                what="data type",
-                expected=f"matrix products in {claim.dtype}",
-                seen=f"{seen}, by the kernel's name",
+                what="dtype",
+                expected=f"GEMMs in {claim.dtype}",
+                seen=f"{seen}, according to the kernel's name",
             )
 
 
 def refute_updates(file: ClaimedRun, claim: Claim) -> Iterator[Refutation]:
-    """An optimizer goes over every parameter once, and over nothing else: unless ranks share them out."""
+    """An optimizer updates every parameter exactly once, unless the parameters are sharded over ranks."""
     seen, claimed = find_updated(file.run.sightings), claim.parameters
     if seen is None or claimed is None or file.evidence.exchanges:
         return
     first, low, high = seen
     if not low <= claimed <= high:
-        updated = f"at most {high:,}: layers share weights, or some are not trained"
+        updated = f"at most {high:,}: layers share weights, or some weights are frozen"
         yield make_refutation(
             file,
             first,
@@ -132,7 +134,7 @@ def make_refutation(
 
 
 def is_share(file: ClaimedRun) -> bool:
-    """Whether ranks exchange results between the layers of a pass, so that each may do a share of every layer."""
+    """Whether collectives run between the layers of a pass, so that each rank may compute a shard of every layer."""
     passes: dict[int, list[int]] = {}
     for one in file.placement.attentions:
         passes.setdefault(one.pass_number, []).append(one.sighting.index)
@@ -140,11 +142,11 @@ def is_share(file: ClaimedRun) -> bool:
 
 
 def find_updated(sightings: Sequence[Sighting]) -> tuple[Sighting, int, int] | None:
-    """The first launch of an optimizer, and how many elements it went over in a step: at least, at most.
+    """Return the optimizer's first launch, and the fewest and the most elements that it updates per step.
 
-    A kernel may be called for several lists of tensors, or several times for the same one. So a single call is the
-    least, and all calls of a kernel in a step are the most; where one is there that goes over each parameter once, its
-    calls are."""
+    A kernel may be called for several lists of tensors, or several times for the same list. So one call is the lower
+    bound and all calls of a kernel in a step are the upper bound, preferably of a kernel that runs once per parameter.
+    """
     launches = [one for one in sightings if one.name.kernel_class == "optimizer"]
     known = [one for one in launches if read_update(one) is not None]
     if not known or len(known) < len(launches):
@@ -162,7 +164,7 @@ def find_updated(sightings: Sequence[Sighting]) -> tuple[Sighting, int, int] | N
 
 
 def _split_steps(sightings: Sequence[Sighting]) -> Iterator[list[Sighting]]:
-    """The optimizer's launches between one forward pass and the next."""
+    """Yield the optimizer's launches between one forward pass and the next."""
     step: list[Sighting] = []
     for one in sightings:
         if one.name.kernel_class == "optimizer":

@@ -1,8 +1,8 @@
 """Work that a claim does not explain, in time and operations.
 
-Matrix products are what a model consists of, so a product that no layer has is either another model or busy work. What
-only moves data is told by how many elements it takes: programs make tensors that nobody can foresee, so a count that
-the claim does not explain is shown and refutes nothing.
+A model consists of GEMMs, so a GEMM that no layer has means another model or busy work. Data movement kernels are
+compared by element count. Programs create tensors that nobody can predict, so a count that the claim does not explain
+is listed but does not refute the claim.
 """
 
 import itertools
@@ -28,11 +28,11 @@ from stepscope.recover.shape import (
 
 Kind = Literal["multiplies", "unknown", "count"]
 _MULTIPLYING = ("GEMM", "attention", "convolution")
-_PADDED = 8  # what a compiler rounds a vocabulary up to
+_PADDED = 8  # the compiler pads a vocabulary to a multiple of this
 
 
 class UnclaimedWork(msgspec.Struct, frozen=True, kw_only=True):
-    """Launches of one kernel for which the claim has no use."""
+    """Launches of one kernel that the claim does not need."""
 
     kind: Kind
     name: str
@@ -40,11 +40,11 @@ class UnclaimedWork(msgspec.Struct, frozen=True, kw_only=True):
     first_index: int
     launches: int
     duration_ns: int
-    operations: int | None  # None where they were not counted
+    operations: int | None  # None if they were not counted
 
 
 def find_counts(placement: Placement, platform: Platform) -> Iterator[tuple[Zone, Seen]]:
-    """The kernels that move data, and where they stand."""
+    """Yield the data movement kernels and their zones."""
     for place in placement.others:
         seen = see(place.sighting, platform) if place.zone is not None else None
         if seen is not None and place.zone is not None and max(one.high for one in seen.counts) >= FEWEST:
@@ -52,7 +52,7 @@ def find_counts(placement: Placement, platform: Platform) -> Iterator[tuple[Zone
 
 
 def is_explained(zone: Zone, seen: Seen, shape: ClaimedShape) -> bool:
-    """Also where the claim leaves open a size that would be needed."""
+    """Whether the claim explains the element count. Also True if the claim leaves a size open that this needs."""
     core = shape.core
     if core is None:
         return True
@@ -66,14 +66,14 @@ def is_explained(zone: Zone, seen: Seen, shape: ClaimedShape) -> bool:
         if shape.vocab_size is None:
             return True
         ways = HEAD_ROWS if shape.head_rows is None else (shape.head_rows,)
-        # Positions may be cut off behind the head as well.
+        # Positions may also be dropped after the LM head.
         rows = {count_head_rows(shape, way) or 0 for way in ways} | {core.tokens - core.batch}
         expected |= rows | {number * shape.vocab_size for number in rows}
     return seen.explained_by(one for one in expected if isinstance(one, int))
 
 
 def _cast_weights(shape: ClaimedShape) -> Iterator[int]:
-    """Matrices that are cast before they are used, or padded so that a product can be cut into whole tiles."""
+    """Yield the sizes of weights that are cast before use, or padded to whole tiles."""
     if shape.d_model and shape.d_ff:
         yield from (shape.d_model * shape.d_ff, 2 * shape.d_model * shape.d_ff)
     if shape.d_model and shape.vocab_size:
@@ -83,17 +83,17 @@ def _cast_weights(shape: ClaimedShape) -> Iterator[int]:
 def find_unclaimed_products(
     run: SegmentedOrder, placement: Placement, predictor: Predictor, shape: ClaimedShape
 ) -> Iterator[tuple[Sighting, str]]:
-    """Kernels that multiply and have no place in the claimed model."""
+    """Yield GEMMs and similar kernels that the claimed model does not have."""
     for place in placement.intruders:
-        yield place.sighting, "a matrix product that no layer of the claimed kind has"
+        yield place.sighting, "a GEMM that a layer of the claimed model does not have"
     roles: tuple[Role, ...] = (*(role for role in placement.pattern if role is not None), "head")
     for one in placement.extras:
         is_of_backward = run.is_training and _is_of_backward(one, roles, predictor, shape)
         if not is_of_backward and not _is_rotary(one, predictor, shape):
-            yield one, "a matrix product outside of the layers that is not the head's"
+            yield one, "a GEMM outside the layers that is not the LM head"
     for one in placement.backward:
         if not _is_of_backward(one, roles, predictor, shape) and not _is_rotary(one, predictor, shape):
-            yield one, "a matrix product that is no gradient of the claimed layers"
+            yield one, "a GEMM that is not a gradient of the claimed layers"
     placed = {place.sighting.index for place in (*placement.products, *placement.attentions)}
     placed |= {one.sighting.index for one in placement.intruders}
     placed |= {one.index for one in (*placement.extras, *placement.backward, *placement.recomputed)}
@@ -101,15 +101,15 @@ def find_unclaimed_products(
         if one.index in placed or adds_parts(one):
             continue
         if one.name.kernel_class == "convolution":
-            yield one, "a convolution, which no decoder has"
+            yield one, "a convolution, which a decoder does not have"
         elif one.name.kernel_class not in _MULTIPLYING and one.counters.get("tensor_ops"):
-            yield one, f"not a matrix product by its name ({one.name.operation}), and one by its work"
+            yield one, f"uses tensor cores, but is not a GEMM according to its name ({one.name.operation})"
 
 
 def find_unknown(run: SegmentedOrder) -> Iterator[tuple[Sighting, str]]:
     for one in run.sightings:
         if is_unknown(one):
-            yield one, "a kernel whose name says nothing"
+            yield one, "an unknown kernel name"
 
 
 def is_unknown(sighting: Sighting) -> bool:
@@ -117,7 +117,7 @@ def is_unknown(sighting: Sighting) -> bool:
 
 
 def summarise(kind: Kind, found: Iterable[tuple[Sighting, str]]) -> tuple[UnclaimedWork, ...]:
-    """By kernel and reason, what took longest first."""
+    """Group the kernels by name and reason, longest total time first."""
     groups: dict[tuple[str, str], list[Sighting]] = {}
     for sighting, why in found:
         groups.setdefault((sighting.name.short, why), []).append(sighting)
@@ -137,7 +137,7 @@ def summarise(kind: Kind, found: Iterable[tuple[Sighting, str]]) -> tuple[Unclai
 
 
 def count_operations(sighting: Sighting) -> int | None:
-    """On the tensor cores and outside, as far as it was counted: a multiply-add is two."""
+    """Return the counted operations, on the tensor cores and outside them. A multiply-add is two operations."""
     counters = sighting.counters
     if not counters:
         return None
@@ -151,7 +151,7 @@ def _sum_operations(sightings: list[Sighting]) -> int | None:
 
 
 def _is_rotary(sighting: Sighting, predictor: Predictor, shape: ClaimedShape) -> bool:
-    """Angles of rotary positions, positions times frequencies: a product that sums over nothing."""
+    """Whether this is the outer product of positions and frequencies of rotary embeddings: a GEMM of inner size 1."""
     product = predictor.product(sighting)
     if product is None or shape.context is None or shape.batch is None or shape.d_head is None:
         return False
@@ -166,7 +166,7 @@ def _is_rotary(sighting: Sighting, predictor: Predictor, shape: ClaimedShape) ->
 
 
 def _is_of_backward(sighting: Sighting, roles: tuple[Role, ...], predictor: Predictor, shape: ClaimedShape) -> bool:
-    """A gradient is a product of the same three sizes, in another order."""
+    """A gradient is a GEMM of the same three sizes in another order."""
     product = predictor.product(sighting)
     if product is None:
         return True

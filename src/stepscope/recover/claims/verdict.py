@@ -1,4 +1,4 @@
-"""What comes of verifying: a verdict, what refutes a claim, and how well each field was tested."""
+"""The result of verifying a claim: a verdict, the refutations, and how well each field was tested."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from enum import StrEnum
@@ -11,22 +11,21 @@ from stepscope.recover.claims.unexplained import UnclaimedWork
 from stepscope.recover.evidence.recording import KernelEvidence
 from stepscope.recover.shape import ClaimedShape, divisors
 
-# --- Which other values would have passed
+# --- Other values that pass
 #
-# A size that can be changed unnoticed was not tested.
-# Sizes are changed alone, and in pairs that leave a product as it is: twice the heads of half the size, twice the batch
-# of half the context. Matrix products see such pairs as one.
+# A size that can be changed without any check failing was not tested. Sizes are changed one at a time, and in pairs
+# that leave GEMMs unchanged: twice the heads at half of d_head, twice the batch at half the context.
 
 Interval = tuple[int, int | None]  # both included; None: no end was found
 _LARGEST = 1 << 22
 _FACTORS = (2, 3, 4, 8)
-_CLOSE = 0.05  # of a value: others that are no further from it leave it tested
+_CLOSE = 0.05  # a value is tested if only values within this share of it pass
 _PAIRS = {"num_heads": "d_head", "d_head": "num_heads", "batch": "context", "context": "batch"}
 
 
 def find_passing(shape: ClaimedShape, name: str, passes: Callable[[ClaimedShape], bool]) -> tuple[Interval, ...]:
-    """The interval around the claimed value in which every value passes, less the value itself, and others that pass
-    with the other half of a pair changed along."""
+    """Return the interval around the claimed value in which every value passes, without the value itself, and values
+    that pass if the other size of a pair changes too."""
     value = getattr(shape, name)
     assert isinstance(value, int)
     if value > _LARGEST:
@@ -45,21 +44,21 @@ def find_passing(shape: ClaimedShape, name: str, passes: Callable[[ClaimedShape]
     if high > value:
         found.append((value + 1, high if high < _LARGEST else None))
     apart = set(_swap(shape, name, passes))
-    # Grids of compiled kernels know a count but for a power of two.
+    # Grids of compiled kernels determine a count only up to a power of two.
     apart |= {size for factor in _FACTORS for size in _scale(value, factor) if passes_with(size)}
     found += [(size, size) for size in apart if not low <= size <= high]
     return tuple(sorted(found, key=lambda one: one[0]))
 
 
 def is_tested(value: int, others: tuple[Interval, ...]) -> bool:
-    """Whether nothing but values close by would have passed."""
+    """Whether only values close to the claimed one pass."""
     return all(
         high is not None and low >= (1 - _CLOSE) * value and high <= (1 + _CLOSE) * value for low, high in others
     )
 
 
 def is_narrowed(value: int, others: tuple[Interval, ...]) -> bool:
-    """Whether neither half the value nor twice as much, nor anything beyond, would have passed."""
+    """Whether all values that pass are more than half and less than twice the claimed one."""
     return all(high is not None and 2 * low > value and high < 2 * value for low, high in others)
 
 
@@ -70,7 +69,7 @@ def _scale(value: int, factor: int) -> Iterator[int]:
 
 
 def _reach(value: int, step: int, passes_with: Callable[[int], bool]) -> int:
-    """The last value in a direction up to which all that was tried passes: ever longer steps, then halves."""
+    """Return the last value in a direction up to which all tried values pass: doubling steps, then bisection."""
     good, stride = value, 1
     while True:
         tried = good + step * stride
@@ -115,8 +114,8 @@ def _swap(shape: ClaimedShape, name: str, passes: Callable[[ClaimedShape], bool]
 
 # --- Verdicts
 
-_MOST_SHOWN = 4  # intervals of values that would have passed
-# "narrowed": more than a twentieth off would have passed as well, but neither half nor twice the value.
+_MOST_SHOWN = 4  # intervals of other values that pass
+# "narrowed": values that are more than 5% off pass, but neither half nor twice the claimed value.
 FieldVerdict = Literal["tested", "narrowed", "refuted", "not refuted", "not tested", "not claimed"]
 
 
@@ -127,7 +126,7 @@ class ClaimVerdict(StrEnum):
 
 
 class Refutation(msgspec.Struct, frozen=True, kw_only=True):
-    """A kernel that the claim does not explain. `index` counts the kernels of the file from 0."""
+    """A kernel that contradicts the claim. `index` counts the kernels of the file from 0."""
 
     file: str
     index: int
@@ -139,7 +138,7 @@ class Refutation(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class FieldResult(msgspec.Struct, frozen=True, kw_only=True):
-    """`passes_too`: other values that this evidence cannot tell from the claimed one, all else being as claimed."""
+    """`passes_too`: other values that the evidence also allows, if all other fields are as claimed."""
 
     claimed: int | str | bool | None
     verdict: FieldVerdict
@@ -148,7 +147,7 @@ class FieldResult(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class KernelComparison(msgspec.Struct, frozen=True, kw_only=True):
-    """Launches that the claim makes one prediction for. `agree` is how many can have done that."""
+    """Launches with the same prediction. `agree` is how many of them match it."""
 
     what: str
     launches: int
@@ -162,8 +161,8 @@ class Verification(msgspec.Struct, frozen=True, kw_only=True):
     refuted_by: tuple[Refutation, ...]
     fields: dict[str, FieldResult]
     kernels: int
-    kernels_compared: int  # with what exact predictions are made of
-    kernels_counted: int  # by the number of their elements
+    kernels_compared: int  # with exact predictions
+    kernels_counted: int  # by element count
     comparisons: tuple[KernelComparison, ...]
     unexplained: tuple[UnclaimedWork, ...]
     unexplained_share: float
@@ -172,7 +171,7 @@ class Verification(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def undecided(claim: Claim, reason: str, evidence: Sequence[KernelEvidence]) -> Verification:
-    """For evidence of something that is no decoder."""
+    """Return the result for evidence that does not show a decoder."""
     fields = {
         name: FieldResult(claimed=value, verdict="not claimed" if value is None else "not tested")
         for name in FIELDS
@@ -197,33 +196,33 @@ def undecided(claim: Claim, reason: str, evidence: Sequence[KernelEvidence]) -> 
 def describe_interval(interval: Interval) -> str:
     low, high = interval
     if high is None:
-        return f"{low:,} and more"
+        return f"{low:,} or more"
     return f"{low:,}" if low == high else f"{low:,} to {high:,}"
 
 
 def _describe_others(others: Sequence[Interval]) -> str:
-    more = f" and {len(others) - _MOST_SHOWN} others" if len(others) > _MOST_SHOWN else ""
+    more = f" and {len(others) - _MOST_SHOWN} more" if len(others) > _MOST_SHOWN else ""
     return ", ".join(describe_interval(one) for one in others[:_MOST_SHOWN]) + more
 
 
 def describe_untested(name: str, result: FieldResult) -> str:
     if result.passes_too:
-        return f"{_describe_others(result.passes_too)} would have passed as well as {result.claimed}"
+        return f"{_describe_others(result.passes_too)} would pass as well as {result.claimed}"
     if name == "dtype":
-        return "not all names of products tell it"
+        return "not every GEMM kernel has it in its name"
     return "nothing in the evidence depends on it"
 
 
 def _describe_consistent(fields: dict[str, FieldResult]) -> str:
-    """With every value that would have passed in place of the claimed one."""
+    """Return a sentence with every other value that passes."""
     open_ = [(name, one) for name, one in fields.items() if one.passes_too]
     untested = [name for name, one in fields.items() if one.verdict == "not tested"]
     text = "nothing contradicts the claim"
     if open_:
-        said = ", ".join(f"{name} could be {_describe_others(one.passes_too)} as well" for name, one in open_)
-        text += f"; each size changed by itself, {said}"
+        said = ", ".join(f"{name} {_describe_others(one.passes_too)}" for name, one in open_)
+        text += f"; other values that pass, changing one size at a time: {said}"
     else:
-        text += ", and no other value of any size, changed by itself, would have passed"
+        text += "; changing any one size would contradict the evidence"
     return f"{text}; not tested: {', '.join(untested)}" if untested else text
 
 
@@ -234,7 +233,7 @@ def explain(
         case ClaimVerdict.REFUTED:
             first = refutations[0]
             place = f", {first.where}" if first.where else ""
-            return f"#{first.index} {first.kernel} ({first.what}{place}): expected {first.expected}; seen {first.seen}"
+            return f"#{first.index} {first.kernel} ({first.what}{place}): expected {first.expected}; got {first.seen}"
         case ClaimVerdict.UNDECIDED:
             return "; ".join(missing)
         case ClaimVerdict.CONSISTENT:

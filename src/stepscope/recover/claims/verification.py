@@ -1,11 +1,11 @@
-"""Does a run match a claim? Every kernel's work is predicted from the claim and held against what was seen.
+"""Check a claim: predict the work of every kernel from it, and compare with the evidence.
 
-Refuted: a kernel did what no model of that shape does, and it is named. Only hard facts refute: products, attention,
-norms, lookups, the number of layers, the data type of products, and physics.
-Consistent: nothing contradicts, and everything that was claimed was tested or narrowed down to less than a factor of
-two. For each size the values that would have passed as well are listed, and the answer says them.
-Cannot tell: nothing contradicts, and something that was claimed could not be tested; or the kernels that contradict may
-be one rank's share of what was claimed.
+Refuted: a kernel did what no model of the claimed shape does; the result names it. Only hard facts refute: GEMMs,
+attention, norms, lookups, the number of layers, the data type of GEMMs, and physical limits.
+Consistent: nothing contradicts the claim, and every claimed field was tested or narrowed down to less than a factor of
+two. The result lists the other values of each size that pass.
+Cannot tell: nothing contradicts the claim, but a claimed field could not be tested; or the kernels that contradict it
+may be one rank's shard of the claimed model.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -54,20 +54,21 @@ from stepscope.recover.evidence.order import Zone
 from stepscope.recover.evidence.recording import KernelEvidence
 from stepscope.recover.facts import Sighting
 from stepscope.recover.shape import HEAD_ROWS, LAYER_SIZES, ClaimedShape
+from stepscope.units import count_noun
 
-# Shares of the GPU's time. Below the first, a product without a place is a detail of an implementation.
+# Shares of GPU time. Below the first, an unclaimed GEMM is an implementation detail.
 _MOST_UNCLAIMED = 0.01
 _MOST_UNKNOWN = 0.01
 _MOST_UNEXPLAINED = 0.05
-# Between the products of a layer stands nothing but what a layer does.
+# Kernels in these zones belong to a layer.
 _LAYER_ZONES: tuple[Zone, ...] = ("between", "middle", "feed_forward", "heads", "merge")
 
 
 def verify(evidence: Sequence[KernelEvidence], claim: Claim, *, unseen: float = 0.0) -> Verification:
-    """`unseen`: the share of the GPU's time that the evidence does not hold. Raises NoTransformerError where a file
-    shows no decoder."""
+    """Return the verdict. `unseen` is the share of GPU time that is not in the evidence. Raises NoTransformerError if a
+    file does not show a decoder."""
     runs = open_all([one for one in evidence if one.sightings], claim)
-    assert runs.files, "evidence without kernels is refused before"
+    assert runs.files, "the caller has checked that there are kernels"
     allocations = [size for one in evidence for size in one.allocations]
     return _Judge(runs, claim, allocations, unseen).judge()
 
@@ -124,12 +125,12 @@ class _Judge:
             yield KernelComparison(what=what, launches=len(launches), agree=sum(launches.values()), expected=expected)
 
     def _find_untrained(self, file: ClaimedRun) -> Iterator[str]:
-        """Updates of fewer parameters than the claimed matrices have are no contradiction, and not what is claimed."""
+        """An optimizer that updates fewer parameters than claimed neither contradicts nor supports the claim."""
         seen, fewest = find_updated(file.run.sightings), self.claim.parameters or self.claim.fewest_parameters
         if seen is not None and fewest is not None and seen[2] < fewest:
             yield (
-                f"the optimizer went over at most {seen[2]:,} parameters, and the claim has at least {fewest:,}: "
-                "layers share weights, some are not trained, or other ranks have the rest"
+                f"the optimizer updates at most {seen[2]:,} parameters, but the claim has at least {fewest:,}: "
+                "layers share weights, some weights are frozen, or other ranks have the rest"
             )
 
     def _find_work(self, refutations: list[Refutation]) -> tuple[tuple[UnclaimedWork, ...], float, list[str]]:
@@ -151,33 +152,33 @@ class _Judge:
                     make_refutation(
                         file,
                         first,
-                        what="work that nobody claimed",
-                        expected="no matrix products besides those of the claim",
-                        seen=f"{len(extra)}, in {spent:.1%} of the GPU's time",
+                        what="unclaimed work",
+                        expected="no GEMMs other than those of the claim",
+                        seen=f"{len(extra)}, in {spent:.1%} of the GPU time",
                     )
                 )
             strange = [one for one in file.placement.others if one.zone in _LAYER_ZONES and is_unknown(one.sighting)]
             if strange:
-                missing.append(f"{len(strange)} kernels of unknown names stand inside the layers")
+                missing.append(f"kernels with unknown names inside the layers: {len(strange)}")
             if is_too_much(unknown, time, _MOST_UNKNOWN):
-                missing.append(f"kernels of unknown names take more than {_MOST_UNKNOWN:.0%} of the GPU's time")
+                missing.append(f"kernels with unknown names take more than {_MOST_UNKNOWN:.0%} of the GPU time")
             if is_too_much(counts, time, _MOST_UNEXPLAINED):
                 missing.append(
-                    f"kernels that work on numbers of elements which the claim does not explain take more than "
-                    f"{_MOST_UNEXPLAINED:.0%} of the GPU's time"
+                    f"kernels with element counts that the claim does not explain take more than "
+                    f"{_MOST_UNEXPLAINED:.0%} of the GPU time"
                 )
             inside = [seen.sighting for zone, seen in file.counts if zone in _LAYER_ZONES]
             unexplained = {one.index for one, _ in odd}
             if number := sum(one.index in unexplained for one in inside):
                 missing.append(
-                    f"{number} of {len(inside)} kernels inside the layers work on numbers of elements that the claim "
-                    "does not explain"
+                    f"the claim does not explain the element counts of {number} of {len(inside)} kernels inside the "
+                    "layers"
                 )
         share = sum(work.duration_ns for work in works) / max(total, 1)
         return tuple(sorted(works, key=lambda work: -work.duration_ns)), share, missing
 
     def _find_counts(self, file: ClaimedRun) -> list[tuple[Sighting, str]]:
-        """Kernels that move data and take a number of elements without an explanation."""
+        """Return the data movement kernels with an element count that the claim does not explain."""
         known: dict[object, bool] = {}
         found = []
         for zone, seen in file.counts:
@@ -185,7 +186,7 @@ class _Judge:
             if key not in known:
                 known[key] = is_explained(zone, seen, self.shape)
             if not known[key]:
-                found.append((seen.sighting, "works on a number of elements that no tensor of the claim has"))
+                found.append((seen.sighting, "an element count that no tensor of the claimed model has"))
         return found
 
     def _test_fields(self, refutations: list[Refutation]) -> dict[str, FieldResult]:
@@ -226,18 +227,18 @@ class _Judge:
         return _judge_others(value, others), others
 
     def _knows_dtypes(self) -> bool:
-        """The head is often in another precision on purpose, and stands for no other product."""
+        """Whether every GEMM name has a data type. The LM head is ignored: it often uses another precision."""
         products = [one for file in self.files for one in file.placement.products]
         inside = [one.sighting.name.dtype for one in products if one.role not in OTHER_DTYPE_ROLES]
         return bool(inside) and all(inside)
 
     def _count_misfits(self, file: ClaimedRun) -> int:
-        """Kernels that would refute the sizes, if they were not those of one rank among several."""
+        """Count the kernels that would refute the sizes if they could not be one rank's shard."""
         return sum(1 for _ in refute_sizes(file, self.shape)) if is_share(file) else 0
 
     def _settle_head(self, passes: Callable[[ClaimedShape], bool]) -> ClaimedShape:
-        """With the positions that the head is asked about: a product for few of them and a larger vocabulary would look
-        the same, and is another question."""
+        """Fix the positions that the LM head runs on. Fewer positions with a larger vocab_size would look the same, but
+        that is a different question."""
         ways = (msgspec.structs.replace(self.shape, head_rows=way) for way in HEAD_ROWS)
         return next((shape for shape in ways if passes(shape)), self.shape)
 
@@ -252,7 +253,7 @@ class _Judge:
         return "not tested", ()
 
     def _is_disputed(self, name: str) -> bool:
-        """Whether what contradicts the claim would not, if the field were left open."""
+        """Whether the contradictions would disappear if the field were not claimed."""
         for file in self.files:
             if name == "num_layers" and any(find_other_depths(file, self.claim)):
                 return True
@@ -268,7 +269,7 @@ class _Judge:
         return False
 
     def _make_passes(self) -> Callable[[ClaimedShape], bool]:
-        """Whether a shape passes every check of every file, and leaves no more counts unexplained than the claim."""
+        """Return a test whether a shape passes every check of every file, and explains every count the claim does."""
         checks = list({check.key: check for file in self.files for check in file.checks}.values())
         counts = {(zone, seen.counts): (zone, seen) for file in self.files for zone, seen in file.counts}
         explained = [one for one in counts.values() if is_explained(*one, self.shape)]
@@ -282,45 +283,49 @@ class _Judge:
 
     def _find_missing(self, fields: dict[str, FieldResult]) -> Iterator[str]:
         if self.runs.is_cut:
-            yield "not every interpretation of the kernels was tried; another one may match the claim"
+            yield "not every interpretation of the kernels was tried: another one may match the claim"
         for text in self.runs.left_open:
-            yield f"sizes that are not claimed: {text}"
+            yield f"unclaimed sizes: {text}"
         misfits = sum(map(self._count_misfits, self.files))
         if misfits:
             yield (
-                f"{misfits} kernels do not fit the claimed sizes, and collectives inside of the passes show that ranks "
-                "may share the layers: these may be one rank's share"
+                f"{count_noun(misfits, 'kernel')} cannot have the claimed sizes, but collectives run between the "
+                "layers: this may be one rank's shard"
             )
         for name, result in fields.items():
             is_told = misfits and name in LAYER_SIZES
             if result.verdict == "not tested" and name != "tied" and not is_told:
                 yield f"{name}: {describe_untested(name, result)}"
         if self.unseen > _MOST_UNKNOWN:
-            yield f"{self.unseen:.1%} of the GPU's time is in kernels of other streams, which were not looked at"
+            yield f"{self.unseen:.1%} of the GPU time is in kernels on other streams, which were ignored"
         claimed = [name for name in LAYER_SIZES if name in self.claim.fields]
         if self.shape.core is None and claimed:
-            yield "for the sizes that are not claimed none were found that go with those that are"
+            yield "no values for the unclaimed sizes fit the claimed ones"
         matrices = self._count_matrices()
         if matrices is not None and 0 < matrices[0] < matrices[1]:
-            yield "fewer feed-forward matrices were allocated than the claim has: layers may share their weights"
+            yield "fewer feed-forward matrices were allocated than the claim has: layers may share weights"
         for file in self.files:
             if left_out := len(file.placement.left_out):
-                yield f"{left_out} passes of {file.evidence.file} are of one token a sequence, and were not compared"
+                passes = count_noun(left_out, "pass", "passes")
+                yield f"{file.evidence.file}: skipped {passes} with one token per sequence"
             if any(one.is_unclear for one in file.placement.complaints):
-                yield "a layer lacks a matrix product where the evidence ends or a kernel of unknown name stands"
+                yield "a layer lacks a GEMM next to the end of the evidence or a kernel with an unknown name"
             yield from self._find_untrained(file)
             yield from self._find_cut_passes(file)
 
     def _find_cut_passes(self, file: ClaimedRun) -> Iterator[str]:
-        """Where no pass is there as a whole, to show the number of layers."""
+        """Yield why num_layers is open if the evidence has no complete pass."""
         layers, depths = self.claim.num_layers, file.placement.num_layers
         if layers is None or layers in depths:
             return
         for number, seen in enumerate(depths, start=1):
             if seen < layers:
-                yield f"num_layers: {file.evidence.file} holds a part of pass {number} only, {seen} layers"
+                yield f"num_layers: {file.evidence.file} has only part of pass {number} ({count_noun(seen, 'layer')})"
             else:
-                yield f"num_layers: where passes of {file.evidence.file} begin is unclear, {seen} attentions in a row"
+                yield (
+                    f"num_layers: it is unclear where the passes of {file.evidence.file} begin "
+                    f"({count_noun(seen, 'consecutive attention call')})"
+                )
 
     def _take_notes(self) -> Iterator[str]:
         for file in self.files:
@@ -328,15 +333,15 @@ class _Judge:
             yield from _note_limits(file)
             if not file.evidence.has_counters:
                 yield (
-                    f"{file.evidence.file}: no counters, so names, grids and durations had to do; "
-                    "counters are collected with stepscope profile --counters"
+                    f"{file.evidence.file}: no counters, only names, grids and durations; "
+                    "collect counters with stepscope profile --counters"
                 )
             passes = len(file.placement.num_layers)
-            kind = "of training" if file.run.is_training else "forward"
-            yield f"{file.evidence.file}: {passes} {'pass' if passes == 1 else 'passes'} {kind}"
+            kind = "training" if file.run.is_training else "forward"
+            yield f"{file.evidence.file}: {count_noun(passes, f'{kind} pass', f'{kind} passes')}"
         if matrices := self._count_matrices():
             found, needed = matrices
-            yield f"allocations: {found} of the size of a feed-forward matrix, of which the claim has {needed}"
+            yield f"allocations with the size of a feed-forward matrix: {found}; the claim has {needed}"
         taken = {
             name: value
             for name in LAYER_SIZES
@@ -344,11 +349,11 @@ class _Judge:
         }
         if taken:
             said = ", ".join(f"{name} {value:,}" for name, value in taken.items())
-            yield f"not claimed, taken from the evidence: {said}"
-        yield "counters show the shape of work, not weights, data or usefulness: docs/verify.md"
+            yield f"not claimed, recovered from the evidence: {said}"
+        yield "counters show the shape of the work, not the weights, the data or whether it was useful: docs/verify.md"
 
     def _count_matrices(self) -> tuple[int, int] | None:
-        """Allocations of the size of a feed-forward matrix, and how many such matrices the claim has."""
+        """Return the number of allocations with the size of a feed-forward matrix, and how many the claim has."""
         width, hidden, layers = self.claim.d_model, self.claim.d_ff, self.claim.num_layers
         if not self.allocations or not width or not hidden or not layers:
             return None
@@ -357,16 +362,16 @@ class _Judge:
 
 
 def _note_limits(file: ClaimedRun) -> Iterator[str]:
-    """What this evidence cannot show, whatever is claimed."""
+    """Yield what this evidence cannot show, whatever the claim is."""
     name, sightings = file.evidence.file, file.run.sightings
     if file.evidence.device_sms is None:
-        yield f"{name}: how many SMs the GPU has is not known, so grids that may have filled it tell only the least"
+        yield f"{name}: the number of SMs is unknown, so the grids of persistent kernels only give lower bounds"
     if is_share(file):
-        yield f"{name}: collectives inside of the passes: sizes refute nothing, they may be one rank's share"
+        yield f"{name}: collectives run between the layers: sizes that do not fit may be one rank's shard"
     if any(one.is_unclear for one in find_contradictions(sightings, file.placement, None)):
         yield (
-            f"{name}: layers agree in all their times, which come in steps of {find_step_ns(sightings):,} ns: that may "
-            "be chance, and a layer that was copied is not told from one that ran"
+            f"{name}: some layers have equal durations; with a clock resolution of {find_step_ns(sightings):,} ns that "
+            "may be chance, so a copied layer cannot be detected"
         )
 
 

@@ -1,1 +1,1 @@
-"""What a recording shows of a run: its kernels, the order in which they ran, and where each of them stands."""
+"""The evidence in a recording: its kernels, their order, and the position of each in the model."""

@@ -1,8 +1,8 @@
-"""Where every kernel of a run stands, if it is a run of the claimed model: which pass, which layer, which role.
+"""The position of every kernel of a run, assuming it is the claimed model: its pass, layer and role.
 
-`structure` asks what the layers are, and takes the first for all. Here the question is whether each is what was
-claimed, so every layer of every pass is laid out, and what has no place in a layer is kept as such: it is work that
-nobody claimed.
+`structure` finds out what the layers are, and assumes that the first is like all others. Here the question is whether
+each layer is as claimed, so every layer of every pass is arranged. Kernels that do not belong in a layer are kept
+separately: they are unclaimed work.
 """
 
 import itertools
@@ -26,17 +26,17 @@ from stepscope.recover.evidence.order import (
 )
 from stepscope.recover.facts import Sighting
 
-# A place in a gap between two attentions: a role, or nothing that a layer has.
+# A position in a gap between two attention calls: a role, or None for a GEMM that a layer does not have.
 Pattern = tuple[Role | None, ...]
 Fits = Callable[[Role, Sighting], bool]
-MOST_EXTRAS = 2  # products in a gap that no layer has, for which places are tried
+MOST_EXTRAS = 2  # GEMMs in a gap that a layer does not have, for which positions are tried
 _PRODUCTS_AT_TURN = 3
-_NEAR = 40  # kernels to either side of a place where something is missing
+_NEAR = 40  # kernels before and after a position where something is missing
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KernelPlace:
-    """Of one kernel. Passes and layers count from 1; products have a role, other kernels a zone."""
+    """The position of one kernel. Passes and layers count from 1. GEMMs have a role, other kernels a zone."""
 
     sighting: Sighting
     pass_number: int
@@ -47,20 +47,20 @@ class KernelPlace:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Complaint:
-    """Something that no layer of the claimed kind does, and the kernel where it is seen."""
+    """Something that a layer of the claimed model does not do, with the kernel where it shows."""
 
     sighting: Sighting
     expected: str
     seen: str
-    is_unclear: bool = False  # a kernel of unknown kind stands there, which may be what is missing
+    is_unclear: bool = False  # a kernel with an unknown name is there, which may be the missing one
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SegmentedOrder(KernelOrder):
-    """The order with its attentions in segments, between which a lookup or a backward kernel stands."""
+    """The kernel order with its attention kernels in segments, separated by a lookup or a backward kernel."""
 
     segments: tuple[tuple[Anchor, ...], ...]
-    gap: tuple[Sighting, ...] | None  # matrix products between two attentions, None where there is one a pass
+    gap: tuple[Sighting, ...] | None  # GEMMs between two attention calls, None if each pass has only one
 
     @property
     def gap_products(self) -> int | None:
@@ -70,20 +70,20 @@ class SegmentedOrder(KernelOrder):
 @dataclass(slots=True, kw_only=True)
 class Placement:
     pattern: Pattern
-    num_layers: list[int] = field(default_factory=list)  # of each pass
+    num_layers: list[int] = field(default_factory=list)  # per pass
     starts: list[Sighting] = field(default_factory=list)  # the first attention of each pass
     attentions: list[KernelPlace] = field(default_factory=list)
-    recomputed: list[Sighting] = field(default_factory=list)  # attention run again for the backward pass
+    recomputed: list[Sighting] = field(default_factory=list)  # attention recomputed for the backward pass
     backward_attentions: list[Sighting] = field(default_factory=list)
     products: list[KernelPlace] = field(default_factory=list)
     others: list[KernelPlace] = field(default_factory=list)
-    extras: list[Sighting] = field(default_factory=list)  # products before the first layer or behind the head
-    intruders: list[KernelPlace] = field(default_factory=list)  # products inside of a layer that no layer has
-    backward: list[Sighting] = field(default_factory=list)  # products of the backward pass, in no order
+    extras: list[Sighting] = field(default_factory=list)  # GEMMs before the first layer or after the LM head
+    intruders: list[KernelPlace] = field(default_factory=list)  # GEMMs inside a layer that a layer does not have
+    backward: list[Sighting] = field(default_factory=list)  # GEMMs of the backward pass, in no particular order
     complaints: list[Complaint] = field(default_factory=list)
     starts_late: bool = False  # no lookup before the first attention
     left_out: set[int] = field(default_factory=set)  # passes that are not compared
-    unclear: set[int] = field(default_factory=set)  # passes that may be several, of which nothing shows the starts
+    unclear: set[int] = field(default_factory=set)  # what looks like one pass but may be several without visible starts
 
     def leave_out(self, passes: set[int]) -> None:
         self.left_out |= passes
@@ -94,7 +94,8 @@ class Placement:
         return [one.sighting for one in self.others if one.zone == zone]
 
     def is_cut(self, pass_number: int) -> bool:
-        """Whether the file may hold only a part of the pass: the first where it starts, the last where it ends."""
+        """Whether the file may have only part of the pass: the first if the file starts in it, the last if it ends in
+        it."""
         if pass_number == 1 and self.starts_late:
             return True
         return pass_number == len(self.num_layers) and not any(
@@ -103,7 +104,7 @@ class Placement:
 
 
 def split_order(sightings: Sequence[Sighting]) -> SegmentedOrder:
-    """Raises NoTransformerError where there is nothing to lay out."""
+    """Return the segments. Raises NoTransformerError if there are none."""
     order = read_order(sightings)
     anchors = order.anchors if order.is_fused else _keep_common_grid(order.anchors)
     ends = [one for one in sightings if is_lookup(one) or is_of_training(one)]
@@ -116,14 +117,14 @@ def split_order(sightings: Sequence[Sighting]) -> SegmentedOrder:
 
 
 def _keep_common_grid(anchors: Sequence[Anchor]) -> list[Anchor]:
-    """Softmaxes of attention have one grid in all layers; that of a loss or of sampling has another."""
+    """Attention softmaxes have the same grid in all layers; that of a loss or of sampling has another."""
     grids = Counter(anchor[0].grid for anchor in anchors)
     usual = max(grids, key=lambda grid: grids[grid])
     return [anchor for anchor in anchors if anchor[0].grid == usual]
 
 
 def _split(anchors: Sequence[Anchor], ends: set[int]) -> list[tuple[Anchor, ...]]:
-    """Attentions between which none of these kernels stands."""
+    """Group the attention kernels that have none of these kernels between them."""
     segments: list[list[Anchor]] = [[anchors[0]]]
     for before, after in itertools.pairwise(anchors):
         if not ends.isdisjoint(range(before[-1].index + 1, after[0].index)):
@@ -133,7 +134,7 @@ def _split(anchors: Sequence[Anchor], ends: set[int]) -> list[tuple[Anchor, ...]
 
 
 def _find_usual_gap(order: KernelOrder, segments: Sequence[tuple[Anchor, ...]]) -> tuple[Sighting, ...] | None:
-    """The first of the gaps with as many products as most have, if possible as many as a layer."""
+    """Return the first gap with the most common number of GEMMs, preferably the number in a layer."""
     gaps = [order.find_gap(before, after) for segment in segments for before, after in itertools.pairwise(segment)]
     counts = Counter(map(len, gaps))
     possible = {len(behind) + len(ahead) for behind, ahead in layer_roles(is_fused=order.is_fused)}
@@ -142,8 +143,8 @@ def _find_usual_gap(order: KernelOrder, segments: Sequence[tuple[Anchor, ...]]) 
 
 
 def _split_at_turn(order: KernelOrder, segment: tuple[Anchor, ...], usual: int) -> Iterator[tuple[Anchor, ...]]:
-    """Where nothing in the names of a backward pass shows it, and attention is run again in it: between the last layer
-    and the first that is run again stand the head and its two gradients besides."""
+    """Find recomputed attention when no kernel name shows a backward pass: between the last layer and the first
+    recomputed one there are also the LM head and its two gradients."""
     start = 0
     for i, (before, after) in enumerate(itertools.pairwise(segment), start=1):
         if len(order.find_gap(before, after)) >= usual + _PRODUCTS_AT_TURN:
@@ -153,8 +154,8 @@ def _split_at_turn(order: KernelOrder, segment: tuple[Anchor, ...], usual: int) 
 
 
 def find_patterns(run: SegmentedOrder, *, gated: bool | None, extras: int = 0) -> list[tuple[Pattern, int]]:
-    """Every way to read the products between two attentions, with how many of its places belong to the layer behind.
-    `extras` of them have no role."""
+    """Return every interpretation of the GEMMs between two attention calls, with the number of them that belong to the
+    preceding layer. `extras` of them have no role."""
     orders = [
         (behind, ahead)
         for behind, ahead in layer_roles(is_fused=run.is_fused)
@@ -179,7 +180,7 @@ def _spread(roles: tuple[Role, ...], behind: int, places: int) -> Iterator[tuple
 
 
 def place(run: SegmentedOrder, pattern: Pattern, behind: int, num_layers: int | None, fits: Fits) -> Placement:
-    """Every kernel in its place. `fits` says whether a product can have a role, to find the one that is too many."""
+    """Arrange all kernels. `fits` tells whether a GEMM can have a role; it is used to find an extra one."""
     first = run.segments[0][0][0].index
     placement = Placement(pattern=pattern, starts_late=not any(map(is_lookup, run.sightings[:first])))
     placement.backward_attentions = [one for one in run.sightings if is_attention(one, backward=True)]
@@ -211,9 +212,9 @@ def _find_passes(run: SegmentedOrder, num_layers: int | None, placement: Placeme
 def _split_unseen(
     run: SegmentedOrder, segment: tuple[Anchor, ...], num_layers: int | None
 ) -> list[tuple[Anchor, ...]] | None:
-    """Where lookups do not show, passes follow each other without a mark, but with the head's product in between. (That
-    of a compiled lookup is no mark: later layers may look embeddings up again rather than keep them.) The first may be
-    cut off at its start and the last at its end. None where the gaps show passes of different lengths."""
+    """Find passes without lookups by the LM head between them. (A compiled lookup does not separate passes: later
+    layers may look up embeddings again instead of keeping them.) The first pass may be cut at its start and the last at
+    its end. Return None if the gaps show passes of different lengths."""
     pieces: list[list[Anchor]] = [[segment[0]]]
     for before, after in itertools.pairwise(segment):
         if len(run.find_gap(before, after)) == run.gap_products:
@@ -240,10 +241,11 @@ class _Layout:
     pattern: Pattern
     behind: int
     fits: Fits
-    first_product: int  # of the pass, in the placement's list
+    first_product: int  # of the pass, in the list of the placement
 
     def lay_out(self, anchors: Sequence[Anchor], previous: int, following: int) -> None:
-        """`previous` and `following`: where the pass before ended its attentions and where the next begins."""
+        """Arrange one pass. `previous` is the end of the last attention of the pass before, `following` the start of
+        the next pass."""
         ahead = _only_roles(self.pattern[self.behind :])
         before = list(self.run.products_between(previous, anchors[0][0].index))
         chosen = self._choose_ahead(before)
@@ -263,13 +265,13 @@ class _Layout:
         self._place_others(anchors, previous, following)
 
     def _choose_ahead(self, products: list[Sighting]) -> list[Sighting]:
-        """Those before a pass's first attention that are its first layer's. Positions may be turned into angles by a
-        product, and a compiler may put it between them."""
+        """Return the GEMMs before a pass's first attention that belong to its first layer. A GEMM for rotary angles may
+        come before them, and a compiler may put it between them."""
         ahead = _only_roles(self.pattern[self.behind :])
         return self._choose(ahead, products[-len(ahead) - MOST_EXTRAS :], from_end=True)
 
     def _match_cut_layer(self, products: list[Sighting]) -> list[Sighting]:
-        """Those at the end that can be of the layer in whose middle the file begins."""
+        """Return the GEMMs at the end that can belong to the layer in which the file begins."""
         behind = _only_roles(self.pattern[: self.behind])
         number = min(len(behind), len(products))
         roles, last = behind[len(behind) - number :], products[len(products) - number :]
@@ -277,7 +279,7 @@ class _Layout:
         return last if all(fitting) else []
 
     def _assign(self, pattern: Pattern, products: Sequence[Sighting], layer: int, *, is_end: bool = False) -> None:
-        # One pass that is cut off is no loss where others are whole.
+        # A partial pass can be ignored if others are complete.
         if len(products) < len(pattern) and not (is_end and len(self.placement.num_layers) > 1):
             self._complain_missing(pattern, products, layer, is_end=is_end)
         for role, product in zip(pattern, products, strict=False):
@@ -307,7 +309,7 @@ class _Layout:
         self._assign(pattern[behind:], products[behind:], layer + 1)
 
     def _choose(self, roles: Pattern, products: list[Sighting], *, from_end: bool = False) -> list[Sighting]:
-        """Those of too many products that fit the roles best, and of equals the first, or the last."""
+        """Return the GEMMs, out of too many, that fit the roles best; among equals the first, or the last."""
         wanted = len(roles)
         if not wanted <= len(products) <= wanted + MOST_EXTRAS:
             return products[-wanted:] if from_end else products[:wanted]
@@ -318,10 +320,10 @@ class _Layout:
         return sum(role is None or self.fits(role, one) for role, one in zip(pattern, products, strict=True))
 
     def _finish(self, anchors: Sequence[Anchor], following: int) -> None:
-        """The last layer's second half, the head, and what comes after: the backward pass, or nothing."""
+        """Arrange the second half of the last layer, the LM head, and the backward pass if there is one."""
         tail = list(self.run.products_between(anchors[-1][-1].index, following))
         is_last = following == len(self.run.sightings)
-        # The next pass's own first products stand before its first attention.
+        # The first GEMMs of the next pass come before its first attention.
         following_ones = [] if is_last else self._choose_ahead(tail)
         tail = [one for one in tail if one not in following_ones]
         behind = _only_roles(self.pattern[: self.behind])
@@ -334,7 +336,8 @@ class _Layout:
         self._place_tail([one for one in tail if one.index > end], anchors[-1][-1].index, following)
 
     def _place_tail(self, products: list[Sighting], last_attention: int, following: int) -> None:
-        """The head, and what comes behind it. The backward pass begins with what is certainly of it."""
+        """Arrange the LM head and what follows. The backward pass starts at the first kernel that certainly belongs to
+        it."""
         kernels = (self.run.sightings[index] for index in range(last_attention, following))
         turning = next((one.index for one in kernels if is_of_training(one)), following)
         if products and products[0].index < turning:
@@ -352,14 +355,14 @@ class _Layout:
         self.placement.complaints.append(
             Complaint(
                 sighting=near,
-                expected=f"{len(pattern)} matrix products by the attention of layer {layer}, as in the other layers",
+                expected=f"{len(pattern)} GEMMs next to the attention of layer {layer}, as in the other layers",
                 seen=f"{len(products)}",
                 is_unclear=is_unclear,
             )
         )
 
     def _place_others(self, anchors: Sequence[Anchor], previous: int, following: int) -> None:
-        """Kernels between the products, by what stands before and behind them."""
+        """Assign zones to the kernels between the GEMMs, by the GEMMs before and after them."""
         own = self.placement.products[self.first_product :]
         marks = sorted(
             [(one.sighting.index, one.role, one.layer) for one in own]
@@ -380,7 +383,7 @@ class _Layout:
             self._add_other(one, "after" if role == "head" else "final", layer)
 
     def _start(self, previous: int, first: int) -> int:
-        """Where the pass begins: at its first lookup, if another pass came before it."""
+        """Return where the pass begins: at its first lookup, if there is a pass before it."""
         if previous < 0:
             return 0
         training = [i for i in range(previous + 1, first) if is_of_training(self.run.sightings[i])]

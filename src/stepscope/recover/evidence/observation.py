@@ -1,4 +1,4 @@
-"""One reading of a run, as facts: what every product, attention and other kernel of a layer says of its sizes."""
+"""One interpretation of a run as facts: what every GEMM, attention and other kernel of a layer says about its sizes."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -9,14 +9,14 @@ from stepscope.recover.evidence.structure import RoleReading, Structure
 from stepscope.recover.facts import Attention, Elements, Fact, Gather, Product, Rows, Sighting, Window, equals, exactly
 from stepscope.recover.families import Platform, find_platform, read_fact, read_facts
 
-# What a compiled kernel stored is that of one result or of several, of elements of these sizes.
+# A compiled kernel stores one or several results, with elements of these sizes.
 _COMPILED_BYTES = (1, 2, 4, 8, 6, 12)
-FEWEST = 16  # counts below this are of scalars and the like, and say nothing
+FEWEST = 16  # smaller counts belong to scalars and carry no information
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Seen:
-    """A kernel that is no product: the windows of which one holds its number of elements or rows."""
+    """A kernel other than a GEMM: its number of elements or rows is in one of the windows."""
 
     sighting: Sighting
     counts: tuple[Window, ...]
@@ -65,13 +65,13 @@ def _pick(axis: int, *sizes: int) -> int:
 
 
 def _distinct(sightings: Iterable[Sighting]) -> list[Sighting]:
-    """One of each that were launched alike, with the same counters."""
+    """Keep one of each set of kernels with the same launch and counters."""
     found = {(one.name.name, one.grid, one.block, one.counters.get("tensor_ops")): one for one in sightings}
     return list(found.values())
 
 
 def _see_all(sightings: Iterable[Sighting], platform: Platform) -> tuple[Seen, ...]:
-    """Kernels with the same windows count once: a second one tells nothing new."""
+    """Keep one kernel for each set of windows: a second one adds no information."""
     found: dict[object, Seen] = {}
     for sighting in sightings:
         seen = see(sighting, platform)

@@ -1,9 +1,9 @@
-"""The order in which kernels ran, read once for whoever asks: attention marks the layers, products lie between.
+"""The order of the kernels, shared by `structure` and `layout`: attention marks the layers, GEMMs are between them.
 
-A decoder's layer is a few matrix products around one attention, over and over. How many products stand between two
-attentions says which are the projections of queries, keys and values, which the output and which the feed-forward
-layer; where more than one reading fits, all are given. `structure` looks for the layers that the order shows, and
-`layout` holds every layer against what was claimed.
+A decoder layer is a few GEMMs around one attention, repeated. The number of GEMMs between two attention calls shows
+which are the query, key and value projections, which is the output projection and which are the feed-forward layer. If
+more than one interpretation fits, all are returned. `structure` finds the layers in this order, and `layout` compares
+every layer with the claim.
 """
 
 import itertools
@@ -29,12 +29,12 @@ Role = Literal[
     "down",
     "head",
 ]
-# Where a kernel stands that is neither a product nor attention.
+# The zone of a kernel that is neither a GEMM nor attention.
 Zone = Literal["before", "merge", "middle", "feed_forward", "between", "heads", "final", "after"]
 
 _PROJECTIONS: tuple[tuple[Role, ...], ...] = (("query_key_value",), ("query", "key_value"), ("query", "key", "value"))
 _FEED_FORWARDS: tuple[tuple[Role, ...], ...] = (("up", "down"), ("gate_up", "down"), ("gate", "up", "down"))
-# Where both halves of a layer start from the same input, a compiler may do the feed-forward half first.
+# If both halves of a layer use the same input, a compiler may run the feed-forward half first.
 _BEHIND: tuple[tuple[Role, ...], ...] = (
     *(("output", *roles) for roles in _FEED_FORWARDS),
     *((*roles, "output") for roles in _FEED_FORWARDS),
@@ -42,19 +42,19 @@ _BEHIND: tuple[tuple[Role, ...], ...] = (
 _INTO_HEADS: tuple[Role, ...] = ("query_key_value", "query", "key", "value", "key_value", "scores")
 _INTO_FEED_FORWARD: tuple[Role, ...] = ("up", "gate", "gate_up")
 KERNELS_AFTER_HEAD = 24
-_SUM_OF_PARTS = "partial results"  # what a decoded name calls the second kernel of a split product
+_SUM_OF_PARTS = "partial results"  # in the decoded name of the second kernel of a split-K GEMM
 
-Anchor = tuple[Sighting, ...]  # the kernels of one attention
+Anchor = tuple[Sighting, ...]  # the kernels of one attention call
 
 
 class NoTransformerError(Exception):
-    """The kernels show no decoder that could be read. Its text says what was missing."""
+    """The kernels are not those of a decoder that can be recognized. The message says what is missing."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KernelOrder:
-    """What is there before anything is sought or claimed. `attentions` are fused kernels, none where scores were
-    written out; then softmaxes are the anchors, among them those of a loss or of sampling."""
+    """The kernel order, independent of any model. `attentions` are fused kernels, empty for unfused attention. Then the
+    softmaxes mark the layers; those of a loss or of sampling are among them."""
 
     sightings: tuple[Sighting, ...]
     products: tuple[Sighting, ...]
@@ -72,19 +72,19 @@ class KernelOrder:
         return self.products[bisect_right(where, after) : bisect_left(where, before)]
 
     def find_gap(self, one: Anchor, following: Anchor) -> tuple[Sighting, ...]:
-        """The products between two attentions."""
+        """The GEMMs between two attention calls."""
         return self.products_between(one[-1].index, following[0].index)
 
 
 def read_order(sightings: Sequence[Sighting]) -> KernelOrder:
-    """Raises NoTransformerError where there is nothing to read."""
+    """Return the kernel order. Raises NoTransformerError without GEMMs or attention."""
     fused = tuple(one for one in sightings if is_attention(one, backward=False))
     anchors = _merge_anchors(fused or tuple(one for one in sightings if is_softmax(one)), sightings)
     products = tuple(one for one in sightings if is_product(one))
     if not products:
-        raise NoTransformerError("no matrix product among the kernels")
+        raise NoTransformerError("there are no GEMM kernels")
     if not anchors:
-        raise NoTransformerError("no attention among the kernels, neither fused nor a softmax between matrix products")
+        raise NoTransformerError("there are no attention kernels, neither fused nor a softmax between GEMMs")
     return KernelOrder(
         sightings=tuple(sightings),
         products=products,
@@ -96,7 +96,7 @@ def read_order(sightings: Sequence[Sighting]) -> KernelOrder:
 
 
 def _merge_anchors(anchors: Sequence[Sighting], sightings: Sequence[Sighting]) -> tuple[Anchor, ...]:
-    """Kernels of one attention: nothing that multiplies matrices stands between them."""
+    """Group the kernels of each attention call: they have no GEMM between them."""
     merged: list[Anchor] = []
     for anchor in anchors:
         start = merged[-1][-1].index + 1 if merged else 0
@@ -108,7 +108,7 @@ def _merge_anchors(anchors: Sequence[Sighting], sightings: Sequence[Sighting]) -
 
 
 def layer_roles(*, is_fused: bool) -> list[tuple[tuple[Role, ...], tuple[Role, ...]]]:
-    """Every order of a layer's products: those behind its attention, and those ahead of it."""
+    """Return every order of a layer's GEMMs: those after its attention, and those before it."""
     return [
         ((*(() if is_fused else ("values",)), *behind), (*ahead, *(() if is_fused else ("scores",))))
         for ahead, behind in itertools.product(_PROJECTIONS, _BEHIND)
@@ -116,7 +116,7 @@ def layer_roles(*, is_fused: bool) -> list[tuple[tuple[Role, ...], tuple[Role, .
 
 
 def find_zone(before: Role | None, behind: Role | None) -> Zone:
-    """Of kernels between two products. None is attention itself."""
+    """Return the zone of kernels between two GEMMs. The role None is attention itself."""
     if behind == "head":
         return "final"
     if before in _INTO_FEED_FORWARD:
@@ -131,8 +131,7 @@ def find_zone(before: Role | None, behind: Role | None) -> Zone:
 
 
 def breaks_feed_forward(kernels: Sequence[Sighting]) -> bool:
-    """Whether what stands between the products that are read as a feed-forward layer has none of its arithmetic, or a
-    norm in it."""
+    """Whether these kernels cannot be inside a feed-forward layer: there are none, or a norm is among them."""
     return not kernels or any(is_norm(one) for one in kernels)
 
 
@@ -158,7 +157,7 @@ def is_attention(sighting: Sighting, *, backward: bool) -> bool:
 
 
 def is_softmax(sighting: Sighting) -> bool:
-    """Softmax, or the maximum of rows which one that is written out begins with."""
+    """Whether this is a softmax, or the row maximum that starts one made of separate operations."""
     name = sighting.name
     if name.direction == "backward":
         return False
@@ -169,7 +168,7 @@ def is_softmax(sighting: Sighting) -> bool:
 
 
 def adds_parts(sighting: Sighting) -> bool:
-    """Whether it is the second kernel of a product whose sum was split."""
+    """Whether this is the second kernel of a split-K GEMM, which adds the splits."""
     return sighting.name.kernel_class == "GEMM" and _SUM_OF_PARTS in sighting.name.operation
 
 

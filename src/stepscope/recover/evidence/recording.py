@@ -1,7 +1,7 @@
-"""Evidence: what a recording shows of a run that is otherwise a black box.
+"""Evidence: what a recording of a black box shows.
 
-Only what the device itself shows is taken: names of kernels, grids, blocks, durations and counters, in the order in
-which they ran. Shapes, modules and stacks, which a friendly recorder wrote beside them, stay where they are.
+Only what the device reports is used: kernel names, grids, blocks, durations and counters, in order. Shapes, modules and
+stacks that a profiler recorded are ignored.
 """
 
 import re
@@ -21,19 +21,19 @@ from stepscope.recover.facts import Sighting, Triple
 
 Sizes = tuple[int, int, int, int]
 _MOST_KERNELS = 200_000
-_MOST = 2.0**100  # beyond any count; an overflow in the file
+_MOST = 2.0**100  # larger than any count: an overflow in the file
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KernelEvidence:
-    """The kernels of one file. `allocations` are sizes in bytes, as they were asked for."""
+    """The kernels of one file. `allocations` are the requested sizes in bytes."""
 
     source: str
     file: str
     sightings: tuple[Sighting, ...] = ()
     allocations: tuple[int, ...] = ()
-    exchanges: tuple[int, ...] = ()  # indices of the kernels before which collectives ran, on whichever stream
-    device: str = ""  # as its driver calls it
+    exchanges: tuple[int, ...] = ()  # indices of the kernels before which collectives ran, on any stream
+    device: str = ""  # the driver's name for it
     device_sms: int | None = None
     notes: tuple[str, ...] = ()
 
@@ -42,15 +42,15 @@ class KernelEvidence:
         return any(sighting.counters for sighting in self.sightings)
 
     def exchanges_within(self, passes: Iterable[Sequence[int]]) -> bool:
-        """Whether collectives ran between the attentions of a pass, which stand at these indices: there models exchange
-        that are split over GPUs. Gradients are exchanged later."""
+        """Whether collectives ran between the attention calls of a pass, given by their indices. Models split over GPUs
+        communicate there; gradients are reduced later."""
         spans = [(min(indices), max(indices)) for indices in passes]
         return any(first < index <= last for index in self.exchanges for first, last in spans)
 
 
 def gather(recording: Recording, *, file: str = "", use_shapes: bool = False) -> KernelEvidence:
-    """The kernels of the stream that holds most of them, in the order in which they began. `use_shapes` believes what a
-    profiler wrote down of products."""
+    """Return the kernels of the busiest stream in launch order. With `use_shapes`, trust the GEMM shapes that the
+    profiler recorded."""
     manifest = recording.manifest
     notes = list(manifest.notes)
     kernels = everything = recording.kernels.with_row_index("row").filter(pl.col("kind") == "kernel")
@@ -58,10 +58,10 @@ def gather(recording: Recording, *, file: str = "", use_shapes: bool = False) ->
     if len(streams) > 1:
         kernels = _main_stream(kernels, streams)
         notes.append(
-            f"{len(streams)} streams: kernels of the busiest were taken, {kernels.height:,} of {streams.total():,}"
+            f"{len(streams)} streams: only the busiest was used ({kernels.height:,} of {streams.total():,} kernels)"
         )
     if kernels.height > _MOST_KERNELS:
-        notes.append(f"the first {_MOST_KERNELS:,} of {kernels.height:,} kernels were looked at")
+        notes.append(f"only the first {_MOST_KERNELS:,} of {kernels.height:,} kernels were used")
     kernels = kernels.sort("start_ns", "row", maintain_order=True).head(_MOST_KERNELS)
     return KernelEvidence(
         source=manifest.source,
@@ -92,7 +92,7 @@ def _find_exchanges(everything: pl.DataFrame, kernels: pl.DataFrame) -> tuple[in
 
 
 def _counters(table: pl.DataFrame) -> dict[int, dict[CounterKey, int]]:
-    """By row of the kernel; what no counter of a kernel can reach was not counted."""
+    """Return counters by row of the kernel. Values beyond any possible count are treated as not measured."""
     counters: dict[int, dict[CounterKey, int]] = {}
     sane = pl.col("value").is_finite() & pl.col("value").is_between(0, _MOST)
     for kernel, key, value in canonical_counters(table).filter(sane).select("kernel", "key", "value").iter_rows():
@@ -101,7 +101,7 @@ def _counters(table: pl.DataFrame) -> dict[int, dict[CounterKey, int]]:
 
 
 def _told(recording: Recording) -> dict[int, Sizes]:
-    """Sizes of products by row of the kernel, from the operator that launched it."""
+    """Return GEMM sizes by row of the kernel, from the operator that launched it."""
     launched_by = attribute_kernels(recording)["op_row"] if recording.ops.height else ()
     described = recording.ops.select("name", "shapes").rows()
     told = {}
@@ -139,12 +139,12 @@ def _triple(row: dict[str, int | None], what: str) -> Triple:
     return x, y, z
 
 
-# --- Operations on tensor cores from instructions, where a file counts only those
+# --- Tensor core operations from instructions, for files that count only those
 #
-# An instruction multiplies a tile whose size the kernel's name tells. Ampere's `mma` does 16×8×8 or 16×8×16; Hopper's
-# `wgmma` 64×N×16 (×8 in tf32), and counts once for each of the four warps that issue it together. N is the side of the
-# tile that the layout leaves for it, halved where two groups of warps share it, or where it would be more than an
-# instruction takes.
+# An instruction multiplies a tile whose size is in the kernel's name. Ampere's `mma` computes 16×8×8 or 16×8×16.
+# Hopper's `wgmma` computes 64×N×16 (×8 in tf32), and counts once for each of the four warps that issue it together. N
+# is the side of the tile that the layout assigns to it, halved if two warpgroups share it, or if it exceeds the limit
+# of an instruction.
 
 _WARPS = 4
 _LONGEST = 256
@@ -157,7 +157,7 @@ _MMA_OPS = {"1688": 2 * 16 * 8 * 8, "16816": 2 * 16 * 8 * 16}
 
 
 def operations_each(sighting: Sighting) -> float | None:
-    """How many operations an instruction of a warp does there, on average; None where the name does not tell."""
+    """Return the average operations per warp instruction, or None if the name does not show it."""
     text, tile = sighting.name.name.partition("(")[0], sighting.name.tile
     if (found := _NVJET.match(text)) and tile:
         side = tile[0] if found["layout"] == "N" else tile[1]
@@ -177,13 +177,13 @@ def _wgmma(side: int, depth: int) -> float:
 
 
 def _attention(keys: int, width: int) -> float:
-    """Scores take width / 16 instructions of that many keys, values keys / 16 of that width."""
+    """Scores take width / 16 instructions of that many keys, values take keys / 16 of that width."""
     instructions = width // 16 + keys // 16
     return (width // 16 * _wgmma(keys, 16) + keys // 16 * _wgmma(width, 16)) / instructions
 
 
 def count_operations(sighting: Sighting) -> int | None:
-    """None where they were counted anyway, or cannot be told."""
+    """Return the operations, or None if they were counted directly or cannot be derived."""
     instructions = sighting.counters.get("tensor_instructions")
     if instructions is None or "tensor_ops" in sighting.counters:
         return None

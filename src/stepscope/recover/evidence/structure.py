@@ -1,8 +1,8 @@
-"""Layers and roles, from the order in which kernels ran.
+"""Layers and roles, from the order of the kernels.
 
-Between two attentions the same products stand in the same order as long as a forward pass lasts, and other ones where
-it ends. How many stand there, how many of them come again after the last attention, and how many before the first, says
-what each of them is. Where more than one reading fits, all are kept, and sizes decide.
+Within a forward pass, the same GEMMs run in the same order between two attention calls; at its end, different ones do.
+Their number, and how many of them repeat after the last attention and before the first, show the role of each. If more
+than one interpretation fits, all are kept, and the sizes decide.
 """
 
 import itertools
@@ -26,14 +26,15 @@ from stepscope.recover.evidence.order import (
     read_order,
 )
 from stepscope.recover.facts import Sighting
+from stepscope.units import count_noun
 
 _PRODUCTS_OF_LAYER = range(4, 10)
-_PASSES_READ = 3  # of many: the first may be cut off, and the next be whole
+_PASSES_READ = 3  # enough passes: the first may be partial and the next complete
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RoleReading:
-    """One way to read the roles: the products of a layer by role, and the other kernels by where they stand."""
+    """One interpretation of the roles: the GEMMs of a layer by role, and the other kernels by zone."""
 
     products: dict[Role, Sighting]
     zones: dict[Zone, tuple[Sighting, ...]]
@@ -45,22 +46,22 @@ class RoleReading:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Structure:
-    """What the order shows. `attentions` are fused kernels, none where scores were written out."""
+    """The structure that the order shows. `attentions` are fused kernels, empty for unfused attention."""
 
     num_layers: int
     num_passes: int
     is_training: bool
     attentions: tuple[Sighting, ...] = ()
     backward_attentions: tuple[Sighting, ...] = ()
-    softmaxes: tuple[Sighting, ...] = ()  # around the anchors, where attention is not fused
+    softmaxes: tuple[Sighting, ...] = ()  # next to the anchors, for unfused attention
     readings: tuple[RoleReading, ...] = ()
     dtype: str | None = None
-    layer_indices: tuple[tuple[int, ...], ...] = ()  # of each pass: where its attentions stand
-    # What comes after the last attention is what comes after each: passes of one layer would look the same.
+    layer_indices: tuple[tuple[int, ...], ...] = ()  # the indices of the attention calls, per pass
+    # Every attention is followed by the same kernels as the last one: passes of one layer would look the same.
     may_be_one_layer: bool = False
-    has_others: bool = False  # attentions outside of the passes that are no layers computed again
-    layers_differ: bool = False  # in kernels that are no products: the one layer that was read need not stand for all
-    has_start: bool = False  # embeddings were looked up before the pass that was read: its first layer is in the file
+    has_others: bool = False  # attention outside the passes that is not recomputed
+    layers_differ: bool = False  # other than in GEMMs: the analyzed layer may not be typical of all
+    has_start: bool = False  # an embedding lookup precedes the analyzed pass: its first layer is in the file
 
     @property
     def is_fused(self) -> bool:
@@ -68,7 +69,7 @@ class Structure:
 
 
 def find_structure(sightings: Sequence[Sighting]) -> Structure:
-    """Raises NoTransformerError where there is none to be seen."""
+    """Return the structure. Raises NoTransformerError if the kernels do not show layers."""
     order = read_order(sightings)
     passes, shown = _find_passes(order)
     return Structure(
@@ -89,7 +90,7 @@ def find_structure(sightings: Sequence[Sighting]) -> Structure:
 
 
 def _symbols(gap: Sequence[Sighting]) -> tuple[object, ...]:
-    """Equal where the same kernels ran with the same geometry and, where it was counted, the same work."""
+    """Return a key that is equal for the same kernels with the same launch and, if counted, the same work."""
     return tuple(
         (one.name.name, one.grid, one.block, one.counters.get("tensor_ops"), one.counters.get("ffma")) for one in gap
     )
@@ -97,7 +98,7 @@ def _symbols(gap: Sequence[Sighting]) -> tuple[object, ...]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Pass:
-    """A forward pass that was read. What comes before it is the start of a pass, or the end of one that was cut off."""
+    """The forward pass that is analyzed. What precedes it is the start of a pass, or the end of a partial one."""
 
     layers: Sequence[Anchor]
     readings: tuple[RoleReading, ...]
@@ -105,9 +106,9 @@ class _Pass:
 
 
 def _find_passes(order: KernelOrder) -> tuple[list[tuple[Anchor, ...]], _Pass]:
-    """Embeddings are looked up at the start of a pass. Some models look up a bias of positions in every layer, too: so
-    where every gap has a lookup, gaps that are those of a layer count for more. Of several passes one is read that has
-    both a start and a head, if there is one."""
+    """Find the pass to analyze. Embeddings are looked up at the start of a pass. Some models also look up a position
+    bias in every layer: if every gap has a lookup, gaps that match those of a layer have priority. Of several passes,
+    prefer one that has both a start and an LM head."""
     anchors = order.anchors
     symbols = [_symbols(order.find_gap(a, b)) for a, b in itertools.pairwise(anchors)]
     looked_up = [
@@ -130,8 +131,9 @@ def _find_passes(order: KernelOrder) -> tuple[list[tuple[Anchor, ...]], _Pass]:
 
 
 def _read_pass(order: KernelOrder, layers: Sequence[Anchor], end_before: int, *, is_whole: bool) -> _Pass:
-    """`end_before`: where the attention before this pass stands. A start is a lookup ahead of the first projection;
-    those after it are of the layer, as are positions that are looked up to turn queries."""
+    """Return the interpretations of a pass. It has a start if there is a lookup before the first projection. Lookups
+    after that belong to the layer, for example rotary positions. `end_before` is the index of the attention before
+    this pass."""
     readings = tuple(_read_roles(order, layers, end_before, is_whole=is_whole))
     has_start = any(_begins(one) for reading in readings for one in reading.zones["before"])
     return _Pass(layers=layers, readings=readings, has_start=has_start)
@@ -147,7 +149,7 @@ def _completeness(one: _Pass) -> tuple[bool, bool, bool]:
 
 
 def _find_runs(symbols: list[tuple[object, ...]], is_start: list[bool]) -> list[tuple[int, int]]:
-    """Forward passes as (first anchor, number of anchors): those with the gap that is met first."""
+    """Return the forward passes as (first anchor, number of anchors). All have the gap that is the first to repeat."""
     inner = [i for i in range(len(symbols)) if not is_start[i]]
     if not inner:
         return [(i, 1) for i in range(len(symbols) + 1)]
@@ -169,34 +171,34 @@ def _find_runs(symbols: list[tuple[object, ...]], is_start: list[bool]) -> list[
 def _refuse_other_layers(
     symbols: list[tuple[object, ...]], looked_up: list[bool], runs: list[tuple[int, int]], *, is_training: bool
 ) -> None:
-    """Between two passes there is a head or a lookup more than between two layers. And what stands outside of the
-    passes must not be the layers of another model; in training the loss and layers that are computed again stand there,
-    never the same few products twice in a row."""
+    """Raise NoTransformerError for several models. Compared with two layers, two passes also have an LM head or a
+    lookup between them. Kernels outside the passes must not be layers of another model; in training they are the loss
+    and recomputed layers, never the same few GEMMs twice in a row."""
     inside = {anchor for start, length in runs for anchor in range(start, start + length)}
     starts = {start for start, _ in runs}
     layer = len(symbols[runs[0][0]]) if runs[0][1] > 1 else 0
     for i, gap in enumerate(symbols):
         if i in inside and i + 1 in starts and len(gap) <= layer and not looked_up[i]:
             raise NoTransformerError(
-                "layers that differ follow one another: two models at once, or work put in between"
+                "consecutive layers differ: two models ran at once, or there is other work between the layers"
             )
         is_repeated = i + 1 < len(symbols) and gap == symbols[i + 1]
         is_outside = i not in inside and i + 1 not in inside
         if is_outside and len(gap) in _PRODUCTS_OF_LAYER and (is_repeated or not is_training):
-            raise NoTransformerError("layers of two kinds, one after the other: several models ran")
+            raise NoTransformerError("there are two kinds of layers: several models ran")
 
 
 def _has_others(order: KernelOrder, passes: Sequence[Sequence[Anchor]]) -> bool:
-    """Fused attentions close to each other outside of the passes, as a decoder has beside its encoder. Where layers are
-    computed again for the backward pass, all of that pass stands between them."""
+    """Whether fused attention calls follow closely outside the passes, such as those of an encoder. If layers are
+    recomputed for the backward pass, the rest of that pass is between them."""
     inside = {anchor[0].index for layers in passes for anchor in layers}
     pairs = [(a, b) for a, b in itertools.pairwise(order.anchors) if not {a[0].index, b[0].index} & inside]
     return any(len(order.find_gap(a, b)) in range(1, 2 * _PRODUCTS_OF_LAYER.stop) for a, b in pairs)
 
 
 def _differ(order: KernelOrder, passes: Sequence[Sequence[Anchor]]) -> bool:
-    """Whether layers, of this pass or of another, show other kernels. A compiler writes a kernel of its own for some
-    layers; there attentions are compared alone."""
+    """Whether layers of this or another pass have different kernels. A compiler generates separate kernels for some
+    layers; there only the attention kernels are compared."""
     attentions = {tuple(map(_look, anchor)) for layers in passes for anchor in layers}
     between = [order.sightings[a[-1].index : b[0].index] for layers in passes for a, b in itertools.pairwise(layers)]
     if any(one.name.library == "Inductor" for gap in between[:1] for one in gap):
@@ -218,7 +220,7 @@ def _may_be_one_layer(order: KernelOrder, shown: _Pass) -> bool:
 
 
 def _whole_runs(runs: list[tuple[int, int]]) -> list[tuple[int, int]]:
-    """A recorder may begin and end within a pass; those in between are whole."""
+    """A recording may begin and end within a pass; the passes in between are complete."""
     longest = max(length for _, length in runs)
     if len(runs) > 1 and runs[0][1] < longest:
         runs = runs[1:]
@@ -227,7 +229,7 @@ def _whole_runs(runs: list[tuple[int, int]]) -> list[tuple[int, int]]:
     lengths = sorted({length for _, length in runs})
     if len(lengths) > 1:
         raise NoTransformerError(
-            f"forward passes of {' and '.join(map(str, lengths))} layers: several models, or layers that differ"
+            f"forward passes with {' and '.join(map(str, lengths))} layers: several models ran, or the layers differ"
         )
     return runs
 
@@ -235,8 +237,8 @@ def _whole_runs(runs: list[tuple[int, int]]) -> list[tuple[int, int]]:
 def _read_roles(
     order: KernelOrder, layers: Sequence[Anchor], end_before: int, *, is_whole: bool
 ) -> Iterator[RoleReading]:
-    """Every way in which the products around the attentions are those of a layer. `is_whole`: nothing but a head comes
-    after the last layer, because nothing was trained."""
+    """Yield every way in which the GEMMs around the attention calls form a layer. `is_whole`: only an LM head follows
+    the last layer, because nothing was trained."""
     first, last = layers[0][0], layers[-1][-1]
     before = order.products_between(end_before, first.index)
     tail = _until_backward(order, order.products_between(last.index, len(order.sightings)))
@@ -263,21 +265,21 @@ def _read_roles(
 
 
 def _find_start(order: KernelOrder, end_before: int, begin: int) -> int:
-    """Of a pass whose layers begin there: its first lookup, behind what is left of the pass before it."""
+    """Return the start of a pass whose layers begin here: its first lookup after the end of the pass before."""
     if end_before < 0:
         return 0
     return next((one.index for one in order.sightings[end_before + 1 : begin] if _begins(one)), begin)
 
 
 def _find_end(order: KernelOrder, head: int) -> int:
-    """Of what belongs to the head: the next product, or so many kernels."""
+    """Return the end of the LM head's kernels: the next GEMM, or this many kernels."""
     following = order.products_between(head, len(order.sightings))
     end = following[0].index if following else len(order.sightings)
     return min(end, head + KERNELS_AFTER_HEAD)
 
 
 def _until_backward(order: KernelOrder, products: Sequence[Sighting]) -> list[Sighting]:
-    """What comes after the last attention and before anything that is certainly of the backward pass or of another."""
+    """Keep the GEMMs up to the first kernel that certainly belongs to the backward pass or to another pass."""
     ends = [
         one.index
         for one in order.sightings
@@ -291,8 +293,8 @@ def _until_backward(order: KernelOrder, products: Sequence[Sighting]) -> list[Si
 def _find_zones(
     order: KernelOrder, placed: Sequence[Sequence[tuple[Role, Sighting]]], layers: Sequence[Anchor]
 ) -> dict[Zone, tuple[Sighting, ...]]:
-    """Of one layer: from one attention to the next, or of an only layer from its first product to its attention and on
-    to its last."""
+    """Return the other kernels of one layer by zone: from one attention to the next, or for a single layer from its
+    first GEMM to its last."""
     zones: dict[Zone, tuple[Sighting, ...]] = dict.fromkeys(get_args(Zone), ())
     marks: list[list[tuple[int, Role | None]]] = [[(one.index, role) for role, one in part] for part in placed]
     marks[0].append((layers[1 if len(layers) > 1 else 0][0].index, None))
@@ -310,6 +312,6 @@ def _others(order: KernelOrder, after: int, before: int) -> tuple[Sighting, ...]
 
 def _describe_gap(order: KernelOrder, layers: Sequence[Anchor]) -> str:
     if len(layers) < 2:
-        return "one attention alone, and too few matrix products around it for a layer"
+        return "there is a single attention call, with too few GEMMs around it for a layer"
     count = len(order.find_gap(layers[0], layers[1]))
-    return f"{count} matrix products between one attention and the next, which are not those of a decoder's layer"
+    return f"{count_noun(count, 'GEMM')} between one attention and the next cannot be a decoder layer"

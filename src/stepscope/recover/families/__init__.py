@@ -1,8 +1,8 @@
-"""What a kernel says of its problem: one table of families, and one door to them.
+"""What a kernel's launch says about its problem: one table of kernel families, and one entry point.
 
-A family knows its kernels by their names. What it makes of one are facts of which exactly one holds: mostly a single
-fact, several where a name leaves open which rule made the grid, and none for a kernel that is not the family's or says
-nothing. No kernel is read by two families, so their order matters to nothing but speed.
+A family recognizes its kernels by name. Its reader returns facts of which exactly one holds: usually a single fact,
+several if the name leaves open which rule chose the grid, and none for a kernel of another family or without
+information. No kernel is read by two families, so their order only matters for speed.
 """
 
 from collections.abc import Callable, Iterable
@@ -25,8 +25,8 @@ from stepscope.recover.families.rowwise import read_lookup, read_norm, read_soft
 
 
 class Platform(msgspec.Struct, frozen=True, kw_only=True):
-    """What launched the kernels: how many SMs the GPU has, which persistent kernels fill, and whether PyTorch is known
-    to be 2.7 or later (`elementwise.is_recent`)."""
+    """What launched the kernels: the number of SMs, which persistent kernels fill, and whether PyTorch is known to be
+    2.7 or later (`elementwise.is_recent`)."""
 
     processors: int = PROCESSORS
     recent: bool = False
@@ -35,7 +35,7 @@ class Platform(msgspec.Struct, frozen=True, kw_only=True):
 Reader = Callable[[Sighting, Platform], tuple[Fact, ...]]
 FAMILIES: dict[str, Reader] = {
     "fused attention": lambda sighting, platform: _only(read_attention(sighting, platform.processors)),
-    "matrix products": lambda sighting, platform: _only(read_product(sighting, platform.processors)),
+    "GEMM": lambda sighting, platform: _only(read_product(sighting, platform.processors)),
     "elementwise": lambda sighting, platform: read_elementwise(sighting, recent=platform.recent),
     "norms": lambda sighting, _: _only(read_norm(sighting)),
     "lookups": lambda sighting, _: _only(read_lookup(sighting)),
@@ -58,12 +58,12 @@ def _only(fact: Fact | None) -> tuple[Fact, ...]:
 
 
 def read_facts(sighting: Sighting, platform: Platform = _H200) -> tuple[Fact, ...]:
-    """The facts of which exactly one holds; none where nothing is known of the kernel."""
+    """Return the facts of which exactly one holds, or none if the kernel is unknown."""
     if not sighting.has_geometry:
         return ()
     return next((facts for read in FAMILIES.values() if (facts := read(sighting, platform))), ())
 
 
 def read_fact(sighting: Sighting, platform: Platform = _H200) -> Fact | None:
-    """One fact that holds whichever of `read_facts` does."""
+    """Return one fact that holds whichever of `read_facts` does."""
     return join_choices(read_facts(sighting, platform))

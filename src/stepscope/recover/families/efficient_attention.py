@@ -1,7 +1,7 @@
 """PyTorch's memory-efficient attention (`fmha_cutlassF_…`, `fmha_cutlassB_…`), on a grid of (tiles, heads, batch).
 
-The forward kernel's name has its tile of queries and keys, and where it keeps its result says how wide heads are. In
-fp32 its counters are understood to the last tile: `count_head` has them. Other data types were not measured.
+The forward kernel's name has its tile of queries and keys, and where it keeps its result shows how wide heads are. In
+fp32 its counters are understood exactly: `count_head` computes them. Other data types were not measured.
 """
 
 import re
@@ -21,58 +21,57 @@ from stepscope.recover.facts import (
     within_tiles,
 )
 
-# --- Instructions in fp32: what a GPU counts, from the sizes alone
+# --- Instruction counts in fp32, from the sizes alone
 #
-# `fmha_cutlassF_f32_aligned_*_sm80` multiplies matrices on the tensor cores, as three products of TF32 numbers. Those
-# are not among the floating-point counters. What is counted there is everything around them: splitting each factor into
-# a high and a low part, the softmax, dropout. So the counters follow the tiles, and textbook formulas of attention miss
-# them by factors of 25 to 239.
+# `fmha_cutlassF_f32_aligned_*_sm80` computes GEMMs on the tensor cores, as three TF32 GEMMs. The floating-point
+# counters do not include those, only everything else: splitting each factor into a high and a low part, the softmax,
+# dropout. So the counters depend on the tiles, and textbook formulas of attention are off by factors of 25 to 239.
 #
-# A block takes a tile of queries of one head and walks over the keys, a tile at a time; under a causal mask it stops at
-# its last query. Each constant below is a number of instructions of one thread in such a step. The numbers come from
-# the disassembled kernel, put together along the control flow of its source, and none is fitted; the words beside them
-# are a reading of what they are for. One quantity depends on the data: how often the largest score of a row is found in
-# a later tile, so that what was summed up so far is rescaled. For scores in no particular order its expectation is
-# known; from never to always is the range for any scores.
+# A block processes a tile of queries of one head and loops over the keys, one tile at a time; with a causal mask it
+# stops at its last query. Each constant below is the number of instructions of one thread in such a step. The numbers
+# come from the disassembled kernel, combined along the control flow of its source; none is fitted. The comments next to
+# them say what the instructions are probably for. One quantity depends on the data: how often the largest score of a
+# row is in a later tile, so that the sums so far are rescaled. For randomly ordered scores its expectation is known;
+# from never to always is the range for any scores.
 #
-# Seen to hold: lengths of whole tiles, with dropout (the tables of `bench/notes_tables.py`) and without, with a causal
-# mask that is skipped along or handed over as a tensor; the widest kernel with a single tile of keys.
+# Verified for: lengths of whole tiles, with dropout (the tables of `bench/notes_tables.py`) and without, with a causal
+# mask that is skipped or passed as a tensor; the widest kernel with a single tile of keys.
 
 
-# A causal mask is skipped along; as a tensor, added to every score, it hides as much and saves nothing.
+# A causal mask skips tiles. As a tensor that is added to every score it masks the same and saves nothing.
 Mask = Literal["none", "causal", "tensor"]
 
 WARP_THREADS = 32
-# A thread's part of a product of tiles: a warp has 32 × 32 of it in all three kernels.
+# A thread's share of a tile GEMM: a warp computes 32 × 32 of it in all three kernels.
 _RESULTS = 32
-# Per 32 numbers of the summed dimension: 64 differences that are the low parts of the factors (8 of each in each of
-# four instructions' depths), and a sum into each result, which is kept apart from the tensor cores' own for accuracy.
+# Per 32 elements of the summed dimension: 64 differences for the low parts of the factors (8 of each in each of four
+# instruction depths), and one addition per result, which is accumulated outside the tensor cores for accuracy.
 _SPLIT_DEPTH = 32
 _SPLIT = 96
-_SPLIT_INSTRUCTIONS = 96  # on the tensor cores, of a warp: 4 depths × 2 × 4 pieces of the tile × 3 products
-TENSOR_OPS = 2 * 16 * 8 * 8  # of one of them
-# Of the softmax: scaling scores by log2(e), the row sum with its exchange between lanes, the difference to the maximum.
+_SPLIT_INSTRUCTIONS = 96  # on the tensor cores, per warp: 4 depths × 2 × 4 pieces of the tile × 3 GEMMs
+TENSOR_OPS = 2 * 16 * 8 * 8  # per instruction
+# The softmax: scaling scores by log2(e), the row sum with its exchange between lanes, the difference to the maximum.
 _TO_BASE_2 = 32
 _ROW_SUM = 40
 _MINUS_MAXIMUM = 32
-# Four random numbers at a time: an fma each to bring them into [0, 1), and as many comparisons and products.
+# Four random numbers at a time: one fma each to map them to [0, 1), and as many comparisons and multiplications.
 _DROPPED_AT_A_TIME = 4
 _DROPOUT_PLAIN = 8
-# `1.0 / (1.0 - p)`, in double precision, by every thread for every tile: a division is five fused operations.
+# `1.0 / (1.0 - p)` in double precision, by every thread for every tile: a division is five fused operations.
 _DROPOUT_DOUBLE_FMA = 5
 _DROPOUT_DOUBLE_ADD = 1
-# Of one row at the end: a reciprocal of the sum, two fused operations and one product.
+# Per row at the end: a reciprocal of the sum, two fused operations and one multiplication.
 _ROW_FMA = 2
 _ROW_PLAIN = 1
 
 
 class Variant(msgspec.Struct, frozen=True, kw_only=True):
-    """One of the three kernels, as the head size chooses them."""
+    """One of the three kernels. The head size determines which is used."""
 
     queries: int
     keys: int
     threads: int
-    # Before its loop the first product splits fragments ahead: as many instructions of a thread more.
+    # The first GEMM splits fragments ahead of its loop: this many more instructions per thread.
     ahead: int
     rows_of_thread: int
     # Whether the result stays in registers ("rf"). If not, it is finished in memory after each tile of keys ("gmem").
@@ -84,7 +83,7 @@ class Variant(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def warps_beside(self) -> int:
-        """Warps that share a row of scores."""
+        """The warps that share a row of scores."""
         return self.keys // WARP_THREADS
 
 
@@ -98,7 +97,8 @@ def choose_variant(head_dim: int) -> Variant:
 
 
 class InstructionCounts(msgspec.Struct, frozen=True, kw_only=True):
-    """Instructions of threads, except `tensor`, which is of warps. `plain` are additions and products."""
+    """Thread instructions, except `tensor`, which counts warp instructions. `plain` are additions and
+    multiplications."""
 
     plain: float = 0
     fma: float = 0
@@ -147,8 +147,9 @@ def count_head(
     dropout: bool = False,
     share: float | None = None,
 ) -> InstructionCounts:
-    """One head of one sequence. `share` is that of everything that depends on the data: 0 and 1 are the least and the
-    most for any data, None is what to expect of scores in no particular order and of a tensor that is a causal mask."""
+    """Return the instructions of one head of one sequence. `share` scales everything that depends on the data: 0 and 1
+    are the minimum and maximum for any data; None is the expectation for randomly ordered scores, and for a causal mask
+    passed as a tensor."""
     variant = choose_variant(head_dim)
     total = InstructionCounts()
     for first_query in range(0, query_length, variant.queries):
@@ -175,7 +176,7 @@ def _score(variant: Variant, head_dim: int) -> InstructionCounts:
 
 
 def _normalise(variant: Variant, keys: int) -> InstructionCounts:
-    """The softmax. Differences are taken of the keys that exist; every warp beside adds up each row once more."""
+    """The softmax. Differences are computed for existing keys; every additional warp sums each row once more."""
     each = _TO_BASE_2 + _ROW_SUM + _MINUS_MAXIMUM * keys / variant.keys
     return InstructionCounts(plain=variant.threads * each + variant.queries * variant.warps_beside)
 
@@ -183,8 +184,8 @@ def _normalise(variant: Variant, keys: int) -> InstructionCounts:
 def _hide(
     variant: Variant, first_query: int, first_key: int, keys: int, mask: Mask, share: float | None
 ) -> InstructionCounts:
-    """exp2 takes two more instructions where its argument is out of range, as minus infinity is. A mask that is a
-    tensor is added to the scores that exist."""
+    """exp2 takes two more instructions if its argument is out of range, such as minus infinity. A mask that is a tensor
+    is added to the existing scores."""
     if mask == "none":
         return InstructionCounts()
     last = first_key + keys - 1
@@ -198,7 +199,7 @@ def _hide(
 def _follow_maximum(
     variant: Variant, first_query: int, first_key: int, keys: int, mask: Mask, share: float | None
 ) -> InstructionCounts:
-    """In the first tile every maximum moves, away from minus infinity; later the sums so far are rescaled."""
+    """In the first tile every maximum changes from minus infinity; later, the sums so far are rescaled."""
     if first_key == 0:
         return InstructionCounts(plain=4 * variant.queries)
     assert variant.in_registers, "the widest kernel was seen with one tile of keys alone"
@@ -210,7 +211,7 @@ def _follow_maximum(
 
 
 def _drop(variant: Variant, keys: int) -> InstructionCounts:
-    """The threads of a row share its keys and draw for four of them at a time."""
+    """The threads of a row share its keys and draw random numbers for four of them at a time."""
     share = -(-keys // (variant.threads // variant.queries))
     draws = -(-share // _DROPPED_AT_A_TIME)
     return InstructionCounts(
@@ -222,7 +223,7 @@ def _drop(variant: Variant, keys: int) -> InstructionCounts:
 
 
 def _sum_values(variant: Variant, head_dim: int, keys: int) -> InstructionCounts:
-    """Weights times values. A result in memory is made in pieces, each finished at once."""
+    """Weights times values. A result in memory is computed in pieces, each finished at once."""
     pieces = 1 if variant.in_registers else -(-head_dim // variant.keys)
     depths = -(-keys // _SPLIT_DEPTH)
     product = InstructionCounts(
@@ -246,12 +247,12 @@ _NAME = re.compile(
     r"fmha_cutlass(?P<way>[FB])_(?P<type>\w+?)_(?:not)?aligned_(?P<rows>\d+)x(?P<keys>\d+)_(?P<rest>\w+)"
 )
 _WIDEST_HEAD = 1 << 16
-# Where the result is kept, and the tile of keys: from which head size to which.
+# Where the result is kept, and the tile of keys: the range of head sizes.
 _HEADS = {("rf", 64): (1, 64), ("rf", 128): (65, 128), ("gmem", 128): (129, _WIDEST_HEAD)}
 _LSE_BYTES, _LSE_STEP = 4, 32
 _FP32_BYTES = 4
 _DEPTH = 32
-# The logarithm of a row's sum, which training keeps, in additions and products: more than it takes.
+# An upper bound for the additions and multiplications of the logarithm of a row's sum, which training stores.
 _LSE_PLAIN = 16
 
 
@@ -275,7 +276,7 @@ def read_efficient(sighting: Sighting) -> Attention | None:
 
 
 def _read_backward(sighting: Sighting, keys: int, rest: str) -> Attention:
-    """A block takes some of the tiles of keys: there are no more blocks than tiles."""
+    """A block processes some of the tiles of keys: there are no more blocks than tiles."""
     blocks, heads, batch = sighting.grid
     widest = re.search(r"(?:^|_)k(\d+)(?:_|$)", rest)
     return Attention(
@@ -299,14 +300,14 @@ def _fp32_rules(sighting: Sighting) -> tuple[Rule, ...]:
 
 
 def _fits_stores(stored: int, problem: AttentionSizes) -> bool:
-    """The result; and in training the logarithm of each row's sum, of rows that are padded."""
+    """Whether the stored bytes fit: the result, and in training the logarithm of each row's sum, for padded rows."""
     result = _FP32_BYTES * problem.sequences * problem.queries * problem.head_dim
     kept = _LSE_BYTES * problem.sequences * ceil_div(problem.queries, _LSE_STEP) * _LSE_STEP
     return result <= stored <= result + kept
 
 
 def _fits_work(plain: int, operations: int, problem: AttentionSizes) -> bool:
-    """By a mask that is skipped along, one that is a tensor, or none; with dropout or without."""
+    """Whether the work fits with a mask that skips tiles, a mask that is a tensor, or none; with or without dropout."""
     masks: tuple[Mask, ...] = ("causal", "tensor", "none") if problem.causal else ("tensor", "none")
     for mask in masks:
         for dropout in (False, True):
@@ -322,7 +323,7 @@ def _fits_work(plain: int, operations: int, problem: AttentionSizes) -> bool:
 
 
 def _count(problem: AttentionSizes, mask: Mask, *, dropout: bool, up: bool) -> InstructionCounts:
-    """The least and the most for any scores. Lengths that are no whole tiles lie between those that are."""
+    """Return the minimum for any scores, or with `up` the maximum, from the lengths rounded to whole tiles."""
     variant = choose_variant(problem.head_dim)
 
     def whole(length: int, tile: int) -> int:
@@ -331,7 +332,7 @@ def _count(problem: AttentionSizes, mask: Mask, *, dropout: bool, up: bool) -> I
     one = count_head(
         whole(problem.queries, variant.queries),
         whole(problem.keys, variant.keys),
-        # All that counts of it, and fewer problems to count.
+        # Everything that the counters depend on, so that fewer problems need counting.
         ceil_div(problem.head_dim, _DEPTH) * _DEPTH,
         mask=mask,
         dropout=dropout,

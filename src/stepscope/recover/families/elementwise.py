@@ -1,9 +1,9 @@
-"""Kernels of so many elements a block: PyTorch's elementwise shells, `torch.cat`, and what torch.compile writes.
+"""Kernels with a fixed number of elements per block: PyTorch's elementwise shells, `torch.cat`, and Inductor kernels.
 
-A shell runs a functor over its elements: `vectorized_elementwise_kernel<4, …>` takes 128 threads a block and, since
-PyTorch 2.7, eight elements a thread (sixteen where all it does is write single bytes); before it was four. The name
-tells the old from the new only sometimes, so both are possible unless the caller knows better (`is_recent`). The other
-shells carry their numbers in their names.
+A shell runs a functor over its elements. `vectorized_elementwise_kernel<4, …>` has 128 threads per block and, since
+PyTorch 2.7, eight elements per thread (sixteen if it only writes single bytes); before that it was four. The name does
+not always show which, so both are possible unless the caller knows (`is_recent`). Other shells have these numbers in
+their names.
 """
 
 import re
@@ -26,14 +26,13 @@ from stepscope.recover.families.grids import (
     whole_number,
 )
 
-# --- Which type an elementwise kernel writes, as far as the functor in its name says
+# --- The type that an elementwise kernel writes, according to the functor in its name
 #
-# The bytes that a kernel stored are the number of its elements times the size of one. The size is known where the
-# functor names its result (`BinaryFunctor<float, float, bool, …>`), where it is one of those that return what they
-# take, and where it compares. Any other leaves it open.
+# The stored bytes are the number of elements times the size of one. The size is known if the functor names its result
+# (`BinaryFunctor<float, float, bool, …>`), returns the type of its argument, or compares. Otherwise it is open.
 #
-# Counts of additions and multiplications were tried and lost: the last block computes past the end of the data, so they
-# are the elements only where every block is full.
+# Additions and multiplications were tried too and do not work: the last block computes past the end of the data, so
+# they match the elements only if every block is full.
 
 ANY_SIZE = (1, 2, 4, 8, 16)
 _SCOPES = re.compile(
@@ -43,7 +42,7 @@ _NAMED_RESULT = re.compile(r"(?:Binary|AUnary|BUnary)Functor<([^<>,]+), ([^<>,]+
 _OWN_TYPE = re.compile(r"(?:CUDAFunctor_add|CUDAFunctorOnSelf_add|FillFunctor)<([^<>,]+)>")
 _COMPARISON = re.compile(r"(?:Compare\w*Functor|is(?:neg|pos)inf_kernel|isnan_kernel|isinf_kernel|logical_\w+_kernel)")
 _HALF_COPY = re.compile(r"b?float16_copy_kernel_cuda")
-# They return the type of their first argument that is no condition.
+# These return the type of their first argument that is not a condition.
 _SAME_TYPE = re.compile(
     r"(?:direct_copy|neg|tanh|tanh_backward|sigmoid|sigmoid_backward|exp|rsqrt|sqrt|cos|sin|silu|silu_backward|masked_fill"
     r"|where|log|reciprocal|pow_tensor_scalar|GeluCUDA|GeluBackwardCUDA|launch_clamp)_?(?:kernel|scalar|Kernel)"
@@ -52,7 +51,8 @@ _PARAMETERS = re.compile(r"lambda\(([^()]+)\)")
 
 
 def result_sizes(functor: str, *, is_cast: bool) -> tuple[int, ...]:
-    """Bytes of one result: one size where it is known. A kernel that casts on its way out may write any type."""
+    """Return the possible bytes per result: one size if it is known. A kernel that casts its result may write any
+    type."""
     if is_cast:
         return ANY_SIZE
     plain = _SCOPES.sub("", functor)
@@ -81,17 +81,17 @@ def _spell_result(plain: str) -> str | None:
 _THREADS = 128
 _OLD_WORK, _WORK, _BYTE_WORK = 4, 8, 16  # elements a thread
 _INDEX_THREADS = 64
-# Those that begin with: threads, elements a thread, functor.
+# Shells whose template starts with: threads, elements per thread, functor.
 _COUNTED_SHELLS = (
     "elementwise_kernel",
     "elementwise_kernel_manual_unroll",
     "index_elementwise_kernel",
     "_scatter_gather_elementwise_kernel",
 )
-# What a functor returns is stored as it is, or cast first.
+# The functor's result is stored as it is, or cast first.
 _NO_CAST, _CAST = "gpu_kernel_impl_nocast<", "gpu_kernel_impl<"
 _OPERANDS = re.compile(r"array<char ?\*, (\d+)>", re.IGNORECASE)
-# Kernels and template arguments that came after the change from four to eight.
+# Kernels and template arguments that were added after the change from four to eight.
 _RECENT = re.compile(
     r"vectorized_gather_kernel|CatArrayBatchedCopy_vectorized|vectorized_elementwise_kernel<8,"
     r"|vectorized_layer_norm_kernel<[\w:]+, [\w:]+, (?:true|false|[01])>"
@@ -99,17 +99,17 @@ _RECENT = re.compile(
 
 
 class _Work(msgspec.Struct, frozen=True, kw_only=True):
-    per_block: tuple[int, ...]  # elements, in every way that is possible
-    sizes: tuple[int, ...] = ANY_SIZE  # bytes of one result; none where results are not written once each
+    per_block: tuple[int, ...]  # elements, for every possibility
+    sizes: tuple[int, ...] = ANY_SIZE  # bytes per result; empty if results may be written more than once
 
 
 def is_recent(names: Iterable[KernelName]) -> bool:
-    """Whether a kernel of the run shows that its PyTorch gives eight elements to a thread."""
+    """Whether a kernel of the run shows that its PyTorch gives eight elements to each thread."""
     return any(_RECENT.search(take_apart(name.name)[0].text) for name in names)
 
 
 def read_elementwise(sighting: Sighting, *, recent: bool = False) -> tuple[Elements, ...]:
-    """One of them holds. `recent`: the run is known to be one of PyTorch 2.7 or later."""
+    """Return the possibilities, of which one holds. `recent`: the run is known to use PyTorch 2.7 or later."""
     work = _find_work(sighting, recent=recent) if is_flat(sighting) else None
     if work is None:
         return _read_triangle(sighting)
@@ -127,7 +127,7 @@ def _find_work(sighting: Sighting, *, recent: bool) -> _Work | None:
         return None
     if anatomy.base in _COUNTED_SHELLS:
         return _count_written(arguments, threads)
-    if threads != _THREADS:  # another build of PyTorch than those for NVIDIA's GPUs
+    if threads != _THREADS:  # not a PyTorch build for NVIDIA GPUs
         return None
     if anatomy.base == "vectorized_elementwise_kernel":
         return _count_vectorized(arguments, recent=recent)
@@ -142,14 +142,14 @@ def _count_written(arguments: tuple[str, ...], threads: int) -> _Work | None:
     if whole_number(arguments[0]) != threads or not each:
         return None
     _, is_plain, functor = arguments[2].partition(_NO_CAST)
-    # What other launchers wrap may write as often as it likes.
+    # Kernels from other launchers may write a result more than once.
     is_stored_once = _CAST in arguments[2] or is_plain
     sizes = result_sizes(first_enclosed(functor), is_cast=not is_plain) if is_stored_once else ()
     return _Work(per_block=(threads * each,), sizes=sizes)
 
 
 def _count_vectorized(arguments: tuple[str, ...], *, recent: bool) -> _Work:
-    """As in every PyTorch that can have started this kernel."""
+    """Return the work per block in every PyTorch version that can have launched this kernel."""
     sizes = result_sizes(arguments[1], is_cast=False)
     operands = _OPERANDS.search(arguments[2])
     may_read, may_not = (operands is None or operands[1] != "1"), (operands is None or operands[1] == "1")
@@ -161,15 +161,15 @@ def _count_vectorized(arguments: tuple[str, ...], *, recent: bool) -> _Work:
             each.add(_WORK)
         if may_not and 1 in sizes:
             each.add(_BYTE_WORK)
-        # Vectors of eight elements need eight of them a thread.
+        # Vectors of eight elements require eight elements per thread.
         if not recent and arguments[0] != "8":
             each.add(_OLD_WORK)
     return _Work(per_block=tuple(_THREADS * work for work in sorted(each)), sizes=sizes)
 
 
 def _read_triangle(sighting: Sighting) -> tuple[Elements, ...]:
-    """`triu_tril_kernel<type, index, upper, elements a thread, in place>`: a thread stays within a line, so lines are
-    filled up to whole threads, and at worst each thread has a single element."""
+    """`triu_tril_kernel<type, index, upper, elements per thread, in place>`: a thread stays within a row, so rows are
+    padded to whole threads. In the worst case each thread has a single element."""
     anatomy, arguments = take_apart(sighting.name.name)
     if anatomy.base != "triu_tril_kernel" or len(arguments) < 5 or not is_flat(sighting):
         return ()
@@ -179,17 +179,17 @@ def _read_triangle(sighting: Sighting) -> tuple[Elements, ...]:
     threads = covered(sighting.grid[0], sighting.block[0])
     window = join_windows([threads, covered(sighting.grid[0], sighting.block[0] * each)])
     size = type_bytes(arguments[0])
-    # In place only the half that becomes zero is written.
+    # In place, only the half that becomes zero is written.
     written = sighting.counters.get("store_bytes") if size and not is_true(arguments[4]) else None
     return tuple(Elements(count=one) for one in keep_stored([window], written, (size or 1,)))
 
 
 # --- torch.cat
 #
-# One row of blocks a tensor, sized for the largest of them.
+# Each tensor has a row of blocks, sized for the largest tensor.
 #
-# The plain kernels start two blocks a multiprocessor whatever the sizes, so only the bytes written tell anything. Those
-# that copy sixteen bytes a thread start as many blocks as the largest tensor needs, up to 32 a multiprocessor.
+# The plain kernels launch two blocks per SM whatever the sizes, so only stored bytes give a count. Kernels that copy
+# sixteen bytes per thread launch as many blocks as the largest tensor needs, up to 32 per SM.
 
 _ALIGNED_CAT = (
     "CatArrayBatchedCopy_aligned16_contig",
@@ -209,7 +209,7 @@ def read_concatenation(sighting: Sighting) -> Elements | None:
         return None
     window = Window(1, LARGEST)
     if anatomy.base in _ALIGNED_CAT:
-        # Newer names say how many bytes a thread moves, behind the other numbers; before it was either.
+        # Newer names have the bytes per thread after the other numbers. Before, it was 8 or 16.
         said = whole_number(arguments[5]) if len(arguments) > 5 else None
         window = join_windows(
             [_count_concatenated(sighting, max(1, moved // size)) for moved in ((said,) if said else (8, 16))]
@@ -219,32 +219,33 @@ def read_concatenation(sighting: Sighting) -> Elements | None:
 
 
 def _count_concatenated(sighting: Sighting, per_thread: int) -> Window:
-    """Of all tensors together: the largest is within a block of its grid, others may be nearly empty."""
+    """Return the elements of all tensors together: the largest fills its grid to within a block, others may be nearly
+    empty."""
     blocks, tensors = sighting.grid[0], sighting.grid[1]
     largest = covered(blocks, sighting.block[0] * per_thread)
     capped = blocks % _MOST_BLOCKS_OF_AN_SM == 0
     return Window(largest.low, LARGEST if capped else tensors * largest.high)
 
 
-# --- Kernels that torch.compile wrote
+# --- Kernels generated by torch.compile
 #
-# Their blocks are powers of two that no trace records. A grid of g blocks stands for more than (g - 1)·X elements and
-# at most g·X, for one X of the possible ones. Which, the rest of the run must tell; the choices are all listed. Each
-# element, or each result of a reduction, is written with the same number of bytes, so under Nsight Compute the size
-# divides what was written, and a few numbers of each window are left. Two-dimensional tiles leave too much open to say
-# anything.
+# Their block sizes are powers of two, which no trace records. A grid of g blocks means more than (g - 1)·X elements and
+# at most g·X, for one of the possible X. All choices are returned, and the rest of the run decides between them. Each
+# element, or each result of a reduction, is stored with the same number of bytes. So under Nsight Compute the size
+# divides the stored bytes, and a few numbers of each window remain. Two-dimensional tiles leave too much open.
 
 _COMPILED_KIND = re.compile(r"triton_(?P<kind>poi|red|per)_fused_")
 _COMPILED_BLOCKS = tuple(2**power for power in range(13))  # Inductor's own limit for its first dimension is 4096
-# What it takes for pointwise kernels of so many threads, as long as nobody tunes them.
+# The block sizes of pointwise kernels by number of threads, without autotuning.
 _USUAL_BLOCKS = {128: (1024, 512, 256, 128), 256: (512,)}
-# Reductions that several blocks share put the number of those first; it is at most this.
+# Cooperative reductions have their number of blocks first in the grid, at most this many.
 _MOST_SHARED = 64
 _MOST_DIVISORS = 8
 
 
 def read_compiled(sighting: Sighting) -> tuple[Elements, ...] | tuple[Rows, ...]:
-    """One of them holds: elements of a pointwise kernel, results of a reduction. The usual ones come first."""
+    """Return the possibilities, of which one holds: elements of a pointwise kernel, or results of a reduction. The most
+    common come first."""
     match = _COMPILED_KIND.match(take_apart(sighting.name.name)[0].base)
     if not match or not is_flat(sighting):
         return ()
@@ -255,17 +256,17 @@ def read_compiled(sighting: Sighting) -> tuple[Elements, ...] | tuple[Rows, ...]
     if sighting.grid[0] <= _MOST_SHARED:
         return ()
     if any(name == "sum" or "backward" in name for name in sighting.name.fused):
-        written = 0  # a norm's gradient may sum up its weights' besides, and write those in parts
+        written = 0  # the gradient of a norm may also sum up its weight gradient, and store that in parts
     return tuple(Rows(rows=window) for window in _compiled_windows(sighting, (), written))
 
 
 def _compiled_windows(sighting: Sighting, usual: tuple[int, ...], written: int) -> Iterable[Window]:
     plain = [covered(sighting.grid[0], per_block) for per_block in dict.fromkeys((*usual, *_COMPILED_BLOCKS))]
-    if sighting.grid[0] == 1:  # they hold each other
+    if sighting.grid[0] == 1:  # each window contains the smaller ones
         plain = [covered(1, _COMPILED_BLOCKS[-1])]
     divisors = [[number for number in window if written % number == 0] for window in plain] if written else []
     if not any(divisors):
-        # What was not written by stores (but added in memory, say) tells nothing.
+        # Results that were not stored (but added atomically, for example) say nothing.
         return plain
     return [
         window

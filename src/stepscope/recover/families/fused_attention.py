@@ -1,13 +1,13 @@
-"""Fused attention: what names, grids and counters say of batch, heads, lengths and head size.
+"""Fused attention: what names, grids and counters say about batch, heads, lengths and head size.
 
-Where a grid has a place for each, batch and heads are exact and the length is known to a tile. Persistent kernels
-(cuDNN's, our own for Hopper) launch one number: the tiles of all heads together, or as many blocks as the GPU has SMs.
+If the grid has a dimension for each, batch and heads are exact and the length is known to within a tile. Persistent
+kernels (cuDNN's, and ours for Hopper) launch a single number: the tiles of all heads together, or one block per SM.
 
-A model with a causal mask may run a kernel that skips what the mask hides, or one that is handed the mask as a tensor
-and computes everything. So work fits a causal model if either fits; without a mask nothing is skipped.
+A model with a causal mask may run a kernel that skips masked tiles, or one that gets the mask as a tensor and computes
+all tiles. So the work fits a causal model if either fits; without a mask nothing is skipped.
 
-Grids of our own kernels follow their launchers; cuDNN's and the memory-efficient ones were found on problems of known
-sizes; those of FlashAttention follow its source.
+The grids of our own kernels follow their launchers, those of FlashAttention its source. Those of cuDNN and
+memory-efficient attention were measured on problems of known sizes.
 """
 
 import re
@@ -32,9 +32,9 @@ from stepscope.recover.families.efficient_attention import read_efficient
 from stepscope.recover.families.grids import UNKNOWN
 
 _CUDNN = re.compile(r"_flash_(fprop|bprop)_wgmma_\w+?_(\d+)x(\d+)x(\d+)_\d+x\d+x1_cga1x1x1")
-# Of queries or keys, of the other and of the head: those whose blocks are understood.
+# Tiles of (queries or keys, the other of the two, the head) with a known assignment to blocks.
 _CUDNN_SEEN = {"fprop": ((64, 128, 64), (64, 128, 128)), "bprop": ((64, 64, 64),)}
-# With rows of a block in the grid's first place, for heads of 64; for others the rows are not known.
+# The rows per block, in the grid's first dimension, for heads of 64; unknown for others.
 _CUDNN_AROUND = re.compile(r"cudnn::fusion::(compute_dot_do_o|convert_dq|fmha_reduce_head)")
 _CUDNN_AROUND_ROWS = {"compute_dot_do_o": 16, "convert_dq": 32, "fmha_reduce_head": 16}
 _CUDNN_AROUND_HEAD = 64
@@ -42,7 +42,7 @@ _WARPGROUP_THREADS = 128
 _TRITON_TILES = (16, 32, 64, 128)
 _HOPPER_ROWS = 64  # of a warpgroup
 _HOPPER_KEYS = 128
-# Of kernels whose grid is tiles alone: the tiles that they may have, and whether those are of keys.
+# For kernels whose grid is only tiles: the possible tiles, and whether they are tiles of keys.
 _OWN_GRIDS: dict[str, tuple[Literal["forward", "backward"], tuple[int, ...], bool]] = {
     "attention_hopper_prepare": ("backward", (128,), False),
     "attention_hopper_finish": ("backward", (64,), False),
@@ -55,7 +55,7 @@ _LSE_BYTES = 4
 
 
 def read_attention(sighting: Sighting, processors: int) -> Attention | None:
-    """`processors`: how many SMs the GPU has."""
+    """Return what a fused attention kernel allows. `processors` is the number of SMs."""
     name = sighting.name.name
     if found := _CUDNN_AROUND.search(name):
         return _read_around_cudnn(sighting, found[1])
@@ -74,7 +74,7 @@ def read_attention(sighting: Sighting, processors: int) -> Attention | None:
 
 
 def _read_cudnn(sighting: Sighting, way: str, tile: tuple[int, int, int], processors: int) -> Attention:
-    """Of a block's warpgroups one copies; each of the others takes a tile's rows, of queries forward, keys backward."""
+    """One warpgroup of a block copies; each of the others processes a tile of rows: queries forward, keys backward."""
     direction: Literal["forward", "backward"] = "forward" if way == "fprop" else "backward"
     head_dim = Window(1, tile[2])
     rows = tile[0] * (sighting.block[0] // _WARPGROUP_THREADS - 1)
@@ -91,25 +91,26 @@ def _read_cudnn(sighting: Sighting, way: str, tile: tuple[int, int, int], proces
 
 
 def _evenly(sighting: Sighting, processors: int) -> Rule:
-    """Every head has as many blocks as the others, unless the GPU is full."""
+    """All heads have the same number of blocks, unless the GPU is full."""
     blocks = sighting.grid[0] * sighting.grid[1] * sighting.grid[2]
     return lambda problem: blocks >= processors or blocks % problem.sequences == 0
 
 
 def _fits_cudnn_work(operations: int, rows: int, tile: tuple[int, int, int], problem: AttentionSizes) -> bool:
-    """Both products take whole tiles of queries and keys. How narrow heads are padded within a tile was not seen."""
+    """Both GEMMs process whole tiles of queries and keys. How narrow heads are padded within a tile was not
+    measured."""
     _, keys, widest = tile
     masks = (False, True) if problem.causal else (False,)
     for skips in masks:
         scores = count_tile_pairs(problem, rows, keys, skips=skips) * rows * keys * problem.sequences
         if 4 * scores * problem.head_dim <= operations <= 4 * scores * widest:
             return True
-    # Where queries and keys differ in number, it was not seen at which end the mask is aligned.
+    # With different numbers of queries and keys, the alignment of the mask was not measured.
     return problem.causal and problem.queries != problem.keys and operations <= 4 * scores * widest
 
 
 def _read_around_cudnn(sighting: Sighting, which: str) -> Attention:
-    """What cuDNN's backward does before and after its main kernel, on a grid of (tiles of rows, batch, heads)."""
+    """The kernels before and after cuDNN's main backward kernel, on a grid of (tiles of rows, batch, heads)."""
     tiles, batch, heads = sighting.grid
     rows = _CUDNN_AROUND_ROWS[which]
     grouped = which == "fmha_reduce_head"
@@ -134,7 +135,7 @@ def _read_own(sighting: Sighting, processors: int) -> Attention | None:
 
 
 def _on_grid(sighting: Sighting, tiles: tuple[int, ...], *, of_keys: bool = False) -> Rule:
-    """One of these tiles gives the grid: of queries for every head, or of keys for every key-value head."""
+    """One of these tiles gives the grid: tiles of queries for every head, or of keys for every key-value head."""
 
     def rule(problem: AttentionSizes) -> bool:
         sequences = problem.batch * (problem.kv_heads if of_keys else problem.heads)
@@ -147,11 +148,11 @@ def _on_grid(sighting: Sighting, tiles: tuple[int, ...], *, of_keys: bool = Fals
 def _read_hopper_forward(sighting: Sighting, processors: int) -> Attention:
     def launched(problem: AttentionSizes) -> int:
         tiles = ceil_div(problem.queries, _hopper_rows(problem))
-        # Under a causal mask a long tile and a short one make an item.
+        # With a causal mask, a long tile and a short one form a work item.
         return problem.sequences * (ceil_div(tiles, 2) if problem.causal else tiles)
 
     rules: list[Rule] = [_persistent(sighting, launched, processors)]
-    # The result goes out through the copy engine, which does not count; a sum of exponentials a row does.
+    # The result is stored by TMA, which is not counted; one sum of exponentials per row is.
     if stored := sighting.counters.get("store_bytes"):
         rules.append(lambda problem: stored == _LSE_BYTES * problem.sequences * problem.queries)
     if operations := sighting.counters.get("tensor_ops"):
@@ -171,7 +172,7 @@ def _fits_hopper_work(operations: int, problem: AttentionSizes) -> bool:
     rows = _hopper_rows(problem)
     pairs, rest = divmod(operations, 4 * rows * _HOPPER_KEYS * _hopper_width(problem) * problem.sequences)
     if problem.queries % rows or problem.keys % _HOPPER_KEYS:
-        # A warpgroup may have had nothing to do in the last tile.
+        # A warpgroup may be idle in the last tile.
         return pairs <= count_tile_pairs(problem, rows, _HOPPER_KEYS, skips=False)
     return not rest and pairs == count_tile_pairs(problem, rows, _HOPPER_KEYS, skips=problem.causal)
 
@@ -186,29 +187,30 @@ def _persistent(sighting: Sighting, launched: Callable[[AttentionSizes], int], p
     return rule
 
 
-# --- FlashAttention-2 as PyTorch carries it
+# --- FlashAttention-2 in PyTorch
 #
 # Forward: `flash_fwd_kernel<Flash_fwd_kernel_traits<96, 128, 64, …>, dropout, causal, local, alibi, even lengths, even
-# head, …>` is for heads of up to 96, takes 128 queries a block and 64 keys at a time, on a grid of (tiles of queries,
-# batch, heads). Backward: the main kernel has tiles of keys in the grid's first place, the two around it tiles of
-# queries. One query with grouped heads is run as one group of queries: the heads of a group become its rows.
+# head, …>` is for heads of up to 96, and processes 128 queries per block and 64 keys at a time, on a grid of (tiles of
+# queries, batch, heads). Backward: the main kernel has tiles of keys in the grid's first dimension, the two around it
+# tiles of queries. A single query with grouped heads runs as one group of queries: the heads of a group become its
+# rows.
 
 _TRAITS = re.compile(r"Flash_(?:fwd|bwd)_kernel_traits<(?:\(int\))?(\d+), (?:\(int\))?(\d+), (?:\(int\))?(\d+),")
 _FLAGS = re.compile(r">\s*((?:, *(?:true|false|\(bool\)[01]|[01])){7,8})>")
-# Head sizes that kernels are compiled for, and the least that each is used for. Some builds leave out 160 and 224.
+# The compiled head sizes, and the smallest head that each is used for. Some builds leave out 160 and 224.
 _BUCKETS = {32: 1, 64: 33, 96: 65, 128: 97, 160: 129, 192: 129, 224: 193, 256: 193}
 _HEAD_STEP = 8  # PyTorch pads heads to a multiple of this
-_ELEMENT_BYTES = 2  # there is no other than fp16 and bf16
+_ELEMENT_BYTES = 2  # only fp16 and bf16 are supported
 
 
 class Build(msgspec.Struct, frozen=True, kw_only=True):
-    """What a kernel was compiled for. A flag is None where the name does not tell."""
+    """What a kernel was compiled for. A flag is None if the name does not show it."""
 
     head_dim: int
     queries: int
     keys: int
     causal: bool | None = None
-    local: bool = False  # a window of keys around each query: how many pairs there are is not known
+    local: bool = False  # a window of keys around each query: the number of pairs is unknown
     even_lengths: bool | None = None
     even_head: bool | None = None
 
@@ -242,7 +244,7 @@ def parse(name: str) -> Build | None:
 
 
 def _head_dims(build: Build) -> Window:
-    """`even_head`: the head, padded, is as wide as the kernel was compiled for."""
+    """`even_head`: the padded head is as wide as the kernel was compiled for."""
     least, most = _BUCKETS[build.head_dim], build.head_dim
     if build.even_head is None:
         return Window(least, most)
@@ -282,7 +284,7 @@ def _fits_forward(sighting: Sighting, build: Build, problem: AttentionSizes) -> 
 
 
 def _fits_flags(build: Build, problem: AttentionSizes) -> bool:
-    # A single query sees everything: it needs no mask. With a window there is one, but of another kind.
+    # A single query sees everything and needs no mask. A sliding window is another kind of mask.
     if build.causal is not None and not build.local and build.causal != problem.causal and problem.queries > 1:
         return False
     even = problem.queries % build.queries == 0 and problem.keys % build.keys == 0
@@ -290,7 +292,8 @@ def _fits_flags(build: Build, problem: AttentionSizes) -> bool:
 
 
 def _fits_counters(sighting: Sighting, build: Build, problem: AttentionSizes) -> bool:
-    """Work of whole tiles of the compiled head size. The result is stored as it is, and a sum of exponentials a row."""
+    """The work is that of whole tiles of the compiled head size. The result is stored unpadded, with one sum of
+    exponentials per row."""
     if (operations := sighting.counters.get("tensor_ops")) and not build.local:
         pair = 4 * build.queries * build.keys * build.head_dim
         pairs, rest = divmod(operations, pair * problem.sequences)
@@ -303,7 +306,7 @@ def _fits_counters(sighting: Sighting, build: Build, problem: AttentionSizes) ->
 
 
 def _read_split(sighting: Sighting, build: Build) -> Attention:
-    """The keys in parts, each a block of its own: (tiles of queries, parts, batch × heads)."""
+    """The keys are split, with a block for each split: (tiles of queries, splits, batch × heads)."""
     tiles, parts, sequences = sighting.grid
 
     def fits(problem: AttentionSizes) -> bool:
@@ -328,7 +331,7 @@ def _read_around_backward(sighting: Sighting, build: Build) -> Attention:
 
 
 def _read_backward(sighting: Sighting, build: Build, processors: int) -> Attention:
-    """Where results must not depend on the order of sums, the GPU's blocks are shared out among the heads instead."""
+    """In deterministic mode, the blocks of the GPU are divided among the heads instead."""
     tiles, batch, heads = sighting.grid
     shared_out = processors == UNKNOWN or tiles == ceil_div(processors, batch * heads)
     return Attention(

@@ -1,8 +1,8 @@
-"""From blocks to windows: what the readers of all families share.
+"""From blocks to windows: helpers that all families share.
 
-A launch rounds its problem up to whole blocks, so a number of blocks stands for a window of sizes. Where a name leaves
-open which of several rules made the grid, a reader returns every possibility (`choices`): exactly one of them holds.
-`join_choices` makes one weaker fact of them, for who cannot do with several.
+A launch rounds its problem up to whole blocks, so a number of blocks corresponds to a window of sizes. If a name leaves
+open which of several rules chose the grid, a reader returns every possibility (`choices`), of which exactly one holds.
+`join_choices` turns them into one weaker fact for callers that need a single one.
 """
 
 import itertools
@@ -18,9 +18,9 @@ from stepscope.recover.facts import Elements, Fact, Gather, Rows, Sighting, Upda
 WARP = 32  # threads
 # The SMs of an H100 SXM, an H200 and a GH200.
 PROCESSORS = 132
-# In place of their number where nobody knows it: any grid may then have filled the GPU, and tells only the least.
+# Used if the number of SMs is unknown: then any grid may have filled the GPU and only gives a lower bound.
 UNKNOWN = 1
-LARGEST = 2**31 - 1  # kernels count in 32 bits; larger problems are launched in pieces
+LARGEST = 2**31 - 1  # kernels use 32-bit indices; larger problems are split into several launches
 _BYTES = {
     "double": 8,
     "long": 8,
@@ -41,7 +41,7 @@ _BYTES = {
 
 @lru_cache(maxsize=4096)
 def take_apart(name: str) -> tuple[Anatomy, tuple[str, ...]]:
-    """A kernel's name and its own template arguments, none where the name does not show them as they were written."""
+    """Return a kernel's name and its template arguments; no arguments if the name is mangled."""
     anatomy = dissect(name)
     return anatomy, () if anatomy.mangled else split_arguments(anatomy.template)
 
@@ -53,13 +53,13 @@ def split_arguments(template: str) -> tuple[str, ...]:
 
 
 def first_enclosed(text: str) -> str:
-    """The first argument of a list whose opening bracket was cut off."""
+    """Return the first argument of a list whose opening bracket is missing."""
     return text[: next((position for position, depth in _commas_and_ends(text) if depth <= 0), len(text))]
 
 
 def _commas_and_ends(text: str) -> Iterator[tuple[int, int]]:
-    """Where a comma or a closing bracket stands, and how many brackets are open there: none at a comma between
-    arguments, less than none behind the list. The arrow of a lambda is no bracket."""
+    """Yield the position of each comma and closing bracket with the number of open brackets: 0 at a comma between
+    arguments, negative after the end of the list. The arrow of a lambda is not a bracket."""
     depth = 0
     for position, letter in enumerate(text):
         if letter in "<([{":
@@ -73,7 +73,7 @@ def _commas_and_ends(text: str) -> Iterator[tuple[int, int]]:
 
 
 def is_true(argument: str) -> bool:
-    """As PyTorch's profiler spells it, or Nsight Compute."""
+    """Whether a template argument is true, as spelled by PyTorch's profiler or Nsight Compute."""
     return argument in ("true", "1")
 
 
@@ -82,26 +82,27 @@ def whole_number(argument: str) -> int | None:
 
 
 def type_bytes(argument: str) -> int | None:
-    """Of one element of a C++ type, spelled with or without its namespace."""
+    """Return the bytes of one element of a C++ type, with or without its namespace."""
     return _BYTES.get(argument.removeprefix("c10::").removeprefix("at::").strip())
 
 
 def covered(blocks: int, per_block: int, step: int = 1) -> Window:
-    """The sizes that take so many blocks, the last of which may hold one element only."""
+    """Return the sizes that need this many blocks. The last block may have a single element."""
     return Window((blocks - 1) * per_block + step, blocks * per_block, step)
 
 
 def is_flat(sighting: Sighting) -> bool:
-    """Blocks in one row."""
+    """Whether the grid is one-dimensional."""
     return sighting.grid[1] == 1 and sighting.grid[2] == 1
 
 
 def keep_stored(windows: Iterable[Window], store_bytes: int | None, sizes: Iterable[int]) -> tuple[Window, ...]:
-    """The windows, made exact where the bytes that were written tell the count.
+    """Return the windows, made exact if the stored bytes determine the count.
 
-    Each element is written once, in one of the given sizes. Which size it was, the windows decide: sizes are a factor
-    of two apart, and windows of more than a few blocks are narrower. Where no size fits, the kernel wrote something
-    else besides, and the windows stay as they are."""
+    Each element is stored once, in one of the given sizes. The windows decide which: sizes differ by a factor of two,
+    and windows of more than a few blocks are narrower than that. If no size fits, the kernel stored something else too,
+    and the windows stay as they are.
+    """
     kept = tuple(windows)
     if store_bytes is None:
         return kept
@@ -111,7 +112,7 @@ def keep_stored(windows: Iterable[Window], store_bytes: int | None, sizes: Itera
 
 
 def factor(elements: int, rows: Window, widths: Window) -> tuple[Rows, ...]:
-    """All ways in which rows and their width give that many elements."""
+    """Return all rows and widths whose product is this number of elements."""
     return tuple(
         Rows(rows=exactly(number), width=exactly(elements // number))
         for number in rows
@@ -120,7 +121,7 @@ def factor(elements: int, rows: Window, widths: Window) -> tuple[Rows, ...]:
 
 
 def meet(first: Window, second: Window) -> Window | None:
-    """What lies in both; the steps of one of them must be single."""
+    """Return the intersection. One of the windows must have a step of 1."""
     if first.step > second.step:
         first, second = second, first
     assert first.step == 1 or first == second, (first, second)
@@ -131,7 +132,7 @@ def meet(first: Window, second: Window) -> Window | None:
 
 
 def join_windows(windows: Sequence[Window]) -> Window:
-    """The narrowest window that holds all of the given ones."""
+    """Return the narrowest window that contains all the given ones."""
     low = min(window.low for window in windows)
     step = 0
     for window in windows:
@@ -140,11 +141,11 @@ def join_windows(windows: Sequence[Window]) -> Window:
 
 
 def join_choices(choices: Sequence[Fact]) -> Fact | None:
-    """One fact that holds whichever of the choices does."""
+    """Return one fact that holds whichever of the choices does."""
     if len(choices) < 2:
         return choices[0] if choices else None
     first = choices[0]
-    assert isinstance(first, Elements | Rows | Gather | Update), "products and attention leave no choice"
+    assert isinstance(first, Elements | Rows | Gather | Update), "GEMMs and attention have a single fact"
     names = first.__struct_fields__
     return msgspec.structs.replace(
         first, **{name: _join_known([getattr(one, name) for one in choices]) for name in names}

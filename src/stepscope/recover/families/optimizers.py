@@ -1,7 +1,7 @@
-"""Optimizers over lists of tensors: chunks of 65536 elements, a block each.
+"""Optimizers over lists of tensors: chunks of 65536 elements, one block each.
 
-A launch holds so many chunks and so many tensors; a longer list takes several launches. So the launches of one call say
-how many chunks its tensors make.
+A launch has room for a limited number of chunks and tensors, and a longer list takes several launches. So the launches
+of one call show how many chunks its tensors have.
 """
 
 import re
@@ -20,7 +20,7 @@ _METADATA = re.compile(
 
 
 class LaunchLimits(msgspec.Struct, frozen=True, kw_only=True):
-    """How much one launch holds. Kernels built for CUDA 13 may take more arguments than those before."""
+    """The capacity of one launch. Kernels built for CUDA 13 may take more arguments than earlier ones."""
 
     blocks: int
     tensors: tuple[int, ...]  # for one list of tensors, two, and so on up to five
@@ -32,25 +32,25 @@ LARGE = LaunchLimits(blocks=2240, tensors=(770, 448, 336, 252, 210), tensors_wit
 
 
 def read_update(sighting: Sighting) -> Update | None:
-    """Of one launch."""
+    """Return what one launch updates."""
     return join_launches((sighting,))
 
 
 def join_launches(launches: Sequence[Sighting]) -> Update | None:
-    """Of a call that took these launches, one behind the other."""
+    """Return what a call with these consecutive launches updates."""
     if not launches or not all(map(_is_understood, launches)):
         return None
     limits = find_limits(launches)
     blocks = sum(launch.grid[0] for launch in launches)
     tensors = min(blocks, sum(room_for_tensors(launch, limits) or 0 for launch in launches))
-    # Each tensor ends in a chunk that may hold a single element.
+    # The last chunk of each tensor may have a single element.
     fewest = (blocks - tensors) * CHUNK_ELEMENTS + tensors
     return Update(elements=Window(fewest, blocks * CHUNK_ELEMENTS), tensors=Window(1, tensors))
 
 
 def find_limits(launches: Sequence[Sighting]) -> LaunchLimits:
-    """Those that the launches of one call show, and the looser ones where they do not: a launch that others follow was
-    full, and full of tensors it has a block for each."""
+    """Return the limits that the launches of one call show, or the larger ones if they do not show any. Every launch
+    but the last was full, and a launch that is full of tensors has at least one block per tensor."""
     followed = launches[:-1]
     if any(launch.grid[0] < (room_for_tensors(launch, LARGE) or 0) for launch in followed):
         return SMALL
@@ -58,10 +58,11 @@ def find_limits(launches: Sequence[Sighting]) -> LaunchLimits:
 
 
 def split_calls(launches: Iterable[Sighting]) -> list[tuple[Sighting, ...]]:
-    """Launches in their order, put together to calls: a call goes on with the same kernel as long as a launch was full.
+    """Group consecutive launches into calls: a call continues with the same kernel as long as a launch was full.
 
-    Whether it was is certain for the blocks alone. A launch that held as many tensors as it can looks like a last one,
-    so a call of many small tensors comes in several parts."""
+    Only the number of blocks shows that for certain. A launch with the maximum number of tensors looks like a last one,
+    so a call with many small tensors is split into several.
+    """
     calls: list[tuple[Sighting, ...]] = []
     for launch in launches:
         previous = calls[-1][-1] if calls else None
@@ -73,7 +74,7 @@ def split_calls(launches: Iterable[Sighting]) -> list[tuple[Sighting, ...]]:
 
 
 def room_for_tensors(sighting: Sighting, limits: LaunchLimits) -> int | None:
-    """How many tensors a launch of this kernel holds at most."""
+    """Return the maximum number of tensors in one launch of this kernel."""
     anatomy, _ = take_apart(sighting.name.name)
     match = _METADATA.search(anatomy.template)
     if anatomy.base != "multi_tensor_apply_kernel" or not match or not 1 <= int(match["depth"]) <= len(limits.tensors):

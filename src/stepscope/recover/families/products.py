@@ -1,12 +1,12 @@
-"""Matrix products: which sizes a kernel's name, grid and counters leave possible.
+"""GEMMs: the sizes that a kernel's name, grid and counters allow.
 
-Grids are those of tiles. Under Nsight Compute the work is counted, too: operations on the tensor cores, or fused
-multiply-adds where a kernel runs without them, and bytes stored. The work is that of whole tiles, so it knows a size to
-within a tile; bytes stored are those of the result alone, and know it exactly, but kernels that store through Hopper's
-copy engine (nvjet, sm90_xmma) do not count them.
+Grids consist of tiles. Nsight Compute also counts the work: operations on the tensor cores, or fused multiply-adds in
+kernels without them, and stored bytes. Work is that of whole tiles, so it determines a size only to within a tile.
+Stored bytes are those of the result and determine it exactly, but kernels that store through Hopper's TMA (nvjet,
+sm90_xmma) do not count them.
 
-Rows and columns are those of the result as it lies in memory, row after row. A kernel cannot tell a product from that
-of the transposed factors in the other order: who does not know which of the two was called asks for both.
+Rows and columns are those of a row-major result. A kernel cannot distinguish a GEMM from that of the transposed factors
+in the other order: a caller that does not know which one ran must try both.
 """
 
 import re
@@ -17,28 +17,28 @@ import msgspec
 from stepscope.recording.readers.counter_metrics import CounterKey
 from stepscope.recover.facts import Measure, Product, Sighting, SizeBound, Triple, at_least, at_most, equals
 
-# --- How products are cut into tiles and tiles handed to thread blocks, library by library
+# --- How each library divides a GEMM into tiles, and tiles into thread blocks
 #
-# Found on products of known sizes. cuBLAS reckons in columns where PyTorch has rows, and its names differ in which side
-# of a tile stands first:
+# Measured with GEMMs of known sizes. cuBLAS is column-major and PyTorch row-major, and the names differ in which side
+# of a tile comes first:
 #
 # - `nvjet_sm90_tst_96x64_64x10_1x2_…`: 96 columns by 64 rows, in clusters of 1 × 2 such tiles. Persistent: the grid is
 #   one cluster wide and has as many clusters as there is work for, or as fit on the GPU.
-# - `sm80_xmma_gemm_…_tilesize64x128x8_…`: 64 rows by 128 columns; the grid is tiles down, tiles across, batch × parts
-#   of the summed dimension.
-# - `sm90_xmma_gemm_…_tilesize128x64x32_…`: persistent like nvjet, with clusters that the name does not tell.
+# - `sm80_xmma_gemm_…_tilesize64x128x8_…`: 64 rows by 128 columns; the grid is (tiles down, tiles across, batch × K
+#   splits).
+# - `sm90_xmma_gemm_…_tilesize128x64x32_…`: persistent like nvjet; the clusters are not in the name.
 # - `cutlass::Kernel2<cutlass_80_…_128x32_8x5_…>`: 128 columns by 32 rows, blocks in CUTLASS's order: strips of up to
-#   eight tiles across, so that neighbours share what they read.
-# - `splitKreduce_kernel<32, 16, …>`: 32 columns by 16 rows, and a thread may take several rows.
+#   eight tiles across, so that neighbors share what they read.
+# - `splitKreduce_kernel<32, 16, …>`: 32 columns by 16 rows, and a thread may process several rows.
 
-# Clusters of more than two blocks do not fit evenly into the groups of SMs, so that a full GPU may hold fewer blocks
-# than it has SMs: 120 on 132 were seen. No grid below this share was cut short.
+# Clusters of more than two blocks do not divide the GPCs evenly, so a full GPU may have fewer blocks than SMs: 120 of
+# 132 in one measurement. A grid below this share was never limited by the GPU.
 _FULLEST = 0.8
 _CLUSTER = re.compile(r"_(\d+)x(\d+)_[hv](?:_|$)")
 
 
 class Tiling(msgspec.Struct, frozen=True, kw_only=True):
-    """A tile of the result, the step along the summed dimension, and tiles that are always computed together."""
+    """A tile of the result, the step along K, and the cluster of tiles that are always computed together."""
 
     rows: int
     columns: int
@@ -56,11 +56,11 @@ class Tiling(msgspec.Struct, frozen=True, kw_only=True):
         return -(-inner // self.inner) * self.inner
 
     def area(self, rows: int, columns: int) -> int:
-        """Elements of the tiles that hold some of the result."""
+        """Return the elements of all tiles that contain part of the result."""
         return self.count_rows(rows) * self.rows * self.count_columns(columns) * self.columns
 
     def count_clustered(self, rows: int, columns: int) -> int:
-        """Tiles, with those that fill up a cluster."""
+        """Return the number of tiles, including those that fill up a cluster."""
         down = -(-self.count_rows(rows) // self.cluster_rows) * self.cluster_rows
         return down * (-(-self.count_columns(columns) // self.cluster_columns) * self.cluster_columns)
 
@@ -69,7 +69,7 @@ class Tiling(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def find_cluster(name: str) -> tuple[int, int]:
-    """Tiles down and across of a cluster, from nvjet's name: the pair before the direction of the walk."""
+    """Return the rows and columns of tiles in a cluster, from nvjet's name: the pair before the traversal direction."""
     found = _CLUSTER.search(name)
     return (int(found[2]), int(found[1])) if found else (1, 1)
 
@@ -82,7 +82,7 @@ def plain_grid(tiling: Tiling, grid: Triple) -> tuple[SizeBound, ...]:
 
 
 def striped_grid(tiling: Tiling, grid: Triple) -> tuple[SizeBound, ...]:
-    """CUTLASS's order of blocks. The grid's height falls where strips get wider; its area never does."""
+    """CUTLASS's block order. The grid's height decreases where strips get wider; its area never does."""
 
     def width(rows: int, columns: int, _inner: int, _batch: int) -> int:
         return tiling.count_rows(rows) * _strip(tiling.count_columns(columns))
@@ -99,7 +99,7 @@ def _strip(tiles_across: int) -> int:
 
 
 def asked_blocks(tiling: Tiling) -> Measure:
-    """The blocks that a persistent kernel has work for."""
+    """Return the number of blocks that a persistent kernel has work for."""
     return lambda rows, columns, _inner, batch: tiling.count_clustered(rows, columns) * batch
 
 
@@ -110,14 +110,14 @@ def persistent_grid(tiling: Tiling, grid: Triple, processors: int, *, clusters_k
 
 
 def is_full(tiling: Tiling, grid: Triple, processors: int, *, clusters_known: bool) -> bool:
-    """Whether the GPU may have had no room for more blocks."""
-    # Two SMs always sit together: with single blocks and pairs a full GPU is all of it.
+    """Whether the grid may have been limited by the size of the GPU."""
+    # SMs come in pairs: with clusters of one or two blocks, a full GPU uses all of them.
     pairs = clusters_known and tiling.cluster_rows * tiling.cluster_columns <= 2
     fullest = processors - processors % 2 if pairs else int(_FULLEST * processors)
     return grid[0] * grid[1] * grid[2] >= fullest
 
 
-# --- What a kernel leaves possible
+# --- Which sizes a kernel allows
 
 _NVJET = re.compile(r"nvjet_sm90_\w+")
 _NVJET_BIAS = re.compile(r"_bias_[NT]{3}$")
@@ -127,17 +127,17 @@ _CUTLASS = re.compile(r"cutlass_(\d+)_(simt|tensorop|wmma_tensorop)_(\w+)")
 _HALF_RESULT = re.compile(r"(?:b?f16_[shi]|h)\d*gemm_")
 _HAND_NAMED = re.compile(r"(?:maxwell|volta|turing|ampere)_\w*gemm_")
 _SUM_OF_PARTS = re.compile(r"splitKreduce_kernel<(?:\(int\))?(\d+), (?:\(int\))?(\d+),")
-_DEPTHS = (8, 64)  # the least and the most that a step along the summed dimension takes, where a name is silent
-# Clusters have at most this many tiles in a direction.
+_DEPTHS = (8, 64)  # the smallest and largest K step, if the name does not show it
+# The maximum number of tiles per cluster in each direction.
 _WIDEST_CLUSTER = 4
-# No tile is longer in any direction: what a kernel of unknown geometry may add to a size at most.
+# The longest tile in any direction: an upper bound for the padding of a kernel with unknown tiles.
 _LONGEST_TILE = 512
-_TMA_BYTES = 16  # what a row's length must be a multiple of for the copy engine
+_TMA_BYTES = 16  # TMA requires rows in multiples of this
 _DTYPE_BYTES = {"fp64": 8, "fp32": 4, "tf32": 4, "bf16": 2, "fp16": 2, "fp8": 1}
 
 
 def read_product(sighting: Sighting, processors: int) -> Product | None:
-    """`processors`: how many SMs the GPU has."""
+    """Return what a GEMM kernel allows. `processors` is the number of SMs."""
     text = sighting.name.name
     if sighting.name.kernel_class != "GEMM":
         return None
@@ -171,7 +171,7 @@ def _read_nvjet(sighting: Sighting, name: str, tile: tuple[int, ...], processors
         bounds.append(at_most(asked, blocks))
         divisors.append((asked, blocks))
     bounds.extend(_nvjet_work(sighting, tiling, blocks))
-    # The epilogue leaves out the tiles that only fill up clusters.
+    # The epilogue skips tiles that only fill up clusters.
     if _NVJET_BIAS.search(name) and not sighting.name.split_k and (additions := _counter(sighting, "fadd")):
         bounds.append(equals(lambda rows, columns, _inner, batch: tiling.area(rows, columns) * batch, additions))
     return Product(tuple(bounds), tuple(divisors), _multiples(sighting))
@@ -188,15 +188,15 @@ def _nvjet_work(sighting: Sighting, tiling: Tiling, blocks: int) -> Iterator[Siz
     if not sighting.name.split_k:
         yield equals(work, operations)
         return
-    # Every part is rounded up to whole steps, and there are at most as many parts as blocks.
+    # Every split is rounded up to whole steps, and there are at most as many splits as blocks.
     rounding = 2 * tiling.rows * tiling.columns * tiling.inner * blocks
     yield at_most(work, operations)
     yield at_least(lambda rows, columns, inner, batch: work(rows, columns, inner, batch) + rounding, operations)
 
 
 def _multiples(sighting: Sighting) -> tuple[int, int, int]:
-    """nvjet copies tiles by descriptor, which takes rows of whole 16 bytes: of the result, and of both factors as the
-    layout says which of their sides is contiguous."""
+    """nvjet copies tiles by descriptor, which requires rows in multiples of 16 bytes: of the result, and of both
+    factors along the side that the layout makes contiguous."""
     step = _TMA_BYTES // _DTYPE_BYTES.get(sighting.name.dtype or "", _TMA_BYTES)
     layout = sighting.name.layout or "nt"
     return step if layout[1] == "t" else 1, step, step if layout in ("tn", "nn", "tt") else 1
@@ -219,7 +219,7 @@ def _read_xmma(sighting: Sighting, tile: tuple[int, ...]) -> Product:
 
 
 def _read_one_tile_a_block(sighting: Sighting, tiling: Tiling) -> Product:
-    """Where the order of blocks and the sides of a tile were not seen: each tile has a block of its own at least."""
+    """For kernels with an unknown block order and tile orientation: each tile has at least one block."""
     turned = Tiling(rows=tiling.columns, columns=tiling.rows, inner=tiling.inner)
     blocks = sighting.grid[0] * sighting.grid[1] * sighting.grid[2]
 
@@ -231,8 +231,8 @@ def _read_one_tile_a_block(sighting: Sighting, tiling: Tiling) -> Product:
 
 
 def _xmma_work(sighting: Sighting, tiling: Tiling) -> Iterator[SizeBound]:
-    """Of each element of each tile: an fma for each step along the summed dimension, rounded up to whole steps in every
-    part, and one for the epilogue, unless a kernel of its own adds up the parts."""
+    """Every element of every tile takes an fma for each step along K, rounded up to whole steps in every split, and one
+    for the epilogue, unless a separate kernel adds the splits."""
     fused, launched = _counter(sighting, "ffma"), sighting.grid[2]
     if not fused:
         return
@@ -250,7 +250,7 @@ def _xmma_work(sighting: Sighting, tiling: Tiling) -> Iterator[SizeBound]:
 
 
 def _xmma_stores(stored: int, tiling: Tiling, launched: int) -> Iterator[SizeBound]:
-    """Parts are stored as whole tiles for a kernel that adds them up; without one, the last part stores the result."""
+    """Splits are stored as whole tiles for a kernel that adds them; without one, the last split stores the result."""
 
     def least(rows: int, columns: int, _inner: int, batch: int) -> int:
         return 4 * (tiling.area(rows, columns) * (launched - batch) + rows * columns * batch)
@@ -274,8 +274,8 @@ def _read_xmma_hopper(sighting: Sighting, tile: tuple[int, ...], processors: int
 
 
 def _tensor_work(sighting: Sighting, tiling: Tiling, *, rounding: int) -> Iterator[SizeBound]:
-    """Where clusters or the step along the summed dimension are known no better than by their limits. `rounding` is
-    into how many parts that dimension may be cut, each rounded up."""
+    """For clusters or K steps of which only limits are known. `rounding` is the maximum number of K splits, each
+    rounded up."""
     operations = _counter(sighting, "tensor_ops")
     if not operations:
         return
@@ -301,7 +301,7 @@ def _read_cutlass(sighting: Sighting, name: str, tile: tuple[int, ...]) -> Produ
         bounds.extend(_cutlass_work(sighting, tiling, launched))
     else:
         bounds.extend(_tensor_work(sighting, tiling, rounding=launched if launched > 1 else 0))
-    # The epilogue scales every element of every part.
+    # The epilogue scales every element of every split.
     if scaled := _counter(sighting, "fmul"):
         bounds.append(equals(lambda rows, columns, _inner, _batch: tiling.area(rows, columns) * launched, scaled))
     if stored := _counter(sighting, "store_bytes"):
@@ -310,7 +310,7 @@ def _read_cutlass(sighting: Sighting, name: str, tile: tuple[int, ...]) -> Produ
 
 
 def _cutlass_work(sighting: Sighting, tiling: Tiling, launched: int) -> Iterator[SizeBound]:
-    """All parts but the last are whole steps. Each part adds what lies in the result where it has to."""
+    """All splits but the last have whole steps. A split adds to the existing result if it has to."""
     fused = _counter(sighting, "ffma")
     if not fused:
         return
@@ -326,7 +326,7 @@ def _cutlass_work(sighting: Sighting, tiling: Tiling, launched: int) -> Iterator
 
 
 def _cutlass_stores(stored: int, tiling: Tiling, launched: int, element_bytes: int) -> Iterator[SizeBound]:
-    """Every part stores its result; where the parts take turns, each tile's turn is a number of four bytes."""
+    """Every split stores its result. If splits take turns, each tile also has a 4-byte semaphore."""
 
     def least(rows: int, columns: int, _inner: int, _batch: int) -> int:
         return element_bytes * rows * columns * launched
@@ -340,7 +340,7 @@ def _cutlass_stores(stored: int, tiling: Tiling, launched: int, element_bytes: i
 
 
 def _read_sum_of_parts(sighting: Sighting, tiling: Tiling) -> Product:
-    """The sum of a product's parts. Downwards a thread may take several rows."""
+    """The sum of the splits of a GEMM. A thread may process several rows."""
     bounds = [
         equals(lambda _rows, columns, _inner, _batch: tiling.count_columns(columns), sighting.grid[0]),
         at_least(lambda rows, _columns, _inner, _batch: tiling.count_rows(rows), sighting.grid[1]),
@@ -353,7 +353,7 @@ def _read_sum_of_parts(sighting: Sighting, tiling: Tiling) -> Product:
 
 
 def _read_unknown(sighting: Sighting) -> Product | None:
-    """A kernel whose tiles are not known: its work is that of the sizes, padded by less than a tile."""
+    """A kernel with unknown tiles: its work is that of the sizes, padded by less than a tile."""
     work = _count_multiplications(sighting)
     if not work:
         return None
@@ -366,7 +366,8 @@ def _read_unknown(sighting: Sighting) -> Product | None:
 
 
 def _count_multiplications(sighting: Sighting) -> int:
-    """On the tensor cores two operations each; in fp32 without them an fma, or a product at the start of a sum."""
+    """Return the multiplications: half of the tensor core operations; in fp32 without tensor cores an fma, or a
+    multiplication at the start of a sum."""
     if operations := _counter(sighting, "tensor_ops"):
         return 0 if sighting.name.dtype == "fp32" else operations // 2
     if sighting.name.tensor_cores is not False or sighting.name.dtype != "fp32":
@@ -376,7 +377,7 @@ def _count_multiplications(sighting: Sighting) -> int:
 
 
 def _counter(sighting: Sighting, key: CounterKey) -> int | None:
-    """None, too, for a counter of nothing: the operations of another data type may not have been measured."""
+    """Return None also for 0: the operations of another data type may not have been measured."""
     return sighting.counters.get(key) or None
 
 

@@ -1,11 +1,11 @@
 """`reduce_kernel`: sums, means and maxima along any dimensions; and running sums.
 
-The rows of a fact are the results, its width is how many elements go into each: a mean over the last dimension has the
-rows of its input, a sum of a bias's gradient has a row for each of its elements.
+The rows of a fact are the results, and its width is the number of elements per result: a mean over the last dimension
+has the rows of its input, and the sum of a bias gradient has a row for each of its elements.
 
-PyTorch gives the fastest dimension of the input to the threads of a warp. Where that one is reduced, a result takes a
-row of threads or a whole block; where it is kept, each thread has its own. Blocks, shared memory and bounds on both
-sizes follow from that, and the other way round they leave one choice or a few.
+PyTorch assigns the fastest dimension of the input to the threads of a warp. If that dimension is reduced, a result
+takes a row of threads or a whole block; if it is kept, each thread has its own results. Blocks, shared memory and
+bounds on both sizes follow from that. In the other direction, they leave one or a few possibilities.
 """
 
 from collections.abc import Iterator
@@ -27,15 +27,15 @@ from stepscope.recover.families.grids import (
     whole_number,
 )
 
-_STATIC_BYTES = 16  # of shared memory, in every block
+_STATIC_BYTES = 16  # shared memory of every block
 _MOST_VALUES_A_THREAD = 256
 _VALUES_A_THREAD = 16
-# One result each, as against a pair of value and position.
+# Operations with one result, not a pair of value and position.
 _SINGLE_RESULTS = ("func_wrapper_t<", "MeanOps<")
 
 
 class _Launch(msgspec.Struct, frozen=True, kw_only=True):
-    width: int  # of a block, in threads
+    width: int  # threads of a block
     height: int
     blocks: int
     blocks_of_a_result: int
@@ -59,7 +59,7 @@ def read_reduction(sighting: Sighting) -> tuple[Rows, ...]:
 
 
 def _describe(sighting: Sighting, arguments: tuple[str, ...]) -> _Launch | None:
-    """`<threads, results a thread, ReduceOp<type, operation, index, output, values, vector>>`"""
+    """`<threads, results per thread, ReduceOp<type, operation, index, output, values, vector>>`"""
     most_threads, results_a_thread = whole_number(arguments[0]), whole_number(arguments[1])
     if not most_threads or not results_a_thread:
         return None
@@ -111,10 +111,10 @@ def _find_results(launch: _Launch, *, lanes_reduce: bool, warps_reduce: bool) ->
 
 
 def _find_reduced(launch: _Launch, *, lanes_reduce: bool, warps_reduce: bool) -> Window | None:
-    """How many elements go into a result, from the shape of a block and from how many a thread may take."""
+    """Return the elements per result, from the shape of a block and the limit per thread."""
     if lanes_reduce:
         lanes, by_block = launch.width, _size_of_width(launch)
-        # Lanes may have taken several elements at once.
+        # Each lane may have read several elements at once.
         by_block = Window(by_block.low, min(LARGEST, (by_block.high + 1) * launch.input_vector - 1))
     else:
         lanes, by_block = 1, _size_of_height(launch)
@@ -128,7 +128,7 @@ def _find_reduced(launch: _Launch, *, lanes_reduce: bool, warps_reduce: bool) ->
 
 
 def _size_of_width(launch: _Launch) -> Window:
-    """The size that the width of a block was made from: its largest power of two, unless there was no room."""
+    """Return the sizes that give this block width: the largest power of two, unless the block was full."""
     room = launch.most_threads // launch.height
     return Window(launch.width, 2 * launch.width - 1 if launch.width < room else LARGEST)
 
@@ -139,7 +139,7 @@ def _size_of_height(launch: _Launch) -> Window:
 
 
 def _keep_stored(possible: tuple[Rows, ...], sighting: Sighting, operation: str) -> tuple[Rows, ...]:
-    """Each result is written once, in its output type."""
+    """Each result is stored once, in its output type."""
     inner = _operation(operation)
     size = type_bytes(inner[3]) if len(inner) > 3 else None
     written = sighting.counters.get("store_bytes")
@@ -154,10 +154,10 @@ def _keep_stored(possible: tuple[Rows, ...], sighting: Sighting, operation: str)
     return tuple(exact) or possible
 
 
-# --- Running sums along the last dimension, as positions are counted in a padded batch
+# --- Running sums along the last dimension, for example of positions in a padded batch
 #
-# A single row goes to CUB. Several are shared out over a block of 512 threads, so that their ratio in the block is
-# about the ratio of width to rows in the problem: the shape of the block bounds both.
+# A single row is processed by CUB. Several rows share a block of 512 threads, whose shape has about the ratio of width
+# to rows of the problem: it bounds both.
 
 _SEVERAL_ROWS = "tensor_kernel_scan_innermost_dim"
 _ONE_ROW = "DeviceScanKernel"
@@ -186,7 +186,7 @@ def read_scan(sighting: Sighting) -> tuple[Rows, ...]:
 def _find_ratios(sighting: Sighting) -> Iterator[Rows]:
     threads_log = sighting.block[0].bit_length() - 1
     by_grid = covered(sighting.grid[0], sighting.block[1])
-    for rows_log in range(1, _LONGEST_LOG + 1):  # one row alone is not done here
+    for rows_log in range(1, _LONGEST_LOG + 1):  # this kernel is not used for a single row
         rows = meet(by_grid, _rounded_up_to(rows_log))
         logs = range(_LONGEST_LOG + 1)
         widths = [_rounded_up_to(log) for log in logs if threads_a_row(rows_log, log) == threads_log]
@@ -195,11 +195,12 @@ def _find_ratios(sighting: Sighting) -> Iterator[Rows]:
 
 
 def threads_a_row(rows_log: int, width_log: int) -> int:
-    """The logarithm of it, from those of rows and width rounded up. PyTorch's difference has no sign: it wraps."""
+    """Return log2 of the threads per row, from log2 of rows and width rounded up. PyTorch's difference is unsigned: it
+    wraps around."""
     balanced = (_THREADS_LOG + width_log - rows_log) % 2**32 // 2
     return min(max(_FEWEST_LOG, balanced), _MOST_LOG)
 
 
 def _rounded_up_to(logarithm: int) -> Window:
-    """The numbers whose next power of two it is."""
+    """Return the numbers that round up to this power of two."""
     return Window(2 ** (logarithm - 1) + 1 if logarithm else 1, 2**logarithm)

@@ -1,7 +1,7 @@
-"""Kernels that take a row each: norms, softmax, and lookups in a table.
+"""Kernels that process one row at a time: norms, softmax, and table lookups.
 
-Layer norm and RMS norm in one kernel, and their gradients, have one block a row, or one column of blocks for weights.
-An RMS norm that is written out in single operations is read from its mean (`reductions`) instead.
+Layer norm and RMS norm in one kernel, and their gradients, use one block per row, or one column of blocks for the
+weights. An RMS norm written as separate operations is read from its mean (`reductions`) instead.
 """
 
 from stepscope.recover.facts import Gather, Rows, Sighting, Window, exactly
@@ -26,7 +26,7 @@ _A_BLOCK_A_ROW = (
 )
 _WEIGHT_GRADIENT = "GammaBetaBackwardCUDAKernelTemplate"
 _COLUMNS = 32
-# Warps of a block and rows it takes at a time, to the rows for which PyTorch chooses that shape.
+# (warps per block, rows per step): the rows for which PyTorch chooses that shape.
 _ROWS_OF_SHAPE = {(1, 8): (1, 63), (8, 64): (64, 127), (16, 128): (128, 255), (32, 256): (256, LARGEST)}
 _STATISTIC_BYTES = 4
 _VECTOR = 4
@@ -45,20 +45,21 @@ def read_norm(sighting: Sighting) -> Rows | None:
 
 
 def _norm_width(sighting: Sighting, base: str, arguments: tuple[str, ...]) -> Window | None:
-    """What was written, less the statistics: a mean and a deviation a row, an RMS norm only the second."""
+    """Return the width from the stored bytes without the statistics: a mean and a deviation per row, or only the latter
+    for RMS norm."""
     written, size = sighting.counters.get("store_bytes"), type_bytes(arguments[0]) if arguments else None
     if base != "vectorized_layer_norm_kernel" or written is None or size is None:
         return None
     statistics = 1 if any(map(is_true, arguments[2:3])) else 2
     row_bytes, rest = divmod(written, sighting.grid[0])
     width, odd = divmod(row_bytes - statistics * _STATISTIC_BYTES, size)
-    # This kernel is taken only where threads can read several elements at once.
+    # This kernel is only used if threads can read several elements at once.
     fits = width > 0 and width % _VECTOR == 0 and not rest and not odd
     return exactly(width) if fits else None
 
 
 def _read_weight_gradient(sighting: Sighting, arguments: tuple[str, ...]) -> Rows | None:
-    """`<type, sum type, columns, warps, rows, partial, aligned, …>`: aligned where rows and columns fill all blocks."""
+    """`<type, sum type, columns, warps, rows, partial, aligned, …>`: aligned if rows and columns fill all blocks."""
     columns, warps, rows_at_once = (whole_number(argument) for argument in arguments[2:5])
     if columns != _COLUMNS or warps is None or rows_at_once is None or (warps, rows_at_once) not in _ROWS_OF_SHAPE:
         return None
@@ -72,15 +73,14 @@ def _read_weight_gradient(sighting: Sighting, arguments: tuple[str, ...]) -> Row
 
 # --- Softmax and log-softmax along the last dimension, forward and backward
 #
-# Rows of up to 1024 (or 2048) elements are done by a warp each, or two rows a warp where they are short; the name holds
-# the logarithm of the width. Wider rows take a block each, and where they fit into shared memory its size tells the
-# width.
+# Rows of up to 1024 (or 2048) elements take one warp each, short rows half a warp; the name has log2 of the width.
+# Wider rows take one block each. If they fit into shared memory, its size shows the width.
 
 _TWO_ROWS_A_WARP = 7  # up to 2**7 elements
 _BY_WARP = ("softmax_warp_forward", "softmax_warp_backward")
 _BY_BLOCK = "cunn_SoftMax"
-_WIDEST = 11  # the logarithm
-_MOST_WARPS = 128  # of a thread each, for rows of one element
+_WIDEST = 11  # log2
+_MOST_WARPS = 128  # with one thread each, for rows of one element
 
 
 def read_softmax(sighting: Sighting) -> tuple[Rows, ...]:
@@ -109,7 +109,7 @@ def _read_by_warp(sighting: Sighting, arguments: tuple[str, ...]) -> tuple[Rows,
 
 
 def _read_by_block(sighting: Sighting, base: str, arguments: tuple[str, ...]) -> tuple[Rows, ...]:
-    """`<elements at once, type, sum type, output type, …>`: a block a row."""
+    """`<elements at once, type, sum type, output type, …>`: one block per row."""
     rows = exactly(sighting.grid[0])
     kinds = [type_bytes(argument) for argument in arguments[1:4]]
     size = kinds[0] if len(kinds) == 3 and kinds[0] == kinds[2] else None
@@ -123,7 +123,7 @@ def _read_by_block(sighting: Sighting, base: str, arguments: tuple[str, ...]) ->
 
 
 def _width_in_shared_memory(sighting: Sighting, base: str, size: int, sum_bytes: int | None) -> Window | None:
-    """The row itself, and one sum a warp."""
+    """Shared memory has the row and one sum per warp."""
     if not base.endswith("Smem") or sighting.shared_bytes is None or sum_bytes is None:
         return None
     width, odd = divmod(sighting.shared_bytes - sighting.block[0] // WARP * sum_bytes, size)
@@ -135,10 +135,10 @@ def _width_written(sighting: Sighting, size: int) -> Window | None:
     return exactly(width) if width and not odd else None
 
 
-# --- Lookups of whole rows by index, which is what an embedding is, and the gradient of its table
+# --- Lookups of whole rows by index, such as embeddings, and the gradient of the table
 
 _LOOKUP_THREADS = 256
-_FEW_LOOKUPS = 3072  # beyond, PyTorch sorts them first, in other kernels
+_FEW_LOOKUPS = 3072  # for more, PyTorch sorts them first, in other kernels
 
 
 def read_lookup(sighting: Sighting) -> Gather | None:
@@ -155,8 +155,8 @@ def read_lookup(sighting: Sighting) -> Gather | None:
 
 
 def _lookup_width(sighting: Sighting, alignment: int) -> Window | None:
-    """A column of blocks a lookup; a thread moves `alignment` bytes, which rows are a multiple of. One block if that
-    suffices, its threads rounded up to whole warps."""
+    """Each lookup has a column of blocks. A thread moves `alignment` bytes, and rows are a multiple of that. A single
+    block is rounded up to whole warps."""
     lookups, blocks = sighting.grid[0], sighting.grid[1]
     threads = sighting.block[0]
     if not alignment or threads > _LOOKUP_THREADS or (blocks > 1 and threads < _LOOKUP_THREADS):

@@ -1,1 +1,1 @@
-"""Signed reports: their contents and hashes, the keys, and the signatures."""
+"""Signed reports: contents, hashes, keys and signatures."""

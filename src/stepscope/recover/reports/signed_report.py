@@ -1,10 +1,9 @@
-"""A report as data: what was looked at, with its hashes, what was found, and the bytes that a signature goes over.
+"""The contents of a report: the files with their hashes, the result, and the bytes that are signed.
 
-Signatures are made over bytes and reports are structures, so one structure must have one form in bytes. Ours is JSON
-with sorted keys, no blanks, UTF-8 and Python's shortest form of floats. Strings are taken code point by code point:
-nothing is normalised, so two spellings of one letter are two strings. A reader takes no other form than this one, which
-leaves no room for a key that stands twice or for a field that nobody knows: what is not in the structure was not
-signed.
+A signature covers bytes and a report is a structure, so each structure needs exactly one form in bytes: JSON with
+sorted keys, no whitespace, UTF-8 and Python's shortest form of floats. Strings are not normalized, so two Unicode
+spellings of one letter are two strings. Readers accept no other form, which rules out duplicate keys and unknown
+fields: what is not in the structure was not signed.
 """
 
 import hashlib
@@ -21,16 +20,16 @@ from stepscope.errors import StepscopeError
 from stepscope.files import open_plain
 
 SCHEMA = "stepscope.report/1"
-_WHOLE_NUMBERS = range(-(2**63), 2**63)  # what readers in other languages can hold
+_WHOLE_NUMBERS = range(-(2**63), 2**63)  # what readers in other languages can represent
 _NONCE = re.compile(r"[!-~]{1,200}")
 _UUID = re.compile(r"(GPU|MIG)-[0-9A-Fa-f]{8}(-[0-9A-Fa-f]{4}){3}-[0-9A-Fa-f]{12}")
 
-# What a verb found, in JSON's terms. Reports carry it and do not look into it.
+# The result of a verb as JSON-compatible values. Reports do not interpret it.
 Statement = Mapping[str, Any]
 
 
 class HashedFile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A file's raw bytes. The name is its base name, or its path from the folder's name on where a folder was given."""
+    """The hash of a file. `name` is its base name; in a directory, its path starting with the directory's name."""
 
     name: str
     bytes: int
@@ -38,7 +37,7 @@ class HashedFile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
 
 class HashedWeights(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Weights as they lay on the disk: a file's raw bytes, or a folder's list of names and hashes (`hash_weights`)."""
+    """The hash of weights on disk: of a file's bytes, or of a directory's list of names and hashes (`hash_weights`)."""
 
     name: str
     kind: Literal["file", "folder"]
@@ -47,7 +46,7 @@ class HashedWeights(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 
 
 class Gpu(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A GPU, and who says so: the evidence, the driver of the machine that signed, or whoever signed."""
+    """A GPU and where that information comes from: the evidence, the driver of the signing machine, or the signer."""
 
     name: str | None
     uuid: str | None
@@ -55,12 +54,12 @@ class Gpu(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
 
 
 class SignedReport(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """All that a signature covers. The signer's own key is in it: a signature then belongs to one key alone."""
+    """Everything that a signature covers. It includes the signer's key, so that a signature belongs to one key only."""
 
     schema: str = SCHEMA
     stepscope: str
     signed_at: str  # UTC, by the signer's clock
-    public_key: str = ""  # whose signature it is; comes with it
+    public_key: str = ""  # the signer's; set when signing
     nonce: str | None
     gpus: tuple[Gpu, ...]
     evidence: tuple[HashedFile, ...]
@@ -70,12 +69,12 @@ class SignedReport(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
 
 def canonical_bytes(report: SignedReport) -> bytes:
-    """The one form of this report in bytes. ValueError for a statement that has none."""
+    """Return the canonical bytes of a report. Raises ValueError for a statement that has no canonical form."""
     return _encode(msgspec.to_builtins(report))
 
 
 def parse_report(content: bytes) -> SignedReport:
-    """The report in its canonical form; StepscopeError for anything else, however much alike."""
+    """Return the report in canonical bytes. Raises StepscopeError for any other form."""
     try:
         plain = json.loads(content.decode())
         same = _encode(plain) == content
@@ -85,7 +84,7 @@ def parse_report(content: bytes) -> SignedReport:
         raise _no_report("it is not in canonical form")
     schema = plain.get("schema") if isinstance(plain, dict) else None
     if schema != SCHEMA:
-        raise _no_report(f"expected schema `{SCHEMA}`, found `{str(schema)[:60]}`")
+        raise _no_report(f"expected schema `{SCHEMA}`, got `{str(schema)[:60]}`")
     try:
         return msgspec.convert(plain, SignedReport)
     except msgspec.ValidationError as error:
@@ -93,12 +92,12 @@ def parse_report(content: bytes) -> SignedReport:
 
 
 def check_nonce(nonce: str) -> str:
-    """A nonce is copied by hand and by scripts: visible ASCII, and not a novel."""
+    """Return the nonce if it is short visible ASCII: it is copied by hand and by scripts."""
     if not _NONCE.fullmatch(nonce):
         raise StepscopeError(
-            "a nonce is 1 to 200 letters, digits and signs of ASCII, without blanks",
-            detail="it is what the verifier sent, unchanged",
-            hint="--nonce $(openssl rand -hex 16), chosen by the verifier",
+            "invalid nonce: expected 1 to 200 printable ASCII characters without spaces",
+            detail="use exactly what the verifier sent",
+            hint="the verifier can create one with openssl rand -hex 16",
         )
     return nonce
 
@@ -106,8 +105,8 @@ def check_nonce(nonce: str) -> str:
 def check_uuid(uuid: str) -> str:
     if not _UUID.fullmatch(uuid):
         raise StepscopeError(
-            f"not the UUID of a GPU: `{uuid[:80]}`",
-            detail="expected GPU- and five groups of hexadecimal digits",
+            f"not a GPU UUID: `{uuid[:80]}`",
+            detail="expected `GPU-` and five groups of hexadecimal digits",
             hint="nvidia-smi --query-gpu=uuid --format=csv,noheader",
         )
     return uuid
@@ -116,44 +115,43 @@ def check_uuid(uuid: str) -> str:
 def _encode(plain: object) -> bytes:
     _require_plain(plain)
     text = json.dumps(plain, sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
-    return text.encode()  # UnicodeEncodeError, a ValueError, for half of a surrogate pair
+    return text.encode()  # raises UnicodeEncodeError, a ValueError, for half of a surrogate pair
 
 
 def _require_plain(value: object) -> None:
-    """ValueError for what JSON cannot say, or says in a way that readers take differently."""
+    """Raise ValueError for values that JSON cannot represent, or that readers interpret differently."""
     match value:
-        case None | bool() | str() | float():  # the encoder refuses floats that are none
+        case None | bool() | str() | float():  # the encoder rejects NaN and infinity
             pass
         case int():
             if value not in _WHOLE_NUMBERS:
-                raise ValueError("a whole number does not fit into 64 bits")
+                raise ValueError("an integer does not fit into 64 bits")
         case list() | tuple():
             for one in value:
                 _require_plain(one)
         case dict():
             for key, one in value.items():
                 if not isinstance(key, str):
-                    raise ValueError(f"a key is no text: {key!r}")
+                    raise ValueError(f"a key is not a string: {key!r}")
                 _require_plain(one)
         case _:
-            raise ValueError(f"{type(value).__name__} has no form in JSON")
+            raise ValueError(f"{type(value).__name__} cannot be represented in JSON")
 
 
 def _no_report(why: str) -> StepscopeError:
-    return StepscopeError("what was signed is no report of this version", detail=why[:200])
+    return StepscopeError("the signed content is not a report of this version", detail=why[:200])
 
 
-# --- Hashes of evidence and weights: SHA-256 of raw bytes, read once, whatever their size
+# --- Hashes of evidence and weights: SHA-256 of raw bytes, read once, whatever the size
 #
-# A folder has no bytes of its own. For evidence every file in it is listed. For weights, of which there may be
-# hundreds, the list itself is hashed, in the form that `sha256sum` prints, so that anybody can make the same number
-# without us:
+# For a directory of evidence every file is listed. A directory of weights may have hundreds of files, so the list
+# itself is hashed in the format of `sha256sum`. Anybody can compute the same hash without stepscope:
 #
 #     cd WEIGHTS && find -L . -type f -printf '%P\n' | LC_ALL=C sort | xargs -d '\n' sha256sum | sha256sum
 
 
 def hash_files(paths: Iterable[Path]) -> tuple[HashedFile, ...]:
-    """Every file, and every file of every folder, in the order given and sorted within a folder."""
+    """Hash every file and every file of every directory, in the given order and sorted within a directory."""
     return tuple(hashed for path in paths for hashed in _hash_one(path))
 
 
@@ -167,7 +165,7 @@ def hash_weights(path: Path) -> HashedWeights:
         return HashedWeights(name=only.name, kind="file", bytes=only.bytes, sha256=only.sha256)
     files = [_hash(member, name) for name, member in _members(path)]
     if not files:
-        raise StepscopeError(f"no files in the folder of weights: `{path}`", hint="--weights FILE_OR_FOLDER")
+        raise StepscopeError(f"the weights directory is empty: `{path}`", hint="--weights FILE_OR_DIRECTORY")
     lines = "".join(f"{file.sha256}  {file.name}\n" for file in files)
     return HashedWeights(
         name=base_name(path),
@@ -178,7 +176,7 @@ def hash_weights(path: Path) -> HashedWeights:
 
 
 def base_name(path: Path) -> str:
-    """Also of `.` and `..`, and readable where a name is not UTF-8. Where a file lies is nobody's business."""
+    """Return the base name of a path, also for `.` and `..`, escaped if not UTF-8. The directory stays private."""
     return _readable(path.resolve().name if path.name in ("", "..") else path.name)
 
 
@@ -192,18 +190,24 @@ def _hash_one(path: Path) -> Iterator[HashedFile]:
 
 
 def _members(folder: Path) -> list[tuple[str, Path]]:
-    """The files below, with their paths from the folder on, in the order of the names' bytes. Nothing is left out: what
-    cannot be listed is an error."""
+    """Return all files in a directory with their relative paths, sorted by the bytes of the path. Raises StepscopeError
+    for a directory that cannot be listed: no file is skipped."""
     found = []
     for parent, folders, files in os.walk(folder, onerror=_refuse):
         for name in folders:
-            if (Path(parent) / name).is_symlink():  # may lead back up
-                raise StepscopeError(f"a link to a folder: `{Path(parent) / name}`", hint="give the folder itself, too")
+            if (Path(parent) / name).is_symlink():  # may be a loop
+                raise StepscopeError(
+                    f"links to directories are not supported: `{Path(parent) / name}`",
+                    hint="pass the linked directory as another argument",
+                )
         found += [Path(parent) / file for file in files]
     named = [(_readable(member.relative_to(folder).as_posix()), member) for member in found]
     for name, _ in named:
         if "\n" in name or "\\" in name:
-            raise StepscopeError(f"a name with a line break or a backslash, or not in UTF-8: `{name[:200]!r}`")
+            raise StepscopeError(
+                f"unsupported file name: `{name[:200]!r}`",
+                detail="expected UTF-8 without line breaks and backslashes",
+            )
     return sorted(named, key=lambda pair: pair[0].encode())
 
 
@@ -216,7 +220,9 @@ def _hash(path: Path, name: str) -> HashedFile:
         digest = hashlib.file_digest(file, "sha256").hexdigest()
         after = os.fstat(file.fileno())
     if (before.st_size, before.st_mtime_ns) != (after.st_size, after.st_mtime_ns):
-        raise StepscopeError(f"`{path}` was written to while it was read", hint="wait until whatever writes it is done")
+        raise StepscopeError(
+            f"`{path}` changed while it was being read", hint="run it again when nothing writes to this file"
+        )
     return HashedFile(name=name, bytes=before.st_size, sha256=digest)
 
 

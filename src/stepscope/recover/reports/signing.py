@@ -1,15 +1,15 @@
-"""Signed reports: made, and taken apart with suspicion.
+"""Sign reports, and check signed ones.
 
 A signed report is one line of JSON:
 
     {"report":REPORT,"signature":"64 bytes in base64"}
 
-The signature is Ed25519 over a fixed prefix and the bytes of REPORT as they stand in the file. A checker cuts those
-bytes out by their place and looks at the signature before it reads a word of them. What stands around them has one form
-only, so that every bit of the file is either signed or fixed: no blanks, no second spelling of the signature, nothing
-behind it.
+The signature is Ed25519 over a fixed prefix and the bytes of REPORT as they are in the file. A checker extracts those
+bytes by position and checks the signature before it parses them. Everything around them has exactly one valid form, so
+that every bit of the file is either signed or fixed: no whitespace, no other encoding of the signature, no trailing
+data.
 
-A signature says that whoever holds the key signed this, and that nothing changed since. Not that it is true.
+A valid signature means that the holder of the key signed the report and that it is unchanged, not that it is true.
 """
 
 import base64
@@ -42,7 +42,7 @@ from stepscope.recover.reports.signed_report import (
     parse_report,
 )
 
-# A key may one day sign other things: a signature of one kind must not pass for another.
+# Domain separation: if a key ever signs anything else, that signature must not be valid for a report.
 _CONTEXT = SCHEMA.encode() + b"\n"
 _HEAD = b'{"report":'
 _MIDDLE = b',"signature":"'
@@ -61,7 +61,7 @@ class SignatureVerdict(StrEnum):
 
 
 class SignatureCheck(msgspec.Struct, frozen=True, kw_only=True):
-    """`report` is there when the signature is good, and at no other time. `signer` is whose it is, if that is known."""
+    """`report` is set only if the signature is good. `signer` is the key that signed, if known."""
 
     verdict: SignatureVerdict
     report: SignedReport | None = None
@@ -69,14 +69,14 @@ class SignatureCheck(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Mismatch(msgspec.Struct, frozen=True, kw_only=True):
-    """A file that is not what was signed: other bytes, none of the report's files, or missing from its folder."""
+    """A file that differs from the report: changed, not in the report, or missing from its directory."""
 
     name: str
     problem: Literal["changed", "not in the report", "missing"]
 
 
 def sign_report(report: SignedReport, key_path: Path) -> bytes:
-    """The signed report's bytes, with the key's public half in place of whatever `report` names."""
+    """Return the bytes of the signed report. Its `public_key` is set to that of the signing key."""
     key = load_private_key(key_path)
     content = canonical_bytes(msgspec.structs.replace(report, public_key=public_key_of(key).text))
     signature = base64.b64encode(key.sign(_CONTEXT + content))
@@ -85,14 +85,14 @@ def sign_report(report: SignedReport, key_path: Path) -> bytes:
 
 def write_signed(path: Path, report: SignedReport, key_path: Path, *, force: bool = False) -> None:
     if os.path.lexists(path) and not force:
-        raise StepscopeError(f"`{path}` exists", hint="--force, or another file")
+        raise StepscopeError(f"`{path}` already exists", hint="add --force, or choose another file")
     content = sign_report(report, key_path)
-    with writing(path, if_full="nothing was kept", hint="a file on another disk"):
+    with writing(path, if_full="nothing was written", hint="choose a file on another disk"):
         write_atomically(path, content)
 
 
 def check_signed(path: Path, public_key: Path | str) -> SignatureCheck:
-    """StepscopeError where there is no report at all, or no key."""
+    """Check a signed report. Raises StepscopeError if the file is not a signed report, or the key is invalid."""
     return check_signed_bytes(_read(path), read_public_key(public_key), name=str(path))
 
 
@@ -112,13 +112,13 @@ def check_signed_bytes(signed: bytes, public_key: PublicKey, *, name: str = "the
         return SignatureCheck(verdict=SignatureVerdict.CHANGED)
     report = parse_report(content)
     if report.public_key != public_key.text:
-        raise StepscopeError(f"the report `{name}` names another key than the one that signed it")
+        raise StepscopeError(f"the report `{name}` names a different key than the one that signed it")
     return SignatureCheck(verdict=SignatureVerdict.GOOD, report=report, signer=public_key)
 
 
 def check_evidence(report: SignedReport, paths: Sequence[Path]) -> list[Mismatch]:
-    """Hashes files again that are said to be those of the report, the claim and the weights among them. A file alone
-    may have been renamed; in a folder, names count as well, and so does a file that is gone."""
+    """Hash files and compare them with the evidence, claim and weights of the report. Single files may be renamed. In a
+    directory, names must match and no file may be missing."""
     signed = {(file.name, file.sha256) for file in report.evidence}
     others = [one for one in (report.claim, report.weights) if one is not None]
     hashes = {file.sha256 for file in (*report.evidence, *others)}
@@ -142,7 +142,7 @@ def _mismatch(report: SignedReport, file: HashedFile) -> Mismatch:
 
 
 def _take_apart(signed: bytes) -> tuple[bytes, bytes] | None:
-    """What was signed and its signature, by their places; None where anything around them differs by a bit."""
+    """Return the signed bytes and the signature, by position, or None if anything around them is not as expected."""
     behind = signed[-_BEHIND:]
     letters = behind[len(_MIDDLE) : -len(_TAIL)]
     if not signed.startswith(_HEAD) or len(signed) <= len(_HEAD) + _BEHIND:
@@ -153,14 +153,14 @@ def _take_apart(signed: bytes) -> tuple[bytes, bytes] | None:
         signature = base64.b64decode(letters, validate=True)
     except binascii.Error:
         return None
-    # Base64 has bits to spare at its end, and decoders pass over them.
+    # Decoders ignore the unused bits at the end of base64, so require the canonical form.
     if len(signature) != _SIGNATURE_BYTES or base64.b64encode(signature) != letters:
         return None
     return signed[len(_HEAD) : -_BEHIND], signature
 
 
 def _is_signed_by(public_key: PublicKey, content: bytes, signature: bytes) -> bool:
-    """The library refuses a second form of the same signature (s plus the group's order)."""
+    """Whether the signature is valid. The library rejects a second form of it (s plus the group order)."""
     from cryptography.exceptions import InvalidSignature
     from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
 
@@ -172,7 +172,7 @@ def _is_signed_by(public_key: PublicKey, content: bytes, signature: bytes) -> bo
 
 
 def _signer_in(content: bytes) -> PublicKey | None:
-    """Whom an unverified report names. Good for nothing but to try that key."""
+    """Return the key that an unverified report names. Only use it to check the signature against that key."""
     try:
         return parse_public_key(parse_report(content).public_key)
     except StepscopeError:
@@ -183,5 +183,7 @@ def _read(path: Path) -> bytes:
     with open_plain(path, what="a signed report") as (file, _):
         content = file.read(_LARGEST_BYTES + 1)
     if len(content) > _LARGEST_BYTES:
-        raise StepscopeError(f"not a signed report: `{path}`", detail=f"it is larger than {_LARGEST_BYTES:,} bytes")
+        raise StepscopeError(
+            f"not a signed report: `{path}`", detail=f"the file is larger than {_LARGEST_BYTES:,} bytes"
+        )
     return content

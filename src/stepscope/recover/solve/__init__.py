@@ -1,1 +1,1 @@
-"""All integers that fit what was seen, ranked, and said with what is certain: `stepscope recover`."""
+"""Find all sizes that fit the evidence, rank them, and decide which are certain: `stepscope recover`."""

@@ -1,8 +1,8 @@
-"""All integers consistent with what was seen: propagation over the chained sizes, from the tokens outward.
+"""Find all sizes that are consistent with the evidence, by constraint propagation from the number of tokens.
 
-tokens → width → (batch, heads, head size, key-value heads) → feed-forward width, vocabulary. Products and attention are
-hard: a candidate that one of them excludes is gone. Counts of elements are softer, because nobody can list every tensor
-a program might make: candidates are ordered by how many of them they explain, then by how usual they are.
+tokens → d_model → (batch, num_heads, d_head, num_kv_heads) → d_ff, vocab_size. GEMMs and attention are hard
+constraints: they exclude candidates. Element counts are soft, because nobody can list every tensor that a program might
+create: candidates are ranked by how many they explain, then by how common they are.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -42,19 +42,19 @@ from stepscope.recover.solve.priors import (
 _NORM_ZONES: tuple[Zone, ...] = ("between", "middle")
 _CORE_ZONES: tuple[Zone, ...] = ("between", "middle", "heads", "merge", "before", "final")
 _MOST_TOKENS = 4096  # candidates for the number of tokens
-_MOST_RANKED = 2000  # of the best, by how usual they are
-_AT_ONCE = 50_000  # candidates that are scored together, for the memory it takes
-# Units of effort: to ask a product what goes with a width, and to keep and rank a candidate.
+_MOST_RANKED = 2000  # of the best candidates, by how common they are
+_AT_ONCE = 50_000  # candidates that are scored together, to limit memory
+# Units of effort: to ask a GEMM what fits a width, and to store and rank a candidate.
 _ASKING = 300
 _KEEPING = 24
-# No model has heads that are together this many times as wide as its residual stream, or as narrow.
+# In no model do num_heads · d_head and d_model differ by more than this factor.
 _WIDEST_HEADS = 16
 _INTO_HEADS: tuple[Role, ...] = ("query", "key", "value", "key_value", "query_key_value")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scored:
-    """A candidate for the attention half, with how many of the seen counts it explains."""
+    """A candidate for the attention sizes, with the number of element counts it explains."""
 
     core: Core
     explained: int
@@ -63,17 +63,17 @@ class Scored:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Solution:
-    """`consistent` are all that no product and no attention excludes, `explained` how many of the `facts` counts each
-    of them explains; `cores` are the best of them in order, none where no sizes at all fit."""
+    """`consistent` are the candidates that no GEMM and no attention kernel excludes, and `explained` how many of the
+    `facts` element counts each explains. `cores` are the best of them in order, empty if no sizes fit."""
 
     observation: Observation
     consistent: Cores
     explained: Ints
     cores: tuple[Scored, ...]
     facts: int
-    is_cut: bool = False  # there were more candidates than could be looked at
-    is_spent: bool = False  # and this because the effort was spent
-    num_widths: int = 0  # pairs of tokens and width that norms and products admit
+    is_cut: bool = False  # there were too many candidates to examine
+    is_spent: bool = False  # the search reached its work limit
+    num_widths: int = 0  # pairs of tokens and d_model that norms and GEMMs allow
 
     @property
     def best(self) -> Scored:
@@ -81,13 +81,13 @@ class Solution:
 
     @property
     def has_open_width(self) -> bool:
-        """Whether other tokens and widths than those of the candidates may fit."""
+        """Whether tokens and d_model may have values that no candidate has."""
         return self.is_spent or (self.is_cut and self.num_widths > 1)
 
 
 def solve(observation: Observation, effort: Effort, among: Cores | None = None) -> Solution:
-    """Without candidates where no sizes at all fit, which means that this reading of the roles is wrong, unless it is
-    cut. `among`: no others are asked for."""
+    """Return the candidates. If a complete search finds none, this interpretation of the kernels is wrong. With
+    `among`, only these candidates are tried."""
     facts = explainable(observation)
     with effort.share(1) as mine:
         chains = list(_chain_all(observation, mine, len(facts), among))
@@ -133,7 +133,7 @@ def order(
 
 
 def count_explained(cores: Cores, facts: Sequence[tuple[Zone, Seen]]) -> Ints:
-    """For each candidate, how many of the counts are the size of one of its tensors."""
+    """Return, for each candidate, how many of the counts are the size of one of its tensors."""
     explained = np.zeros(len(cores), np.int64)
     for start in range(0, len(cores), _AT_ONCE):
         some = slice(start, start + _AT_ONCE)
@@ -155,13 +155,13 @@ def _is_counting(seen: Seen) -> bool:
 
 
 def explainable(observation: Observation) -> list[tuple[Zone, Seen]]:
-    """Counts that the attention half is to explain."""
+    """Return the element counts that the attention sizes should explain."""
     return [(zone, seen) for zone in _CORE_ZONES for seen in observation.zones.get(zone, ())]
 
 
 def find_tokens(observation: Observation, effort: Effort) -> list[int]:
-    """Rows of the norms around the products, lookups of embeddings; where these leave too much open, divisors of exact
-    counts that they admit."""
+    """Return the possible numbers of tokens: the rows of norms and embedding lookups. If these leave too many, the
+    divisors of exact element counts that they allow."""
     rows = [list(seen.counts) for zone in _NORM_ZONES for seen in observation.zones.get(zone, ()) if _is_norm(seen)]
     rows += [[lookup.rows] for lookup in observation.lookups[:1]]
     if not rows:
@@ -178,7 +178,7 @@ def find_tokens(observation: Observation, effort: Effort) -> list[int]:
 
 
 def _keep_inside(numbers: Ints, each: Iterable[Sequence[Window]]) -> Ints:
-    """Those that are in one of the windows of each."""
+    """Keep the numbers that are in one of the windows of every item."""
     for windows in each:
         numbers = numbers[is_explained(windows, (numbers,), len(numbers))]
     return numbers
@@ -193,15 +193,15 @@ def _total(windows: Iterable[Window]) -> int:
 
 
 def _exact_counts(observation: Observation) -> set[int]:
-    """Of elements that norms wrote: tokens · width, or a small multiple."""
+    """Return exact element counts near the norms: tokens · d_model, or a small multiple."""
     seen = [seen for zone in _NORM_ZONES for seen in observation.zones.get(zone, ()) if not seen.is_rows]
     most = LARGEST_SIZE * WIDEST
     return {window.low for one in seen for window in one.counts if window.is_exact and 1 < window.low <= most}
 
 
 def _find_widths(observation: Observation, tokens: int, effort: Effort) -> list[int]:
-    """Widths of the residual stream: what kernels around the norms work on, a token each. Those that explain most of
-    these come first, then the most usual."""
+    """Return the possible values of d_model: the elements per token of kernels near the norms. Those that explain most
+    kernels come first, then the most common."""
     seen = [seen for zone in _NORM_ZONES for seen in observation.zones.get(zone, ())]
     fixed = [one.widths for one in seen if one.widths and one.sighting.name.kernel_class == "norm"]
     counted = [one for one in seen if not one.is_rows]
@@ -243,7 +243,7 @@ def _clip(window: Window) -> Window:
 
 
 def _has_products(observation: Observation, tokens: int, width: int) -> bool:
-    """Whether every product with the width on one side has something that fits on the other."""
+    """Whether every GEMM with d_model on one side has a size that fits on the other."""
     into: tuple[Role, ...] = (*_INTO_HEADS, "up", "gate", "gate_up")
     return all(
         find_window(product, rows=tokens, inner=width) is not None
@@ -258,11 +258,11 @@ def _has_products(observation: Observation, tokens: int, width: int) -> bool:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Link:
-    """What products leave open for one number of tokens and one width."""
+    """What the GEMMs allow for one number of tokens and one d_model."""
 
     tokens: int
     width: int
-    query: Window  # heads · head size
+    query: Window  # num_heads · d_head
     columns: dict[Role, Window]
 
 
@@ -281,7 +281,7 @@ def _link(observation: Observation, tokens: int, width: int) -> _Link | None:
         output = find_window(products["output"], rows=tokens, columns=width, largest=WIDEST)
     joint = columns.get("query_key_value", anything)
     likely = Window(max(1, width // _WIDEST_HEADS), width * _WIDEST_HEADS)
-    # Keys and values take at least nothing and at most twice what queries do.
+    # Keys and values together are at most twice as wide as queries.
     limits = [output, columns.get("query", anything), Window(joint.low // 3, joint.high), likely]
     query = intersect(limits, WIDEST)
     return _Link(tokens=tokens, width=width, query=query, columns=columns) if query else None
@@ -289,15 +289,16 @@ def _link(observation: Observation, tokens: int, width: int) -> _Link | None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _TokenChain:
-    """Candidates with the same number of tokens, a part for each width. `is_cut`: there are more."""
+    """Candidates with the same number of tokens, grouped by d_model. `is_cut`: there are more."""
 
     cores: tuple[Cores, ...] = ()
-    num_widths: int = 0  # that norms and products admit
+    num_widths: int = 0  # that norms and GEMMs allow
     is_cut: bool = False
 
 
 def _chain_all(observation: Observation, effort: Effort, facts: int, among: Cores | None) -> Iterator[_TokenChain]:
-    """All candidates. Widths are found first for every number of tokens: few have any, and share what is left."""
+    """Yield all candidates. First d_model is found for every number of tokens: few have any, and these share the
+    remaining effort."""
     wanted: dict[int, set[Triple]] = {}
     for _, heads, _, size, batch, context in among.rows() if among is not None else ():
         wanted.setdefault(batch * context, set()).add((batch, heads, size))
@@ -312,7 +313,7 @@ def _chain_all(observation: Observation, effort: Effort, facts: int, among: Core
 
 
 def _link_all(observation: Observation, tokens: int, effort: Effort, parts: int) -> list[_Link]:
-    """For every width, with one of the parts of the effort."""
+    """Return a link for every d_model, using one of `parts` shares of the effort."""
     with effort.share(parts) as part:
         widths = _find_widths(observation, tokens, part)
         asked = part.afford_some(len(widths), _ASKING * (1 + len(observation.products)))
@@ -322,7 +323,7 @@ def _link_all(observation: Observation, tokens: int, effort: Effort, parts: int)
 def _chain(
     observation: Observation, links: list[_Link], effort: Effort, facts: int, among: set[Triple] | None
 ) -> _TokenChain:
-    """All candidates with a number of tokens and one of these widths."""
+    """Return all candidates for one number of tokens and these widths."""
     queries = Window(min(link.query.low for link in links), max(link.query.high for link in links))
     with effort.share(2) as part:
         every, is_cut = find_heads(observation, links[0].tokens, queries, part, among)

@@ -1,7 +1,7 @@
-"""Sizes that depend on tokens and width: the feed-forward width and the vocabulary.
+"""The sizes that follow from the tokens and d_model: d_ff and vocab_size.
 
-A product leaves a window for each. Of what is inside, the sizes count that explain most of the kernels beside it, the
-most usual first.
+The GEMMs give a window for each. The best values in it are those that explain most of the neighboring kernels, the most
+common first.
 """
 
 import itertools
@@ -17,7 +17,7 @@ from stepscope.recover.shape import Core, Flags, Ints, Quantity, feed_forward_si
 from stepscope.recover.solve.priors import surprise_of_feed_forward, surprise_of_vocabulary
 
 MOST_WIDTHS = 4096
-_MOST_CHOICES = 2_000_000  # sizes beside the chain, times the counts that they are to explain
+_MOST_CHOICES = 2_000_000  # values to try, times the element counts to explain
 WIDEST = 65_536
 WIDEST_FEED_FORWARD = 4 * WIDEST
 LARGEST_VOCABULARY = 1 << 20
@@ -25,19 +25,19 @@ LARGEST_VOCABULARY = 1 << 20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sized:
-    """What a width beside the chain can be: all that products admit, and of these what explains most."""
+    """The possible values of d_ff or vocab_size: the window that the GEMMs allow, and its values that explain most."""
 
     window: Window | None
-    best: tuple[int, ...]  # by how usual they are
+    best: tuple[int, ...]  # the most common first
     explained: int = 0
     to_explain: int = 0
-    is_told: bool = False  # if there is one alone, it is certain
-    is_cut: bool = False  # there were more sizes than could be looked at
-    apart: tuple[Window, ...] = ()  # the parts of the window, where it is of several
+    is_told: bool = False  # if `best` has a single value, it is certain
+    is_cut: bool = False  # there were too many values to try
+    apart: tuple[Window, ...] = ()  # the parts of a window that has several
 
 
 def find_feed_forward(observation: Observation, core: Core) -> Sized:
-    """The width between the two halves of the feed-forward layer."""
+    """Return the possible values of d_ff."""
     products, tokens, width = observation.products, core.tokens, core.d_model
     windows = [find_window(products[role], rows=tokens, inner=width) for role in ("up", "gate") if role in products]
     if "gate_up" in products and (both := find_window(products["gate_up"], rows=tokens, inner=width)):
@@ -80,8 +80,8 @@ def find_vocabulary(observation: Observation, core: Core) -> Sized:
 
 
 def _join_heads(found: list[tuple[bool, Sized]]) -> Sized:
-    """A head may take every token, all but the first or last of each sequence, or one of each. Which, only what comes
-    after it can tell; so what explains as much as the best is left open, every token first."""
+    """An LM head may run on every token, on all but the first or last of each sequence, or on one of each. Only the
+    kernels after it show which, so all variants that explain as much as the best stay open, every token first."""
     if not found:
         return Sized(window=None, best=())
     most = max(sized.explained for _, sized in found)
@@ -101,7 +101,7 @@ def _join_heads(found: list[tuple[bool, Sized]]) -> Sized:
 
 
 def _oddness_of_vocabulary(head: Product, compiled: bool, size: int) -> float:
-    """A compiler pads what a kernel wants aligned; without one an odd size is not given to such a kernel."""
+    """A compiler pads sizes for kernels that need alignment. Without one, such a kernel is not used for an odd size."""
     aligned = size % head.usual_multiples[1] == 0
     return surprise_of_vocabulary(size) + (0.0 if aligned or compiled else 3.0)
 
@@ -113,7 +113,7 @@ def _choose(
     oddness: Callable[[int], float],
     to_explain: int,
 ) -> Sized:
-    """Of what a product admits, the sizes that explain most of what was seen beside it."""
+    """Return the values in the window that explain most of the neighboring kernels."""
     if window is None:
         return Sized(window=None, best=())
     inside = list_numbers((one for one in ranges if 0 < one.size <= MOST_WIDTHS), window)
@@ -129,7 +129,7 @@ def _choose(
     return Sized(window=window, best=tuple(best), explained=most, to_explain=to_explain, is_told=is_told)
 
 
-# --- Windows, and what explains a count
+# --- Windows, and the sizes that explain a count
 
 
 def intersect(windows: Iterable[Window | None], largest: int) -> Window | None:
@@ -142,7 +142,7 @@ def intersect(windows: Iterable[Window | None], largest: int) -> Window | None:
 
 
 def list_numbers(windows: Iterable[Window], limits: Window) -> Ints:
-    """All numbers of the windows that are within the limits, each once."""
+    """Return all distinct numbers of the windows that are within the limits."""
     flags = np.zeros(limits.size, np.bool_)
     for window in windows:
         skipped = max(0, -(-(limits.low - window.low) // window.step))
@@ -153,8 +153,8 @@ def list_numbers(windows: Iterable[Window], limits: Window) -> Ints:
 
 
 def _inside(numbers: Quantity, window: Window) -> Flags:
-    inside: Flags = (numbers >= window.low) & (numbers <= window.high)  # type: ignore[assignment]  # of many at once
-    if window.step > 1 and np.any(inside):  # remainders take longer than all the rest
+    inside: Flags = (numbers >= window.low) & (numbers <= window.high)  # type: ignore[assignment]  # numpy compares elementwise
+    if window.step > 1 and np.any(inside):  # computing remainders takes longer than everything else here
         inside = inside & ((numbers - window.low) % window.step == 0)
     return inside
 
@@ -169,7 +169,7 @@ def is_explained(windows: Sequence[Window], possible: Iterable[Quantity], count:
 
 
 def count_each(possible: Sequence[Quantity], seen: Iterable[Seen], count: int) -> Ints:
-    """How many of the counts each of the sizes explains."""
+    """Return how many of the counts each size explains."""
     explained = np.zeros(count, np.int64)
     for one in seen:
         explained += is_explained(one.counts, possible, count)

@@ -1,7 +1,7 @@
-"""Batch, heads and head sizes that attention admits, for a number of tokens.
+"""The batch, num_heads and d_head that the attention kernels allow for a number of tokens.
 
-Where a grid has a place for each, few are left. A persistent kernel that fills the GPU admits nearly everything, and
-then only so many are looked at, the most usual ones: the answer says that the set is cut.
+If the grid has a dimension for each, few remain. A persistent kernel fills the GPU whatever the sizes and allows nearly
+all of them: then only the most common ones are tried, and the result says that the search was incomplete.
 """
 
 import itertools
@@ -19,21 +19,21 @@ _MOST_HEADS = 256
 _LARGEST_HEAD = 512
 _MOST_TRIPLES = 6000
 HALF = ("fp16", "bf16")
-# Within each of these, kernels that were not counted do not depend on the head size.
+# Within each of these, the launches of attention kernels do not depend on d_head.
 _BUCKETS = ((1, 64), (65, 128), (129, 256), (257, _LARGEST_HEAD))
 _PADDING = ("fill", "pad")
-# Units of effort: to ask what a kernel admits, and to note what it did.
+# Units of effort: to ask a kernel what it allows, and to store the answer.
 _ASKING = 60
 _NOTING = 10
 
-Triple = tuple[int, int, int]  # batch, heads, head size
+Triple = tuple[int, int, int]  # batch, num_heads, d_head
 
 
 def find_heads(
     observation: Observation, tokens: int, queries: Window, effort: Effort, among: set[Triple] | None = None
 ) -> tuple[Cores | None, bool]:
-    """Candidates without a width, whose heads together have one of the given widths; and whether some were left out.
-    `among`: no others are asked for."""
+    """Return candidates without d_model whose num_heads · d_head is in `queries`, and whether some were skipped. With
+    `among`, only these are tried."""
     find = _find_fused if observation.structure.is_fused else _find_written
     with effort.share(2) as part:
         triples = (one for one in find(observation, tokens, queries, part) if among is None or one in among)
@@ -62,7 +62,7 @@ def find_heads(
 
 
 def admits(fact: Attention, batch: int, heads: int, kv_heads: int, context: int, head_dim: int) -> bool:
-    """With a causal mask, or without one."""
+    """Whether the sizes fit with or without a causal mask."""
     return any(fact.admits(batch, heads, kv_heads, context, context, head_dim, causal) for causal in (True, False))
 
 
@@ -94,7 +94,7 @@ def _find_fused(observation: Observation, tokens: int, queries: Window, effort: 
 def _admitted(
     forward: list[Attention], batch: int, heads: int, context: int, sizes: list[int], effort: Effort, *, each: bool
 ) -> Iterator[int]:
-    """Asked one by one, or by the ends of each bucket where what lies between can make no difference."""
+    """Yield the sizes that fit. Without `each`, only the ends of a bucket are tried if both give the same answer."""
 
     def fits(size: int) -> bool:
         return all(admits(fact, batch, heads, heads, context, size) for fact in forward)
@@ -114,8 +114,8 @@ def _admitted(
 
 
 def _head_step(observation: Observation) -> int:
-    """What head sizes are a multiple of. Kernels take eights in half precision; PyTorch pads what is not, which shows
-    as kernels that fill. cuDNN is not asked for others at all, and the memory-efficient kernels' names tell."""
+    """Return what d_head is a multiple of. In half precision kernels need multiples of 8, and PyTorch pads other sizes,
+    which shows as fill kernels. cuDNN is only called with multiples of 8. The names of memory-efficient kernels say."""
     names = [one.name.name for one in observation.structure.attentions]
     half = observation.structure.dtype in HALF
     if all("cudnn" in name for name in names):
@@ -131,7 +131,7 @@ def _head_step(observation: Observation) -> int:
 
 
 def _find_written(observation: Observation, tokens: int, queries: Window, effort: Effort) -> Iterator[Triple]:
-    """Scores are a batch of products, and softmax has a row for each head of each token."""
+    """Unfused attention: scores are a batch of GEMMs, and softmax has a row for each head of each token."""
     scores, values = observation.products.get("scores"), observation.products.get("values")
     for heads in range(1, _MOST_HEADS + 1):
         if not effort.afford(_NOTING * (1 + len(observation.softmaxes))):

@@ -1,9 +1,9 @@
-"""The parameters of a recovered decoder, item by item, and what kind of decoder it is.
+"""The parameters of a recovered decoder by item, and its family.
 
-The norm, the positions, biases, and whether the head shares the embedding's weights change no shape that is recovered,
-and all of them change the number of parameters. Kernels show the norm and rotary positions. Biases show in the names of
-cuBLAS's kernels for Hopper. That a head is tied to the embedding shows nowhere in a forward pass; there custom decides,
-and the answer says so.
+The kind of norm and of positions, biases, and tied embeddings do not change any recovered size, but they change the
+number of parameters. Kernels show the norm and rotary positions. The names of cuBLAS kernels for Hopper show biases.
+A forward pass does not show whether the LM head is tied to the embedding: that is assumed from the family, and the
+result says so.
 """
 
 from collections.abc import Iterable
@@ -27,7 +27,7 @@ class Style(msgspec.Struct, frozen=True, kw_only=True):
     has_projection_bias: bool
     has_output_bias: bool
     has_feed_forward_bias: bool
-    has_head_norms: bool  # queries and keys normed head by head
+    has_head_norms: bool  # queries and keys are normalized per head
     is_tied: bool
     is_gated: bool
 
@@ -67,7 +67,7 @@ def _mentions(sighting: Sighting, words: Iterable[str]) -> bool:
 
 
 def _has_bias(observation: Observation, roles: Iterable[Role], norm: str) -> bool:
-    """cuBLAS's names say so on Hopper; of other kernels custom does: with a layer norm there are biases."""
+    """Read from the name of a cuBLAS kernel for Hopper. For other kernels, models with layer norm have biases."""
     names = [observation.reading.products[role].name.name for role in roles if role in observation.reading.products]
     return any("_bias" in name if "nvjet" in name else norm == "layer" for name in names)
 
@@ -85,7 +85,7 @@ class Item(msgspec.Struct, frozen=True):
 
 
 def itemise(core: Core, *, num_layers: int, d_ff: int, vocab_size: int, style: Style) -> tuple[Item, ...]:
-    """GPT-2 small gives 124,439,808."""
+    """Return the parameters by item. For GPT-2 small they add up to 124,439,808."""
     shape = DecoderShape(
         num_layers=num_layers,
         d_model=core.d_model,

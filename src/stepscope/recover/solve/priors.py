@@ -1,7 +1,7 @@
-"""What a search tries first, and how much it may try.
+"""The order in which the search tries sizes, and how much work it may do.
 
-How usual sizes are ranks what the evidence leaves open, and never decides anything alone. The figure is a sum of
-surprises: nought for a model like those that people publish, more the odder it is.
+How common sizes are only ranks the candidates that the evidence leaves open; it never excludes one. The score is a sum
+of surprises: 0 for sizes of published models, higher for less common ones.
 """
 
 from collections.abc import Callable, Iterator
@@ -21,14 +21,14 @@ _OTHER_VOCABULARIES = frozenset(
 
 
 def surprise(cores: Cores) -> Floats:
-    """Of each candidate."""
+    """Return the surprise of each candidate."""
     heads = _of_each(_of_head, cores.d_head) + _of_each(_of_context, cores.context) + _of_each(_of_batch, cores.batch)
     heads = heads + _of_each(_of_number, cores.num_heads) + _of_groups(cores.num_heads, cores.num_kv_heads)
     return heads + np.where(cores.query_width == cores.d_model, 0.0, 2.5) + _of_each(surprise_of_width, cores.d_model)
 
 
 def _of_each(surprise_of: Callable[[int], float], sizes: Ints) -> Floats:
-    """There are few different sizes among many."""
+    """Compute each distinct size once: there are few among many candidates."""
     distinct, where = np.unique(sizes, return_inverse=True)
     return np.array([surprise_of(size) for size in distinct.tolist()], np.float64)[where]
 
@@ -88,27 +88,27 @@ def _evenness(size: int) -> float:
     return 2.4
 
 
-# --- How much work a search may do
+# --- The work limit
 #
-# Evidence that says little admits hundreds of millions of sizes, and a search has to end. Work is counted and not
-# timed, so that a file has the same answer on every machine. A search that was cut short says so, and nothing that
-# depends on what it left out is certain.
+# Weak evidence fits hundreds of millions of sizes, and the search must end. Work is counted instead of timed, so that a
+# file gives the same result on every machine. If the search stops early the result says so, and no field that depends
+# on the rest is certain.
 
 
 class Effort:
-    """Units of work that are left. One is about what it takes to hold one candidate against one count of elements,
-    0.2 µs on a slow machine."""
+    """The remaining units of work. One unit is roughly the comparison of one candidate with one element count: 0.2 µs
+    on a slow machine."""
 
     def __init__(self, units: int) -> None:
         self.left = units
-        self.is_spent = False  # something was not looked at
+        self.is_spent = False  # some work was skipped
 
     def afford(self, units: int) -> bool:
-        """Pay for work if enough is left; otherwise it must not be done."""
+        """Pay for the work if enough units are left. If not, return False: the caller must skip it."""
         return self.afford_some(1, units) == 1
 
     def afford_some(self, number: int, units: int) -> int:
-        """Pay for as many of a number of equal pieces of work as possible, and say how many."""
+        """Pay for as many of `number` equal pieces of work as possible, and return how many."""
         paid = min(number, self.left // units) if units else number
         self.left -= paid * units
         self.is_spent |= paid < number
@@ -116,7 +116,7 @@ class Effort:
 
     @contextmanager
     def share(self, parts: int) -> Iterator["Effort"]:
-        """One of so many equal parts. What is not used of it comes back."""
+        """Yield one of `parts` equal shares. Units it does not use are returned."""
         part = Effort(self.left // parts)
         given = part.left
         yield part

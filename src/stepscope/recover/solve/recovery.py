@@ -1,7 +1,8 @@
-"""The answer: for every field the value, whether it is certain, what else it could be, and what shows it.
+"""The result: each field's value, whether it is certain, its alternatives, and its evidence.
 
-Certain is what all candidates agree on that explain as much as the best one, or one count less. Never a confident wrong
-number: where evidence is thin the set is wide, and where there is none the value is null.
+A value is certain if all candidates that explain as many element counts as the best one, or one fewer, agree on it.
+A wrong value must never be called certain: with little evidence there are many alternatives, with none the value is
+null.
 """
 
 from collections.abc import Iterable, Sequence
@@ -31,24 +32,24 @@ from stepscope.recover.solve.search import FileFit, FittedReading, fit_file, joi
 
 Value = int | str | None
 FIELDS = (*SIZES, "dtype", "parameters")
-_SLACK = 1  # counts that the truth may leave unexplained where another candidate does not
-_ENOUGH = 0.85  # of the counts must be explained before agreement among candidates makes anything certain
-_MOST_WORK = 100_000_000  # units of effort for all files together: some 20 s on a slow machine, and under 1 GB
-# What is open where attention admits nearly everything: up to where candidates end, None where tokens do.
+_SLACK = 1  # how many more counts than the best candidate the truth may leave unexplained
+_ENOUGH = 0.85  # share of the counts that must be explained before candidates that agree make a value certain
+_MOST_WORK = 100_000_000  # units of effort for all files together: about 20 s on a slow machine, and under 1 GB
+# The fields that stay open if attention admits nearly all sizes, with their upper bounds. None: the number of tokens.
 _OPEN: dict[str, int | None] = {"num_heads": 256, "num_kv_heads": 256, "d_head": 512, "batch": None, "context": None}
-# What is open besides where not all numbers of tokens and widths were looked at.
+# The fields that also stay open if not all token counts and widths were examined.
 _OPEN_BESIDES = {"d_model": WIDEST, "d_ff": WIDEST_FEED_FORWARD, "vocab_size": LARGEST_VOCABULARY}
-# What one rank of several need not have whole.
+# The fields of which one rank may have only a shard.
 _OF_A_SHARE = ("d_model", "num_heads", "num_kv_heads", "d_ff", "vocab_size", "batch", "context")
 _MOST_CANDIDATES = 24
 _MOST_ALTERNATIVES = 64
-_SMALLEST_VOCABULARY = 4096  # of a language model's head; classifiers and poolers have fewer outputs
-_PADDING = 8  # what a compiler rounds a vocabulary up to
+_SMALLEST_VOCABULARY = 4096  # of an LM head; classifiers and poolers have fewer outputs
+_PADDING = 8  # the compiler pads a vocabulary to a multiple of this
 
 
 class Field(msgspec.Struct, frozen=True, kw_only=True):
-    """`alternatives` beside the value; where they are too many to list, `low` and `high` are their window. A window
-    without a `high` has no end."""
+    """`alternatives` do not include the value. If there are too many to list, they are given as the window from `low`
+    to `high`; without a `high` the window has no upper bound."""
 
     value: Value
     certain: bool
@@ -68,35 +69,35 @@ class Recovery(msgspec.Struct, frozen=True, kw_only=True):
     fields: dict[str, Field]
     family: str = ""
     items: tuple[Item, ...] = ()  # the parameters of the first candidate
-    num_consistent: int = 0  # candidates for the attention half that no fact excludes
+    num_consistent: int = 0  # candidates for the attention sizes that no fact excludes
     explained: int = 0
     counts: int = 0
     would_decide: tuple[str, ...] = ()
-    left_open: tuple[str, ...] = ()  # what the search did not look at, because there was too much of it
+    left_open: tuple[str, ...] = ()  # what the search did not examine because of its work limit
     notes: tuple[str, ...] = ()
 
 
 def recover(evidence: Sequence[KernelEvidence], *, work: int = _MOST_WORK) -> Recovery:
-    """From all files together, which are taken to be of one run. Raises NoTransformerError where the kernels show no
-    decoder, or the files do not show the same one. `work` bounds the search: `left_open` says what was not looked at,
-    and nothing that depends on it is certain."""
+    """Recover one model from all files together, which must come from the same run. Raises NoTransformerError if the
+    kernels are not those of a decoder, or the files show different ones. `work` limits the search: `left_open` lists
+    what was not examined, and no field that depends on it is certain."""
     allocations = tuple(size for one in evidence for size in one.allocations)
     shown = [replace(one, allocations=allocations) for one in evidence if one.sightings]
-    assert shown, "somebody has looked that there are kernels"
+    assert shown, "the caller has checked that there are kernels"
     effort = Effort(work)
     found: list[FileFit] = []
     for done, one in enumerate(shown):
-        with effort.share(len(shown) - done + (len(shown) > 1)) as part:  # one more, for what they have in common
+        with effort.share(len(shown) - done + (len(shown) > 1)) as part:  # one more share, for joining the files
             found.append(fit_file(one, part))
     counts = {one.structure.num_layers for one in found}
     if len(counts) > 1:
         raise NoTransformerError(
-            f"the files show {' and '.join(map(str, sorted(counts)))} layers: no one model ran them"
+            f"the files show different models: num_layers is {' and '.join(map(str, sorted(counts)))}"
         )
     dtypes = {one.structure.dtype for one in found}
     if len(dtypes) > 1:
         raise NoTransformerError(
-            f"the files show products in {' and '.join(map(str, dtypes))}: they are of different runs"
+            f"the files come from different runs: their GEMMs are in {' and '.join(map(str, dtypes))}"
         )
     files = [one for one in found if one.fitted]
     files.sort(key=lambda one: (one.is_cut, len(one.fitted[0].solution.consistent)))
@@ -108,7 +109,7 @@ def recover(evidence: Sequence[KernelEvidence], *, work: int = _MOST_WORK) -> Re
 def _assemble(found: FileFit) -> Recovery:
     structure, evidence, fitted = found.structure, found.evidence, found.fitted
     first = fitted[0]
-    # What was not looked at may explain more.
+    # Candidates that were not examined may explain more.
     likely = [one for one in fitted if one.rank[0] <= first.rank[0] + _SLACK or one.solution.is_cut]
     has_open_width = found.is_open or any(one.solution.has_open_width for one in likely)
     fields = {"num_layers": _layers_field(found), "dtype": _dtype_field(structure)}
@@ -117,7 +118,7 @@ def _assemble(found: FileFit) -> Recovery:
     fields["d_ff"] = _sized_field([one.feed_forward for one in likely], _feed_forward_evidence(first))
     fields["vocab_size"] = _vocabulary_field(first)
     if not _agree_on_tokens(likely):
-        # Both were found beside the best candidate's tokens and width.
+        # Both were derived from the best candidate's tokens and width.
         fields |= {name: msgspec.structs.replace(fields[name], certain=False) for name in ("d_ff", "vocab_size")}
     if found.is_cut:
         fields |= {name: _leave_open(fields[name], _largest(name, likely)) for name in _OPEN}
@@ -127,12 +128,10 @@ def _assemble(found: FileFit) -> Recovery:
     left_open = tuple(_find_left_open(found))
     notes = [*evidence.notes, *left_open]
     if structure.layers_differ:
-        notes.append(
-            "layers or passes differ in other kernels than products: what was read of one need not hold for all"
-        )
+        notes.append("layers or passes differ in kernels other than GEMMs: what one layer shows may not apply to all")
         fields |= {name: msgspec.structs.replace(fields[name], certain=False) for name in CORE_FIELDS}
     if evidence.exchanges_within(structure.layer_indices):
-        notes.append("collectives ran within the forward pass: sizes may be those of one rank's share of the model")
+        notes.append("collectives ran during the forward pass: the sizes may be those of one rank's shard of the model")
         fields |= {name: msgspec.structs.replace(fields[name], certain=False) for name in _OF_A_SHARE}
     candidates = tuple(_candidates(structure, first))
     items = _itemise(structure, first)
@@ -153,36 +152,36 @@ def _assemble(found: FileFit) -> Recovery:
 
 
 def _find_left_open(found: FileFit) -> Iterable[str]:
-    """In the words in which it is told."""
+    """Yield a sentence for each part of the search that was incomplete."""
     if found.is_open or any(one.solution.is_spent for one in found.fitted):
         examined = sum(len(one.solution.consistent) for one in found.fitted)
         yield (
-            f"too many sizes fit; not all were tried: the search stopped after {examined:,} sets of sizes, shows the "
-            "likeliest of them, and is certain of no size"
+            f"too many sizes fit: the search stopped after {examined:,} candidates and shows the most likely ones; "
+            "no size is certain"
         )
     elif found.is_cut:
-        yield "attention alone leaves most sizes open; only the most common batch sizes and head counts were tried"
+        yield "the attention kernels fit most sizes: only the most common batch sizes and head counts were tried"
     if any(one.feed_forward.is_cut for one in found.fitted):
-        yield "too many feed-forward widths fit; none was tried"
+        yield "too many values of d_ff fit: none was tried"
     if any(one.vocabulary.is_cut for one in found.fitted):
-        yield "too many vocabulary sizes fit; not all were tried"
+        yield "too many values of vocab_size fit: not all were tried"
 
 
 def _leave_open(field: Field, high: int | None) -> Field:
-    """Candidates are not all that it could be."""
-    evidence = (*field.evidence, "the most usual of very many")
+    """Replace the alternatives by a window, because the candidates do not include all of them."""
+    evidence = (*field.evidence, "the most common of many values that fit")
     return Field(value=field.value, certain=False, low=1, high=high, evidence=evidence)
 
 
 def _largest(name: str, likely: list[FittedReading]) -> int | None:
-    """What a field that attention leaves open can be at most."""
+    """Return the upper bound of a field that attention leaves open."""
     if any(one.solution.has_open_width for one in likely):
         return _OPEN[name]
     return _OPEN[name] or max(int(_agreeing(one.solution).tokens.max()) for one in likely)
 
 
 def _agreeing(solution: Solution) -> Cores:
-    """The candidates that must agree before anything is certain."""
+    """Return the candidates that must agree on a value for it to be certain."""
     best = solution.best.explained
     if best < _ENOUGH * solution.facts:
         return solution.consistent
@@ -196,7 +195,7 @@ def _agree_on_tokens(likely: list[FittedReading]) -> bool:
 
 
 def _core_field(name: str, likely: list[FittedReading]) -> Field:
-    """Alternatives from the most usual to the oddest, as far as candidates were ranked."""
+    """Return the field with its alternatives from most to least common, as far as candidates were ranked."""
     solution = likely[0].solution
     ranked = [getattr(one.core, name) for fitted in likely for one in fitted.solution.cores]
     agreeing = [value for fitted in likely for value in np.unique(getattr(_agreeing(fitted.solution), name)).tolist()]
@@ -227,7 +226,7 @@ def _vocabulary_field(fitted: FittedReading) -> Field:
     value = found.value
     compiled = any(one.name.library == "Inductor" for one in fitted.solution.observation.reading.zones["final"])
     if isinstance(value, int) and value < _SMALLEST_VOCABULARY:
-        unsure = (*found.evidence, "a head of so few outputs need not be over a vocabulary")
+        unsure = (*found.evidence, "an LM head usually has more outputs: this may be a classifier")
         return msgspec.structs.replace(found, certain=False, evidence=unsure)
     if found.certain and compiled and isinstance(value, int) and value % _PADDING == 0:
         padded = tuple(range(value - _PADDING + 1, value))
@@ -236,28 +235,28 @@ def _vocabulary_field(fitted: FittedReading) -> Field:
 
 
 def _layers_field(found: FileFit) -> Field:
-    """Certain where embeddings come before the first layer and a head after the last: none is outside of the file."""
+    """Certain if an embedding comes before the first layer and an LM head after the last: the file has all layers."""
     structure = found.structure
     best = [fitted.solution.observation.reading for fitted in found.fitted[:1]]
     readings = structure.readings if found.is_cut or not best else best
     has_head = all("head" in reading.products for reading in readings)
     is_cut = CUT_SHORT in found.evidence.notes
     passes = f"each of {structure.num_passes} forward passes" if structure.num_passes > 1 else "the forward pass"
-    said = f"the same matrix products around an attention {structure.num_layers} times in {passes}"
+    said = f"the same GEMMs around attention {structure.num_layers} times in {passes}"
     if structure.may_be_one_layer:
-        unsure = "what follows the last attention follows each: one layer, run over and over, looks the same"
+        unsure = "every attention is followed by the same kernels: this may be one layer run repeatedly"
         return Field(value=structure.num_layers, certain=False, alternatives=(1,), evidence=(said, unsure))
     if has_head and structure.has_start and not is_cut and not structure.has_others:
         return Field(value=structure.num_layers, certain=True, evidence=(said,))
-    unsure = "attentions outside of these layers" if structure.has_others else "layers may be outside of the file"
+    unsure = "there is attention outside these layers" if structure.has_others else "the file may not have all layers"
     return Field(value=structure.num_layers, certain=False, low=structure.num_layers, evidence=(said, unsure))
 
 
 def _dtype_field(structure: Structure) -> Field:
-    """Certain where all projections are in one; heads and scores are at times in another."""
+    """Certain if all projections use the same type. The LM head and attention scores may use another."""
     products = structure.readings[0].products
     named = {one.name.dtype for role, one in products.items() if role not in ("head", "scores", "values")}
-    said = (f"named by the kernels of the products: {products['output'].name.short}",) if structure.dtype else ()
+    said = (f"from the names of the GEMM kernels: {products['output'].name.short}",) if structure.dtype else ()
     return Field(value=structure.dtype, certain=named == {structure.dtype} != {None}, evidence=said)
 
 
@@ -298,12 +297,13 @@ def _itemise(structure: Structure, fitted: FittedReading) -> tuple[Item, ...]:
 
 
 def _parameters_field(candidates: tuple[Candidate, ...], fitted: FittedReading) -> Field:
-    """Never certain: what a forward pass does not touch, such as unused positions, no kernel shows."""
+    """Never certain: no kernel shows the parameters that a forward pass does not use, such as unused positions."""
     value = candidates[0].parameters
-    tied = "tied to" if fitted.style.is_tied else "beside"
+    norm = "RMS norm" if fitted.style.norm == "rms" else "layer norm"
+    tied = "tied to" if fitted.style.is_tied else "separate from"
     said = (
-        f"{fitted.style.family}: {fitted.style.norm} norms, a head {tied} the embedding (by custom, not seen)",
-        *((f"a table of {fitted.style.positions:,} learned positions (by custom)",) if fitted.style.positions else ()),
+        f"{fitted.style.family}: {norm}, LM head {tied} the embedding (assumed)",
+        *((f"{fitted.style.positions:,} learned positions (assumed)",) if fitted.style.positions else ()),
     )
     others = sorted({one.parameters for one in candidates if one.parameters is not None} - {value})
     return Field(value=value, certain=False, alternatives=tuple(others[:_MOST_ALTERNATIVES]), evidence=said)
@@ -312,40 +312,40 @@ def _parameters_field(candidates: tuple[Candidate, ...], fitted: FittedReading) 
 def _core_evidence(name: str, solution: Solution) -> tuple[str, ...]:
     observation = solution.observation
     core = solution.best.core
-    attention = "attention" if observation.structure.is_fused else "softmax and the products around it"
+    attention = "attention" if observation.structure.is_fused else "softmax and its GEMMs"
     says = {
-        "d_model": f"norms of {core.tokens:,} rows, and counts of {core.tokens * core.d_model:,} elements around them",
-        "num_heads": f"{attention}: {core.batch} · {core.num_heads} sequences of {core.context}",
-        "num_kv_heads": f"projections to {core.query_width} and {core.key_width} columns",
-        "d_head": f"{core.query_width} columns of queries in {core.num_heads} heads",
-        "batch": f"{core.tokens:,} tokens in sequences of {core.context}",
-        "context": f"{core.tokens:,} tokens in {core.batch} sequences",
+        "d_model": f"norms over {core.tokens:,} rows, next to kernels over {core.tokens * core.d_model:,} elements",
+        "num_heads": f"{attention} over {core.batch} · {core.num_heads} sequences of length {core.context}",
+        "num_kv_heads": f"projections with {core.query_width:,} (query) and {core.key_width:,} (key) columns",
+        "d_head": f"{core.query_width:,} query columns / {core.num_heads:,} heads",
+        "batch": f"{core.tokens:,} tokens / context {core.context:,}",
+        "context": f"{core.tokens:,} tokens / batch {core.batch:,}",
     }
     return (says[name],)
 
 
 def _feed_forward_evidence(fitted: FittedReading) -> tuple[str, ...]:
     sized = fitted.feed_forward
-    window = f"products admit {_spell(sized.window)}" if sized.window else "no product tells"
-    return (window, *_told(sized, "between the products"))
+    window = f"the GEMMs allow {_spell(sized.window)}" if sized.window else "no GEMM depends on it"
+    return (window, *_told(sized, "between the GEMMs"))
 
 
 def _vocabulary_evidence(fitted: FittedReading) -> tuple[str, ...]:
     sized = fitted.vocabulary
     if sized.window is None:
-        return ("no product of a head was seen",)
-    first, *others = sized.apart or (sized.window,)
-    parts = [f"the head's product admits {_spell(first)}"]
-    parts += [f"{_spell(one)} if it took fewer tokens" for one in others]
-    return ("; or ".join(parts), *_told(sized, "after it"))
+        return ("the evidence has no LM head GEMM",)
+    first, *others = dict.fromkeys(sized.apart or (sized.window,))
+    parts = [f"the LM head GEMM allows {_spell(first)}"]
+    parts += [f"{_spell(one)} if it ran on fewer tokens" for one in others]
+    return (", or ".join(parts), *_told(sized, "after it"))
 
 
 def _spell(window: Window) -> str:
-    return f"{window.low:,} alone" if window.is_exact else f"{window.low:,} to {window.high:,}"
+    return f"only {window.low:,}" if window.is_exact else f"{window.low:,} to {window.high:,}"
 
 
 def _told(sized: Sized, where: str) -> tuple[str, ...]:
-    return (f"{sized.explained} of {sized.to_explain} counts {where} explained",) if sized.to_explain else ()
+    return (f"explains {sized.explained} of {sized.to_explain} element counts {where}",) if sized.to_explain else ()
 
 
 def _would_decide(fields: dict[str, Field], evidence: KernelEvidence, structure: Structure) -> Iterable[str]:
@@ -353,24 +353,26 @@ def _would_decide(fields: dict[str, Field], evidence: KernelEvidence, structure:
     if not unsure:
         return
     if not evidence.has_counters:
-        yield "counters of the same pass (stepscope profile --counters, or ncu --csv --page raw) close most windows"
+        yield "add counters of the same pass (stepscope profile --counters, or ncu --csv --page raw)"
     if "vocab_size" in unsure and not structure.is_training:
-        yield "a training step: the loss works on tokens · vocabulary elements"
+        yield "add a training step: the loss has batch · context · vocab_size elements"
     if "vocab_size" in unsure and not evidence.allocations:
-        yield "a memory snapshot: logits and the embedding have exact sizes"
+        yield "add a memory snapshot: it has the exact sizes of the logits and the embedding"
     if {"batch", "context", "num_heads"} & set(unsure):
-        yield "a run at another batch or context: what stays the same is the model's"
+        yield "run it with another batch or context and compare: the model's own sizes stay the same"
 
 
 def _answer_without_sizes(files: Sequence[FileFit]) -> Recovery:
-    """Layers and data types are there; the sizes are not in this evidence."""
+    """Return only num_layers and dtype, for evidence that does not determine the sizes."""
     found = files[0]
     structure, evidence = found.structure, found.evidence
     fields = {name: Field(value=None, certain=False) for name in FIELDS}
     fields["num_layers"] = _layers_field(found)
     fields["dtype"] = _dtype_field(structure)
     left_open = tuple(dict.fromkeys(text for one in files for text in _find_left_open(one)))
-    why = left_open or ("no size can be told: no sizes fit, or these kernels' grids do not depend on them",)
+    why = left_open or (
+        "no size can be determined: either none fits, or the grids of these kernels do not depend on it",
+    )
     return Recovery(
         candidates=(),
         fields=fields,

@@ -1,21 +1,13 @@
-"""The answer as tables: fields with what shows them, candidates, parameters item by item."""
+"""The result of `recover` as tables: fields with their evidence, candidates, and parameters by item.
+
+Fields have the names that a claim uses, so that what `recover` prints can be claimed in `verify`.
+"""
 
 from stepscope.findings import Cell, Column, Page, Table
+from stepscope.recover.shape import SIZES
 from stepscope.recover.solve.recovery import FIELDS, Candidate, Field, Recovery
+from stepscope.units import say_parameters
 
-_LABELS = {
-    "num_layers": "layers",
-    "d_model": "width",
-    "num_heads": "heads",
-    "num_kv_heads": "key-value heads",
-    "d_head": "head size",
-    "d_ff": "feed-forward width",
-    "vocab_size": "vocabulary",
-    "batch": "batch",
-    "context": "context",
-    "dtype": "data type",
-    "parameters": "parameters",
-}
 _LISTED = 6
 _SHOWN_CANDIDATES = 8
 
@@ -30,44 +22,42 @@ def answer_page(answer: Recovery, *, files: str) -> Page:
 
 
 def _headline(answer: Recovery, files: str) -> str:
-    kind = f"a Transformer, {answer.family}" if answer.family else "a Transformer"
+    kind = f"{answer.family} Transformer" if answer.family else "Transformer"
     certain = [name for name in FIELDS if answer.fields[name].certain]
-    lines = [f"{files}: {kind}; {len(certain)} of {len(FIELDS)} fields are certain"]
+    lines = [f"{files}: {kind}, {len(certain)} of {len(FIELDS)} fields certain"]
     if answer.candidates:
         lines.insert(1, _spell_model(answer.candidates[0]))
     if answer.counts:
+        fits, explains = (
+            ("one set of sizes fits", ", and explains")
+            if answer.num_consistent == 1
+            else (f"{answer.num_consistent:,} sets of sizes fit", "; the best explains")
+        )
         lines.append(
-            f"{answer.explained} of {answer.counts} counts of elements explained; "
-            f"{_spell_sets(answer.num_consistent)} all products and attentions"
+            f"{fits} all GEMM and attention kernels{explains} {answer.explained} of {answer.counts} element counts"
         )
     return "\n".join(lines)
 
 
 def _spell_model(best: Candidate) -> str:
-    grouped = f" ({best.num_kv_heads} for keys and values)" if best.num_kv_heads != best.num_heads else ""
-    sizes = [f"{best.num_layers} layers of width {best.d_model:,}", f"{best.num_heads} heads of {best.d_head}{grouped}"]
-    sizes += [f"feed-forward {best.d_ff:,}"] if best.d_ff else []
-    sizes += [f"vocabulary {best.vocab_size:,}"] if best.vocab_size else []
-    sizes.append(f"{best.batch} × {best.context:,} tokens in {best.dtype or 'an unknown data type'}")
-    sizes += [f"{best.parameters / 1e6:,.1f} M parameters"] if best.parameters else []
-    return "; ".join(sizes)
-
-
-def _spell_sets(count: int) -> str:
-    return "one set of sizes fits" if count == 1 else f"{count:,} sets of sizes fit"
+    shown = [name for name in SIZES if name != "num_kv_heads" or best.num_kv_heads != best.num_heads]
+    sizes = [f"{name} {size:,}" for name in shown if (size := getattr(best, name))]
+    sizes.append(f"dtype {best.dtype or 'unknown'}")
+    sizes += [f"{say_parameters(best.parameters)} parameters"] if best.parameters else []
+    return ", ".join(sizes)
 
 
 def fields_table(answer: Recovery) -> Table:
     rows = tuple(_row(name, answer.fields[name]) for name in FIELDS)
-    decide = tuple(f"would decide: {one}" for one in answer.would_decide)
+    decide = tuple(f"to narrow this down: {one}" for one in answer.would_decide)
     return Table(
-        title="What ran",
+        title="Recovered fields",
         columns=(
             Column(key="field", label="field"),
             Column(key="value", label="value"),
             Column(key="certain", label="certain"),
-            Column(key="alternatives", label="or"),
-            Column(key="evidence", label="because"),
+            Column(key="alternatives", label="alternatives"),
+            Column(key="evidence", label="evidence"),
         ),
         rows=rows,
         notes=(*answer.notes, *decide),
@@ -76,7 +66,7 @@ def fields_table(answer: Recovery) -> Table:
 
 def _row(name: str, field: Field) -> tuple[Cell, ...]:
     value = f"{field.value:,}" if isinstance(field.value, int) else field.value
-    return (_LABELS[name], value, "yes" if field.certain else "no", _alternatives(field), "; ".join(field.evidence))
+    return (name, value, "yes" if field.certain else "no", _alternatives(field), "; ".join(field.evidence))
 
 
 def _alternatives(field: Field) -> str:
@@ -91,8 +81,8 @@ def candidates_table(answer: Recovery) -> Table:
     keys = [name for name in FIELDS if name != "dtype"]
     shown = answer.candidates[:_SHOWN_CANDIDATES]
     return Table(
-        title="Candidates, the most usual first",
-        columns=tuple(Column(key=key, label=_LABELS[key], kind="count") for key in keys),
+        title="Candidates, most common first",
+        columns=tuple(Column(key=key, label=key, kind="count") for key in keys),
         rows=tuple(tuple(getattr(candidate, key) for key in keys) for candidate in shown),
         notes=(f"{len(answer.candidates) - len(shown)} more in --format json",)
         if len(answer.candidates) > len(shown)
@@ -102,7 +92,7 @@ def candidates_table(answer: Recovery) -> Table:
 
 def parameters_table(answer: Recovery) -> Table:
     count = sum(item.count for item in answer.items)
-    rows = (*((item.name, item.count, item.count / count) for item in answer.items), ("in all", count, 1.0))
+    rows = (*((item.name, item.count, item.count / count) for item in answer.items), ("total", count, 1.0))
     return Table(
         title="Parameters of the first candidate",
         columns=(

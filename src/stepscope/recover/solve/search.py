@@ -1,4 +1,4 @@
-"""What each file of a run shows: readings of its structure that sizes fit; and several files together."""
+"""Fit sizes to each file of a run, for every interpretation of its kernels, and join the results of several files."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
@@ -16,11 +16,11 @@ from stepscope.recover.solve.dependent_sizes import Sized, find_feed_forward, fi
 from stepscope.recover.solve.parameters import Style, find_style
 from stepscope.recover.solve.priors import Effort, surprise_of_vocabulary
 
-_ODD_READING = 2.0  # surprise of one product for gate and up beside a layer norm
+_ODD_READING = 2.0  # surprise of a joint gate-up GEMM in a model with layer norm
 
 
 class FittedReading(msgspec.Struct, frozen=True, kw_only=True):
-    """One reading that sizes fit."""
+    """An interpretation of a file's kernels for which sizes were found."""
 
     solution: Solution
     feed_forward: Sized
@@ -39,16 +39,16 @@ class FittedReading(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class FileFit(msgspec.Struct, frozen=True, kw_only=True):
-    """What one file shows: readings that sizes fit, best first."""
+    """The interpretations of one file for which sizes were found, best first."""
 
     evidence: KernelEvidence
     structure: Structure
     fitted: tuple[FittedReading, ...]
-    is_open: bool = False  # other readings may be right: of their sizes only some were looked at, and none fits
+    is_open: bool = False  # another interpretation may be right: not all of its sizes were examined, and none fitted
 
     @property
     def is_cut(self) -> bool:
-        """Whether there are sizes that were not looked at."""
+        """Whether some sizes were not examined."""
         return self.is_open or any(one.solution.is_cut for one in self.fitted)
 
 
@@ -68,8 +68,8 @@ def fit_file(evidence: KernelEvidence, effort: Effort) -> FileFit:
 
 
 def join_files(files: list[FileFit], effort: Effort) -> FileFit:
-    """The file that leaves least open, with only those of its candidates that the others leave open, too; reading by
-    reading, because the files are read alike."""
+    """Return the first file, which is the most specific, with only those candidates that fit the other files too.
+    Interpretations are joined one by one, because they are the same in all files."""
     first, *others = files
     joined = []
     for fitted in first.fitted:
@@ -79,12 +79,12 @@ def join_files(files: list[FileFit], effort: Effort) -> FileFit:
         if one is not None:
             joined.append(one)
     if not joined:
-        raise NoTransformerError("no sizes fit all of the files: they are of different runs")
+        raise NoTransformerError("no sizes fit all files: they come from different runs")
     return msgspec.structs.replace(first, fitted=tuple(sorted(joined, key=lambda one: one.rank)))
 
 
 def _join_reading(mine: FittedReading, file: FileFit, effort: Effort) -> FittedReading | None:
-    """None where the other file has no such reading, or none of the same sizes."""
+    """Return None if the other file does not have this interpretation, or not with the same sizes."""
     roles = set(mine.solution.observation.products)
     alike = [one for one in file.fitted if set(one.solution.observation.products) == roles]
     if not alike:
@@ -93,7 +93,7 @@ def _join_reading(mine: FittedReading, file: FileFit, effort: Effort) -> FittedR
     if mine.solution.is_cut and not theirs.solution.is_cut:
         mine, theirs = theirs, mine
     solution = _keep_common(mine.solution, theirs.solution, effort)
-    # Both were found beside the best candidates, which need not be the right ones where some were not looked at.
+    # Both were derived from the best candidates, which may be wrong if not all candidates were examined.
     is_open = theirs.solution.has_open_width
     feed_forward = mine.feed_forward if is_open else _meet(mine.feed_forward, theirs.feed_forward)
     vocabulary = mine.vocabulary if theirs.solution.is_cut else _meet(mine.vocabulary, theirs.vocabulary)
@@ -103,8 +103,8 @@ def _join_reading(mine: FittedReading, file: FileFit, effort: Effort) -> FittedR
 
 
 def _keep_common(mine: Solution, other: Solution, effort: Effort) -> Solution | None:
-    """What was not looked at in one file is not excluded by it: so that file is asked about what the other leaves open.
-    Where both were cut, what is common to them is only the likeliest."""
+    """An incomplete search does not exclude what it skipped, so it is repeated among the candidates of the other file.
+    If both are incomplete, the common candidates are only the most likely ones."""
     if other.is_cut and not mine.is_cut:
         other = solve(other.observation, effort, among=mine.consistent)
         if other.is_cut:
@@ -133,7 +133,7 @@ def _to_frame(cores: Cores) -> pl.DataFrame:
 
 
 def _meet(first: Sized, second: Sized) -> Sized | None:
-    """Sizes of both, where both list any; of what remains the order is the first's. None where they contradict."""
+    """Return the sizes in both lists, in the order of the first; None if there are none. An empty list is ignored."""
     if not first.best or not second.best:
         return first if first.best else second
     both = tuple(size for size in first.best if size in second.best)
@@ -153,9 +153,9 @@ def _fit_reading(solution: Solution, evidence: KernelEvidence) -> FittedReading 
 
 
 def _narrow(vocabulary: Sized, feed_forward: Sized, core: Core, allocations: Sequence[int]) -> Sized:
-    """A tensor of logits in a snapshot is tokens · vocabulary elements, and the embedding vocabulary · width. So are
-    activations and weights of other layers, of their own widths: those are left out. Where nothing else bounds the
-    vocabulary, what is found is the best guess and no more."""
+    """Narrow down vocab_size with the allocations of a memory snapshot: logits have tokens · vocab_size elements and
+    the embedding has vocab_size · d_model. Sizes that other activations and weights have as well are ignored. If
+    nothing else bounds vocab_size, the result is a guess and not certain."""
     sizes = frozenset(allocations)
     window = vocabulary.window
     if not sizes or window is None:

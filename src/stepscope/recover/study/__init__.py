@@ -1,8 +1,8 @@
-"""`stepscope recover --study`: which kernel's counter depends on which field of the model, over runs of known settings.
+"""`stepscope recover --study`: which counter of which kernel depends on which field, over runs with known settings.
 
-Recovery goes from counters to a model; this goes the other way, to see what there is to recover from. A counter that
-follows one field and no other reveals it. Most follow several, and many follow none: kernels work on whole tiles, and
-a layer more is the same kernels once more.
+Recovery infers the model from counters. A study goes the other way and shows what counters can reveal. A counter that
+depends on one field only reveals it. Most depend on several, and many on none: kernels work on whole tiles, and another
+layer only repeats the same kernels.
 """
 
 from collections.abc import Mapping, Sequence
@@ -21,15 +21,16 @@ _HINT = "stepscope profile --counters --size small --num-layers 2 --context 128,
 def study(
     recordings: Sequence[Recording], *, names: Sequence[str] = (), truths: Mapping[str, Settings] | None = None
 ) -> list[Table | Figure]:
-    """Sensitivity, what reveals what, and principal components; then a figure for each field with three values or more.
+    """Return tables of sensitivity, of what reveals each field, and of principal components; then a figure for each
+    field with three or more values.
 
-    `names` are the recordings' own for messages, their files' by default. `truths` are the settings of those that do
-    not know theirs, by name without folder and endings.
+    `names` are used in messages and default to the file names. `truths` are the settings of recordings that do not
+    include them, by name without directory and extensions.
     """
     if len(recordings) < 2:
         raise StepscopeError(
-            f"a study compares runs, and there {'is one' if recordings else 'are none'}",
-            detail="expected two or more that differ in a setting",
+            f"a study requires at least two runs, got {len(recordings)}",
+            detail="expected runs that differ in a setting",
             hint=_HINT,
         )
     asked = names or [recording.manifest.file or f"run {i}" for i, recording in enumerate(recordings, start=1)]
@@ -49,7 +50,7 @@ def _require_difference(design: Design) -> None:
         return
     common = ", ".join(f"{name} {design.runs[0].numbers[name]}" for name in design.constant)
     raise StepscopeError(
-        f"the {len(design.runs)} runs differ in no field that is a number",
+        f"the {len(design.runs)} runs do not differ in any numeric field",
         detail=f"all have {common}" if common else "they have no field in common",
         hint=_HINT,
     )

@@ -1,9 +1,9 @@
-"""What the settings of a study can tell apart, before any counter is looked at.
+"""Which fields the settings of a study can separate, before any counter is examined.
 
-Fields that kept their ratio in every run are one unit: what depends on which of them cannot be seen, only what depends
-on all of them. Fields that changed together in any other way have no figure at all. Which those are is linear algebra:
-over the logarithms of the settings, a unit can be told apart when no combination of the others, and of a factor for
-each word (precision, attention, ...), does in every run what it does.
+Fields with a constant ratio in all runs form one unit: their effects cannot be separated. Fields that changed together
+in any other way have no exponent at all. Linear algebra finds these: over the logarithms of the settings, a unit is
+separable if it is not a linear combination of the other units and of one factor per categorical setting (precision,
+attention, ...).
 """
 
 import math
@@ -20,13 +20,13 @@ from stepscope.recover.study.runs import NUMBERS, StudiedRun
 Matrix = NDArray[np.float64]
 Method = Literal["pairs", "regression"]
 _EXACT = 1e-9
-FEWEST_SPARE = 2  # a regression that goes through every point shows nothing
-_DERIVED = "d_head"  # where it is d_model / num_heads it is no setting of its own
+FEWEST_SPARE = 2  # degrees of freedom: a regression through every point shows nothing
+_DERIVED = "d_head"  # not an independent setting if it is d_model / num_heads
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FieldUnit:
-    """Fields that can only be seen together, mostly one. `method` is None where nothing can be said of it."""
+    """One field, or several that cannot be separated. `method` is None if the runs do not determine an exponent."""
 
     fields: tuple[str, ...]
     method: Method | None = None
@@ -52,11 +52,11 @@ class Design:
 
     @property
     def seen(self) -> tuple[FieldUnit, ...]:
-        """Those that something can be said of."""
+        """The units with an exponent."""
         return tuple(unit for unit in self.units if unit.method)
 
     def groups(self, unit: FieldUnit) -> list[tuple[StudiedRun, ...]]:
-        """Runs that differ in this unit alone, by its value; groups of one value are none."""
+        """Return groups of runs that differ only in this unit, sorted by its value. Each has at least two values."""
         others = [other for other in self.units if other != unit]
         return _groups(self.runs, unit, others)
 
@@ -77,7 +77,7 @@ def make_design(runs: Sequence[StudiedRun]) -> Design:
 
 
 def _names(runs: Sequence[StudiedRun]) -> list[str]:
-    """Fields of any run, ours first."""
+    """Return the fields of all runs, the known ones first."""
     met = dict.fromkeys(name for run in runs for name in run.numbers)
     return [*(name for name in NUMBERS if name in met), *(name for name in met if name not in NUMBERS)]
 
@@ -88,7 +88,7 @@ def _is_derived(run: StudiedRun) -> bool:
 
 
 def _join(names: list[str], runs: Sequence[StudiedRun]) -> list[FieldUnit]:
-    """Fields whose ratio is the same in every run become one."""
+    """Join fields that have the same ratio in every run."""
     ratios: dict[tuple[float, ...], list[str]] = defaultdict(list)
     for name in names:
         first = runs[0].numbers[name]
@@ -97,7 +97,8 @@ def _join(names: list[str], runs: Sequence[StudiedRun]) -> list[FieldUnit]:
 
 
 def design_matrix(units: Sequence[FieldUnit], runs: Sequence[StudiedRun]) -> Matrix:
-    """A row a run: the logarithm of every unit, a one, and a one for each word that it has and the first has not."""
+    """Return one row per run: the logarithm of each unit, 1, and a 0/1 column for each categorical value that the first
+    run does not have."""
     first = set(runs[0].words.items())
     words = dict.fromkeys(word for run in runs for word in run.words.items() if word not in first)
     rows = [
@@ -112,7 +113,7 @@ def design_matrix(units: Sequence[FieldUnit], runs: Sequence[StudiedRun]) -> Mat
 
 
 def find_told_apart(matrix: Matrix, count: int) -> list[bool]:
-    """Of the first `count` columns: whether no combination of the other columns is the same in every row."""
+    """Return, for each of the first `count` columns, whether it is linearly independent of the other columns."""
     null = _null_space(matrix)
     return [bool(np.all(np.abs(null[:, i]) < _EXACT**0.5)) for i in range(count)]
 
@@ -145,12 +146,12 @@ def _choose_method(
 
 
 def count_spare(matrix: Matrix) -> int:
-    """How many runs there are beyond those that settle the unknowns."""
+    """Return the degrees of freedom: how many more runs there are than unknowns."""
     unknowns = int(matrix.shape[1])
     return len(matrix) - (unknowns - len(_null_space(matrix)))
 
 
-# --- What has to be said about it
+# --- Notes
 
 
 def _describe_fields(
@@ -158,17 +159,17 @@ def _describe_fields(
 ) -> list[str]:
     notes = []
     if constant:
-        notes.append("never varied: " + ", ".join(f"{name} {runs[0].numbers[name]}" for name in constant))
+        notes.append("the same in all runs: " + ", ".join(f"{name} {runs[0].numbers[name]}" for name in constant))
     if derived:
-        notes.append("d_head is d_model / num_heads in every run, and no field of its own")
+        notes.append("d_head is d_model / num_heads in every run, so it is not a separate field")
     if partly := [name for name in _names(runs) if name not in known]:
-        notes.append(f"not known of every run, and left out: {', '.join(partly)}")
+        notes.append(f"ignored because not every run has them: {', '.join(partly)}")
     return notes
 
 
 def _describe_units(units: Sequence[FieldUnit], runs: Sequence[StudiedRun]) -> list[str]:
     notes = [
-        f"{unit.label} kept their ratio in every run: one figure for them together, and none for each"
+        f"{unit.label} have a constant ratio in all runs: they share one exponent"
         for unit in units
         if len(unit.fields) > 1
     ]
@@ -176,25 +177,29 @@ def _describe_units(units: Sequence[FieldUnit], runs: Sequence[StudiedRun]) -> l
     for group in _find_entangled(matrix, len(units)):
         names = [units[i].label for i in group]
         if len(names) > 1:
-            notes.append(f"{', '.join(names)} changed with one another, and cannot be told apart: no figures")
+            notes.append(f"{', '.join(names)} changed together and cannot be separated: no exponents")
         else:
             changed = [name for name in runs[0].words if len({run.words.get(name) for run in runs}) > 1]
-            notes.append(f"{names[0]} changed only together with {', '.join(changed)}: no figures")
+            notes.append(f"{names[0]} changed only together with {', '.join(changed)}: no exponent")
     apart = find_told_apart(matrix, len(units))
     if few := [unit.label for unit, one in zip(units, apart, strict=True) if one and not unit.method]:
-        notes.append(f"{', '.join(few)}: too few runs for as many unknowns: no figures")
-    for method, words in (("pairs", "by runs that differ in it alone"), ("regression", "by regression over all runs")):
+        notes.append(f"{', '.join(few)}: too few runs for the number of unknowns: no exponents")
+    for method, words in (
+        ("pairs", "from runs that differ only in this field"),
+        ("regression", "from a regression over all runs"),
+    ):
         if labels := [unit.label for unit in units if unit.method == method]:
             notes.append(f"{', '.join(labels)}: {words}")
     if any(unit.method == "regression" for unit in units):
         notes.append(
-            "a regression takes each counter for a product of powers of the fields, times a factor for each word"
+            "the regression models each counter as a product of powers of the fields, times a factor per categorical "
+            "setting"
         )
     return notes
 
 
 def _find_entangled(matrix: Matrix, count: int) -> list[list[int]]:
-    """The units that cannot be told apart, those together that are confused with one another."""
+    """Return groups of units that cannot be separated from each other."""
     null = _null_space(matrix)[:, :count]
     shared = np.abs(null.T @ null) > _EXACT
     left = [i for i, apart in enumerate(find_told_apart(matrix, count)) if not apart]
@@ -213,7 +218,7 @@ def _find_entangled(matrix: Matrix, count: int) -> list[list[int]]:
 
 
 def _describe_runs(runs: Sequence[StudiedRun]) -> list[str]:
-    """The same said of several runs is said once."""
+    """Return the notes of all runs, each once with the runs it applies to."""
     names: dict[str, list[str]] = defaultdict(list)
     for run in runs:
         for note in run.notes:

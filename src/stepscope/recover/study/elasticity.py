@@ -1,8 +1,8 @@
-"""How a counter follows a field: the exponent d log(counter) / d log(field), its elasticity.
+"""How a counter depends on a field: its elasticity, the exponent d log(counter) / d log(field).
 
-Two runs that differ in one field give it directly; several give one from each value to the next, and what a single
-figure would hide shows in their range: tiles make a counter stand still and then jump, and a causal mask makes it
-approach its exponent slowly. Without such runs a regression over all of them takes its place.
+Two runs that differ in one field give it directly. More runs give one from each value to the next, and their range
+shows what a single number would hide: with tiles a counter stays constant and then jumps, and with a causal mask it
+approaches its exponent slowly. Without such runs, a regression over all runs is used.
 """
 
 import itertools
@@ -15,25 +15,25 @@ import numpy as np
 from stepscope.recover.study.design import FEWEST_SPARE, Design, FieldUnit, count_spare, design_matrix, find_told_apart
 from stepscope.recover.study.runs import COUNTERS, PARTS, MeasuredCounter, PartCounter, StudiedRun
 
-_SAME = 0.002  # relative change up to which a counter stood still: what depends on data moves by less
-NOTHING = 0.05  # exponents below this are none
+_SAME = 0.002  # relative change below which a counter counts as constant: effects of the data are smaller
+NOTHING = 0.05  # exponents below this count as 0
 _MOST_ERROR = 0.25
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Elasticity:
-    """`low` and `high`: between neighbouring values of the field, or one standard error of a regression around."""
+    """`low` and `high`: the range between neighboring values of the field, or one standard error of a regression."""
 
     value: float
     low: float
     high: float
-    flats: tuple[tuple[int, int], ...] = ()  # from one value of the field to another nothing changed, and elsewhere did
-    switches: tuple[int, ...] = ()  # values of the field from which on another kernel ran
-    is_fitted: bool = False  # by a regression
+    flats: tuple[tuple[int, int], ...] = ()  # ranges of the field in which the counter is constant, if it is not always
+    switches: tuple[int, ...] = ()  # values of the field at which the kernel changes
+    is_fitted: bool = False  # from a regression
 
     @property
     def most(self) -> float:
-        """How far from nothing it may be."""
+        """The largest absolute exponent in the range."""
         return max(abs(self.low), abs(self.high))
 
 
@@ -41,12 +41,12 @@ Elasticities = dict[FieldUnit, Elasticity]
 
 
 def make_sensitivity(design: Design) -> dict[PartCounter, Elasticities]:
-    """By row, in the order of the parts; what is not known of a unit is not there."""
+    """Return the elasticities by row, in the order of the parts. Units without an exponent are left out."""
     return {row: _measure_row(design, row) for row in ordered_rows(design.runs)}
 
 
 def ordered_rows(runs: Sequence[StudiedRun]) -> list[PartCounter]:
-    """Products and attention as a layer has them, other parts as they were met; counters in their order."""
+    """Return GEMMs and attention in the order of a layer, then other parts as they appear; counters in their order."""
     parts = [*PARTS, *dict.fromkeys(row.part for run in runs for row in run.measured if row.part not in PARTS)]
     place = {part: i for i, part in enumerate(parts)}
     rows = {row for run in runs for row in run.measured}
@@ -70,7 +70,7 @@ def _measure_row(design: Design, row: PartCounter) -> Elasticities:
 
 @dataclass(frozen=True, slots=True)
 class CounterPoint:
-    """A counter at a value of a field. Runs with the same settings are one, at their geometric mean."""
+    """A counter at one value of a field: the geometric mean of runs with the same settings."""
 
     at: int
     counter: float
@@ -91,7 +91,7 @@ def _middle(at: int, measured: Sequence[MeasuredCounter]) -> CounterPoint:
 
 
 def compare_groups(groups: Sequence[Sequence[CounterPoint]]) -> Elasticity | None:
-    """The slope that fits all groups best, each at a level of its own. Points of a group are by rising value."""
+    """Return the least-squares slope over all groups, each with its own offset. Points of a group must be sorted."""
     steps = [step for points in groups for step in itertools.pairwise(points)]
     if not steps:
         return None
@@ -121,7 +121,7 @@ def _stood_still(first: CounterPoint, second: CounterPoint) -> bool:
 
 
 def _stretches(steps: Sequence[tuple[CounterPoint, CounterPoint]]) -> tuple[tuple[int, int], ...]:
-    """Neighbouring ones joined."""
+    """Join neighboring steps into ranges."""
     joined: list[tuple[int, int]] = []
     for start, end in sorted({(first.at, second.at) for first, second in steps}):
         if joined and joined[-1][1] >= start:
@@ -135,7 +135,7 @@ def _stretches(steps: Sequence[tuple[CounterPoint, CounterPoint]]) -> tuple[tupl
 
 
 def _regress(design: Design, unit: FieldUnit, row: PartCounter) -> Elasticity | None:
-    """Of the runs that have this counter; None where they do not settle it."""
+    """Fit the runs that have this counter. Return None if they do not determine the exponent."""
     runs = [run for run in design.runs if row in run.measured]
     units = [one for one in design.units if len({one.value(run) for run in runs}) > 1]
     if unit not in units:

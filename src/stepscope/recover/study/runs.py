@@ -1,8 +1,8 @@
-"""One run of a study: its settings, and what every part of the model counted.
+"""One run of a study: its settings, and the counters of every part of the model.
 
-Parts are those that `evidence.structure` reads: matrix products by role, attention, and the kernels between them by
-where they stand and what they do. Figures are of one layer: the number of layers shows in nothing but how often.
-Settings decide nothing here: a part that can be read in two ways is left out.
+The parts are those of `evidence.structure`: GEMMs by role, attention, and the kernels between them by position and
+class. Counters are per layer, so num_layers only affects the number of launches. The settings are not used to identify
+parts: a part with two interpretations is left out.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -37,42 +37,42 @@ NUMBERS = (
 )
 _WORDS = ("family", "model", "precision", "attention", "compile", "mode")
 _SPELLINGS = {"vocab": "vocab_size", "dtype": "precision", "head_dim": "d_head"}
-# What stands in a file of settings, is no setting, and is not worth a note.
+# Keys of a settings file that are not settings and need no note.
 _ABOUT_RUNS = {"parameters", "versions", "gpu"}
-_OWN = "set "  # ahead of an argument of a user's own model
+_OWN = "set "  # prefix of an argument of a user's own model
 _ENDINGS = (".gz", ".csv", ".json", ".sqlite")
 
 DURATION, LAUNCHES = "duration_ns", "launches"
 COUNTERS: tuple[str, ...] = (*get_args(CounterKey), DURATION, LAUNCHES)
 COUNTER_LABELS = {counter: counter.replace("_", " ") for counter in COUNTERS} | {DURATION: "duration"}
-# Clocks, caches and neighbours have their say in these.
+# These also depend on clocks, caches and other kernels.
 LOOSE = ("dram_read_bytes", "dram_write_bytes", DURATION)
 _FEWEST = 32  # counts below this are a stray instruction, not work
 
 _ROLES: dict[Role, str] = {
-    "query_key_value": "query-key-value product",
-    "query": "query product",
-    "key": "key product",
-    "value": "value product",
-    "key_value": "key-value product",
-    "scores": "scores product",
-    "values": "values product",
-    "output": "output product",
-    "gate": "gate product",
-    "up": "up product",
-    "gate_up": "up product",  # told apart by sizes alone
-    "down": "down product",
-    "head": "head product",
+    "query_key_value": "query-key-value projection",
+    "query": "query projection",
+    "key": "key projection",
+    "value": "value projection",
+    "key_value": "key-value projection",
+    "scores": "attention scores",
+    "values": "attention values",
+    "output": "output projection",
+    "gate": "gate projection",
+    "up": "up projection",
+    "gate_up": "up projection",  # only its size shows that it is joint
+    "down": "down projection",
+    "head": "LM head",
 }
 _ZONES: dict[Zone, str] = {
-    "before": "ahead of the layers",
-    "heads": "ahead of attention",
-    "merge": "behind attention",
-    "middle": "ahead of feed-forward",
+    "before": "before the layers",
+    "heads": "before attention",
+    "merge": "after attention",
+    "middle": "before feed-forward",
     "feed_forward": "in feed-forward",
     "between": "between layers",
-    "final": "ahead of the head",
-    "after": "behind the head",
+    "final": "before the LM head",
+    "after": "after the LM head",
 }
 _ATTENTION, _SOFTMAX = "attention", "softmax"
 _BEHIND_SCORES = list(_ROLES).index("values")
@@ -82,11 +82,11 @@ PARTS: tuple[str, ...] = (
     _ATTENTION,
     *dict.fromkeys(list(_ROLES.values())[_BEHIND_SCORES:]),
 )
-LAYER_KERNELS, ALL_KERNELS = "each kernel of a layer", "all kernels"
+LAYER_KERNELS, ALL_KERNELS = "each layer kernel", "all kernels"
 
 
 class PartCounter(NamedTuple):
-    """A counter of a part of the model."""
+    """A part of the model and one of its counters."""
 
     part: str
     counter: str
@@ -94,12 +94,12 @@ class PartCounter(NamedTuple):
 
 class MeasuredCounter(NamedTuple):
     value: float
-    kernels: tuple[str, ...]  # what they are called, each once
+    kernels: tuple[str, ...]  # distinct kernel names
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StudiedRun:
-    """`by_class` is the coarser view: all kernels of a class, in all layers. Any two runs have it."""
+    """`by_class` is coarser: all kernels of a class, in all layers. Any two runs can be compared by it."""
 
     name: str
     numbers: dict[str, int]
@@ -116,7 +116,7 @@ class StudiedRun:
 def read_runs(
     recordings: Sequence[Recording], names: Sequence[str], truths: Mapping[str, Settings]
 ) -> list[StudiedRun]:
-    """Where the runs do not show the same parts, classes of kernels are there to compare them by."""
+    """Return the runs. If they do not have the same parts, add kernel classes so that they can be compared."""
     runs = [_read_run(recording, name, truths) for recording, name in zip(recordings, names, strict=True)]
     if all(run.products == runs[0].products and run.products for run in runs):
         return runs
@@ -124,12 +124,12 @@ def read_runs(
 
 
 def _read_run(recording: Recording, name: str, truths: Mapping[str, Settings]) -> StudiedRun:
-    """Raises StepscopeError for a run without counters or settings."""
+    """Return one run. Raises StepscopeError for a run without counters or settings."""
     evidence = gather(recording, file=name)
     if not evidence.has_counters:
         raise StepscopeError(
             f"no counters in `{name}`",
-            detail="a study is of hardware counters, as Nsight Compute writes them",
+            detail="a study requires hardware counters from Nsight Compute",
             hint="stepscope profile --counters, or ncu --csv --page raw",
         )
     case = recording.manifest.case
@@ -138,10 +138,10 @@ def _read_run(recording: Recording, name: str, truths: Mapping[str, Settings]) -
     passes = case.timing.steps if case else 1
     measured, notes = _measure(evidence.sightings, passes)
     if ignored:
-        notes.append(f"not looked at: {', '.join(ignored)}")
+        notes.append(f"ignored settings: {', '.join(ignored)}")
     layers = measured.get(PartCounter(LAYER_KERNELS, LAUNCHES))
     if layers and numbers.get("num_layers", layers.value) != layers.value:
-        notes.append(f"num_layers is {numbers['num_layers']} in the settings, and {layers.value:.0f} by the kernels")
+        notes.append(f"num_layers is {numbers['num_layers']} in the settings, but the kernels show {layers.value:.0f}")
     return StudiedRun(
         name=_bare(name),
         numbers=numbers,
@@ -153,7 +153,7 @@ def _read_run(recording: Recording, name: str, truths: Mapping[str, Settings]) -
 
 
 def _bare(name: str) -> str:
-    """Without folder and endings."""
+    """Return the name without directory and extensions."""
     bare = name.rstrip("/").rpartition("/")[2]
     for ending in _ENDINGS:
         bare = bare.removesuffix(ending)
@@ -165,20 +165,21 @@ def _find_settings(case: Case | None, name: str, truths: Mapping[str, Settings])
         return settings
     if case is None:
         raise StepscopeError(
-            f"the settings of `{name}` are not known",
-            detail="recordings of `stepscope profile --counters` hold theirs; for other files give those, by name:\n"
+            f"the settings of `{name}` are unknown",
+            detail="recordings of `stepscope profile --counters` include them; for other files, list them by name:\n"
             f'{{"{_bare(name)}": {{"d_model": 768, "num_heads": 12, "context": 128}}}}',
             hint="stepscope profile --counters --context 128,256,512",
         )
     workload = case.workload
     run = {name: getattr(workload, name) for name in ("batch", "context", "precision", "attention", "compile", "mode")}
-    if not workload.context:  # of a model without tokens
+    if not workload.context:  # a model without tokens
         del run["context"]
     return {**_settings_of(workload.model), **run}
 
 
 def _settings_of(model: ModelShape | Factory | HuggingFace) -> dict[str, object]:
-    """A user's own model has its arguments by their own names; one that is ours by chance means the same."""
+    """Return the model's settings. Arguments of a user's own model keep their names; known names have their usual
+    meaning."""
     if isinstance(model, ModelShape):
         shape = msgspec.structs.asdict(model)
         tied = ", tied" if shape.pop("tie_embeddings") else ""
@@ -190,7 +191,8 @@ def _settings_of(model: ModelShape | Factory | HuggingFace) -> dict[str, object]
 
 
 def _sort_out(settings: Settings, name: str) -> tuple[dict[str, int], dict[str, str], list[str]]:
-    """Numbers, words, and the names of what is neither. What a user's own model was given is either."""
+    """Return numeric settings, categorical settings, and the names of ignored ones. Arguments of a user's own model are
+    never ignored."""
     numbers: dict[str, int] = {}
     words: dict[str, str] = {}
     ignored = []
@@ -209,7 +211,7 @@ def _sort_out(settings: Settings, name: str) -> tuple[dict[str, int], dict[str, 
 def _whole(value: object, key: str, name: str) -> int:
     if _is_size(value):
         return value
-    raise StepscopeError(f"{key} of `{name}` is `{value}`", detail="expected a whole number above 0")
+    raise StepscopeError(f"invalid {key} of `{name}`: `{value}`", detail="expected a positive integer")
 
 
 def _is_size(value: object) -> TypeGuard[int]:
@@ -220,21 +222,21 @@ def _word(value: object) -> str:
     return ("yes" if value else "no") if isinstance(value, bool) else str(value)
 
 
-# --- What was counted
+# --- Counters
 
 
 def _measure(sightings: tuple[Sighting, ...], passes: int) -> tuple[dict[PartCounter, MeasuredCounter], list[str]]:
-    """By part of the model where that can be read."""
+    """Return the counters by part of the model, if the kernels show its parts, and notes."""
     notes = []
     measured: dict[PartCounter, MeasuredCounter] = {}
     try:
         structure = find_structure(sightings)
     except NoTransformerError as error:
-        notes.append(f"no parts could be read: {error}")
+        notes.append(f"no parts could be identified: {error}")
     else:
         measured, unclear = _measure_parts(structure)
         if unclear:
-            notes.append(f"left out, for it can be read in more than one way: {', '.join(unclear)}")
+            notes.append(f"left out because they have more than one interpretation: {', '.join(unclear)}")
         launches = structure.num_layers * structure.num_passes / passes
         measured[PartCounter(LAYER_KERNELS, LAUNCHES)] = MeasuredCounter(launches, ())
     measured |= _sum_up(ALL_KERNELS, sightings, passes)
@@ -252,7 +254,7 @@ def _measure_classes(sightings: tuple[Sighting, ...], passes: int) -> dict[PartC
 
 
 def _measure_parts(structure: Structure) -> tuple[dict[PartCounter, MeasuredCounter], list[str]]:
-    """And the products that the readings do not agree on."""
+    """Return the counters by part, and the GEMMs that the interpretations do not agree on."""
     layers = structure.num_layers
     measured: dict[PartCounter, MeasuredCounter] = {}
     measured |= _sum_up(_ATTENTION, structure.attentions, layers * structure.num_passes)
@@ -277,7 +279,8 @@ def _parts(reading: RoleReading) -> dict[str, tuple[Sighting, ...]]:
 
 
 def _sum_up(part: str, sightings: Iterable[Sighting], among: int) -> dict[PartCounter, MeasuredCounter]:
-    """Counters of kernels together, for each of so many layers or passes. What not all of them have is not there."""
+    """Return the sum of each counter over the kernels, divided by `among` layers or passes. A counter that not all
+    kernels have is left out."""
     ones = tuple(sightings)
     kernels = tuple(dict.fromkeys(one.name.short for one in ones))
     summed: dict[PartCounter, MeasuredCounter] = {}
@@ -287,20 +290,20 @@ def _sum_up(part: str, sightings: Iterable[Sighting], among: int) -> dict[PartCo
         if None not in values and total >= _FEWEST:
             summed[PartCounter(part, key)] = MeasuredCounter(total / among, kernels)
     if not any(one.counters.get("tensor_ops", 1) for one in ones):
-        summed.pop(PartCounter(part, "tensor_instructions"), None)  # of the kind that computes nothing
+        summed.pop(PartCounter(part, "tensor_instructions"), None)  # these do not compute anything
     time = sum(one.duration_ns for one in ones)
     return summed | ({PartCounter(part, DURATION): MeasuredCounter(time / among, kernels)} if time else {})
 
 
-# --- Settings of runs that do not know their own, from a file
+# --- Settings from a file, for runs that do not include them
 
 _MOST_BYTES = 16 * 2**20
-_EXAMPLE = '{"a": {"d_model": 768, "num_heads": 12, "context": 128}}, where the counters are in a.csv.gz'
+_EXAMPLE = '{"a": {"d_model": 768, "num_heads": 12, "context": 128}}, for counters in a.csv.gz'
 
 
 def read_truths(path: Path) -> dict[str, Settings]:
-    """By name of the run, without folder and endings."""
-    with open_plain(path, what="a file of settings") as (file, _):
+    """Return settings by the run's name without directory and extensions."""
+    with open_plain(path, what="a settings file") as (file, _):
         content = file.read(_MOST_BYTES + 1)
     try:
         if len(content) > _MOST_BYTES:
@@ -308,6 +311,6 @@ def read_truths(path: Path) -> dict[str, Settings]:
         decoded = decode(content, dict[str, dict[str, object]])
     except msgspec.DecodeError as error:
         raise StepscopeError(
-            f"`{path}` is no file of settings: {error}", detail=f"expected JSON such as\n{_EXAMPLE}"
+            f"not a settings file: `{path}`: {error}", detail=f"expected JSON such as\n{_EXAMPLE}"
         ) from None
     return dict(decoded)

@@ -1,5 +1,4 @@
-"""Sensitivities as a table, with a row for each part and its counters, and as figures over each field; what reveals
-which field; and principal components."""
+"""The tables and figures of a study: sensitivity by part and counter, what reveals each field, principal components."""
 
 import itertools
 from collections.abc import Mapping
@@ -12,13 +11,14 @@ from stepscope.recover.study.design import Design, FieldUnit, Matrix
 from stepscope.recover.study.elasticity import NOTHING, Elasticities, Elasticity, make_points, ordered_rows
 from stepscope.recover.study.runs import COUNTER_LABELS, LOOSE, PartCounter
 
-_WIDE = 0.05  # and ranges up to this are one number
+_WIDE = 0.05  # narrower ranges are shown as one number
 _FEWEST_POINTS = 3
 _MOST_SERIES = 8
 
 
 def sensitivity_table(design: Design, sensitivity: Mapping[PartCounter, Elasticities]) -> Table:
-    """Counters of a part that follow the fields alike are one row. Those that follow none are in the notes."""
+    """Return one row for all counters of a part with the same exponents. Counters that depend on no field are counted
+    in a note."""
     units = design.seen
     merged: dict[tuple[str | None, ...], list[PartCounter]] = {}
     still = 0
@@ -36,12 +36,12 @@ def sensitivity_table(design: Design, sensitivity: Mapping[PartCounter, Elastici
         numbers = [number for unit in units for number in _numbers(first.get(unit))]
         rows.append((part, ", ".join(COUNTER_LABELS[row.counter] for row in ones), *texts, *numbers))
     return Table(
-        title="Sensitivity: the power of each field that a counter goes with",
+        title="Sensitivity: the exponent with which a counter depends on each field",
         columns=(
             Column(key="part", label="kernels"),
             Column(key="counters", label="counters"),
             *(Column(key=f"{unit.key}_shown", label=unit.label) for unit in units),
-            Column(key="shape", label="where it does not go smoothly"),
+            Column(key="shape", label="not smooth"),
             *(
                 Column(key=f"{unit.key}{ending}", label=f"{unit.label}{label}", kind="number", detail=True)
                 for unit in units
@@ -55,10 +55,10 @@ def sensitivity_table(design: Design, sensitivity: Mapping[PartCounter, Elastici
 
 def _notes(still: int) -> list[str]:
     notes = [
-        "2.00: doubling the field makes it four times as much; a range: from each value of the field to the next",
-        "figures of parts are of one layer, in one pass; times and DRAM bytes depend on caches and clocks as well",
+        "2.00: doubling the field makes the counter 4× larger; a range: between neighboring values of the field",
+        "counters are per layer and pass; durations and DRAM bytes also depend on caches and clocks",
     ]
-    return notes + ([f"{still} more counters follow none of these fields"] if still else [])
+    return notes + ([f"counters that depend on none of these fields: {still}"] if still else [])
 
 
 def _show(elasticity: Elasticity | None) -> str | None:
@@ -80,9 +80,9 @@ def _numbers(elasticity: Elasticity | None) -> tuple[float | None, float | None,
 def _describe_shape(found: Elasticities) -> str:
     said = []
     for unit, one in found.items():
-        said += [f"{unit.label} {start} to {end}: the same" for start, end in one.flats]
+        said += [f"{unit.label} {start} to {end}: constant" for start, end in one.flats]
         if one.switches:
-            said.append(f"{unit.label} {', '.join(map(str, one.switches))}: another kernel")
+            said.append(f"{unit.label} {', '.join(map(str, one.switches))}: different kernel")
     return "; ".join(said)
 
 
@@ -90,7 +90,8 @@ def _describe_shape(found: Elasticities) -> str:
 
 
 def make_figures(design: Design) -> list[Figure]:
-    """For each field with three values or more in runs that differ in it alone: each part's leading counter over it."""
+    """Return a figure of each part's leading counter for each field with three or more values in runs that differ only
+    in that field."""
     figures = []
     for unit in design.seen:
         groups = design.groups(unit) if unit.method == "pairs" else []
@@ -107,9 +108,9 @@ def make_figures(design: Design) -> list[Figure]:
         figures.append(
             Figure(
                 title=f"Counters over {unit.label}",
-                subtitle="each beside its first value, of one layer",
+                subtitle="relative to the first value, per layer",
                 x=Axis(label=unit.label, log=True),
-                y=Axis(label="times the first", log=True),
+                y=Axis(label="relative to the first value", log=True),
                 points=tuple(points),
                 series_label="kernels",
             )
@@ -118,7 +119,7 @@ def make_figures(design: Design) -> list[Figure]:
 
 
 def _leading_rows(design: Design) -> list[PartCounter]:
-    """Of each part its first counter that is exact."""
+    """Return the first exact counter of each part."""
     first: dict[str, PartCounter] = {}
     for row in ordered_rows(design.runs):
         if row.counter not in LOOSE:
@@ -126,17 +127,17 @@ def _leading_rows(design: Design) -> list[PartCounter]:
     return list(first.values())[:_MOST_SERIES]
 
 
-# --- What reveals what
+# --- What reveals each field
 #
-# For each field the counter that follows it and nothing else, or the ratio of two that does.
+# For each field, the counter that depends on this field only, or a ratio of two counters that does.
 #
-# Most counters are products of several fields, as tokens times width. Divided by another counter with the same unwanted
-# powers, one field is left over: the head's operations divided by a norm's bytes leave the vocabulary.
+# Most counters are products of several fields, such as tokens · d_model. Divided by another counter with the same
+# unwanted powers, one field remains: the operations of the LM head divided by the bytes of a norm leave vocab_size.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Sign:
-    """A counter, or one over another, with what it follows."""
+    """A counter, or the ratio of two, with its exponents."""
 
     row: PartCounter
     over: PartCounter | None = None
@@ -149,33 +150,33 @@ class _Sign:
         return round(abs(self.found[unit].value), 2)
 
     def purity(self, unit: FieldUnit) -> float:
-        """How much of what it follows is this field."""
+        """Return the share of this field in the sum of all exponents."""
         return round(abs(self.found[unit].value) / sum(abs(one.value) for one in self.found.values()), 2)
 
 
 def reveals_table(design: Design, sensitivity: Mapping[PartCounter, Elasticities]) -> Table:
-    """Among counters that follow a field alone the one that follows it most; else such a ratio of two; else the counter
-    that follows other fields least."""
+    """Return for each field the counter that depends on it only, with the largest exponent. If there is none, a ratio
+    of two counters that does; otherwise the counter that depends least on other fields."""
     counters = [_Sign(row=row, found=found) for row, found in sensitivity.items() if row.counter not in LOOSE]
     ratios = _make_ratios([sign for sign in counters if len(sign.found) == len(design.seen)])
     return Table(
-        title="What reveals what",
+        title="What reveals each field",
         columns=(
             Column(key="field", label="field"),
             Column(key="part", label="kernels"),
             Column(key="counter", label="counter"),
             Column(key="over", label="divided by"),
-            Column(key="power", label="power"),
-            Column(key="others", label="goes with, besides"),
-            Column(key="alone", label="counters of it alone", kind="count"),
+            Column(key="power", label="exponent"),
+            Column(key="others", label="also depends on"),
+            Column(key="alone", label="counters of this field only", kind="count"),
         ),
         rows=tuple(_reveal(unit, design, counters, ratios) for unit in design.units),
-        notes=("among the fields that varied; times and DRAM bytes are left out",),
+        notes=("only fields that varied; without durations and DRAM bytes",),
     )
 
 
 def _make_ratios(signs: list[_Sign]) -> list[_Sign]:
-    """Of counters that differ in what they follow, one of each kind."""
+    """Return the ratios of all pairs of counters with different exponents, using one counter for each set of them."""
     kinds: dict[tuple[float, ...], _Sign] = {}
     for sign in signs:
         kinds.setdefault(tuple(round(one.value, 2) for one in sign.found.values()), sign)
@@ -200,10 +201,10 @@ def _divide(above: Elasticity, below: Elasticity) -> Elasticity:
 
 def _reveal(unit: FieldUnit, design: Design, counters: list[_Sign], ratios: list[_Sign]) -> tuple[Cell, ...]:
     if unit.method is None:
-        return unit.label, None, None, None, None, "cannot be told in these runs", None
+        return unit.label, None, None, None, None, "these runs do not show it", None
     followers = [sign for sign in counters if unit in sign.found and sign.power(unit) >= NOTHING]
     if not followers:
-        return unit.label, None, None, None, None, "no counter follows it", 0
+        return unit.label, None, None, None, None, "no counter depends on it", 0
     alone = [sign for sign in followers if len(sign.found) == len(design.seen) and not sign.others(unit)]
     divided = [sign for sign in ratios if sign.found[unit].value >= NOTHING and not sign.others(unit)]
     if alone or divided:
@@ -211,7 +212,7 @@ def _reveal(unit: FieldUnit, design: Design, counters: list[_Sign], ratios: list
     else:
         best = max(followers, key=lambda sign: (len(sign.found), sign.purity(unit), sign.power(unit)))
     others = [f"{other.label} {best.found[other].value:z.2f}" for other in best.others(unit)]
-    others += [f"{other.label}, unknown" for other in design.seen if other not in best.found]
+    others += [f"{other.label} unknown" for other in design.seen if other not in best.found]
     return (
         unit.label,
         best.row.part,
@@ -225,19 +226,18 @@ def _reveal(unit: FieldUnit, design: Design, counters: list[_Sign], ratios: list
 
 # --- Principal components
 #
-# In how many directions do the counters move at all, and along which fields? Counters are standardised logarithms, so
-# that a counter in the billions weighs as much as one in the thousands. Those take part that every run has and that
-# changed. A component that goes along with a field is not for that reason caused by it: fields that vary together in
-# the runs share their components.
+# In how many directions do the counters vary, and with which fields? Counters are standardized logarithms, so that one
+# in the billions has the same weight as one in the thousands. Only counters that every run has and that changed are
+# used. Correlation is not causation: fields that vary together in the runs share their components.
 
 _MOST_COMPONENTS = 4
 _ENOUGH = 0.999  # of the variance: components beyond that are noise
-_STILL = 1e-3  # standard deviation of a logarithm below which a counter did not move
+_STILL = 1e-3  # standard deviation of the logarithm below which a counter counts as constant
 _TOP = 4
 
 
 def components_tables(design: Design) -> list[Table]:
-    """Two tables, or none where no two counters are there and changed in all runs."""
+    """Return two tables, or none if fewer than two counters exist in all runs and vary."""
     rows, matrix = _standardise(design)
     if len(rows) < 2:
         return []
@@ -264,9 +264,9 @@ def _standardise(design: Design) -> tuple[list[PartCounter], Matrix]:
 
 
 def _decompose(matrix: Matrix) -> tuple[Matrix, Matrix, Matrix]:
-    """Scores, singular values and loadings. Signs are free: the largest loading of each is made positive."""
+    """Return scores, singular values and loadings. Signs are arbitrary: the largest loading of each is positive."""
     left, values, right = np.linalg.svd(matrix, full_matrices=False)
-    # Of loadings that are equal but for rounding the first decides, on every machine.
+    # Rounded, so that among nearly equal loadings the first one decides on every machine.
     leading = np.argmax(np.round(np.abs(right), 6), axis=1)
     signs = np.sign(right[np.arange(len(right)), leading])
     return left * values * signs, values, right * signs[:, None]
@@ -285,17 +285,17 @@ def _summarise(design: Design, scores: Matrix, shares: Matrix, rows: list[PartCo
         title="Principal components of the counters",
         columns=(
             Column(key="component", label="component", kind="count"),
-            Column(key="share", label="of the variance", kind="share"),
-            Column(key="cumulative", label="with those before", kind="share"),
-            *(Column(key=f"{unit.key}_shown", label=f"with {unit.label}") for unit in units),
+            Column(key="share", label="variance", kind="share"),
+            Column(key="cumulative", label="cumulative", kind="share"),
+            *(Column(key=f"{unit.key}_shown", label=f"corr. with {unit.label}") for unit in units),
             Column(key="leading", label="largest loadings"),
-            *(Column(key=unit.key, label=f"with {unit.label}", kind="number", detail=True) for unit in units),
+            *(Column(key=unit.key, label=f"corr. with {unit.label}", kind="number", detail=True) for unit in units),
         ),
         rows=tuple(cells),
         notes=(
-            f"standardised logarithms of {len(rows)} counters that all {len(design.runs)} runs have; "
-            f"times and DRAM bytes are not among them",
-            "under a field: the correlation of the component with its logarithm, from -1 to 1",
+            f"standardized logarithms of {len(rows)} counters that all {len(design.runs)} runs have, "
+            "without durations and DRAM bytes",
+            "corr.: the correlation of the component with the logarithm of the field, from -1 to 1",
         ),
     )
 
@@ -305,7 +305,7 @@ def _correlate(scores: Matrix, values: list[int]) -> float:
 
 
 def _list_loadings(rows: list[PartCounter], loadings: Matrix) -> Table:
-    """Counters of a part that have the same loadings, in two decimals, are one row."""
+    """Return one row for all counters of a part with the same loadings to two decimals."""
     merged: dict[tuple[str, ...], list[int]] = {}
     for i, row in enumerate(rows):
         merged.setdefault((row.part, *(f"{one:z.2f}" for one in loadings[:, i])), []).append(i)
@@ -322,10 +322,10 @@ def _list_loadings(rows: list[PartCounter], loadings: Matrix) -> Table:
             (part, ", ".join(COUNTER_LABELS[rows[i].counter] for i in ones), *shown, *_plain(loadings[:, ones[0]]))
             for (part, *shown), ones in merged.items()
         ),
-        notes=("how much a counter weighs in a component; of equal sign they rise together",),
+        notes=("the weight of a counter in a component; counters with the same sign rise together",),
     )
 
 
 def _plain(values: Matrix) -> list[float]:
-    """Digits that are the same on every machine."""
+    """Round to digits that are the same on every machine."""
     return [round(float(value), 6) + 0.0 for value in values]

@@ -1,4 +1,4 @@
-"""What a report is made of, in small: runs of a made-up GPU, and committed recordings of a real one."""
+"""Small inputs of a report: runs on a made-up GPU, and committed recordings of a real one."""
 
 from functools import cache
 from pathlib import Path
@@ -9,7 +9,7 @@ import msgspec
 from stepscope.explain.memory import MemoryProfile, make_memory_profile
 from stepscope.explain.story import Materials
 from stepscope.explain.trace.profile import Profile, make_profile
-from stepscope.findings import Report, Section
+from stepscope.findings import Missing, Report, Section
 from stepscope.recording.readers.formats import open_recording
 from stepscope.recording.rows.precision_report import PrecisionReport, read_report
 from stepscope.recording.store import Overhead
@@ -25,12 +25,12 @@ HERE = msgspec.structs.replace(ENVIRONMENT, hardware=msgspec.structs.replace(ENV
 
 
 def product(timeline: Timeline, us: float = 250) -> None:
-    """137 GFLOP, which the H200 could do in 139 µs."""
+    """137 GFLOP, at least 139 µs on an H200."""
     timeline.launch(GEMM_BF16, us, op="aten::mm", shapes=[[4096, 4096]] * 2, dtypes=[BF16] * 2)
 
 
 def addition(timeline: Timeline, us: float = 250) -> None:
-    """805 MB, which the H200 could move in 168 µs."""
+    """805 MB, at least 168 µs on an H200."""
     timeline.launch(ADD, us, op="aten::add", shapes=[[8192, 8192]] * 2, dtypes=[FP32] * 2)
 
 
@@ -46,7 +46,7 @@ def record(*work: Any, steps: int = 2, host_us: float = 5, **manifest: Any) -> P
 
 
 def record_ours(*work: Any, **manifest: Any) -> Profile:
-    """The same, as one of our own recordings."""
+    """The same as a recording of stepscope."""
     ours = {"case": CASE, "environment": HERE, "command": "stepscope profile --size small", "started": "now"}
     return record(*work, **{**ours, **manifest})
 
@@ -57,19 +57,19 @@ def small_row(**settings: Any) -> Any:
 
 @cache
 def memory() -> MemoryProfile:
-    """Of a tiny model trained on an H200."""
+    """A tiny model trained on an H200."""
     return make_memory_profile(open_recording(FIXTURES / "h200_tiny_train.pickle.gz"))
 
 
 @cache
 def counted() -> Profile:
-    """Of Nsight Compute, on an H200."""
+    """Counters of Nsight Compute on an H200."""
     return make_profile(open_recording(FIXTURES / "h200_gpt2_counters.csv.gz"))
 
 
 @cache
 def traced() -> Profile:
-    """Somebody's trace of PyTorch's profiler: no steps, no modules, no launches."""
+    """A foreign PyTorch profiler trace: no steps, no modules, no launches."""
     return make_profile(open_recording(FIXTURES.parents[1] / "docs" / "examples" / "trace.json.gz"))
 
 
@@ -80,7 +80,7 @@ def precisions() -> PrecisionReport:
 
 @cache
 def all_there() -> Materials:
-    """Every stage of one run of ours."""
+    """Every stage of one run of stepscope."""
     profile = record_ours(product, addition, overhead=Overhead(plain_ns=1_000_000, recorded_ns=1_100_000))
     return Materials(
         name="small",
@@ -91,6 +91,16 @@ def all_there() -> Materials:
         precision=precisions(),
         attention=(attend("naive"), attend("triton", length=2048), attend("naive", length=2048)),
     )
+
+
+def not_measured(report: Report) -> tuple[Missing, ...]:
+    """What a page lists as not measured; nothing where it has no such section."""
+    return next((one.missing for one in report.sections if one.key == "not-measured"), ())
+
+
+def lacks(report: Report, what: str) -> Missing:
+    """The line that names `what`."""
+    return next(one for one in not_measured(report) if what in one.what)
 
 
 def section(report: Report, key: str) -> Section:

@@ -1,4 +1,4 @@
-"""Two runs side by side: what changed is said with its figures, and what cannot be told is said to be so."""
+"""Comparisons: changes come with their figures, and what cannot be decided says why."""
 
 from dataclasses import replace
 from typing import Any
@@ -21,7 +21,9 @@ from stepscope.spec import build_case
 from tests.unit.explain.story.story_materials import (
     all_there,
     communicate,
+    lacks,
     memory,
+    not_measured,
     product,
     record,
     record_ours,
@@ -30,6 +32,9 @@ from tests.unit.explain.story.story_materials import (
 )
 from tests.unit.recordings import GEMM_BF16, Timeline
 from tests.unit.rows import ENVIRONMENT
+
+LABELS = ("small", "other")  # of `both`, whose settings are equal
+AB = ("A", "B")
 
 
 def part_of(report: Report, key: str) -> Part:
@@ -50,13 +55,13 @@ def steps_of(*durations_us: int) -> Materials:
 
 
 def half_of(profile: MemoryProfile) -> MemoryProfile:
-    """The same with every piece half as large."""
+    """The same with every allocation half as large."""
     halved = profile.recording.allocations.with_columns(bytes=profile.recording.allocations["bytes"] // 2)
     return make_memory_profile(replace(profile.recording, allocations=halved))
 
 
 def with_clock(plain_ns: int, *work: Any, steps: int = 3, **settings: Any) -> Profile:
-    """A recording whose steps were timed without the recorder too."""
+    """A profile with unprofiled step times."""
     profile = record(*work, steps=steps, overhead=Overhead(plain_ns=plain_ns), **settings)
     rows = [{"phase": "step", "step": step, "duration_ns": plain_ns, "clock": "host"} for step in range(steps)]
     return make_profile(replace(profile.recording, steps=tables.conform("steps", pl.DataFrame(rows))))
@@ -64,7 +69,7 @@ def with_clock(plain_ns: int, *work: Any, steps: int = 3, **settings: Any) -> Pr
 
 @pytest.fixture(scope="module")
 def both() -> Report:
-    """A whole run against one with a product in half the time and in another precision."""
+    """A whole run, and one whose GEMM takes half the time in another precision."""
     faster = record_ours(
         lambda timeline: product(timeline, 125),
         case=build_case({"size": "small", "context": 256, "precision": "fp32", "device": "cuda:0"}),
@@ -73,7 +78,7 @@ def both() -> Report:
     return tell_both(all_there(), replace(all_there(), name="other", profile=faster, memory=half_of(memory())))
 
 
-# --- The sentence -----------------------------------------------------------------------------------------------------
+# --- The headline -----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -82,61 +87,72 @@ def both() -> Report:
         (
             (65_700_000,) * 5,
             (17_500_000,) * 5,
-            "B's step takes 17.5 ms instead of 65.7 ms, 3.75 times as fast, with 1 GiB as before.",
+            "17.5 ms vs 65.7 ms per step, 3.75× faster, peak memory 1 GiB.",
         ),
         (
             (20_000_000,) * 5,
             (30_000_000,) * 5,
-            "B's step takes 30 ms instead of 20 ms, 1.5 times as long, with 1 GiB as before.",
+            "30 ms vs 20 ms per step, 1.5× slower, peak memory 1 GiB.",
         ),
         (
             (20_000_000,) * 5,
             (19_000_000,) * 5,
-            "B's step takes 19 ms instead of 20 ms, 5% less, with 1 GiB as before.",
+            "19 ms vs 20 ms per step, 5% less time, peak memory 1 GiB.",
         ),
-        ((20_000_000,) * 5, (20_000_000,) * 5, "B's step takes 20 ms, as A's does, with 1 GiB as before."),
+        ((20_000_000,) * 5, (20_000_000,) * 5, "both take 20 ms per step, peak memory 1 GiB."),
         (
             (10_000_000, 20_000_000, 30_000_000),
             (11_000_000, 21_000_000, 31_000_000),
-            "B's step takes 21 ms and A's 20 ms, a difference within noise, with 1 GiB as before.",
+            "21 ms vs 20 ms per step, within noise, peak memory 1 GiB.",
         ),
         (
             (20_000_000,),
             (10_000_000,),
-            "B's step takes 10 ms instead of 20 ms, 2 times as fast (too few steps to tell it from noise), "
-            "with 1 GiB as before.",
+            "10 ms vs 20 ms per step, 2× faster (too few steps to rule out noise), peak memory 1 GiB.",
         ),
     ],
 )
-def test_the_change_in_a_sentence(a: tuple[int, ...], b: tuple[int, ...], said: str) -> None:
-    assert tell_both(timed(*a), timed(*b)).sentence == said
+def test_headline_has_both_step_times_and_the_factor(a: tuple[int, ...], b: tuple[int, ...], said: str) -> None:
+    assert tell_both(timed(*a), timed(*b)).sentence == f"after vs before: {said}"
 
 
-def test_other_work_is_said_beside_the_factor() -> None:
-    said = tell_both(timed(*(10**7,) * 5, batch=4), timed(*(2 * 10**7,) * 5, batch=8)).sentence
-    assert said.endswith("; the two are not alike: batch 4 → 8.")
-    same_work = tell_both(timed(*(10**7,) * 5, precision="fp32"), timed(*(2 * 10**7,) * 5)).sentence
-    assert "not alike" not in same_work
+def test_sides_are_named_by_what_differs() -> None:
+    report = tell_both(
+        timed(*(4 * 10**7,) * 5, precision="fp32"),
+        timed(*(10**7,) * 5, attention="flash", compile=True),
+    )
+    assert report.runs == ("fp32 + naive", "bf16 + flash + compile")
+    assert report.title == "Small Transformer: bf16 + flash + compile vs fp32 + naive"
+    assert report.sentence.startswith("bf16 + flash + compile vs fp32 + naive: 10 ms vs 40 ms per step, 4× faster")
+    batches = tell_both(timed(*(10**7,) * 5, batch=4), timed(*(2 * 10**7,) * 5, batch=8))
+    assert batches.sentence.startswith("batch 8 vs batch 4: ")
+    assert "also different" not in batches.sentence
 
 
-def test_memory_alone_has_a_sentence() -> None:
+def test_differing_work_that_labels_do_not_show_is_named() -> None:
+    a, b = timed(*(10**7,) * 5, precision="fp32"), timed(*(2 * 10**7,) * 5)
+    other = msgspec.structs.replace(ENVIRONMENT, driver_name="Another GPU")
+    b = replace(b, bench=(msgspec.structs.replace(b.bench[0], environment=other),))
+    assert tell_both(a, b).sentence.endswith("; also different: device Test GPU → Another GPU.")
+
+
+def test_memory_only_comparison_has_a_headline() -> None:
     a, b = (Opening(Materials(name="a", memory=one)) for one in (memory(), half_of(memory())))
-    assert "50% less, at its peak; how long their steps take is not recorded" in say_change(a, b)
-    assert "2 times as much, at its peak" in say_change(b, a)
-    assert ", as A does, at its peak" in say_change(a, a)
+    assert "50% less; no step times" in say_change(a, b, AB)
+    assert "2× as much" in say_change(b, a, AB)
+    assert "in both" in say_change(a, a, AB)
 
 
-def test_a_run_that_failed_is_not_compared() -> None:
+def test_failed_run_is_not_compared() -> None:
     failed = Opening(Materials(name="a", bench=(small_row(status="oom"),), memory=memory()))
-    said = say_change(failed, Opening(timed(*(10**7,) * 5)))
-    assert said.startswith("A: ")
-    assert "does not fit into memory" in said
-    assert " B: " in said
+    said = say_change(failed, Opening(timed(*(10**7,) * 5)), AB)
+    assert said.startswith("B: 10 ms per training step")
+    assert " A: out of memory" in said
     only_memory = Opening(Materials(name="b", memory=half_of(memory())))
-    assert "instead of" not in say_change(failed, only_memory) + say_change(only_memory, failed)
+    assert " vs " not in say_change(failed, only_memory, AB) + say_change(only_memory, failed, AB)
 
 
-def test_a_timed_step_and_a_recorded_one_cannot_be_told_apart() -> None:
+def test_unprofiled_and_profiled_steps_are_not_judged() -> None:
     recorded = Materials(name="b", profile=record(product, steps=5))
     both_ways = replace(timed(*(10**7,) * 5), profile=recorded.profile)
     assert judge_steps(Opening(both_ways), Opening(recorded)) == "cannot tell"
@@ -144,24 +160,21 @@ def test_a_timed_step_and_a_recorded_one_cannot_be_told_apart() -> None:
     assert judge_steps(Opening(recorded), Opening(recorded)) == "same"
     slower = Materials(name="b", profile=record(product, product, steps=5))
     assert judge_steps(Opening(recorded), Opening(slower)) == "slower"
-    assert "noise" not in say_change(Opening(recorded), Opening(slower))
-    said = say_change(Opening(both_ways), Opening(recorded))
-    assert "(B's was timed while recorded, which takes time, A's without the recorder)" in said
+    assert "noise" not in say_change(Opening(recorded), Opening(slower), AB)
+    assert "(one timed under the profiler)" in say_change(Opening(both_ways), Opening(recorded), AB)
 
 
-def test_a_plain_clock_and_a_recorders_cannot_be_told_apart() -> None:
+def test_clocks_of_profile_are_not_mixed() -> None:
     recorded = Opening(Materials(name="a", profile=record(product, steps=5)))
     plain = Opening(Materials(name="b", profile=with_clock(2_000_000, product, steps=5)))
     assert judge_steps(recorded, plain) == judge_steps(plain, recorded) == "cannot tell"
-    said = say_change(recorded, plain)
-    assert "as A's does" not in said
-    assert "(A's was timed while recorded, which takes time, B's without the recorder)" in said
+    assert "(one timed under the profiler)" in say_change(recorded, plain, AB)
     timed_alone = Opening(timed(*(10**7,) * 5))
-    assert "(one by bench, the other by profile's own clock)" in say_change(timed_alone, plain)
+    assert "(one timed by bench, one by profile)" in say_change(timed_alone, plain, AB)
 
 
-def test_plain_steps_are_judged_by_the_plain_clock() -> None:
-    """The recorded steps of the two are alike to the nanosecond."""
+def test_unprofiled_steps_are_judged_by_their_own_clock() -> None:
+    """The profiled steps of both are equal to the nanosecond."""
     a, b = (Opening(Materials(name="a", profile=with_clock(ns, product, steps=5))) for ns in (2_000_000, 3_000_000))
     assert judge_steps(a, b) == "slower"
     assert judge_steps(b, a) == "faster"
@@ -169,30 +182,30 @@ def test_plain_steps_are_judged_by_the_plain_clock() -> None:
     assert judge_steps(a, unkept) == "cannot tell"
 
 
-def test_steps_are_alike_where_their_figures_are() -> None:
-    """Means that are the same do not make medians the same, and the figures are medians."""
+def test_equal_figures_read_as_equal() -> None:
+    """The figures are medians, which can differ although the means are equal."""
     said = tell_both(timed(10**7, 10**7, 40 * 10**6), timed(20 * 10**6, 20 * 10**6, 20 * 10**6)).sentence
-    assert said.startswith("B's step takes 20 ms and A's 10 ms, a difference within noise")
+    assert said.startswith("after vs before: 20 ms vs 10 ms per step, within noise")
     hardly = tell_both(timed(*(20_000_000,) * 5), timed(*(20_000_100,) * 5)).sentence
-    assert hardly.startswith("B's step takes 20 ms, as A's does")
+    assert hardly.startswith("after vs before: both take 20 ms per step")
 
 
 # --- What changed -----------------------------------------------------------------------------------------------------
 
 
-def test_what_changed_comes_first_and_every_section_follows(both: Report) -> None:
+def test_changes_come_first_and_every_section_follows(both: Report) -> None:
     assert [one.key for one in both.sections] == ["changes", *(key for key in SECTIONS if key != "ranks")]
-    assert both.runs == ("A", "B")
+    assert both.runs == LABELS
     keys = [exhibit.key for each in both.sections for exhibit in each.exhibits]
     assert len(set(keys)) == len(keys)
 
 
-def test_settings_that_differ_are_listed_and_no_others() -> None:
+def test_only_differing_settings_are_listed() -> None:
     table = part_of(tell_both(timed(10**7, precision="fp32"), timed(10**7, batch=8)), "changes-settings")
     assert isinstance(table, Table)
     assert [row for row in table.rows if row[0] != "device"] == [("batch", "4", "8"), ("precision", "fp32", "bf16")]
     same = tell_both(timed(10**7), timed(2 * 10**7))
-    assert "changes-settings" not in [one.key for one in section(same, "changes").exhibits]
+    assert "changes" not in [one.key for one in same.sections]
 
 
 def test_bars_and_tables_of_time_add_up_to_the_steps() -> None:
@@ -208,20 +221,20 @@ def test_bars_and_tables_of_time_add_up_to_the_steps() -> None:
     assert isinstance(first, Table)
     assert isinstance(kernels, Table)
     parts = [row[1:] for row in first.rows if row[0] == "class"]
-    assert len(parts) < len(first.rows), "the totals stand in the first table"
+    assert len(parts) < len(first.rows), "the totals are in the first table"
     a_ns = [column.key for column in kernels.columns].index("a_ns")
     for rows in (parts, kernels.rows):
         assert sum(ns for row in rows if isinstance(ns := row[a_ns], int)) == wall.a_ns
     assert [column.key for column in kernels.columns] == [column.key for column in first.columns][1:]
     assert not set(first.notes) & set(kernels.notes)
     lead = section(report, "changes").lead
-    assert "communication 900 µs more" in lead
-    assert "GEMMs 250 µs less" in lead
+    assert "communication +900 µs" in lead
+    assert "GEMMs −250 µs" in lead
     assert "idle" not in lead
 
 
-def test_idle_time_is_not_the_recorders() -> None:
-    """Recorded idle time differs by 8 ms, by the plain clocks by 1 ms."""
+def test_idle_time_excludes_profiler_overhead() -> None:
+    """Idle time differs by 8 ms in the profiles, and by 1 ms without profiling."""
     a = with_clock(1_500_000, product, host_us=5)
     b = with_clock(2_250_000, product, product, host_us=4000)
     report = tell_both(Materials(name="a", profile=a), Materials(name="b", profile=b))
@@ -229,26 +242,26 @@ def test_idle_time_is_not_the_recorders() -> None:
     bars = part_of(report, "changes-time")
     assert isinstance(bars, Bars)
     assert [sum(value or 0 for value in column) for column in bars.values] == pytest.approx([1.5, 2.25], rel=1e-12)
-    assert "recorded" not in bars.title
+    assert "Profiled" not in bars.title
     lead = section(report, "changes").lead
-    assert lead == "B's step takes 2.25 ms where A's takes 1.5 ms: idle 500 µs more and GEMMs 250 µs more."
+    assert lead == "The step goes from 1.5 ms to 2.25 ms: idle +500 µs, GEMMs +250 µs."
     taken_apart = part_of(report, "breakdown")
     assert isinstance(taken_apart, Breakdown)
     assert taken_apart.walls_ns == (1_500_000, 2_250_000)
 
 
-def test_recorded_idle_time_is_said_to_be_stretched_and_leads_nothing() -> None:
+def test_profiled_idle_time_is_noted_and_not_in_the_lead() -> None:
     a, b = record(product, steps=3), record(product, steps=3, host_us=4000)
     report = tell_both(Materials(name="a", profile=a), Materials(name="b", profile=b))
-    assert section(report, "changes").lead == "No class of kernels changed by more than noise and 2% of the step."
+    assert section(report, "changes").lead == "No kernel class changed by more than noise and 2% of the step."
     bars = part_of(report, "changes-time")
     assert isinstance(bars, Bars)
-    assert "while recorded" in bars.title
-    assert any("a recorder lengthens" in note for note in bars.notes)
+    assert "Profiled step" in bars.title
+    assert any("profiling slows the CPU" in note for note in bars.notes)
 
 
 def test_kernels_longer_than_the_step_leave_no_idle_time() -> None:
-    """The two were not measured at once; the bars then are more than the step, and say so."""
+    """They were measured separately. A note says that the bars add up to more than the step."""
     long, ours = Materials(name="a", profile=record_ours(product, steps=3)), small_row(step_ns=(245_000,) * 5)
     report = tell_both(replace(long, bench=(ours,)), replace(long, bench=(ours,)))
     bars = part_of(report, "changes-time")
@@ -256,10 +269,10 @@ def test_kernels_longer_than_the_step_leave_no_idle_time() -> None:
     values = dict(zip(bars.labels, bars.values[0], strict=True))
     assert values["idle"] == 0
     assert not any("add up" in note for note in bars.notes)
-    assert "A: its kernels took longer while recorded than the step was timed at" in bars.notes
+    assert "before: its profiled kernels take longer than its step time" in bars.notes
 
 
-def test_notes_on_what_changed_stand_once(both: Report) -> None:
+def test_notes_on_changes_appear_once(both: Report) -> None:
     notes = {one.key: one.part.notes for one in section(both, "changes").exhibits if isinstance(one.part, Table)}
     assert sum("add up to `wall`" in note for each in notes.values() for note in each) == 1
     every = [note for each in notes.values() for note in each]
@@ -278,60 +291,57 @@ def test_memory_changes_add_up_to_the_peaks() -> None:
     assert changes == sorted(changes, reverse=True)
 
 
-def test_what_is_noise_is_not_said_to_have_changed() -> None:
+def test_noise_is_not_a_change() -> None:
     said = section(tell_both(steps_of(100, 900, 500), steps_of(200, 1000, 500)), "changes").lead
-    assert said.startswith("No class of kernels changed")
+    assert said.startswith("No kernel class changed")
     clear = section(tell_both(steps_of(500, 500, 500), steps_of(600, 600, 600)), "changes").lead
-    assert "GEMMs 100 µs more" in clear
+    assert "GEMMs +100 µs" in clear
 
 
-def test_a_run_against_itself_did_not_change() -> None:
+def test_run_compared_with_itself_has_no_changes() -> None:
     run = Materials(name="a", profile=record(product, steps=4), memory=memory())
     changes = section(tell_both(run, run), "changes")
-    assert changes.lead == (
-        "No class of kernels changed by more than noise and 2% of the step. "
-        "What memory holds at the peak is about the same."
-    )
+    assert "No kernel class changed" in changes.lead
+    assert "Peak memory is about the same" in changes.lead
 
 
-def test_what_one_run_lacks_is_said_with_its_command() -> None:
+def test_missing_stage_of_one_run_names_the_run_and_a_command() -> None:
     a, b = Materials(name="a", profile=record_ours(product)), Materials(name="b", memory=memory())
-    changes = section(tell_both(a, b), "changes")
-    whys = {one.what: one for one in changes.missing}
-    assert whys["what of the step's time changed"].why.startswith("B: ")
-    assert whys["what of the memory changed"].why.startswith("A: ")
-    assert whys["what of the memory changed"].command.startswith("stepscope memory --size small")
+    report = tell_both(a, b)
+    assert lacks(report, "changes in step time").why.startswith(f"{report.runs[1]}: ")
+    assert lacks(report, "changes in memory").why.startswith(f"{report.runs[0]}: ")
+    assert lacks(report, "changes in memory").command.startswith("stepscope memory --size small")
     drawn = part_of(tell_both(a, b), "step-timeline")
     assert isinstance(drawn, Beside)
     assert drawn.parts[0] is not None
     assert drawn.parts[1] is None
 
 
-def test_what_both_lack_is_said_once() -> None:
+def test_reason_that_both_runs_share_appears_once() -> None:
     run = Materials(name="a", bench=(small_row(),), absent={"profile": Missing(what="it", why="no GPU")})
     report = tell_both(run, run)
-    assert [one.why for one in section(report, "timeline").missing] == ["no GPU"]
+    assert [one.why for one in not_measured(report)].count("no GPU") == 1
     other = replace(run, absent={"profile": Missing(what="it", why="another reason")})
     report = tell_both(run, other)
-    assert [one.why for one in section(report, "timeline").missing] == ["A: no GPU", "B: another reason"]
+    assert {"before: no GPU", "after: another reason"} <= {one.why for one in not_measured(report)}
 
 
-# --- Facts, soundness, sections ---------------------------------------------------------------------------------------
+# --- Facts, measurement quality, sections -----------------------------------------------------------------------------
 
 
-def test_facts_have_what_was_before() -> None:
+def test_facts_have_both_values() -> None:
     report = tell_both(timed(*(2 * 10**7,) * 5, precision="fp32"), timed(*(10**7,) * 5))
     facts = {fact.key: fact for fact in report.facts}
     assert (facts["step"].before, facts["step"].value) == (20.0, 10.0)
-    assert "A: arithmetic, of the fp32 peak" in facts["mfu"].note
-    assert "B: arithmetic, of the bf16 peak" in facts["mfu"].note
+    assert "fp32: of the fp32 peak" in facts["mfu"].note
+    assert "bf16: of the bf16 peak" in facts["mfu"].note
     assert [fact.key for fact in report.facts][:2] == ["step", "memory"]
     assert [key for key, fact in facts.items() if not fact.is_comparable] == ["mfu"]
     same = tell_both(timed(*(2 * 10**7,) * 5), timed(*(10**7,) * 5))
     assert all(fact.is_comparable for fact in same.facts)
 
 
-def test_memory_of_a_process_is_not_an_allocators() -> None:
+def test_process_memory_and_allocated_memory_are_not_compared() -> None:
     a, b = timed(*(10**7,) * 5), timed(*(2 * 10**7,) * 5)
     measured = b.bench[0].measurement
     assert measured is not None
@@ -342,55 +352,55 @@ def test_memory_of_a_process_is_not_an_allocators() -> None:
     assert not fact.is_comparable
     assert (fact.before, fact.value) == (2**30, 2**31)
     assert "GiB" not in report.sentence
-    assert "2 GiB as before" in tell_both(b, b).sentence
+    assert "peak memory 2 GiB." in tell_both(b, b).sentence
 
 
-def test_notes_of_facts_say_once_what_is_the_same() -> None:
+def test_notes_of_facts_do_not_repeat() -> None:
     report = tell_both(timed(*(2 * 10**7,) * 5), timed(*(10**7,) * 5))
     notes = {fact.key: fact.note for fact in report.facts}
-    assert notes["memory"] == "allocated at the peak"
+    assert notes["memory"] == "allocated"
     assert notes["step"].count("median of 5 steps") == 1
     spread = [(10**7 + 111_000 * n) * 10 for n in range(5)]
     report = tell_both(timed(*spread), timed(*(2 * ns for ns in spread), *spread[1:]))
     (step,) = [fact for fact in report.facts if fact.key == "step"]
     assert len(step.note) > 80
-    assert ". B: median of 9 steps" in step.note
+    assert ". after: median of 9 steps" in step.note
     assert step.note.endswith(".")
 
 
-def test_a_fact_of_one_run_has_no_other_value() -> None:
+def test_fact_of_one_run_has_one_value() -> None:
     a, b = timed(*(2 * 10**7,) * 5), Materials(name="b", memory=memory())
     facts = {fact.key: fact for fact in tell_both(a, b).facts}
     assert (facts["step"].before, facts["step"].value) == (20.0, None)
-    assert facts["step"].note.endswith("B: not known")
+    assert facts["step"].note.endswith("b: unknown")
     assert list(facts)[:2] == ["step", "memory"]
     facts = {fact.key: fact for fact in tell_both(b, a).facts}
     assert (facts["step"].before, facts["step"].value) == (None, 20.0)
 
 
-def test_a_whole_recording_is_no_steps_time() -> None:
-    """Where one marks steps and the other does not, their times are of different things."""
+def test_trace_length_is_not_compared_with_a_step() -> None:
+    """One run marks steps and the other does not."""
     profile = record(product, steps=2)
     unmarked = replace(profile.recording, ranges=profile.recording.ranges.head(0))
     report = tell_both(Materials(name="a", profile=make_profile(unmarked)), Materials(name="b", profile=profile))
     (step,) = [fact for fact in report.facts if fact.key == "step"]
-    assert step.label == "step"
+    assert step.label == "step time"
     assert step.before is None
-    assert report.sentence.startswith("A: ")
+    assert " vs " not in report.sentence
 
 
-def test_other_devices_are_doubtful() -> None:
+def test_different_devices_are_doubtful() -> None:
     other = msgspec.structs.replace(ENVIRONMENT, driver_name="Another GPU")
     a = timed(*(10**7,) * 5)
     b = replace(a, bench=(msgspec.structs.replace(a.bench[0], environment=other),))
     report = tell_both(a, b)
     assert report.soundness.verdict == "doubtful"
-    assert "A of Test GPU, B of Another GPU" in report.soundness.sentence
-    assert "device Test GPU → Another GPU" in report.sentence
+    assert "different devices: Test GPU and Another GPU" in report.soundness.sentence
+    assert report.sentence.startswith("Another GPU vs Test GPU: ")
     assert tell_both(a, a).soundness.verdict == "sound"
 
 
-def test_as_sound_as_the_weaker() -> None:
+def test_quality_is_that_of_the_worse_run() -> None:
     sound, foreign = timed(*(10**7,) * 5), Materials(name="b", profile=record(product))
     assert tell_both(sound, sound).soundness.verdict == "sound"
     assert tell_both(sound, foreign).soundness.verdict != "sound"
@@ -401,7 +411,7 @@ def test_one_breakdown_and_one_roofline_hold_both_runs(both: Report) -> None:
     for key, kind in (("breakdown", Breakdown), ("roofline", Roofline)):
         part = part_of(both, key)
         assert isinstance(part, kind)
-        assert part.runs == ("A", "B")
+        assert part.runs == LABELS
 
 
 def test_two_devices_have_two_rooflines() -> None:
@@ -411,18 +421,18 @@ def test_two_devices_have_two_rooflines() -> None:
     assert all(isinstance(one, Roofline) for one in part.parts)
 
 
-def test_everything_else_stands_side_by_side(both: Report) -> None:
+def test_everything_else_is_side_by_side(both: Report) -> None:
     for key in ("step-timeline", "memory-timeline", "memory-categories"):
         part = part_of(both, key)
         assert isinstance(part, Beside)
-        assert part.runs == ("A", "B")
+        assert part.runs == LABELS
         assert None not in part.parts
 
 
-def test_steps_of_two_numbers_are_both_named() -> None:
+def test_differing_step_numbers_are_both_named() -> None:
     a, b = steps_of(500), steps_of(900, 500, 100)
-    assert part_of(tell_both(a, b), "step-timeline").title == "A: Step 1 as it ran; B: Step 2 as it ran"
-    assert part_of(tell_both(a, a), "step-timeline").title == "Step 1 as it ran"
+    assert part_of(tell_both(a, b), "step-timeline").title == "before: Step 1; after: Step 2"
+    assert part_of(tell_both(a, a), "step-timeline").title == "Step 1"
 
 
 def test_the_environment_is_one_table(both: Report) -> None:
@@ -432,7 +442,7 @@ def test_the_environment_is_one_table(both: Report) -> None:
     assert ("PyTorch", "2.13.0", "2.13.0") in table.rows
 
 
-def test_rows_of_one_name_keep_all_their_values() -> None:
+def test_rows_with_equal_names_keep_all_values() -> None:
     a = timed(10**7)
     measured = a.bench[0].measurement
     assert measured is not None
@@ -443,13 +453,13 @@ def test_rows_of_one_name_keep_all_their_values() -> None:
     assert ("attention kernels", None, "one, other") in table.rows
 
 
-def test_leads_are_said_once_where_they_are_the_same(both: Report) -> None:
-    assert section(both, "environment").lead.count("It ran on") == 1
-    assert section(both, "timeline").lead.startswith("A: ")
-    assert "\nB: " in section(both, "timeline").lead
+def test_equal_leads_appear_once(both: Report) -> None:
+    assert section(both, "environment").lead.count("Test GPU") == 1
+    assert section(both, "timeline").lead.startswith("small: ")
+    assert "\nother: " in section(both, "timeline").lead
 
 
-def test_ranks_are_there_where_either_has_them() -> None:
+def test_ranks_appear_if_either_run_has_them() -> None:
     ranks = tuple(record(product, communicate, rank=rank) for rank in (0, 1))
     a, b = Materials(name="a", profile=ranks[0], ranks=ranks), Materials(name="b", profile=record(product))
     report = tell_both(a, b)
@@ -460,7 +470,7 @@ def test_ranks_are_there_where_either_has_them() -> None:
     assert "ranks" not in [one.key for one in tell_both(b, b).sections]
 
 
-def test_advice_is_on_b_and_commands_are_of_both(both: Report) -> None:
+def test_advice_is_for_the_second_run_and_commands_for_both(both: Report) -> None:
     assert both.advice is not None
     assert both.commands[0].label == "this report"
     texts = [one.text for one in both.commands]
@@ -468,7 +478,7 @@ def test_advice_is_on_b_and_commands_are_of_both(both: Report) -> None:
     a, b = timed(10**7), timed(10**7)
     b = replace(b, bench=(msgspec.structs.replace(b.bench[0], command="stepscope bench --batch 8"),))
     labels = [one.label for one in tell_both(a, b).commands]
-    assert labels == ["A: the timing", "B: the timing"]
+    assert labels == ["before: timing", "after: timing"]
     slow = Materials(name="a", profile=record(product, host_us=2000))
     fine = Materials(name="b", profile=record(product))
     codes = [one.finding.code for one in tell_both(slow, fine).advice or ()]
@@ -476,7 +486,7 @@ def test_advice_is_on_b_and_commands_are_of_both(both: Report) -> None:
     assert "SS019" not in codes
 
 
-def test_a_partial_run_makes_a_partial_report() -> None:
+def test_partial_run_makes_a_partial_report() -> None:
     run = timed(10**7)
     assert tell_both(replace(run, is_partial=True), run).is_partial
     assert not tell_both(run, run).is_partial

@@ -48,7 +48,7 @@ def test_spans_do_not_overlap_and_lie_in_the_step(mode: str) -> None:
         assert max(spans.groups) < len(drawn.groups)
 
 
-def test_phases_and_layers_and_modules_stand_above_their_kernels() -> None:
+def test_phases_layers_and_modules_cover_their_kernels() -> None:
     """Each kernel of the step, looked up by its own times, lies under what it was attributed to, and is drawn once."""
     profile = model_profile(steps=3)
     drawn = draw_step(profile)
@@ -75,7 +75,7 @@ def test_layers_come_back_in_reverse() -> None:
     assert {drawn.groups[group] for group in track_of(drawn, "layers").spans.groups} == {""}
 
 
-def test_layers_of_two_stacks_are_not_one() -> None:
+def test_layers_of_encoder_and_decoder_stay_separate() -> None:
     timeline = Timeline()
     with timeline.step(), timeline.phase("forward"):
         for stack in ("encoder", "decoder"):
@@ -85,16 +85,16 @@ def test_layers_of_two_stacks_are_not_one() -> None:
     assert [name for _, _, name in spans_of(drawn, "layers")] == ["encoder.layers.0", "decoder.layers.0"]
 
 
-def test_the_step_nearest_to_the_median_is_drawn_and_named() -> None:
+def test_median_step_is_shown_and_named() -> None:
     drawn = draw_step(steps_of(900, 100, 500, 520, 510))
-    assert drawn.title == "Step 5 as it ran"
+    assert drawn.title == "Step 5"
     assert "step 5" in drawn.notes[0]
-    assert "of 5 recorded steps" in drawn.notes[0]
+    assert "of 5 profiled steps" in drawn.notes[0]
     (kernel,) = spans_of(drawn, "stream 7")
     assert kernel[1] - kernel[0] == 510
 
 
-def test_what_the_step_before_left_running_is_cut_at_the_beginning() -> None:
+def test_kernels_of_the_previous_step_are_clipped() -> None:
     profile = steps_of(100, 100)
     rows = profile.kernels.with_columns(
         end_ns=pl.col("end_ns") + pl.when(pl.int_range(pl.len()) == 0).then(60).otherwise(0)
@@ -112,7 +112,7 @@ def test_what_the_step_before_left_running_is_cut_at_the_beginning() -> None:
     assert sum(track_of(drawn, "stream 7").spans.lengths_ns) == ran
 
 
-def test_steps_in_which_nothing_ran_are_passed_over() -> None:
+def test_empty_steps_are_skipped() -> None:
     tape = Tape()
     for step in range(4):
         with tape.inside(f"step:{step}"):
@@ -120,10 +120,10 @@ def test_steps_in_which_nothing_ran_are_passed_over() -> None:
                 tape.kernel(GEMM, 500)
             tape.synchronise()
     drawn = draw_step(tape.profile())
-    assert drawn.title == "Step 4 as it ran"
+    assert drawn.title == "Step 4"
 
 
-def test_without_steps_all_of_the_recording_is_drawn_and_said_so() -> None:
+def test_trace_without_steps_is_shown_whole() -> None:
     tape = Tape()
     for _ in range(3):
         tape.kernel(GEMM, 100)
@@ -134,7 +134,7 @@ def test_without_steps_all_of_the_recording_is_drawn_and_said_so() -> None:
     assert [track.kind for track in drawn.tracks] == ["stream"], "no phase, layer or module is known"
 
 
-def test_the_stream_that_computes_comes_before_the_one_that_communicates() -> None:
+def test_compute_stream_comes_before_the_communication_stream() -> None:
     timeline = Timeline()
     with timeline.step(), timeline.phase("backward"):
         timeline.launch(TO_DEVICE, 5, stream=3)
@@ -148,18 +148,18 @@ def test_the_stream_that_computes_comes_before_the_one_that_communicates() -> No
     assert phase[1] - phase[0] == 30_000
 
 
-def test_few_of_many_streams_are_drawn_and_the_rest_named() -> None:
+def test_surplus_streams_are_listed_in_a_note() -> None:
     timeline = Timeline()
     with timeline.step():
         for stream in range(MOST_STREAMS + 3):
             timeline.launch(GEMM_BF16, 100 - stream, stream=stream)
     drawn = draw_step(timeline.profile())
     assert sum(track.kind == "stream" for track in drawn.tracks) == MOST_STREAMS
-    (note,) = [note for note in drawn.notes if "not drawn" in note]
+    (note,) = [note for note in drawn.notes if "not shown" in note]
     assert all(f"stream {stream}" in note for stream in range(MOST_STREAMS, MOST_STREAMS + 3))
 
 
-def test_kernels_inside_of_others_are_counted_not_drawn() -> None:
+def test_nested_kernels_are_counted_but_not_shown() -> None:
     tape = Tape()
     for name in (GEMM, EXP, COPY):
         tape.kernel(name, 100)
@@ -168,10 +168,10 @@ def test_kernels_inside_of_others_are_counted_not_drawn() -> None:
     kernels = recording.kernels.with_columns(**{key: pl.Series(value) for key, value in times.items()})
     drawn = draw_step(make_profile(replace(recording, kernels=kernels)))
     assert [(start, end) for start, end, _ in spans_of(drawn, "stream 7")] == [(0, 200), (200, 300)]
-    assert any(note.startswith("1 kernels ran inside of others") for note in drawn.notes)
+    assert any("1 kernel inside others" in note for note in drawn.notes)
 
 
-def test_a_step_of_many_kernels_keeps_its_busy_time(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_merged_kernels_keep_the_busy_time(monkeypatch: pytest.MonkeyPatch) -> None:
     profile = model_profile(steps=1)
     plain = draw_step(profile)
     monkeypatch.setattr(lanes, "MOST_KERNELS", 20)
@@ -183,15 +183,15 @@ def test_a_step_of_many_kernels_keeps_its_busy_time(monkeypatch: pytest.MonkeyPa
     assert sum(after.lengths_ns) == sum(before.lengths_ns) == profile.gpu_time_ns
     others = [track for track in drawn.tracks if track.kind != "stream"]
     assert sum(len(track.spans.counts) for track in others) <= 9
-    said = [note for note in drawn.notes if "are drawn as" in note]
-    assert any(f"{profile.kernels.height:,} kernels are drawn as {len(after.counts)} blocks" in note for note in said)
-    assert any("stretches of phases, layers and modules" in note for note in said)
+    said = [note for note in drawn.notes if "are shown as" in note]
+    assert any(f"{profile.kernels.height:,} kernels are shown as {len(after.counts)} blocks" in note for note in said)
+    assert any("phases, layers and modules are shown as" in note for note in said)
     assert any(name.startswith("kernels, mostly GEMM") for name in drawn.names)
     assert "several modules" in drawn.names
-    assert not any(note for note in plain.notes if "are drawn as" in note)
+    assert not any(note for note in plain.notes if "are shown as" in note)
 
 
-def test_kernels_of_one_short_name_keep_their_own_names() -> None:
+def test_kernels_with_equal_short_names_stay_separate() -> None:
     timeline = Timeline()
     with timeline.step():
         for number in (1, 2):
@@ -203,7 +203,7 @@ def test_kernels_of_one_short_name_keep_their_own_names() -> None:
         assert "library: ATen" in detail.splitlines()[1]
 
 
-def test_a_megabyte_of_a_name_is_cut() -> None:
+def test_huge_names_are_clipped() -> None:
     timeline = Timeline()
     with timeline.step(), timeline.module("m" * 10**6):
         timeline.launch("A" * 10**6, 10)
@@ -212,7 +212,7 @@ def test_a_megabyte_of_a_name_is_cut() -> None:
     assert any("1,000,000 characters" in detail for detail in drawn.details)
 
 
-def test_the_host_is_drawn_by_its_innermost_range() -> None:
+def test_cpu_track_shows_the_innermost_range() -> None:
     timeline = Timeline(host_us=10)
     with timeline.step():
         with timeline.phase("forward"):
@@ -224,11 +224,11 @@ def test_the_host_is_drawn_by_its_innermost_range() -> None:
         with timeline.phase("optimizer"):
             timeline.launch(INDUCTOR, 5)
     drawn = draw_step(timeline.profile())
-    assert [name for _, _, name in spans_of(drawn, "host")] == ["forward", "loss", "forward", "optimizer"]
-    assert set(track_of(drawn, "host").spans.counts) == {1}
+    assert [name for _, _, name in spans_of(drawn, "CPU")] == ["forward", "loss", "forward", "optimizer"]
+    assert set(track_of(drawn, "CPU").spans.counts) == {1}
 
 
-def test_threads_and_operators_on_a_cpu() -> None:
+def test_cpu_run_has_threads_and_operators() -> None:
     tape = Tape()
     with tape.inside("step:0"), tape.inside("phase:forward"):
         tape.kernel("aten::mm", 100, kind="cpu", stream=1)
@@ -241,7 +241,7 @@ def test_threads_and_operators_on_a_cpu() -> None:
 
 
 @pytest.mark.parametrize("share", [0.5, 0.99])
-def test_the_recorders_cost_is_said(share: float) -> None:
+def test_profiler_overhead_is_noted(share: float) -> None:
     timeline = Timeline(host_us=100)
     for _ in range(2):
         with timeline.step():
@@ -249,10 +249,10 @@ def test_the_recorders_cost_is_said(share: float) -> None:
             timeline.wait()
     recorded = timeline.profile().recorded_step_ns
     drawn = draw_step(timeline.profile(overhead=Overhead(plain_ns=round(share * recorded))))
-    assert any("without the recorder a step takes" in note for note in drawn.notes) == (share < 0.95)
+    assert any("an unprofiled step takes" in note for note in drawn.notes) == (share < 0.95)
 
 
-def test_few_of_very_many_kernels_are_described(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_so_many_kernels_are_described(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lanes, "MOST_DESCRIBED", 2)
     timeline = Timeline()
     with timeline.step():
@@ -263,10 +263,10 @@ def test_few_of_very_many_kernels_are_described(monkeypatch: pytest.MonkeyPatch)
     assert [bool(detail) for detail in drawn.details[-3:]] == [True, True, False]
 
 
-def test_a_step_in_which_nothing_took_time_is_empty_and_says_so() -> None:
+def test_step_without_kernel_time_is_empty() -> None:
     profile = steps_of(5)
     still = profile.kernels.with_columns(start_ns=pl.lit(7), end_ns=pl.lit(7), time_ns=pl.lit(0))
     ranges = profile.recording.ranges.with_columns(start_ns=pl.lit(7), end_ns=pl.lit(7))
     drawn = draw_step(replace(profile, kernels=still, recording=replace(profile.recording, ranges=ranges)))
     assert drawn.tracks == ()
-    assert drawn.notes[-1] == "no kernels took any time there"
+    assert drawn.notes[-1] == "no kernels ran in this window"

@@ -32,7 +32,7 @@ def drawn(*profiles: Profile) -> Roofline:
     return result
 
 
-def test_a_point_is_all_calls_of_one_shape() -> None:
+def test_point_has_all_calls_of_one_shape() -> None:
     profile = products(4096, 2048)
     roofline = drawn(profile)
     assert {point.label for point in roofline.points} == {f"mm {n}×{n} · {n}×{n}" for n in (4096, 2048)}
@@ -45,11 +45,11 @@ def test_a_point_is_all_calls_of_one_shape() -> None:
     assert large.bound == "compute"
     assert large.group == "GEMM"
     assert "[[4096,4096],[4096,4096]]" in large.detail
-    assert "1 calls a step, 100 µs each" in large.detail
+    assert "1 call per step, 100 µs each" in large.detail
 
 
-def test_labels_tell_points_apart_and_join_runs() -> None:
-    """One product in two kernels is two points; the memory of its result makes it no other product."""
+def test_point_labels_are_unique() -> None:
+    """One GEMM in two kernels is two points; a preallocated output does not make it another GEMM."""
     timeline = Timeline()
     square = [256, 256]
     with timeline.step():
@@ -62,7 +62,7 @@ def test_labels_tell_points_apart_and_join_runs() -> None:
     assert any(label.startswith("mm 256×256 · 256×256, bf16 GEMM") for label in labels)
 
 
-def test_roofs_are_those_of_the_precisions_that_occur() -> None:
+def test_roofs_match_the_precisions_in_use() -> None:
     roofline = drawn(products(4096))
     assert [(roof.label, roof.flops_per_s) for roof in roofline.roofs] == [("bf16", 989.4e12)]
     assert roofline.bytes_per_s == 4800e9
@@ -73,29 +73,27 @@ def test_roofs_are_those_of_the_precisions_that_occur() -> None:
     assert [roof.label for roof in drawn(timeline.profile()).roofs] == ["bf16", "fp32"]
 
 
-def test_what_moves_memory_is_not_drawn_and_said() -> None:
+def test_memory_operators_are_noted_but_not_shown() -> None:
     roofline = drawn(products(4096))
-    assert any(note.startswith("50.0% of the time is in operators that move memory") for note in roofline.notes)
+    assert any("50.0% of the time, in operators that only move memory" in note for note in roofline.notes)
 
 
-def test_kernels_of_unknown_cost_are_said() -> None:
+def test_kernels_of_unknown_cost_are_noted() -> None:
     profile = products(4096)
     ops = profile.recording.ops
     unnamed = ops.with_columns(shapes=ops["shapes"].replace(ops["shapes"][1], None))
     roofline = drawn(make_profile(replace(profile.recording, ops=unnamed)))
-    assert any(
-        note.startswith("50.0% of the time is in kernels whose operations are not known") for note in roofline.notes
-    )
+    assert any("50.0% of the time, in kernels with unknown FLOPs" in note for note in roofline.notes)
 
 
-def test_only_the_longest_are_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_the_longest_points_are_shown(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(roofline_chart, "MOST_POINTS", 2)
     roofline = drawn(products(512, 1024, 2048, 4096, us=100))
     assert len(roofline.points) == 2
     assert any("2 more take 40.0%" in note for note in roofline.notes)
 
 
-def test_two_runs_share_one_picture() -> None:
+def test_two_runs_share_one_chart() -> None:
     a, b = products(4096), products(4096, us=50)
     roofline = drawn(a, b)
     assert [point.run for point in roofline.points] == [0, 1]
@@ -104,43 +102,43 @@ def test_two_runs_share_one_picture() -> None:
     assert {note.partition(":")[0] for note in roofline.notes} == {"A", "B"}
 
 
-def test_a_run_without_shapes_is_named_beside_one_with() -> None:
+def test_run_without_shapes_gets_a_note() -> None:
     timeline = Timeline()
     with timeline.step():
         timeline.launch(GEMM_BF16, 10, op="aten::mm")
     roofline = drawn(products(4096), timeline.profile(shapes_recorded=False))
     assert {point.run for point in roofline.points} == {0}
-    assert "B: nothing to draw: the operators' shapes were not recorded" in roofline.notes
+    assert "B: no points: operator shapes were not recorded" in roofline.notes
 
 
 @pytest.mark.parametrize(
     ("profile", "why", "command"),
     [
-        (products(4096, device="Some Chip"), "the limits of `Some Chip` are not known", ""),
+        (products(4096, device="Some Chip"), "the limits of `Some Chip` are unknown", ""),
         (products(4096, device=""), "the recording does not name its device", ""),
-        (products(shapes_recorded=False), "the operators' shapes were not recorded", "record_shapes=True"),
-        (products(), "no product, attention or convolution with known shapes", ""),
+        (products(shapes_recorded=False), "operator shapes were not recorded", "record_shapes=True"),
+        (products(), "no GEMM, attention or convolution with known shapes", ""),
     ],
 )
-def test_what_is_missing_says_why(profile: Profile, why: str, command: str) -> None:
+def test_missing_roofline_has_a_reason(profile: Profile, why: str, command: str) -> None:
     missing = draw_roofline([profile], [""])
     assert isinstance(missing, Missing)
     assert why in missing.why
     assert command in missing.command
 
 
-def test_kernels_without_operators_say_so() -> None:
+def test_kernels_without_operators_have_no_roofline() -> None:
     timeline = Timeline()
     with timeline.step():
         timeline.launch(GEMM_BF16, 10, op=None)
     missing = draw_roofline([timeline.profile()], [""])
     assert isinstance(missing, Missing)
-    assert "which operators launched the kernels" in missing.why
+    assert "does not link kernels to operators" in missing.why
 
 
-def test_two_devices_are_two_pictures() -> None:
+def test_two_devices_have_no_common_roofline() -> None:
     a, b = products(4096), products(4096, device="NVIDIA A100-SXM4-40GB")
     missing = draw_roofline([a, b], ["A", "B"])
     assert isinstance(missing, Missing)
-    assert "two pictures" in missing.why
+    assert "different limits" in missing.why
     assert drawn(a, a)

@@ -1,4 +1,4 @@
-"""A report from whatever is there: every subset of the materials gives a whole page that names what is missing."""
+"""Every subset of the stages gives a complete page that lists what was not measured."""
 
 import json
 import re
@@ -13,16 +13,20 @@ import pytest
 
 from stepscope.explain.memory import make_memory_profile
 from stepscope.explain.story import Materials, tell
+from stepscope.explain.story.opening import MOST_HEADLINE
 from stepscope.explain.story.run import SECTIONS
 from stepscope.findings import Bars, Missing, Questions, Report, Section, Table, Timeline
 from stepscope.recording.readers.formats import open_recording
 from stepscope.recording.rows.attention_case import AttentionRow
 from stepscope.spec import build_case
+from stepscope.units import clip
 from tests.unit.attention_rows import attend
 from tests.unit.explain.story.story_materials import (
     all_there,
     counted,
+    lacks,
     memory,
+    not_measured,
     product,
     record,
     record_ours,
@@ -34,7 +38,7 @@ from tests.unit.recordings import Timeline as Recorded
 from tests.unit.snapshot_files import MIB, Model, write
 
 STAGES = ("profile", "memory", "bench", "precision", "attention")
-# Which section stands and falls with which stage; `time` has the timed rows beside the profile.
+# The stage that each section needs; `time` also has the timed rows.
 NEEDS = {
     "timeline": "profile",
     "time": "profile",
@@ -53,16 +57,17 @@ def without(stages: tuple[str, ...]) -> Materials:
 
 
 def check(report: Report) -> None:
-    """What holds for every report."""
+    """Invariants of every report."""
     assert json.loads(msgspec.json.encode(report))["sentence"] == report.sentence
     keys = [one.key for part in report.sections for one in part.exhibits]
     assert len(set(keys)) == len(keys)
     assert all(re.fullmatch(r"[a-z0-9-]+", key) for key in keys)
     assert report.sentence.endswith(".")
     assert report.soundness.sentence.endswith(".")
+    assert len(report.sentence) <= MOST_HEADLINE
     for one in report.sections:
-        assert one.exhibits or one.missing or one.key == "environment"
-        assert bool(one.lead) or not one.exhibits or one.missing
+        assert one.exhibits or one.key in ("environment", "not-measured")
+        assert bool(one.missing) == (one.key == "not-measured")
         assert all(missing.what and missing.why for missing in one.missing)
 
 
@@ -70,34 +75,39 @@ def check(report: Report) -> None:
 def test_any_subset_of_the_stages_gives_a_report(missing: tuple[str, ...]) -> None:
     report = tell(without(missing))
     check(report)
-    assert [one.key for one in report.sections] == [key for key in SECTIONS if key != "ranks"]
+    shown = [one.key for one in report.sections]
+    assert shown == [key for key in (*list(SECTIONS)[:-1], "not-measured", "environment") if key in shown]
     for key, stage in NEEDS.items():
-        assert bool(section(report, key).missing) == (stage in missing), key
+        is_timed = key == "time" and "bench" not in missing
+        assert (key in shown) == (stage not in missing or is_timed), key
+    commands = [one.command for one in not_measured(report)]
+    assert len(set(commands)) == len(commands), "one line per command"
+    assert bool(commands) == bool({*missing} - {"bench"})
     assert (report.advice is None) == ("profile" in missing)
 
 
 @pytest.mark.parametrize("profile", [traced, counted], ids=["trace", "counters"])
-def test_somebody_else_s_file_alone_gives_a_report(profile: object) -> None:
+def test_foreign_file_gives_a_report(profile: object) -> None:
     assert callable(profile)
     report = tell(Materials(name="a", profile=profile()))
     check(report)
     assert report.soundness.verdict == "unknown"
-    assert section(report, "memory").missing[0].why == "the file holds no memory"
-    assert "_dump_snapshot" in section(report, "memory").missing[0].command
-    assert section(report, "autograd").missing[0].command == "stepscope memory --model my_model:build"
-    assert section(report, "roofline").missing[0].why == "the operators' shapes were not recorded"
+    assert lacks(report, "memory over time").why == "this file has no memory history"
+    assert "_dump_snapshot" in lacks(report, "memory over time").command
+    assert lacks(report, "saved activations").command == "stepscope memory --model my_model:build"
+    assert lacks(report, "the roofline").why == "operator shapes were not recorded"
 
 
-def test_counters_have_their_table_and_no_timeline() -> None:
+def test_counters_have_a_table_and_no_timeline() -> None:
     report = tell(Materials(name="a", profile=counted()))
-    assert "one kernel at a time" in section(report, "timeline").missing[0].why
+    assert "one kernel at a time" in lacks(report, "the timeline").why
     assert "time-counters" in [one.key for one in section(report, "time").exhibits]
 
 
-def test_a_snapshot_alone_has_memory_and_says_what_else_it_lacks() -> None:
+def test_snapshot_has_memory_and_lists_what_it_lacks() -> None:
     report = tell(Materials(name="a.pickle", memory=memory()))
     check(report)
-    assert section(report, "time").missing[0].why == "the file holds memory and no kernels"
+    assert lacks(report, "time by kernel").why == "this file has no kernel trace"
     assert [one.key for one in section(report, "memory").exhibits] == [
         "memory-timeline",
         "memory-categories",
@@ -106,44 +116,43 @@ def test_a_snapshot_alone_has_memory_and_says_what_else_it_lacks() -> None:
     ]
 
 
-def test_a_reason_that_is_given_is_used() -> None:
+def test_given_reason_is_used() -> None:
     absent = {
         "precision": Missing(what="precision", why="it ran out of memory", command="stepscope precision --batch 1")
     }
     report = tell(replace(without(("precision",)), absent=absent))
-    assert section(report, "precision").missing == (absent["precision"],)
+    assert not_measured(report) == (absent["precision"],)
     both = tell(replace(without(("memory",)), absent={"memory": Missing(what="memory", why="because", command="c")}))
-    assert section(both, "autograd").missing == (
-        Missing(what="what autograd keeps for backward", why="because", command="c"),
-    )
+    assert not_measured(both) == (Missing(what="memory and saved activations", why="because", command="c"),)
 
 
-def test_a_missing_stage_of_ours_comes_with_its_whole_command() -> None:
+def test_missing_stage_has_its_complete_command() -> None:
     report = tell(without(("memory", "precision", "attention")))
-    assert (
-        section(report, "memory").missing[0].command == "stepscope memory --size small --context 256 --precision bf16"
-    )
-    assert section(report, "precision").missing[0].command == "stepscope precision --size small --context 256"
-    assert section(report, "attention").missing[0].command == "stepscope attention --head-dim 64 --length 256"
+    assert [one.command for one in not_measured(report)] == [
+        "stepscope memory --size small --context 256 --precision bf16",
+        "stepscope precision --size small --context 256",
+        "stepscope attention --head-dim 64 --length 256",
+    ]
 
 
-def test_an_interrupted_run_says_so_where_a_stage_is_missing() -> None:
+def test_interrupted_run_lists_everything_in_one_line() -> None:
     report = tell(Materials(name="a", command="stepscope report", is_partial=True))
     check(report)
-    assert {one.missing[0].why for one in report.sections if one.missing} == {
-        "the run was interrupted before this stage"
-    }
-    assert section(report, "time").missing[0].command == "stepscope report"
+    (line,) = not_measured(report)
+    assert line.why == "the run was interrupted before this stage"
+    assert line.command == "stepscope report"
+    assert "the timeline" in line.what
+    assert "saved activations" in line.what
 
 
-def test_a_bench_that_is_missing_is_named() -> None:
+def test_missing_bench_is_listed() -> None:
     absent = {"bench": Missing(what="the step's own time", why="the device was lost")}
     report = tell(replace(without(("bench",)), absent=absent))
-    assert section(report, "environment").missing == (absent["bench"],)
+    assert not_measured(report) == (absent["bench"],)
     assert "the step's own time: the device was lost" in report.soundness.details
 
 
-def test_ranks_are_there_for_several_only() -> None:
+def test_only_several_ranks_have_a_section() -> None:
     one = record(product)
     several = Materials(name="a", profile=one, ranks=(one, record(product, product)))
     check(tell(several))
@@ -160,11 +169,11 @@ def test_hostile_names_pass_through_as_text() -> None:
     materials = Materials(name=HOSTILE, profile=record(product, launch, file=HOSTILE, device=HOSTILE), memory=memory())
     report = tell(materials)
     check(report)
-    assert report.title == HOSTILE
+    assert report.title == clip(HOSTILE, 90)
     assert HOSTILE in report.subtitle
 
 
-def test_long_tables_say_what_is_left_out() -> None:
+def test_long_tables_count_the_rows_left_out() -> None:
     rows = tuple(small_row(batch=batch) for batch in range(1, 61))
     table = section(tell(Materials(name="a", bench=rows)), "time").exhibits[0].part
     assert isinstance(table, Table)
@@ -172,28 +181,28 @@ def test_long_tables_say_what_is_left_out() -> None:
     assert table.notes[-1] == "10 more rows"
 
 
-def test_commands_are_there_once_each() -> None:
+def test_commands_appear_once() -> None:
     commands = tell(all_there()).commands
     assert commands[0].text == "stepscope report --size small"
     assert len({one.text for one in commands}) == len(commands)
     assert [one.label for one in commands] == [
         "this report",
-        "the timing",
-        "the recording",
-        "the precisions",
+        "timing",
+        "profile",
+        "precision",
         "attention",
     ]
 
 
-def test_the_memory_is_drawn_over_a_step() -> None:
+def test_memory_timeline_covers_a_step() -> None:
     drawn = section(tell(all_there()), "memory").exhibits[0].part
     assert isinstance(drawn, Timeline)
     assert max(map(sum, zip(*(area.values for area in drawn.areas), strict=True))) > 0
 
 
-def test_questions_are_answered_or_say_what_would_answer_them() -> None:
+def test_questions_are_answered_or_have_a_command() -> None:
     asked = [one.part for one in section(tell(all_there()), "questions").exhibits]
-    assert [part.title for part in asked if isinstance(part, Questions)] == ["About time", "About memory"]
+    assert [part.title for part in asked if isinstance(part, Questions)] == ["Time", "Memory"]
     for part in asked:
         assert isinstance(part, Questions)
         assert all(one.is_answered or one.command for one in part.questions)
@@ -202,7 +211,7 @@ def test_questions_are_answered_or_say_what_would_answer_them() -> None:
     assert any("two recordings" in one.answer for one in unanswered)
 
 
-def test_the_bars_of_what_autograd_keeps_add_up() -> None:
+def test_bars_of_saved_activations_add_up() -> None:
     autograd = section(tell(Materials(name="a", memory=memory())), "autograd")
     bars, modules = (one.part for one in autograd.exhibits if one.key in ("autograd-blocks", "autograd-modules"))
     assert isinstance(bars, Bars)
@@ -210,30 +219,31 @@ def test_the_bars_of_what_autograd_keeps_add_up() -> None:
     total = memory().summary.saved_bytes
     assert sum(size or 0 for part in bars.values for size in part) == total
     assert sum(row[2] for row in modules.rows if isinstance(row[2], int)) == total
-    assert bars.labels == ("blocks.0", "blocks.1", "(outside of blocks)")
+    assert bars.labels == ("blocks.0", "blocks.1", "(outside blocks)")
     assert {"attention", "ffn"} <= set(bars.series)
 
 
-def test_a_snapshot_without_history_shows_its_one_moment(tmp_path: Path) -> None:
+def test_snapshot_without_history_shows_its_single_moment(tmp_path: Path) -> None:
     model = Model()
     model.malloc(3 * MIB)
     path = write(model.snapshot(first=len(model.entries)), tmp_path / "moment.pickle")
-    shown = section(tell(Materials(name="a", memory=make_memory_profile(open_recording(path)))), "memory")
+    report = tell(Materials(name="a", memory=make_memory_profile(open_recording(path))))
+    shown = section(report, "memory")
     assert "memory-timeline" not in [one.key for one in shown.exhibits]
     assert "memory-categories" in [one.key for one in shown.exhibits]
-    assert "no history" in shown.missing[0].why
+    assert "no history" in lacks(report, "memory over time").why
 
 
-def test_a_graph_without_activations_is_told_as_such() -> None:
+def test_graph_without_activations_has_a_reason() -> None:
     recording = memory().recording
     saved = recording.saved.with_columns(kind=pl.lit("parameter"))
     bare = replace(memory(), recording=replace(recording, saved=saved))
-    shown = section(tell(Materials(name="a", memory=bare)), "autograd")
-    assert "no activations" in shown.missing[0].why
-    assert not shown.exhibits
+    report = tell(Materials(name="a", memory=bare))
+    assert "no activations" in lacks(report, "saved activations").why
+    assert "autograd" not in [one.key for one in report.sections]
 
 
-def test_what_autograd_keeps_stands_beside_the_closed_form_of_our_model_only() -> None:
+def test_only_the_built_in_model_is_compared_with_formulas() -> None:
     case = build_case({"size": "nano", "mode": "train"})
     ours = replace(memory(), recording=memory().recording.with_manifest(case=case))
     compiled = build_case({"size": "nano", "compile": True})
@@ -259,18 +269,18 @@ def attention_of(*rows: AttentionRow) -> Section:
     return section(tell(Materials(name="a", attention=rows)), "attention")
 
 
-def test_attention_is_told_where_most_implementations_were_measured() -> None:
+def test_attention_lead_uses_the_length_with_the_most_implementations() -> None:
     slow, fast = attend("naive", forward_ns=(30_000_000,) * 3, backward_ns=(30_000_000,) * 3), attend("triton")
     full = (slow, fast, attend("sdpa"))
     longer = (attend("triton", length=4096), attend("sdpa", length=4096), attend("naive", "oom", length=4096))
     lead = attention_of(*full, *longer).lead
-    assert lead.startswith("At length 1,024 with heads of 64, ")
-    assert "takes 3 ms for forward and backward" in lead
-    assert "; naive takes 60 ms and " in lead
-    assert lead.endswith(" 1 of 6 cases could not be measured; the tables say why.")
+    assert lead.startswith("Fastest at length 1,024, head_dim 64: ")
+    assert ", 3 ms for forward and backward" in lead
+    assert "Slowest: naive, 60 ms, " in lead
+    assert "1 of 6 cases failed" in lead
 
 
-def test_a_table_of_attention_keeps_the_longest_lengths() -> None:
+def test_attention_table_keeps_the_longest_lengths() -> None:
     lengths = [2**power for power in range(4, 14)]
     rows = tuple(
         attend(name, length=length, head_dim=dim)
@@ -282,24 +292,24 @@ def test_a_table_of_attention_keeps_the_longest_lengths() -> None:
     assert isinstance(table, Table)
     place = [column.key for column in table.columns].index("length")
     assert {row[place] for row in table.rows} == set(lengths[-5:])
-    assert table.notes[-1].startswith("45 more rows, of shorter lengths")
+    assert table.notes[-1].startswith("45 more rows for shorter lengths")
 
 
-def test_attention_that_nobody_could_measure_has_its_reasons() -> None:
+def test_unmeasured_attention_keeps_its_reasons() -> None:
     found = attention_of(attend("hopper", "unsupported"))
     assert [one.key for one in found.exhibits] == ["attention-times"]
-    assert "1 of 1 cases could not be measured" in found.lead
+    assert "1 of 1 cases failed" in found.lead
 
 
-def test_the_environment_holds_what_recording_cost() -> None:
+def test_environment_has_the_profiler_overhead() -> None:
     environment = section(tell(all_there()), "environment")
     assert [one.key for one in environment.exhibits] == ["environment-table", "environment-overhead"]
     table = environment.exhibits[0].part
     assert isinstance(table, Table)
     assert ("PyTorch", "2.13.0") in table.rows
     foreign = section(tell(Materials(name="a", profile=traced())), "environment")
-    assert foreign.lead == "It ran on NVIDIA H200; the file says nothing else about where."
+    assert foreign.lead.startswith("NVIDIA H200. ")
 
 
-def test_a_recording_of_ours_without_its_timing_has_its_cost_too() -> None:
+def test_profile_without_bench_has_its_overhead_too() -> None:
     assert section(tell(Materials(name="a", profile=record_ours(product))), "environment").exhibits

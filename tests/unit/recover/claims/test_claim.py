@@ -1,4 +1,4 @@
-"""Claims: read strictly, or refused."""
+"""Claims are read strictly, or rejected."""
 
 import json
 from pathlib import Path
@@ -32,14 +32,14 @@ def write(folder: Path, content: object, name: str = "claim.json") -> Path:
     return path
 
 
-def test_toml_and_json_say_the_same(tmp_path: Path) -> None:
+def test_toml_and_json_give_the_same_claim(tmp_path: Path) -> None:
     toml = write(tmp_path, '# a model\nnum_layers = 2\nd_ff = 2_560\ndtype = "bf16"\ngated = true\n', "claim.toml")
     plain = write(tmp_path, {"num_layers": 2, "d_ff": 2560, "dtype": "bf16", "gated": True})
     assert read_claim(toml) == read_claim(plain)
     assert read_claim(toml).fields == {"num_layers": 2, "d_ff": 2560, "dtype": "bf16", "gated": True}
 
 
-def test_key_value_heads_and_head_size_follow_unless_they_are_claimed() -> None:
+def test_num_kv_heads_and_d_head_have_defaults() -> None:
     claim = make_claim({"d_model": 768, "num_heads": 12})
     assert (claim.num_kv_heads, claim.d_head) == (12, 64)
     assert claim.implied == ("num_kv_heads", "d_head")
@@ -48,22 +48,36 @@ def test_key_value_heads_and_head_size_follow_unless_they_are_claimed() -> None:
     assert make_claim({"num_heads": 12}).d_head is None
 
 
-def test_configs_of_transformers_are_claims(tmp_path: Path) -> None:
+def test_transformers_configs_are_claims(tmp_path: Path) -> None:
     gpt2 = read_claim(write(tmp_path, GPT2), batch=3, context=200, dtype="bf16")
     assert (gpt2.num_layers, gpt2.d_model, gpt2.d_ff, gpt2.gated, gpt2.tied) == (12, 768, 3072, False, True)
     assert (gpt2.batch, gpt2.context, gpt2.dtype) == (3, 200, "bf16")
     llama = read_claim(write(tmp_path, LLAMA))
     assert (llama.num_kv_heads, llama.d_head, llama.d_ff, llama.gated, llama.tied) == (8, 64, 8192, True, True)
-    assert llama.dtype is None  # how weights are stored is not how a run computes
+    assert llama.dtype is None  # the dtype of stored weights is not that of the run
     assert llama.model_type == "llama"
 
 
-def test_heads_of_a_config_have_the_size_that_its_kind_gives_them(tmp_path: Path) -> None:
+def test_d_head_of_a_config_depends_on_its_model_type(tmp_path: Path) -> None:
     plain = {name: value for name, value in LLAMA.items() if name not in ("head_dim", "num_key_value_heads")}
     assert read_claim(write(tmp_path, {**plain, "model_type": "mistral"})).d_head == 64
     assert read_claim(write(tmp_path, {**plain, "model_type": "qwen3"})).d_head == 128
     neox = read_claim(write(tmp_path, {**plain, "model_type": "gpt_neox", "tie_word_embeddings": False}))
     assert (neox.gated, neox.tied, neox.num_kv_heads) == (False, False, 32)
+
+
+def test_certain_fields_of_a_recovery_are_a_claim(tmp_path: Path) -> None:
+    fields = {
+        "num_layers": {"value": 3, "certain": True, "evidence": []},
+        "num_heads": {"value": 16, "certain": True, "evidence": []},
+        "num_kv_heads": {"value": 4, "certain": False, "alternatives": [2]},
+        "vocab_size": {"value": None, "certain": False, "low": 4097, "high": 1048576},
+        "dtype": {"value": "bf16", "certain": True},
+    }
+    path = write(tmp_path, {"verdict": "recovered", "candidates": [{}], "fields": fields})
+    claim = read_claim(path, context=512)
+    assert claim.fields == {"num_layers": 3, "num_heads": 16, "context": 512, "dtype": "bf16"}
+    assert claim.implied == ()  # the recovery does not know num_kv_heads, so it is not num_heads by default
 
 
 @pytest.mark.parametrize(
@@ -73,33 +87,40 @@ def test_heads_of_a_config_have_the_size_that_its_kind_gives_them(tmp_path: Path
         ({"hidden_size": 768}, "did you mean d_model?"),
         ({"seq_len": 768}, "did you mean context?"),
         ({"zebra": 1}, "expected num_layers, d_model"),
-        ({"num_layers": 0}, "num_layers `0` is no size"),
-        ({"num_layers": -3}, "no size"),
-        ({"num_layers": 2.0}, "no size"),
-        ({"num_layers": True}, "no size"),
-        ({"num_layers": "2"}, "no size"),
-        ({"num_layers": 2**60}, "no size"),
-        ({"dtype": "fp12"}, "dtype `fp12` is none of fp32, tf32, fp16, bf16"),
-        ({"gated": 1}, "gated is true or false"),
-        ({"num_heads": 10, "num_kv_heads": 4}, "does not divide"),
-        ({"d_model": 100, "num_heads": 12}, "d_model `100` does not divide into `12` heads"),
-        ({}, "the claim claims nothing"),
-        ({"model_type": "bert"}, "known are gpt2, llama"),
-        ({"model_type": "gpt2", "n_layer": 2}, "has no `n_embd`"),
-        ({**GPT2, "n_layer": "12"}, "num_layers `12` is no size"),
+        ({"num_layers": 0}, "invalid num_layers: `0`"),
+        ({"num_layers": -3}, "expected a positive integer"),
+        ({"num_layers": 2.0}, "expected a positive integer"),
+        ({"num_layers": True}, "expected a positive integer"),
+        ({"num_layers": "2"}, "expected a positive integer"),
+        ({"num_layers": 2**60}, "expected a positive integer"),
+        ({"dtype": "fp12"}, "unsupported dtype `fp12`"),
+        ({"gated": 1}, "invalid gated: `1`"),
+        ({"num_heads": 10, "num_kv_heads": 4}, "`10` is not divisible by num_kv_heads `4`"),
+        ({"d_model": 100, "num_heads": 12}, "d_model `100` is not divisible by num_heads `12`"),
+        ({}, "the claim is empty"),
+        ({"model_type": "bert"}, "expected one of gpt2, llama"),
+        ({"model_type": "gpt2", "n_layer": 2}, "`n_embd` is missing"),
+        ({**GPT2, "n_layer": "12"}, "invalid num_layers: `12`"),
+        ({"verdict": "cannot tell", "reason": "", "candidates": [], "notes": []}, "no certain fields"),
+        (
+            {"verdict": "recovered", "candidates": [], "fields": {"d_ff": {"value": 1, "certain": 1}}},
+            "no certain fields",
+        ),
+        ({"verdict": "recovered", "candidates": [], "fields": {"d_ff": 2}}, "no certain fields"),
+        ({"verdict": "recovered", "candidates": [], "fields": [3]}, "no certain fields"),
         ("num_layers = ", "neither TOML nor JSON"),
-        ('{"num_layers": 2, "num_layers": 3}', "a key stands twice"),
+        ('{"num_layers": 2, "num_layers": 3}', "duplicate key"),
         ("[1, 2]", "neither TOML nor JSON"),
         ("{" * 100_000, "neither TOML nor JSON"),
     ],
 )
-def test_what_is_no_claim_is_refused_with_what_was_expected(tmp_path: Path, content: Any, says: str) -> None:
+def test_an_invalid_claim_is_rejected_with_what_was_expected(tmp_path: Path, content: Any, says: str) -> None:
     with pytest.raises(StepscopeError) as caught:
         read_claim(write(tmp_path, content))
     assert says in str(caught.value)
 
 
-def test_parameters_must_hold_the_matrices_that_are_claimed() -> None:
+def test_parameters_must_include_the_claimed_matrices() -> None:
     sizes = {"num_layers": 12, "d_model": 768, "num_heads": 12, "d_ff": 3072, "vocab_size": 50257}
     claim = make_claim({**sizes, "parameters": 124_439_808})
     assert claim.fewest_parameters == 12 * (4 * 768 * 768 + 2 * 768 * 3072) + 50257 * 768
@@ -110,14 +131,14 @@ def test_parameters_must_hold_the_matrices_that_are_claimed() -> None:
     assert make_claim({"num_layers": 12, "parameters": 5}).fewest_parameters is None
 
 
-def test_flags_add_to_a_claim_and_do_not_change_it(tmp_path: Path) -> None:
+def test_flags_add_to_a_claim_but_cannot_change_it(tmp_path: Path) -> None:
     path = write(tmp_path, {"num_layers": 2, "batch": 3})
     assert read_claim(path, batch=3, context=8).context == 8
     with pytest.raises(StepscopeError, match="the claim and `--batch` disagree: `3` and `4`"):
         read_claim(path, batch=4)
 
 
-def test_a_claim_is_a_plain_file_of_moderate_size(tmp_path: Path) -> None:
+def test_a_claim_is_a_regular_file_of_limited_size(tmp_path: Path) -> None:
     with pytest.raises(StepscopeError, match="cannot read a claim"):
         read_claim(tmp_path / "none.toml")
     with pytest.raises(StepscopeError, match="Is a directory"):

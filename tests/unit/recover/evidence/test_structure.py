@@ -1,4 +1,4 @@
-"""Layers and roles, and evidence that shows none."""
+"""Layers and roles, and evidence that does not show any."""
 
 from dataclasses import replace
 
@@ -23,7 +23,7 @@ def test_roles_of_a_gated_layer() -> None:
     assert (structure.num_layers, structure.num_passes, structure.is_fused) == (3, 1, True)
 
 
-def test_roles_of_attention_that_is_written_out() -> None:
+def test_roles_of_unfused_attention() -> None:
     structure = find_structure(read_evidence("builtin_autocast.train.json.gz").sightings)
     (reading,) = structure.readings
     assert {"scores", "values", "gate", "query"} <= set(reading.products)
@@ -32,12 +32,12 @@ def test_roles_of_attention_that_is_written_out() -> None:
     assert not structure.is_fused
 
 
-def test_the_second_kernel_of_a_split_product_is_no_product() -> None:
+def test_the_sum_of_a_split_gemm_is_not_a_gemm() -> None:
     structure = find_structure(read_evidence("builtin_fp32.forward.json.gz").sightings)
     assert len(structure.readings[0].products) == 10
 
 
-def test_a_compiler_may_put_the_feed_forward_half_first() -> None:
+def test_a_compiler_can_run_the_feed_forward_half_first() -> None:
     structure = find_structure(read_evidence("neox_compiled.csv.gz").sightings)
     orders = [tuple(sorted(one.products, key=lambda role: one.products[role].index)) for one in structure.readings]
     assert ("up", "down", "output", "query_key_value", "head") in orders
@@ -45,14 +45,14 @@ def test_a_compiler_may_put_the_feed_forward_half_first() -> None:
 
 @pytest.mark.parametrize(("first", "second"), [("gpt2_bf16_odd", "llama_bf16"), ("llama_bf16", "neox_fp16")])
 @pytest.mark.parametrize("ending", ["csv.gz", "forward.json.gz"])
-def test_two_models_after_one_another_are_refused(first: str, second: str, ending: str) -> None:
+def test_two_consecutive_models_are_rejected(first: str, second: str, ending: str) -> None:
     one, other = read_evidence(f"{first}.{ending}"), read_evidence(f"{second}.{ending}")
     with pytest.raises(NoTransformerError):
         recover([with_kernels(one, [*one.sightings, *other.sightings])])
 
 
 @pytest.mark.parametrize("size", [1, 5, 11])
-def test_two_models_at_once_are_refused(size: int) -> None:
+def test_two_interleaved_models_are_rejected(size: int) -> None:
     one, other = (list(read_evidence(f"{name}.csv.gz").sightings) for name in ("gpt2_bf16_odd", "llama_bf16"))
     mixed = []
     while one or other:
@@ -62,8 +62,8 @@ def test_two_models_at_once_are_refused(size: int) -> None:
         recover([with_kernels(read_evidence("gpt2_bf16_odd.csv.gz"), mixed)])
 
 
-def test_files_of_different_runs_are_refused() -> None:
-    with pytest.raises(NoTransformerError, match="layers"):
+def test_files_of_different_runs_are_rejected() -> None:
+    with pytest.raises(NoTransformerError, match="num_layers is"):
         recover([read_evidence("gpt2_bf16_odd.csv.gz"), read_evidence("gpt2_bf16_odd.forward.json.gz")])
     with pytest.raises(NoTransformerError, match="different runs"):
         recover([read_evidence("gpt2_bf16_odd.csv.gz"), read_evidence("gpt2_head80.csv.gz")])
@@ -73,7 +73,7 @@ def test_files_of_different_runs_are_refused() -> None:
     "name", ["gpt2_bf16_odd.forward.json.gz", "held_llama.csv.gz", "builtin_autocast.train.json.gz"]
 )
 @pytest.mark.parametrize("part", ["start", "end"])
-def test_a_cut_file_never_makes_a_wrong_number_of_layers_certain(name: str, part: str) -> None:
+def test_a_truncated_file_never_makes_a_wrong_num_layers_certain(name: str, part: str) -> None:
     whole = read_evidence(name)
     truth = recovered(name).fields["num_layers"].value
     for share in range(1, 12):
@@ -87,27 +87,27 @@ def test_a_cut_file_never_makes_a_wrong_number_of_layers_certain(name: str, part
 
 
 @pytest.mark.parametrize("wanted", ["products", "no products", "nothing"])
-def test_what_is_no_transformer_is_refused(wanted: str) -> None:
+def test_other_models_are_rejected(wanted: str) -> None:
     evidence = read_evidence("gpt2_bf16_odd.csv.gz")
     kept = [one for one in evidence.sightings if wanted != "nothing" and is_product(one) == (wanted == "products")]
     with pytest.raises(NoTransformerError):
         find_structure(with_kernels(evidence, kept).sightings)
 
 
-def test_the_same_pass_twice_is_two_passes() -> None:
+def test_a_repeated_pass_is_two_passes() -> None:
     evidence = read_evidence("gpt2_bf16_odd.csv.gz")
     structure = find_structure(with_kernels(evidence, evidence.sightings * 2).sightings)
     assert (structure.num_layers, structure.num_passes) == (2, 2)
 
 
 def _layer_between(name: str) -> tuple[list[Sighting], slice]:
-    """The kernels, and those from the first attention to the second: a layer, turned round."""
+    """Append the kernels from the first attention to the second: a rotated layer."""
     sightings = list(read_evidence(name).sightings)
     (attentions,) = find_structure(sightings).layer_indices
     return sightings, slice(attentions[0], attentions[1])
 
 
-def test_a_pass_with_a_layer_less_is_refused() -> None:
+def test_a_pass_with_a_missing_layer_is_rejected() -> None:
     whole, layer = _layer_between("held_gpt2.csv.gz")
     shorter = whole[: layer.start] + whole[layer.stop :]
     with pytest.raises(NoTransformerError, match="4 and 5 layers"):
@@ -118,7 +118,7 @@ def test_a_pass_with_a_layer_less_is_refused() -> None:
     "name", ["gpt2_bf16_odd.forward.json.gz", "llama_bf16.forward.json.gz", "gpt2_bf16_odd.csv.gz"]
 )
 @pytest.mark.parametrize("with_lookups", [True, False])
-def test_one_layer_over_and_over_is_not_taken_for_many(name: str, with_lookups: bool) -> None:
+def test_a_repeated_layer_leaves_num_layers_open(name: str, with_lookups: bool) -> None:
     sightings = list(read_evidence(name).sightings)
     (attentions,) = find_structure(sightings).layer_indices
     alone = sightings[: attentions[0]] + sightings[attentions[-1] :]
@@ -132,8 +132,8 @@ def test_one_layer_over_and_over_is_not_taken_for_many(name: str, with_lookups: 
     assert field.value == 1 or not field.certain
 
 
-def test_a_head_that_looks_like_a_projection_leaves_the_layers_open() -> None:
-    """Persistent kernels show no sizes: then one layer, run again and again, looks the same as many."""
+def test_an_lm_head_like_a_projection_leaves_num_layers_open() -> None:
+    """Persistent kernels show no sizes: one layer that is run repeatedly looks like many."""
     evidence = read_evidence("gpt2_bf16_odd.forward.json.gz")
     (first, *_) = find_structure(evidence.sightings).readings
     head, joint = first.products["head"], first.products["query_key_value"]
@@ -142,26 +142,26 @@ def test_a_head_that_looks_like_a_projection_leaves_the_layers_open() -> None:
     assert (field.value, field.certain, field.alternatives) == (4, False, (1,))
 
 
-def test_a_start_and_a_head_of_different_passes_make_no_whole_pass() -> None:
-    """A recording that begins and ends within a pass, cut alike: three layers are left of each of two passes."""
+def test_a_start_and_an_lm_head_of_different_passes_are_not_combined() -> None:
+    """A recording begins and ends within a pass: each of two passes has three layers left."""
     evidence = read_evidence("gpt2_bf16_odd.forward.json.gz")
     (attentions,) = find_structure(evidence.sightings).layer_indices
     twice = (evidence.sightings * 2)[attentions[0] + 1 : len(evidence.sightings) + attentions[3]]
     assert not recover([with_kernels(evidence, twice)]).fields["num_layers"].certain
 
 
-def test_sizes_of_a_model_that_is_split_over_gpus_are_not_certain() -> None:
+def test_sizes_of_a_sharded_model_are_not_certain() -> None:
     evidence = read_evidence("llama_bf16.csv.gz")
     (attentions,) = find_structure(evidence.sightings).layer_indices
     answer = recover([replace(evidence, exchanges=(attentions[0] + 2,))])
     assert answer.fields["num_heads"].value == 16
     assert [name for name, field in answer.fields.items() if field.certain] == ["num_layers", "d_head", "dtype"]
-    assert any("share" in note for note in answer.notes)
-    # Gradients are exchanged after the layers.
+    assert any("one rank's shard" in note for note in answer.notes)
+    # Gradients are reduced after the layers.
     assert recover([replace(evidence, exchanges=(attentions[-1] + 9,))]).fields["num_heads"].certain
 
 
-def test_collectives_are_seen_on_any_stream() -> None:
+def test_collectives_are_found_on_any_stream() -> None:
     recording = open_recording(FOLDER / "gpt2_bf16_odd.forward.json.gz")
     other = recording.kernels.filter(pl.col("kind") == "kernel")[40].with_columns(
         name=pl.lit("ncclDevKernel_AllReduce_Sum_bf16_RING_LL(ncclDevKernelArgsStorage<4096ul>)"),
@@ -172,8 +172,8 @@ def test_collectives_are_seen_on_any_stream() -> None:
     assert gather(replace(recording, kernels=pl.concat([recording.kernels, other]))).exchanges == (40,)
 
 
-def test_layers_that_differ_beside_their_products_make_no_size_certain() -> None:
-    """One layer's queries are turned by a kernel over fewer elements."""
+def test_layers_with_different_kernels_make_no_size_certain() -> None:
+    """In one layer, the rotary kernel of the queries has fewer elements."""
     evidence = read_evidence("held_smol.csv.gz")
     (attentions,) = find_structure(evidence.sightings).layer_indices
     changed = [

@@ -1,4 +1,4 @@
-"""What an instruction of the tensor cores does, held against runs that counted both."""
+"""Operations per tensor core instruction, compared with runs that counted both."""
 
 import msgspec
 import pytest
@@ -10,7 +10,7 @@ from tests.unit.recover.evidence_runs import COUNTERS, read_evidence, recovered,
 
 
 @pytest.mark.parametrize("file", COUNTERS)
-def test_operations_are_instructions_times_what_the_name_tells(file: str) -> None:
+def test_operations_follow_from_instructions_and_the_name(file: str) -> None:
     counted = [one for one in read_evidence(file).sightings if one.counters["tensor_ops"] and is_product(one)]
     for one in counted:
         assert operations_each(one) == one.counters["tensor_ops"] / one.counters["tensor_instructions"], one.name.name
@@ -19,7 +19,7 @@ def test_operations_are_instructions_times_what_the_name_tells(file: str) -> Non
 @pytest.mark.parametrize(
     "file", ["gpt2_bf16_odd.csv.gz", "llama_bf16.csv.gz", "gpt2_tf32.csv.gz", "gpt2_head80.csv.gz"]
 )
-def test_a_file_with_instructions_alone_gives_the_same_answer(file: str) -> None:
+def test_a_file_with_only_instructions_gives_the_same_result(file: str) -> None:
     evidence = read_evidence(file)
     without = []
     for one in evidence.sightings:
@@ -32,6 +32,6 @@ def test_a_file_with_instructions_alone_gives_the_same_answer(file: str) -> None
     assert recover([with_kernels(evidence, without)]).fields == recovered(file).fields
 
 
-def test_what_is_not_known_stays_unknown() -> None:
+def test_unknown_operations_stay_unknown() -> None:
     (one, *_) = (one for one in read_evidence("llama_ours.csv.gz").sightings if one.name.kernel_class == "attention")
     assert operations_each(one) is None

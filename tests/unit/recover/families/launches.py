@@ -1,4 +1,4 @@
-"""Launches as they were seen: names of PyTorch 2.11 on an H200, as its profiler and as Nsight Compute spell them."""
+"""Recorded launches: kernel names of PyTorch 2.11 on an H200, as its profiler and as Nsight Compute spell them."""
 
 from stepscope.explain.kernel_names import decode
 from stepscope.recover.facts import Elements, Rows, Sighting

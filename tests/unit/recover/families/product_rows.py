@@ -1,5 +1,5 @@
-"""Matrix products as they were seen on an H200: name, grid, true sizes, counters, and how wide the windows of rows,
-columns and inner are when the other sizes are known."""
+"""GEMMs recorded on an H200: name, grid, true sizes, counters, and the widths of the windows of rows, columns and inner
+if the other sizes are known."""
 
 from dataclasses import dataclass, field
 
@@ -138,7 +138,7 @@ COUNTED = (
     seen(xmma("tn", "64x256x8", "1x4x1"), (8, 197, 1), (512, 50304, 1024, 1), (1, 1, 8),
          ffma=26_466_713_600, store_bytes=103_022_592),
 )
-# From traces: gradients, parts of the summed dimension, a GPU that is full or not.
+# From traces: gradients, K splits, a GPU that is full or not.
 TRACED = (
     seen(nvjet("tst_192x160_64x3_2x1_v_bz_coopB_NTT"), (2, 66, 1), (10000, 768, 1024, 1)),
     seen(nvjet("tst_96x128_64x6_2x1_v_bz_splitK_NNN"), (2, 64, 1), (1024, 768, 10000, 1)),

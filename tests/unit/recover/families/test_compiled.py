@@ -20,11 +20,11 @@ LOOPED_NORM = "triton_red_fused__to_copy_add_embedding_mean_mul_pow_rsqrt_0"
         ("triton_poi_fused_add_arange_0", 1, 128, 256),
     ],
 )
-def test_one_of_the_powers_of_two_holds_the_elements(name: str, grid: int, threads: int, count: int) -> None:
+def test_one_block_size_explains_the_elements(name: str, grid: int, threads: int, count: int) -> None:
     choices = read_compiled(seen(name, (grid,), (threads,)))
     assert isinstance(choices[0], Elements)
     assert any(count in choice.count for choice in choices if isinstance(choice, Elements))
-    # The first is what Inductor takes untuned.
+    # The first is Inductor's default.
     assert count in choices[0].count
     assert read_fact(seen(name, (grid,), (threads,))) == Elements(count=Window(grid, grid * 4096))
 
@@ -32,7 +32,7 @@ def test_one_of_the_powers_of_two_holds_the_elements(name: str, grid: int, threa
 @pytest.mark.parametrize(
     ("name", "grid", "rows"), [(NORM, 1024, 1024), (NORM, 512, 512), (LOOPED_NORM, 1024, 2048), (LOOPED_NORM, 256, 512)]
 )
-def test_one_of_the_powers_of_two_holds_the_rows(name: str, grid: int, rows: int) -> None:
+def test_one_block_size_explains_the_rows(name: str, grid: int, rows: int) -> None:
     choices = read_compiled(seen(name, (grid,), (32,)))
     assert [choice.rows for choice in choices if isinstance(choice, Rows)][:2] == [
         exactly(grid),
@@ -41,7 +41,7 @@ def test_one_of_the_powers_of_two_holds_the_rows(name: str, grid: int, rows: int
     assert any(rows in choice.rows for choice in choices if isinstance(choice, Rows))
 
 
-def test_bytes_written_are_a_multiple_of_the_size() -> None:
+def test_stored_bytes_are_a_multiple_of_the_size() -> None:
     choices = read_compiled(seen(ACTIVATION, (3072,), (128,), stored=6291456))
     assert choices[0] == Elements(count=exactly(4 * 256 * 3072))
     assert {choice.count.low for choice in choices if isinstance(choice, Elements)} == {
@@ -57,12 +57,12 @@ def test_bytes_written_are_a_multiple_of_the_size() -> None:
     "name",
     ["triton_per_fused_native_layer_norm_native_layer_norm_backward_view_2", "triton_red_fused_add_mul_pow_sum_view_6"],
 )
-def test_bytes_of_a_gradient_may_hold_parts_of_another(name: str) -> None:
+def test_stored_bytes_of_a_gradient_can_include_another(name: str) -> None:
     launch = seen(name, (1021,), (32,), stored=1021 * 770 * 2)
     assert read_compiled(launch) == read_compiled(seen(name, (1021,), (32,)))
 
 
-def test_bytes_that_no_size_divides_leave_the_windows() -> None:
+def test_stored_bytes_that_no_size_divides_are_ignored() -> None:
     plain = read_compiled(seen(NORM, (1021,), (32,)))
     assert read_compiled(seen(NORM, (1021,), (32,), stored=7)) == plain
     assert read_compiled(seen(NORM, (1021,), (32,), stored=0)) == plain
@@ -71,27 +71,27 @@ def test_bytes_that_no_size_divides_leave_the_windows() -> None:
 @pytest.mark.parametrize(
     ("name", "grid"),
     [
-        (ACTIVATION, (1, 4096)),  # tiles of two dimensions
-        (NORM, (64,)),  # may be blocks that share a row
+        (ACTIVATION, (1, 4096)),  # two-dimensional tiles
+        (NORM, (64,)),  # possibly blocks that share a row
         ("triton_for_fused_0", (100,)),
         ("triton_tem_fused_mm_3", (100,)),
         ("triton_mm", (100,)),
         ("void at::native::elementwise_kernel<128, 4, int>(int)", (100,)),
     ],
 )
-def test_what_is_not_understood_is_none(name: str, grid: tuple[int, ...]) -> None:
+def test_unknown_launches_have_no_fact(name: str, grid: tuple[int, ...]) -> None:
     assert read_compiled(seen(name, grid, (128,))) == ()
 
 
 @pytest.mark.parametrize("per_block", [1, 2, 8, 128, 1024, 4096])
 @pytest.mark.parametrize("count", [1, 1000, 1024, 1025, 786_432, 12_345_677])
-def test_whatever_size_was_launched_is_among_the_choices(per_block: int, count: int) -> None:
+def test_the_launched_size_is_among_the_choices(per_block: int, count: int) -> None:
     for stored in (None, 2 * count, 4 * count, 6 * count):
         choices = read_compiled(seen(ACTIVATION, (-(-count // per_block),), (128,), stored=stored))
         assert any(count in choice.count for choice in choices if isinstance(choice, Elements))
 
 
-def test_the_usual_blocks_come_first() -> None:
+def test_common_block_sizes_come_first() -> None:
     choices = read_compiled(seen(ACTIVATION, (10,), (128,)))
     highs = [choice.count.high // 10 for choice in choices if isinstance(choice, Elements)]
     assert highs == [1024, 512, 256, 128, 1, 2, 4, 8, 16, 32, 64, 2048, 4096]

@@ -1,4 +1,4 @@
-"""The model of memory-efficient attention in fp32 against counters, to parts per million."""
+"""The model of memory-efficient attention in fp32 compared with counters, to parts per million."""
 
 import pytest
 
@@ -14,7 +14,7 @@ from stepscope.recover.families.efficient_attention import (
     count_head,
 )
 
-# (length, hidden): operations in fp32 and fp64, fused multiply-adds in fp32 and fp64, where they were written down.
+# (length, hidden): operations in fp32 and fp64, fused multiply-adds in fp32 and fp64, if they were recorded.
 MEASURED: dict[tuple[int, int], tuple[tuple[int | None, ...], ...]] = {
     (64, 768): ((643_694_621, 8_650_768, 37_748_744, 3_932_164),),
     (128, 768): ((1_873_521_678, 25_952_264, 100_663_295, 11_796_486), (1_873_502_200, 25_952_235)),
@@ -27,13 +27,13 @@ MEASURED: dict[tuple[int, int], tuple[tuple[int | None, ...], ...]] = {
     (128, 3072): ((5_277_745_136, 34_603_004),),
     (128, 6144): ((9_732_096_043, 34_603_067),),
 }
-# Sums over rows whose maximum moves by chance are known no better than this.
+# The accuracy of sums over rows whose maximum changes at random.
 LIMIT_PPM, CHANCE_LIMIT_PPM = 2, 14
 BY_CHANCE = {6_091_597_777, 21_560_524_758, 80_625_502_255, 1_647_049_723, 1_873_502_200}
 
 
 def residuals_ppm() -> dict[int, float]:
-    """By what was measured, of a model that is computed afresh."""
+    """Return the counts of a freshly computed model by measured quantity."""
     count_head.cache_clear()
     found: dict[int, float] = {}
     for (length, hidden), series in MEASURED.items():
@@ -53,7 +53,7 @@ def exceeds(residuals: dict[int, float]) -> list[int]:
     return [number for number, residual in residuals.items() if abs(residual) > limits[number]]
 
 
-def test_every_number_of_the_tables_is_explained() -> None:
+def test_the_model_explains_every_number_of_the_tables() -> None:
     residuals = residuals_ppm()
     assert len(residuals) == 29
     assert exceeds(residuals) == []
@@ -67,7 +67,7 @@ TERMS = (
 
 @pytest.mark.parametrize("term", TERMS)
 @pytest.mark.parametrize("change", [-1, 1])
-def test_no_term_could_be_another(monkeypatch: pytest.MonkeyPatch, term: str, change: int) -> None:
+def test_every_term_is_needed(monkeypatch: pytest.MonkeyPatch, term: str, change: int) -> None:
     monkeypatch.setattr(efficient_attention, term, getattr(efficient_attention, term) + change)
     assert exceeds(residuals_ppm())
     count_head.cache_clear()
@@ -76,7 +76,7 @@ def test_no_term_could_be_another(monkeypatch: pytest.MonkeyPatch, term: str, ch
 @pytest.mark.parametrize(
     ("sizes", "mask", "plain", "fma", "tensor_ops"),
     [
-        # batch, heads, length, head size; the third was handed its mask as a tensor
+        # batch, heads, length, head size; the third got its mask as a tensor
         ((1, 12, 128, 64), "causal", 2_427_133 + 543_997, 49_152, 113_246_208),
         ((2, 16, 512, 64), "causal", 77_118_979 + 15_252_995, 524_288, 3_623_878_656),
         ((2, 8, 256, 128), "tensor", 31_298_167 + 4_203_127, 131_072, 1_610_612_736),
@@ -93,7 +93,7 @@ def test_the_model_predicts_runs_without_dropout(
     assert least.times(batch * heads).plain < plain < most.times(batch * heads).plain
 
 
-def test_the_head_size_chooses_the_kernel() -> None:
+def test_the_head_size_determines_the_kernel() -> None:
     assert [choose_variant(size) for size in (16, 64, 65, 128, 129, 512)] == [
         NARROW, NARROW, MIDDLE, MIDDLE, WIDE, WIDE,
     ]  # fmt: skip
@@ -115,7 +115,7 @@ def test_counts_add_up() -> None:
     assert (one.fp32_operations, one.fp64_operations, one.tensor_operations) == (5, 10, 5 * 2048)
 
 
-def test_the_table_holds_every_number_with_model_residual_and_formula() -> None:
+def test_the_table_has_model_residual_and_formula() -> None:
     table = compare()
     keys = [column.key for column in table.columns]
     rows = [dict(zip(keys, row, strict=True)) for row in table.rows]

@@ -26,7 +26,7 @@ UNROLLED_CAST = (
     "at::native::memory::StoreWithCast<1> >(int)"
 )
 UNROLLED = UNROLLED_CAST.replace("LoadWithCast<2>", "LoadWithoutCast").replace("StoreWithCast<1>", "StoreWithoutCast")
-# As Nsight Compute spells them.
+# As spelled by Nsight Compute.
 COUNTED_ADD = (
     "void native::vectorized_elementwise_kernel<4, native::CUDAFunctor_add<float>, std::array<char *, 3>>(int, T2, T3)"
 )
@@ -38,7 +38,7 @@ COUNTED_FILL = (
 )
 
 
-# Grids of runs whose shapes are known: batch 3, length 200, width 640; batch 1, length 128, width 768; and others.
+# Grids of runs with known shapes: batch 3, length 200, width 640; batch 1, length 128, width 768; and others.
 @pytest.mark.parametrize(
     ("name", "grid", "count"),
     [
@@ -54,7 +54,7 @@ COUNTED_FILL = (
         (ARANGE, 4, 200),
     ],
 )
-def test_the_grid_holds_the_elements_that_were_there(name: str, grid: int, count: int) -> None:
+def test_the_grid_window_contains_the_elements(name: str, grid: int, count: int) -> None:
     block = 64 if name == ARANGE else 128
     fact = read_elements(seen(name, (grid,), (block,)), recent=True)
     assert fact is not None
@@ -62,7 +62,7 @@ def test_the_grid_holds_the_elements_that_were_there(name: str, grid: int, count
     assert fact.count.size <= 2048
 
 
-def test_a_count_at_the_end_of_a_block_and_one_beyond() -> None:
+def test_counts_at_a_block_boundary() -> None:
     (first,) = read_elementwise(seen(vectorized(ADD_BF16, 8), (375,)))
     assert first == Elements(count=Window(374 * 1024 + 1, 375 * 1024))
     assert 375 * 1024 + 1 not in first.count
@@ -70,7 +70,7 @@ def test_a_count_at_the_end_of_a_block_and_one_beyond() -> None:
     assert 375 * 1024 + 1 in second.count
 
 
-def test_four_elements_a_thread_are_possible_unless_the_run_is_recent() -> None:
+def test_older_versions_may_have_four_elements_per_thread() -> None:
     launch = seen(vectorized(ADD_FLOAT), (96,))
     old, new = Window(95 * 512 + 1, 96 * 512), Window(95 * 1024 + 1, 96 * 1024)
     assert [choice.count for choice in read_elementwise(launch)] == [old, new]
@@ -78,7 +78,7 @@ def test_four_elements_a_thread_are_possible_unless_the_run_is_recent() -> None:
     assert read_elementwise(launch, recent=True) == (Elements(count=new),)
 
 
-def test_the_arrays_of_old_versions_mean_four_elements_a_thread() -> None:
+def test_arrays_of_old_versions_mean_four_elements_per_thread() -> None:
     name = vectorized(ADD_FLOAT, array="at::detail::Array<char*, {}>")
     assert read_elementwise(seen(name, (6272,))) == (Elements(count=Window(6271 * 512 + 1, 6272 * 512)),)
 
@@ -115,18 +115,18 @@ def test_names_that_show_a_recent_version(name: str, *, expected: bool) -> None:
         (UNROLLED, 5, 4 * 2051, 2051),
     ],
 )
-def test_bytes_written_make_the_count_exact(name: str, grid: int, stored: int, count: int) -> None:
+def test_stored_bytes_make_the_count_exact(name: str, grid: int, stored: int, count: int) -> None:
     assert read_elementwise(seen(name, (grid,), stored=stored), recent=True) == (Elements(count=exactly(count)),)
 
 
-def test_a_kernel_that_casts_may_have_written_any_type() -> None:
+def test_a_casting_kernel_can_store_any_type() -> None:
     wide = read_elementwise(seen(UNROLLED_CAST, (1536,), stored=4 * 786432))
     assert wide == (Elements(count=exactly(786432)),)
     narrow = read_elementwise(seen(UNROLLED_CAST, (1,), stored=128))
     assert [choice.count.low for choice in narrow] == [8, 16, 32, 64, 128]
 
 
-def test_bytes_that_fit_no_type_leave_the_window() -> None:
+def test_stored_bytes_that_fit_no_type_are_ignored() -> None:
     launch = seen(COUNTED_ADD, (96,), stored=17)
     assert read_elements(launch, recent=True) == Elements(count=Window(95 * 1024 + 1, 96 * 1024))
 
@@ -134,7 +134,7 @@ def test_bytes_that_fit_no_type_leave_the_window() -> None:
 TRIANGLE = "void native::triu_tril_kernel<bool, int, 0, 8, {}>(detail::TensorInfo<T1, T2>, long, long, T2)"
 
 
-def test_a_triangle_is_exact_by_its_bytes_unless_it_is_made_in_place() -> None:
+def test_stored_bytes_make_a_triangle_exact_unless_in_place() -> None:
     assert read_elements(seen(TRIANGLE.format(0), (25,), stored=25600)) == Elements(count=exactly(25600))
     window = Window(24 * 128 + 1, 25 * 1024)
     assert read_elements(seen(TRIANGLE.format(1), (25,), stored=12880)) == Elements(count=window)
@@ -153,13 +153,13 @@ def test_a_triangle_is_exact_by_its_bytes_unless_it_is_made_in_place() -> None:
         ("", (10,), (128,)),
     ],
 )
-def test_what_is_not_understood_is_none(name: str, grid: tuple[int, ...], block: tuple[int, ...]) -> None:
+def test_unknown_launches_have_no_fact(name: str, grid: tuple[int, ...], block: tuple[int, ...]) -> None:
     assert read_elementwise(seen(name, grid, block)) == ()
 
 
 @pytest.mark.parametrize("count", [1, 127, 128, 511, 512, 513, 1023, 1024, 1025, 4097, 777_777, 2**31 - 1])
 @pytest.mark.parametrize("each", [2, 4, 8, 16])
-def test_whatever_size_was_launched_is_in_its_window(count: int, each: int) -> None:
+def test_the_launched_size_is_in_its_window(count: int, each: int) -> None:
     names = {
         2: strided(MULTIPLY, 2),
         4: strided(ADD_BF16, 4),
@@ -172,7 +172,7 @@ def test_whatever_size_was_launched_is_in_its_window(count: int, each: int) -> N
     assert count in fact.count
 
 
-def test_other_launchers_may_write_an_element_more_than_once() -> None:
+def test_other_launchers_can_store_an_element_twice() -> None:
     name = "void at::native::index_elementwise_kernel<128, 4, at::native::gpu_index_kernel<int>::{lambda(int)#1}>(long)"
     launch = seen(name, (10,), stored=4 * 5000)
     assert read_elements(launch) == Elements(count=Window(9 * 512 + 1, 10 * 512))
@@ -187,15 +187,15 @@ def test_other_launchers_may_write_an_element_more_than_once() -> None:
         (vectorized(f"{AT}AUnaryFunctor<long, long, bool, {AT}CompareEqFunctor<long> >", 4, 2), 8),
         (UNROLLED, 4),
         (UNROLLED.replace("3ul>, 4,", "3ul>, 8,"), 8),
-        (UNROLLED.replace("3ul>, 4,", "3ul>,"), 4),  # as it was before the number was part of the name
+        (UNROLLED.replace("3ul>, 4,", "3ul>,"), 4),  # from before the number was part of the name
     ],
 )
-def test_elements_a_thread(name: str, each: int) -> None:
+def test_elements_per_thread(name: str, each: int) -> None:
     window = Window(9 * 128 * each + 1, 10 * 128 * each)
     assert read_elementwise(seen(name, (10,)), recent=True) == (Elements(count=window),)
 
 
-def test_what_writes_an_unknown_type_and_reads_nothing_may_have_sixteen_a_thread() -> None:
+def test_an_unknown_type_can_have_sixteen_elements_per_thread() -> None:
     name = vectorized(f"{AT}unheard_of(at::TensorIterator&)::{{lambda()#1}}", 4, 1)
     assert [choice.count.high for choice in read_elementwise(seen(name, (10,)))] == [5120, 10240, 20480]
     untold = vectorized(f"{AT}FillFunctor<bool>", 4, 1, array="T3")

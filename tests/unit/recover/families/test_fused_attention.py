@@ -1,4 +1,4 @@
-"""What kernels of fused attention leave possible, held against problems whose sizes were known."""
+"""What fused attention kernels allow, compared with problems of known sizes."""
 
 from dataclasses import dataclass, field
 
@@ -50,7 +50,7 @@ class Seen:
     name: str
     grid: Triple
     problem: Problem
-    # What must be refused: places of the problem, and what stands there instead.
+    # What must be rejected: positions in the problem, and the values to put there.
     refused: tuple[dict[int, int], ...] = ()
     counters: dict[CounterKey, int] = field(default_factory=dict)
     threads: int = 384
@@ -114,20 +114,20 @@ def changed(problem: Problem, places: dict[int, int]) -> Problem:
 
 
 @pytest.mark.parametrize("seen", SEEN, ids=str)
-def test_the_sizes_that_were_there_are_admitted_and_others_are_not(seen: Seen) -> None:
+def test_true_sizes_are_admitted_and_others_are_not(seen: Seen) -> None:
     fact = seen.fact()
     assert fact.admits(*seen.problem)
     for places in seen.refused:
         assert not fact.admits(*changed(seen.problem, places)), places
 
 
-def test_windows_say_what_the_grid_says_alone() -> None:
+def test_windows_follow_from_the_grid() -> None:
     fact = SEEN[0].fact()
     assert (fact.batch, fact.heads, fact.length) == (exactly(1), exactly(12), Window(65, 128))
     assert fact.head_dim == Window(1, 64)
     flash_fact = SEEN[15].fact()
     assert (flash_fact.batch, flash_fact.heads, flash_fact.length) == (exactly(2), exactly(15), Window(257, 384))
-    assert flash_fact.head_dim == Window(65, 88)  # not 96: the kernel says that the head does not fill it
+    assert flash_fact.head_dim == Window(65, 88)  # not 96: the kernel shows that the head does not fill it
     assert SEEN[5].fact().heads is None
 
 
@@ -135,9 +135,7 @@ def test_windows_say_what_the_grid_says_alone() -> None:
     ("rest", "queries", "head_dim"),
     [("64x64_rf", 64, Window(1, 64)), ("64x128_rf", 64, Window(65, 128)), ("32x128_gmem", 32, Window(129, 65_536))],
 )
-def test_where_memory_efficient_attention_keeps_its_result_bounds_the_head(
-    rest: str, queries: int, head_dim: Window
-) -> None:
+def test_the_result_location_bounds_the_head_size(rest: str, queries: int, head_dim: Window) -> None:
     fact = Seen(f"fmha_cutlassF_bf16_aligned_{rest}_sm80(Params)", (3, 4, 5), (5, 4, 4, 3 * queries, 1, 1, True)).fact()
     assert (fact.head_dim, fact.length) == (head_dim, Window(2 * queries + 1, 3 * queries))
     assert (fact.heads, fact.batch) == (exactly(4), exactly(5))
@@ -147,14 +145,14 @@ def test_where_memory_efficient_attention_keeps_its_result_bounds_the_head(
     "counters",
     [{"fadd": 2_427_133, "fmul": 543_997}, {"tensor_instructions": 55_296}, {"tensor_ops": 113_246_208}],
 )
-def test_each_counter_of_memory_efficient_attention_tells_by_itself(counters: dict[CounterKey, int]) -> None:
+def test_each_counter_of_memory_efficient_attention_suffices(counters: dict[CounterKey, int]) -> None:
     fact = Seen(EFFICIENT, (2, 12, 1), (1, 12, 12, 128, 128, 64, True), (), counters).fact()
     assert fact.admits(*(1, 12, 12, 128, 128, 64, True))
     assert not fact.admits(*(1, 12, 12, 128, 64, 64, True))
     assert not fact.admits(*(1, 12, 12, 128, 128, 64, False))
 
 
-def test_counters_of_memory_efficient_attention_are_understood_in_fp32_alone() -> None:
+def test_counters_of_memory_efficient_attention_need_fp32() -> None:
     counters: dict[CounterKey, int] = {"fadd": 7, "fmul": 7, "tensor_ops": 7, "store_bytes": 7}
     for name in (EFFICIENT.replace("_f32_", "_bf16_"), EFFICIENT.replace("64x64_rf", "32x128_gmem")):
         fact = Seen(name, (2, 12, 1), (1, 12, 12, 64, 64, 64, True), (), counters).fact()
@@ -163,34 +161,34 @@ def test_counters_of_memory_efficient_attention_are_understood_in_fp32_alone() -
         assert fact.admits(*(1, 12, 12, fact.length.high, 64, fact.head_dim.low, True))
 
 
-def test_training_stores_a_number_for_each_row_besides_the_result() -> None:
-    result, kept = 4 * 12 * 100 * 64, 4 * 12 * 128  # rows in whole 32
+def test_training_stores_one_more_number_per_row() -> None:
+    result, kept = 4 * 12 * 100 * 64, 4 * 12 * 128  # rows in multiples of 32
     for stored, fits in ((result - 4, False), (result, True), (result + kept, True), (result + kept + 4, False)):
         fact = Seen(EFFICIENT, (2, 12, 1), (1, 12, 12, 100, 100, 64, True), (), {"store_bytes": stored}).fact()
         assert fact.admits(*(1, 12, 12, 100, 100, 64, True)) is fits
 
 
-def test_work_of_lengths_that_are_no_whole_tiles_lies_between_those_that_are() -> None:
-    counters: dict[CounterKey, int] = {"tensor_ops": 113_246_208}  # as of 128
+def test_work_of_partial_tiles_is_between_whole_ones() -> None:
+    counters: dict[CounterKey, int] = {"tensor_ops": 113_246_208}  # like 128
     for length, fits in ((128, True), (127, True), (65, True)):
         fact = Seen(EFFICIENT, (2, 12, 1), (1, 12, 12, length, length, 64, True), (), counters).fact()
         assert fact.admits(*(1, 12, 12, length, length, 64, True)) is fits
 
 
 def test_a_causal_mask_ends_at_the_last_key() -> None:
-    """100 queries after 200 keys see all of these: of five tiles of keys none is skipped."""
+    """100 queries after 200 keys see all of these: none of the five tiles of keys is skipped."""
     name = flash(64, 128, 64, CAUSAL)
     for pairs, fits in ((5, True), (2, False), (4, False)):
         counters: dict[CounterKey, int] = {"tensor_ops": 8 * pairs * 4 * 128 * 64 * 64}
         fact = Seen(name, (1, 2, 4), (2, 4, 4, 100, 300, 48, True), (), counters).fact()
         assert fact.admits(*(2, 4, 4, 100, 300, 48, True)) is fits
-    # Two tiles of queries after 128 keys: the first goes as far as key 256, the second to the end.
+    # Two tiles of queries after 128 keys: the first reaches key 256, the second the end.
     counters = {"tensor_ops": 8 * (4 + 6) * 4 * 128 * 64 * 64}
     fact = Seen(name, (2, 2, 4), (2, 4, 4, 256, 384, 48, True), (), counters).fact()
     assert fact.admits(*(2, 4, 4, 256, 384, 48, True))
 
 
-def test_flags_of_flash_attention_tell_whole_tiles_and_whole_heads() -> None:
+def test_flash_attention_flags_show_even_tiles_and_heads() -> None:
     fact = Seen(flash(64, 128, 128, CAUSAL_EVEN), (2, 3, 5), (3, 5, 5, 256, 256, 64, True)).fact()
     assert fact.admits(*(3, 5, 5, 256, 256, 64, True))
     assert not fact.admits(*(3, 5, 5, 255, 255, 64, True))
@@ -203,7 +201,7 @@ def test_flags_of_flash_attention_tell_whole_tiles_and_whole_heads() -> None:
     ("compiled", "least"),
     [(32, 1), (64, 33), (96, 65), (128, 97), (160, 129), (192, 129), (224, 193), (256, 193)],
 )
-def test_flash_attention_is_compiled_for_a_few_head_sizes(compiled: int, least: int) -> None:
+def test_flash_attention_has_a_few_compiled_head_sizes(compiled: int, least: int) -> None:
     around = flash(compiled, 64, 128, "false", kernel="flash_bwd_convert_dq_kernel", way="bwd")
     assert Seen(around, (5, 2, 20), (2, 20, 20, 320, 320, 64, True)).fact().head_dim == Window(least, compiled)
     assert Seen(flash(compiled, 64, 64, PLAIN_EVEN_HEAD), (2, 1, 1), (1, 1, 1, 99, 99, 9, False)).fact().head_dim == (
@@ -217,7 +215,7 @@ def test_a_window_of_keys_leaves_mask_and_work_open() -> None:
     assert fact.admits(*(1, 3, 3, 256, 256, 64, True))
 
 
-def test_tiles_of_cudnn_that_were_not_seen_say_that_heads_share_evenly() -> None:
+def test_unknown_cudnn_tiles_are_divided_evenly_among_heads() -> None:
     for name in (CUDNN_BACKWARD.replace("64x64x64", "64x64x128"), CUDNN.replace("64x128x64", "64x64x256")):
         fact = Seen(name, (15, 2, 2), (2, 10, 10, 300, 300, 96, True)).fact()
         assert fact.admits(*(2, 10, 10, 300, 300, 96, True))
@@ -227,14 +225,14 @@ def test_tiles_of_cudnn_that_were_not_seen_say_that_heads_share_evenly() -> None
         assert full.admits(*(2, 7, 7, 300, 300, 96, True))
 
 
-def test_one_query_of_grouped_heads_runs_as_a_group_of_queries() -> None:
+def test_a_single_query_with_grouped_heads_is_a_group_of_queries() -> None:
     fact = Seen(flash(64, 128, 128, PLAIN_EVEN_HEAD), (1, 2, 4), (2, 16, 4, 1, 300, 64, True)).fact()
     assert fact.admits(*(2, 16, 4, 1, 300, 64, True))
-    assert fact.admits(*(2, 4, 4, 1, 300, 64, True))  # as many heads as groups: nothing to put together
+    assert fact.admits(*(2, 4, 4, 1, 300, 64, True))  # as many heads as groups: nothing to combine
     assert not fact.admits(*(2, 16, 8, 1, 300, 64, True))
 
 
-def test_keys_that_are_split_put_batch_and_heads_into_one_place() -> None:
+def test_split_keys_combine_batch_and_heads() -> None:
     name = flash(64, 64, 256, CAUSAL, kernel="flash_fwd_splitkv_kernel")
     fact = Seen(name, (1, 6, 32), (2, 16, 16, 40, 4096, 64, True)).fact()
     assert fact.admits(*(2, 16, 16, 40, 4096, 48, True))
@@ -246,7 +244,7 @@ def test_keys_that_are_split_put_batch_and_heads_into_one_place() -> None:
     assert not one.admits(*(2, 16, 2, 1, 4096, 48, True))
 
 
-def test_flash_attention_backward_has_queries_around_and_keys_in_the_middle() -> None:
+def test_flash_attention_backward_grids() -> None:
     around = flash(64, 64, 128, "false", kernel="flash_bwd_convert_dq_kernel", way="bwd")
     fact = Seen(around, (5, 2, 20), (2, 20, 20, 320, 320, 64, True)).fact()
     assert (fact.direction, fact.length) == ("backward", Window(257, 320))
@@ -256,7 +254,7 @@ def test_flash_attention_backward_has_queries_around_and_keys_in_the_middle() ->
     assert fact.admits(*(2, 20, 20, 320, 320, 64, True))
     assert not fact.admits(*(2, 20, 20, 400, 400, 64, True))
     assert not fact.admits(*(20, 2, 2, 320, 320, 64, True))
-    # As many blocks as share out the GPU: results that do not depend on the order of sums.
+    # As many blocks as divide the GPU: deterministic mode.
     assert Seen(middle, (4, 2, 20), (2, 20, 20, 320, 320, 64, True)).fact().admits(*(2, 20, 20, 4000, 4000, 64, True))
 
 
@@ -280,14 +278,14 @@ def test_our_own_kernels_follow_their_launchers(name: str, grid: Triple, admitte
     assert not fact.admits(*refused)
 
 
-def test_without_a_mask_our_forward_takes_three_warpgroups_of_queries() -> None:
+def test_our_forward_without_a_mask_has_three_warpgroups() -> None:
     fact = Seen(HOPPER, (2 * 8 * 2, 1, 1), (2, 8, 8, 384, 384, 64, False)).fact()
     assert fact.admits(*(2, 8, 8, 384, 384, 64, False))
     assert fact.admits(*(2, 8, 8, 512, 512, 64, True))  # four tiles of 128, in pairs
     assert not fact.admits(*(2, 8, 8, 385, 385, 64, False))
 
 
-def test_work_of_our_forward_is_bounded_where_a_tile_is_not_whole() -> None:
+def test_partial_tiles_bound_the_work_of_our_forward() -> None:
     pair = 4 * 128 * 128 * 128
     for pairs, fits in ((5, True), (6, True), (9, True), (10, False)):
         counters: dict[CounterKey, int] = {"tensor_ops": pair * pairs}
@@ -296,7 +294,7 @@ def test_work_of_our_forward_is_bounded_where_a_tile_is_not_whole() -> None:
             assert fact.admits(*(1, 1, 1, queries, keys, 128, True)) is fits
 
 
-def test_what_is_not_understood_says_nothing() -> None:
+def test_unknown_attention_launches_have_no_fact() -> None:
     unknown = (
         "flash_fwd_splitkv_combine_kernel",
         "kernel_unified_attention_2d",

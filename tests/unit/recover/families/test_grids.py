@@ -13,7 +13,7 @@ from stepscope.recover.families.grids import (
 )
 
 
-def test_blocks_cover_one_element_to_all_of_their_last() -> None:
+def test_the_last_block_can_be_partial() -> None:
     assert covered(3, 128) == Window(257, 384)
     assert covered(1, 128) == Window(1, 128)
     assert covered(3, 128, 16) == Window(272, 384, 16)
@@ -28,13 +28,13 @@ def test_arguments_are_split_at_the_outermost_commas() -> None:
     assert first_enclosed("f") == "f"
 
 
-def test_names_without_arguments_or_mangled_have_none() -> None:
+def test_mangled_names_have_no_arguments() -> None:
     assert take_apart("vectorized_elementwise_kernel")[1] == ()
     assert take_apart("_ZN2at6native3fooILi4EfEEvi")[1] == ()
     assert take_apart("void at::native::foo<4, float>(int)")[1] == ("4", "float")
 
 
-def test_only_short_whole_numbers_are_numbers() -> None:
+def test_only_short_integers_are_parsed() -> None:
     assert [whole_number(text) for text in ("16", "-1", "T1", "", "²", "9" * 12)] == [16, None, None, None, None, None]
 
 
@@ -57,7 +57,7 @@ def test_stored_bytes_choose_among_sizes_by_the_window() -> None:
     assert keep_stored([Window(900, 1024)], None, (2,)) == (Window(900, 1024),)
 
 
-def test_choices_join_to_a_fact_that_holds_whichever_does() -> None:
+def test_choices_join_to_a_fact_that_always_holds() -> None:
     assert join_choices([]) is None
     assert join_choices([Elements(count=exactly(3)), Elements(count=exactly(5))]) == Elements(count=Window(3, 5, 2))
     known = Rows(rows=exactly(3), width=Window(4, 7))

@@ -29,7 +29,7 @@ def test_lookups_and_their_bytes(grid: tuple[int, ...], threads: int, rows: int,
     assert fact.width_bytes.size <= 256
 
 
-def test_a_row_at_the_end_of_a_warp_and_one_beyond() -> None:
+def test_rows_at_a_warp_boundary() -> None:
     assert read_lookup(seen(LOOKUP, (9,), (96,))) == Gather(
         rows=exactly(9), width_bytes=Window(64 * 16 + 16, 96 * 16, 16)
     )
@@ -37,7 +37,7 @@ def test_a_row_at_the_end_of_a_warp_and_one_beyond() -> None:
     assert read_lookup(seen(LOOKUP, (9, 2), (256,))) == Gather(rows=exactly(9), width_bytes=Window(4112, 8192, 16))
 
 
-def test_bytes_written_make_the_width_exact() -> None:
+def test_stored_bytes_make_the_width_exact() -> None:
     fact = read_lookup(seen(LOOKUP, (600,), (96,), stored=600 * 1280))
     assert fact == Gather(rows=exactly(600), width_bytes=exactly(1280))
     # Not the bytes of whole rows that fit the block.
@@ -47,16 +47,16 @@ def test_bytes_written_make_the_width_exact() -> None:
         assert fact.width_bytes == Window(1040, 1536, 16)
 
 
-def test_a_name_without_its_numbers_still_tells_the_lookups() -> None:
+def test_a_name_without_numbers_gives_the_lookups() -> None:
     assert read_lookup(seen("vectorized_gather_kernel", (9,), (96,), stored=9216)) == Gather(rows=exactly(9))
 
 
-def test_another_block_than_is_known_leaves_the_width_open() -> None:
+def test_an_unknown_block_leaves_the_width_open() -> None:
     assert read_lookup(seen(LOOKUP, (9,), (512,))) == Gather(rows=exactly(9))
     assert read_lookup(seen(LOOKUP, (9, 2), (128,))) == Gather(rows=exactly(9))
 
 
-def test_the_gradient_of_a_table_tells_its_width() -> None:
+def test_the_gradient_of_a_table_gives_its_width() -> None:
     assert read_lookup(seen(BACKWARD.format("c10::BFloat16"), (20,), (32, 32))) == Gather(
         rows=Window(1, 3072), width_bytes=Window(609 * 2, 640 * 2, 2)
     )
@@ -66,12 +66,12 @@ def test_the_gradient_of_a_table_tells_its_width() -> None:
 @pytest.mark.parametrize(
     "name", ["void at::native::indexSelectLargeIndex<float, long, unsigned int, 2>(int)", "gather"]
 )
-def test_what_is_not_understood_is_none(name: str) -> None:
+def test_unknown_launches_have_no_fact(name: str) -> None:
     assert read_lookup(seen(name, (10,))) is None
 
 
 @pytest.mark.parametrize("width_bytes", [16, 512, 528, 1280, 3584, 3600, 4096, 4112, 8192, 8208, 65536])
-def test_whatever_width_was_launched_is_in_its_window(width_bytes: int) -> None:
+def test_the_launched_width_is_in_its_window(width_bytes: int) -> None:
     threads = min(256, -(-width_bytes // 16 // 32) * 32)
     fact = read_lookup(seen(LOOKUP, (7, -(-width_bytes // 4096)), (threads,)))
     assert fact is not None

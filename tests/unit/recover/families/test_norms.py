@@ -22,11 +22,11 @@ WEIGHTS = (
         "_ZN2at6native12_GLOBAL__N_126LayerNormForwardCUDAKernelIffLb0EEEvlPKT_",
     ],
 )
-def test_a_block_a_row(name: str) -> None:
+def test_one_block_per_row(name: str) -> None:
     assert read_norm(seen(name, (600,), (32, 4))) == Rows(rows=exactly(600))
 
 
-# Batch and width of real runs, and what Nsight Compute counted.
+# Batch and width of real runs, and Nsight Compute's counters.
 @pytest.mark.parametrize(
     ("kind", "rms", "rows", "stored", "width"),
     [
@@ -37,18 +37,18 @@ def test_a_block_a_row(name: str) -> None:
         ("float", "true", 128, 128 * (768 * 4 + 4), 768),
     ],
 )
-def test_bytes_written_give_the_width(kind: str, rms: str, rows: int, stored: int, width: int) -> None:
+def test_stored_bytes_give_the_width(kind: str, rms: str, rows: int, stored: int, width: int) -> None:
     fact = read_norm(seen(FORWARD.format(kind=kind, rms=rms), (rows,), (32, 4), stored=stored))
     assert fact == Rows(rows=exactly(rows), width=exactly(width))
 
 
 @pytest.mark.parametrize("stored", [0, 8 * 128, 128 * (768 * 4 + 8) + 1, 128 * (768 * 4 + 9), 128 * 769 * 4])
-def test_bytes_that_are_no_whole_rows_tell_no_width(stored: int) -> None:
+def test_stored_bytes_of_partial_rows_are_ignored(stored: int) -> None:
     fact = read_norm(seen(FORWARD.format(kind="float", rms="0"), (128,), (32, 4), stored=stored))
     assert fact == Rows(rows=exactly(128))
 
 
-def test_the_gradient_of_weights_tells_the_width_to_a_warp_or_exactly() -> None:
+def test_the_weight_gradient_gives_the_width() -> None:
     odd = read_norm(seen(WEIGHTS.format(warps=32, rows=256, aligned="false"), (20,), (32, 32)))
     assert odd == Rows(rows=Window(256, LARGEST), width=Window(609, 640))
     even = read_norm(seen(WEIGHTS.format(warps=32, rows=256, aligned="true"), (16,), (32, 32)))
@@ -64,7 +64,7 @@ def test_the_gradient_of_weights_tells_the_width_to_a_warp_or_exactly() -> None:
     assert fewest == Rows(rows=Window(8, 56, 8), width=exactly(768))
 
 
-def test_shapes_of_other_versions_are_none() -> None:
+def test_shapes_of_other_versions_are_unknown() -> None:
     assert read_norm(seen(WEIGHTS.format(warps=4, rows=256, aligned="true"), (16,), (32, 4))) is None
     assert (
         read_norm(seen(WEIGHTS.replace("32u, {warps}", "64u, {warps}").format(warps=8, rows=64, aligned="true"), (2,)))

@@ -1,4 +1,4 @@
-"""The notes' tables, to be printed."""
+"""The tables of the notes can be printed."""
 
 from notes_tables import NOTES, notes_tables
 

@@ -27,13 +27,13 @@ def launches(name: str, grids: tuple[int, ...]) -> list[Sighting]:
     return [seen(name, (grid,), (512,)) for grid in grids]
 
 
-# Three layers, and what the profiler saw of foreach AdamW.
+# Three layers, and the launches of foreach AdamW that the profiler recorded.
 SIZES = gpt2(3, 768, 50257, 1024)
 SEEN = (320, 320, 311)
 
 
 @pytest.mark.parametrize("name", [ONE_LIST, THREE_LISTS, WITH_SCALARS])
-def test_a_list_of_tensors_makes_the_launches_that_were_seen(name: str) -> None:
+def test_a_list_of_tensors_gives_the_recorded_launches(name: str) -> None:
     room = optimizers.room_for_tensors(seen(name, (320,), (512,)), SMALL)
     assert room is not None
     assert launch_blocks(SIZES, room, SMALL.blocks) == SEEN
@@ -44,27 +44,27 @@ def test_a_list_of_tensors_makes_the_launches_that_were_seen(name: str) -> None:
     assert len(SIZES) in joined.tensors
 
 
-def test_launches_that_follow_a_full_one_tell_how_many_tensors_there_can_be() -> None:
+def test_full_launches_bound_the_number_of_tensors() -> None:
     three = optimizers.join_launches(launches(THREE_LISTS, SEEN))
     assert three == Update(
         elements=Window((951 - 144) * CHUNK_ELEMENTS + 144, 951 * CHUNK_ELEMENTS), tensors=Window(1, 144)
     )
     alone = optimizers.read_update(launches(THREE_LISTS, (311,))[0])
     assert alone == Update(elements=Window(311, 311 * CHUNK_ELEMENTS), tensors=Window(1, 311))
-    # Kernels for CUDA 13 hold more; one of their launches that others follow is full of either.
+    # Kernels for CUDA 13 have more room; every launch but the last is full of blocks or of tensors.
     large = optimizers.join_launches(launches(THREE_LISTS, (2240, 100)))
     assert large is not None
     assert large.tensors == Window(1, 2 * 336)
 
 
-def test_a_launch_ends_with_its_tensors_too() -> None:
+def test_a_launch_can_be_full_of_tensors() -> None:
     assert launch_blocks([10] * 250, 110, 320) == (110, 110, 30)
     assert launch_blocks([65536] * 110, 110, 320) == (110,)
     assert launch_blocks([65536, 65537], 110, 320) == (3,)
     assert launch_blocks([320 * 65536], 110, 320) == (320,)
     assert launch_blocks([320 * 65536 + 1, 5], 110, 320) == (320, 2)
     assert launch_blocks([0] * 109 + [5, 5], 110, 320) == (2,)
-    # A tensor that was cut counts in both launches.
+    # A tensor that was split counts in both launches.
     assert launch_blocks([321 * 65536] + [1] * 110, 110, 320) == (320, 110, 1)
 
 
@@ -77,7 +77,7 @@ def test_room_for_tensors(name: str, small: int, large: int) -> None:
     assert (optimizers.room_for_tensors(launch, SMALL), optimizers.room_for_tensors(launch, LARGE)) == (small, large)
 
 
-def test_calls_are_put_together_from_full_launches() -> None:
+def test_full_launches_are_joined_to_calls() -> None:
     order = [*launches(ONE_LIST, SEEN), *launches(THREE_LISTS, SEEN), *launches(ONE_LIST, (300, 20))]
     grids = [tuple(launch.grid[0] for launch in call) for call in optimizers.split_calls(order)]
     assert grids == [SEEN, SEEN, (300,), (20,)]
@@ -93,16 +93,16 @@ def test_calls_are_put_together_from_full_launches() -> None:
         ("void at::native::vectorized_elementwise_kernel<4, TensorListMetadata<1> >(int)", (3,), (512,)),
     ],
 )
-def test_what_is_not_understood_is_none(name: str, grid: tuple[int, ...], block: tuple[int, ...]) -> None:
+def test_unknown_launches_have_no_fact(name: str, grid: tuple[int, ...], block: tuple[int, ...]) -> None:
     assert optimizers.read_update(seen(name, grid, block)) is None
 
 
-def test_no_launches_or_others_among_them_are_no_call() -> None:
+def test_a_call_needs_only_known_launches() -> None:
     assert optimizers.join_launches([]) is None
     assert optimizers.join_launches([*launches(ONE_LIST, (320,)), seen("spin_kernel", (3,), (512,))]) is None
 
 
-def test_five_lists_are_the_most_that_are_known() -> None:
+def test_more_than_five_lists_are_unknown() -> None:
     for depth, room in ((5, 30), (6, None)):
         name = NAME.format(metadata=f"FusedOptimizerTensorListMetadata<{depth}>")
         assert optimizers.room_for_tensors(seen(name, (3,), (512,)), SMALL) == room

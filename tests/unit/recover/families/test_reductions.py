@@ -22,17 +22,17 @@ VARIANCE = MEAN.replace(
 _WARP, _LARGEST_BLOCK = 32, 512
 
 
-# Rows and width of real runs, the block and the shared memory that PyTorch's profiler recorded.
+# Rows and width of real runs, with the block and shared memory that PyTorch's profiler recorded.
 @pytest.mark.parametrize(
     ("grid", "block", "shared", "rows", "width"),
     [
         ((64,), (32, 16), 16, 1024, 768),
         ((30,), (32, 16), 16, 480, 512),
         ((24,), (32, 16), 16, 384, 896),
-        ((512,), (32, 16), 16, 8192, 128),  # a norm of heads
+        ((512,), (32, 16), 16, 8192, 128),  # a norm over heads
     ],
 )
-def test_a_mean_over_the_last_dimension_has_a_warp_a_row(
+def test_a_mean_over_the_last_dimension_has_one_warp_per_row(
     grid: tuple[int], block: tuple[int, int], shared: int, rows: int, width: int
 ) -> None:
     by_warps, by_threads = read_reduction(seen(MEAN, grid, block, shared=shared))
@@ -40,7 +40,7 @@ def test_a_mean_over_the_last_dimension_has_a_warp_a_row(
     assert rows in by_warps.rows
     assert by_warps.width == Window(32, 255 * 32)
     assert width in by_warps.width
-    # The other reading: a mean over another dimension, a thread for each result, fewer than 256 elements in each.
+    # The other interpretation: a mean over another dimension, one thread per result, fewer than 256 elements each.
     assert by_threads.rows == Window(grid[0] * 512 - 511, grid[0] * 512)
     assert by_threads.width == Window(16, 255)
 
@@ -66,18 +66,18 @@ def test_a_sum_over_rows_gives_the_columns(
         assert choice.width == Window(2, 3)
 
 
-def test_shared_memory_tells_a_row_for_each_block_from_a_row_for_each_warp() -> None:
+def test_shared_memory_shows_whether_a_block_has_one_row() -> None:
     assert Rows(rows=exactly(64)) in read_reduction(seen(MEAN, (64,), (32, 16), shared=2064))
     assert all(choice.rows.low > 64 for choice in read_reduction(seen(MEAN, (64,), (32, 16), shared=16)))
     assert len(read_reduction(seen(MEAN, (64,), (32, 16)))) == 4
 
 
-def test_bytes_written_make_the_rows_exact() -> None:
+def test_stored_bytes_make_the_rows_exact() -> None:
     launch = seen(MEAN, (64,), (32, 16), shared=16, stored=4 * 1013)
     assert read_reduction(launch) == (Rows(rows=exactly(1013), width=Window(32, 255 * 32)),)
 
 
-def test_bytes_of_a_pair_of_results_or_of_partial_ones_tell_nothing() -> None:
+def test_stored_bytes_of_pairs_and_partial_results_are_ignored() -> None:
     assert len(read_reduction(seen(VARIANCE, (64,), (32, 16), shared=16, stored=4 * 1013))) == 2
     split = read_reduction(seen(COLUMN_SUM, (8, 16), (32, 4), shared=2064, stored=2 * 900))
     assert split[0].rows == Window(900, 1024, 4)
@@ -87,7 +87,7 @@ def test_bytes_of_a_pair_of_results_or_of_partial_ones_tell_nothing() -> None:
     ("name", "grid"),
     [("reduce_kernel", (64,)), (MEAN.replace("512, 1,", "T1, T2,"), (64,)), (MEAN, (64, 1, 2))],
 )
-def test_what_is_not_understood_is_none(name: str, grid: tuple[int, ...]) -> None:
+def test_unknown_launches_have_no_fact(name: str, grid: tuple[int, ...]) -> None:
     assert read_rows(seen(name, grid, (32, 16))) is None
 
 
@@ -96,7 +96,7 @@ def last_power_of_two(number: int) -> int:
 
 
 def modelled(results: int, reduced: int, *, lanes_reduce: bool, vector: int, processors: int = 132) -> tuple[int, ...]:
-    """Block, grid and shared memory, as PyTorch sets them for contiguous input: another way round than the reader."""
+    """Return block, grid and shared memory as PyTorch chooses them for contiguous input: the inverse of the reader."""
     each = 1
     first, second = (reduced, results) if lanes_reduce else (results, reduced)
     if lanes_reduce:
@@ -128,7 +128,7 @@ SIZES = (1, 2, 3, 15, 16, 17, 31, 32, 33, 100, 128, 129, 255, 256, 257, 600, 100
 
 
 @pytest.mark.parametrize("lanes_reduce", [True, False])
-def test_whatever_was_launched_is_among_the_choices(*, lanes_reduce: bool) -> None:
+def test_the_launched_sizes_are_among_the_choices(*, lanes_reduce: bool) -> None:
     for (results, reduced), know_memory in product(product(SIZES, SIZES), (True, False)):
         each, width, height, blocks, split, shared = modelled(results, reduced, lanes_reduce=lanes_reduce, vector=4)
         name = SUM.format(threads=512 // each, each=each, kind="float", vector=4)
@@ -143,21 +143,21 @@ def test_whatever_was_launched_is_among_the_choices(*, lanes_reduce: bool) -> No
         assert results in whole.rows
 
 
-def test_a_block_smaller_than_there_is_room_for_bounds_both_sizes() -> None:
-    # All of three, and the same kernel as versions before wrote it, without the last number.
+def test_a_partly_filled_block_bounds_both_sizes() -> None:
+    # All of three, and the same kernel as earlier versions named it, without the last number.
     for name in (MEAN, MEAN.replace("float, 4, 4> >", "float, 4> >")):
         assert read_reduction(seen(name, (1,), (2, 1), shared=16)) == (
             Rows(rows=exactly(1), width=Window(2, 15)),
             Rows(rows=Window(2, 2), width=exactly(1)),
         )
     eight = MEAN.replace("float, 4, 4> >", "float, 4, 8> >")
-    # Here the bound is that a thread takes less than 16.
+    # Here the limit is less than 16 elements per thread.
     assert read_reduction(seen(eight, (1,), (2, 1), shared=16))[0] == Rows(rows=exactly(1), width=Window(2, 30))
-    # 640 results of 600 elements: warps share them, so how many there are has no bound.
+    # 640 results of 600 elements: warps share them, so their number has no bound.
     assert read_reduction(seen(COLUMN_SUM, (5,), (32, 4), shared=2064)) == (Rows(rows=Window(516, 640, 4)),)
 
 
-def test_blocks_that_share_a_result_bound_how_much_goes_into_it() -> None:
+def test_blocks_that_share_a_result_bound_its_elements() -> None:
     (choice,) = read_reduction(seen(COLUMN_SUM, (8, 16), (32, 4), shared=2064))
     assert choice == Rows(rows=Window(900, 1024, 4), width=Window(255 * 4 + 1, 16 * 256 * 4))
     (alone,) = read_reduction(seen(MEAN, (1, 6), (512, 1), shared=2064))

@@ -33,25 +33,25 @@ def test_a_kernel_is_read_by_one_family(launch: Sighting) -> None:
 
 
 @pytest.mark.parametrize(("launch", "kind"), LAUNCHES)
-def test_every_family_is_behind_the_door(launch: Sighting, kind: type) -> None:
+def test_every_family_is_reachable(launch: Sighting, kind: type) -> None:
     assert isinstance(read_fact(launch), kind)
     assert all(isinstance(choice, kind) for choice in read_facts(launch))
 
 
-def test_what_is_known_of_the_version_reaches_elementwise_kernels() -> None:
+def test_the_version_reaches_elementwise_kernels() -> None:
     launch = seen(launches.vectorized(launches.ADD_FLOAT), (96,))
     assert read_fact(launch, Platform(recent=True)) == Elements(count=Window(95 * 1024 + 1, 96 * 1024))
     assert len(read_facts(launch)) == 2
 
 
 @pytest.mark.parametrize("name", ["", "spin_kernel", "nvjet_sm90_tst"])
-def test_other_kernels_say_nothing(name: str) -> None:
+def test_unknown_kernels_have_no_facts(name: str) -> None:
     assert read_fact(seen(name, (100,))) is None
     assert read_facts(seen(name, (100,))) == ()
 
 
 @pytest.mark.parametrize("launch", [launch for launch, _ in LAUNCHES])
 @pytest.mark.parametrize("sizes", [{"grid": (0, 1, 1)}, {"block": (32, 0, 1)}, {"grid": (-1, 1, 1)}])
-def test_a_launch_of_nothing_says_nothing(launch: Sighting, sizes: dict[str, tuple[int, int, int]]) -> None:
+def test_an_empty_launch_has_no_facts(launch: Sighting, sizes: dict[str, tuple[int, int, int]]) -> None:
     empty = msgspec.structs.replace(launch, counters={"store_bytes": 4096}, **sizes)
     assert read_fact(empty) is None

@@ -36,11 +36,11 @@ def test_a_block_of_two_rows_is_a_batch_of_two() -> None:
     assert read_rows(seen(SCAN, (1,), (128, 4))) == Rows(rows=Window(2, 4), width=Window(33, 256))
 
 
-def test_one_row_alone_goes_another_way() -> None:
+def test_a_single_row_uses_another_kernel() -> None:
     assert read_rows(seen(ONE, (1,), (128,))) == Rows(rows=exactly(1))
 
 
-def test_what_is_not_understood_is_none() -> None:
+def test_unknown_launches_have_no_fact() -> None:
     assert read_rows(seen(SCAN, (1,), (128, 2))) is None
     assert read_rows(seen(SCAN, (1, 2), (128, 4))) is None
     assert read_rows(seen("void at::native::tensor_kernel_scan_outer_dim<long>(int)", (1,), (128, 4))) is None
@@ -55,7 +55,7 @@ def modelled(rows: int, width: int) -> tuple[int, int, int]:
 
 @pytest.mark.parametrize("rows", [2, 3, 4, 5, 16, 33, 1000])
 @pytest.mark.parametrize("width", [1, 2, 17, 64, 65, 1000, 1024, 1025, 100_000])
-def test_whatever_was_launched_is_among_the_choices(rows: int, width: int) -> None:
+def test_the_launched_sizes_are_among_the_choices(rows: int, width: int) -> None:
     blocks, threads, height = modelled(rows, width)
     launch = seen(SCAN, (blocks,), (threads, height))
     choices = read_scan(launch)

@@ -31,7 +31,7 @@ def test_rows_by_warp(way: str, kind: str, log: int, grid: int, block: tuple[int
     assert rows in fact.rows
 
 
-def test_a_width_of_a_power_of_two_and_one_beyond() -> None:
+def test_widths_at_a_power_of_two() -> None:
     narrow = read_rows(seen(WARP.format(way="forward", kind="float", log=7), (10,), (32, 4)))
     wide = read_rows(seen(WARP.format(way="forward", kind="float", log=8), (10,), (32, 4)))
     single = read_rows(seen(WARP.format(way="forward", kind="float", log=0), (10,), (1, 128)))
@@ -43,7 +43,7 @@ def test_a_width_of_a_power_of_two_and_one_beyond() -> None:
     assert (narrow.width, wide.width, single.width) == (Window(65, 128), Window(129, 256), exactly(1))
 
 
-def test_bytes_written_leave_the_factors_that_fit() -> None:
+def test_stored_bytes_leave_the_factors_that_fit() -> None:
     name = WARP.format(way="forward", kind="float", log=8)
     assert read_softmax(seen(name, (960,), (32, 4), stored=4 * 3840 * 160)) == (
         Rows(rows=exactly(3840), width=exactly(160)),
@@ -54,36 +54,36 @@ def test_bytes_written_leave_the_factors_that_fit() -> None:
         (6, exactly(200)),
         (8, exactly(150)),
     ]
-    # A prime that no width of the kernel divides: something else was written besides.
+    # A prime that no width of the kernel divides: something else was stored too.
     assert read_softmax(seen(name, (2,), (32, 4), stored=4 * 1201)) == (
         Rows(rows=Window(5, 8), width=Window(129, 256)),
     )
 
 
-def test_a_wide_row_has_a_block_and_its_width_in_shared_memory() -> None:
+def test_a_wide_row_has_its_width_in_shared_memory() -> None:
     assert read_rows(seen(FORWARD_SHARED, (1024,), (1024,), shared=40128)) == Rows(
         rows=exactly(1024), width=exactly(10000)
     )
     assert read_rows(seen(BACKWARD_SHARED, (512,), (512,), shared=40064)) == Rows(
         rows=exactly(512), width=exactly(10000)
     )
-    # Too wide for that: the memory holds only sums.
+    # Too wide for that: shared memory has only the sums.
     assert read_rows(seen(FORWARD, (600,), (1024,), shared=128)) == Rows(rows=exactly(600))
     assert read_rows(seen(FORWARD_SHARED, (600,), (1024,))) == Rows(rows=exactly(600))
 
 
-def test_bytes_written_give_the_width_of_wide_rows() -> None:
+def test_stored_bytes_give_the_width_of_wide_rows() -> None:
     fact = read_rows(seen(FORWARD, (600,), (1024,), shared=128, stored=600 * 32003 * 4))
     assert fact == Rows(rows=exactly(600), width=exactly(32003))
     assert read_rows(seen(FORWARD, (600,), (1024,), stored=600 * 32003 * 4 + 4)) == Rows(rows=exactly(600))
 
 
-def test_types_that_differ_leave_the_width_open() -> None:
+def test_different_types_leave_the_width_open() -> None:
     mixed = FORWARD_SHARED.replace("<4, float, float, float", "<8, c10::BFloat16, float, float")
     assert read_rows(seen(mixed, (600,), (1024,), shared=40128)) == Rows(rows=exactly(600))
 
 
-def test_rows_held_in_registers() -> None:
+def test_rows_in_registers() -> None:
     name = FORWARD.replace("cunn_SoftMaxForward", "cunn_SoftMaxForwardReg").replace("Epilogue>", "Epilogue, long, 3>")
     assert read_rows(seen(name, (600,), (1024,))) == Rows(rows=exactly(600), width=Window(2049, 3072))
 
@@ -91,5 +91,5 @@ def test_rows_held_in_registers() -> None:
 @pytest.mark.parametrize(
     "name", ["softmax_warp_forward", "void cunn_SpatialSoftMaxForward<float>(float*)", "softmax", IMPOSSIBLE]
 )
-def test_what_is_not_understood_is_none(name: str) -> None:
+def test_unknown_launches_have_no_fact(name: str) -> None:
     assert read_rows(seen(name, (10,), (32, 4))) is None

@@ -1,4 +1,4 @@
-"""Keys and small reports for the tests of signing."""
+"""Keys and small reports for the signing tests."""
 
 from pathlib import Path
 

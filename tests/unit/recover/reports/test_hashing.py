@@ -1,4 +1,4 @@
-"""Hashes that anybody can make again."""
+"""Hashes that anybody can reproduce."""
 
 import hashlib
 import os
@@ -22,12 +22,12 @@ def weights(tmp_path: Path) -> Path:
     for name in ("B.safetensors", "a.safetensors", "sub dir/é", "sub dir.txt", ".hidden"):
         (folder / name).write_text(name)
     (tmp_path / "blob").write_text("far away")
-    (folder / "linked").symlink_to(tmp_path / "blob")  # as caches of models keep them
+    (folder / "linked").symlink_to(tmp_path / "blob")  # as in model caches
     return folder
 
 
 @pytest.mark.skipif(shutil.which("sha256sum") is None, reason="needs coreutils")
-def test_a_folder_of_weights_has_the_hash_that_the_shell_makes(weights: Path) -> None:
+def test_a_weights_directory_has_the_hash_of_the_shell_command(weights: Path) -> None:
     shell = subprocess.run(["sh", "-c", SHELL], cwd=weights, capture_output=True, text=True, check=True).stdout
     hashed = hash_weights(weights)
     assert hashed.sha256 == shell.split()[0]
@@ -35,7 +35,7 @@ def test_a_folder_of_weights_has_the_hash_that_the_shell_makes(weights: Path) ->
     assert hashed.bytes == sum(path.stat().st_size for path in weights.rglob("*") if path.is_file())
 
 
-def test_names_count_in_a_folder_of_weights(weights: Path) -> None:
+def test_file_names_are_part_of_the_hash_of_a_directory(weights: Path) -> None:
     before = hash_weights(weights).sha256
     assert hash_weights(weights.rename(weights.with_name("moved"))).sha256 == before
     moved = weights.with_name("moved")
@@ -43,13 +43,13 @@ def test_names_count_in_a_folder_of_weights(weights: Path) -> None:
     assert hash_weights(moved).sha256 != before
 
 
-def test_a_file_of_weights_is_hashed_as_it_is(weights: Path) -> None:
+def test_a_weights_file_has_the_hash_of_its_bytes(weights: Path) -> None:
     one = hash_weights(weights / "B.safetensors")
     (same,) = hash_files([weights / "B.safetensors"])
     assert (one.kind, one.sha256, one.bytes) == ("file", same.sha256, len("B.safetensors"))
 
 
-def test_every_file_of_a_folder_is_listed_in_one_order(weights: Path) -> None:
+def test_files_of_a_directory_are_listed_in_byte_order(weights: Path) -> None:
     names = [file.name for file in hash_files([weights])]
     assert names == [
         "model/.hidden",
@@ -61,9 +61,9 @@ def test_every_file_of_a_folder_is_listed_in_one_order(weights: Path) -> None:
     ]
 
 
-def test_nothing_is_left_out_in_silence(weights: Path) -> None:
+def test_unreadable_files_and_links_are_errors(weights: Path) -> None:
     (weights / "up").symlink_to(weights)
-    with pytest.raises(StepscopeError, match="a link to a folder"):
+    with pytest.raises(StepscopeError, match="links to directories"):
         hash_files([weights])
     (weights / "up").unlink()
     (weights / "gone").symlink_to(weights / "nowhere")
@@ -75,18 +75,18 @@ def test_nothing_is_left_out_in_silence(weights: Path) -> None:
         hash_files([weights])
 
 
-def test_names_that_could_pass_for_a_line_of_the_list_are_refused(tmp_path: Path) -> None:
+def test_names_with_line_breaks_are_rejected(tmp_path: Path) -> None:
     (tmp_path / "a\nb").touch()
-    with pytest.raises(StepscopeError, match="line break"):
+    with pytest.raises(StepscopeError, match="line breaks"):
         hash_weights(tmp_path)
 
 
-def test_an_empty_folder_is_no_weights(tmp_path: Path) -> None:
-    with pytest.raises(StepscopeError, match="no files"):
+def test_an_empty_weights_directory_is_rejected(tmp_path: Path) -> None:
+    with pytest.raises(StepscopeError, match="is empty"):
         hash_weights(tmp_path)
 
 
-def test_a_file_that_grows_meanwhile_has_no_hash(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_that_changes_while_hashing_is_rejected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "trace.json"
     path.write_text("a")
     digest = hashlib.file_digest
@@ -96,11 +96,11 @@ def test_a_file_that_grows_meanwhile_has_no_hash(tmp_path: Path, monkeypatch: py
         return digest(file, name)  # type: ignore[arg-type]
 
     monkeypatch.setattr(hashlib, "file_digest", write_meanwhile)
-    with pytest.raises(StepscopeError, match="written to while"):
+    with pytest.raises(StepscopeError, match="changed while"):
         hash_files([path])
 
 
-def test_a_name_is_a_base_name_and_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_base_names_are_readable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "run" / "deep").mkdir(parents=True)
     monkeypatch.chdir(tmp_path / "run")
     assert [base_name(Path(name)) for name in (".", "deep/..", "deep", "../run/")] == ["run", "run", "deep", "run"]

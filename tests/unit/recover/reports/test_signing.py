@@ -1,4 +1,4 @@
-"""Signed reports: every bit counts, and what comes out was signed by the key that was asked for."""
+"""Signed reports: every bit is checked, and a report is only returned if the expected key signed it."""
 
 import base64
 import json
@@ -35,12 +35,12 @@ PLAIN = st.recursive(
 
 
 def sign_raw(content: bytes, key: Ed25519PrivateKey) -> bytes:
-    """What somebody with a key and bad intentions can make: any bytes, rightly signed."""
+    """Return any bytes with a valid signature, as an attacker with a key could."""
     signature = base64.b64encode(key.sign(b"stepscope.report/1\n" + content))
     return b'{"report":' + content + b',"signature":"' + signature + b'"}\n'
 
 
-def test_a_signed_report_comes_back_as_it_was(tmp_path: Path) -> None:
+def test_a_signed_report_round_trips(tmp_path: Path) -> None:
     signed, public = make_signed(tmp_path)
     check = check_signed_bytes(signed, public)
     assert check.verdict is SignatureVerdict.GOOD
@@ -48,7 +48,7 @@ def test_a_signed_report_comes_back_as_it_was(tmp_path: Path) -> None:
     assert check.report == make_report(public_key=public.text)
 
 
-def test_the_file_is_json_with_the_report_in_it(tmp_path: Path) -> None:
+def test_the_signed_file_is_json(tmp_path: Path) -> None:
     signed, public = make_signed(tmp_path)
     document = json.loads(signed)
     assert set(document) == {"report", "signature"}
@@ -56,7 +56,7 @@ def test_the_file_is_json_with_the_report_in_it(tmp_path: Path) -> None:
     assert document["report"]["public_key"] == public.text
 
 
-def test_every_single_bit_counts(tmp_path: Path) -> None:
+def test_every_flipped_bit_is_detected(tmp_path: Path) -> None:
     signed, public = make_signed(tmp_path)
     for place in range(8 * len(signed)):
         changed = bytearray(signed)
@@ -68,7 +68,7 @@ def test_every_single_bit_counts(tmp_path: Path) -> None:
         assert check.report is None
 
 
-def test_nothing_can_be_cut_off_or_added(tmp_path: Path) -> None:
+def test_truncated_and_appended_bytes_are_detected(tmp_path: Path) -> None:
     signed, public = make_signed(tmp_path)
     inner = signed.replace(b',"signature"', b',"more":1,"signature"')
     for changed in (signed[1:], signed[:-1], signed + b"\n", signed + b" ", b" " + signed, signed + signed, inner):
@@ -82,21 +82,21 @@ def test_nothing_can_be_cut_off_or_added(tmp_path: Path) -> None:
             assert check_signed_bytes(signed[:end], public).verdict is SignatureVerdict.CHANGED
 
 
-def test_a_report_that_an_editor_laid_out_is_changed(tmp_path: Path) -> None:
+def test_a_reformatted_report_is_changed(tmp_path: Path) -> None:
     signed, public = make_signed(tmp_path)
     laid_out = msgspec.json.format(signed, indent=2)
     assert check_signed_bytes(laid_out, public).verdict is SignatureVerdict.CHANGED
 
 
 @pytest.mark.parametrize("content", [b"", b"\0" * 500, b'{"report":{},"signature":""}\n', b"PK\x03\x04"])
-def test_what_is_no_report_is_an_error_and_no_verdict(content: bytes, tmp_path: Path) -> None:
+def test_a_file_that_is_not_a_report_is_an_error(content: bytes, tmp_path: Path) -> None:
     _, public = make_key(tmp_path)
     (tmp_path / "file").write_bytes(content)
     with pytest.raises(StepscopeError, match="not a signed report"):
         check_signed(tmp_path / "file", public.text)
 
 
-def test_another_key_is_told_from_a_change(tmp_path: Path) -> None:
+def test_another_key_is_not_reported_as_a_change(tmp_path: Path) -> None:
     signed, public = make_signed(tmp_path)
     _, other = make_key(tmp_path, "b.key")
     check = check_signed_bytes(signed, other)
@@ -105,7 +105,7 @@ def test_another_key_is_told_from_a_change(tmp_path: Path) -> None:
     assert check.report is None
 
 
-def test_a_report_cannot_take_another_signature_over(tmp_path: Path) -> None:
+def test_a_signature_of_another_report_is_rejected(tmp_path: Path) -> None:
     signed, public = make_signed(tmp_path)
     path, _ = make_key(tmp_path, "b.key")
     other = sign_report(make_report(nonce="beef"), path)
@@ -113,7 +113,7 @@ def test_a_report_cannot_take_another_signature_over(tmp_path: Path) -> None:
     assert check_signed_bytes(mixed, public).verdict is SignatureVerdict.CHANGED
 
 
-def test_the_second_form_of_a_signature_is_refused(tmp_path: Path) -> None:
+def test_a_malleable_signature_is_rejected(tmp_path: Path) -> None:
     signed, public = make_signed(tmp_path)
     start = signed.rindex(b'"', 0, -3) + 1
     signature = base64.b64decode(signed[start:-3])
@@ -122,10 +122,10 @@ def test_the_second_form_of_a_signature_is_refused(tmp_path: Path) -> None:
     assert check_signed_bytes(signed[:start] + second + signed[-3:], public).verdict is SignatureVerdict.CHANGED
 
 
-def test_the_second_spelling_of_base64_is_refused(tmp_path: Path) -> None:
+def test_noncanonical_base64_is_rejected(tmp_path: Path) -> None:
     signed, public = make_signed(tmp_path)
     letters = b"ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789+/"
-    last = signed[-6]  # followed by ==, "}, a line's end: its lower four bits are spare
+    last = signed[-6]  # followed by ==, "}, and a line break: its lower four bits are unused
     same_bytes = letters[letters.index(last) ^ 1]
     respelled = signed[:-6] + bytes([same_bytes]) + signed[-5:]
     original, other = (base64.b64decode(one[one.rindex(b'"', 0, -3) + 1 : -3]) for one in (signed, respelled))
@@ -133,7 +133,7 @@ def test_the_second_spelling_of_base64_is_refused(tmp_path: Path) -> None:
     assert check_signed_bytes(respelled, public).verdict is SignatureVerdict.CHANGED
 
 
-def test_a_signature_over_something_else_is_none_over_a_report(tmp_path: Path) -> None:
+def test_a_signature_without_the_prefix_is_rejected(tmp_path: Path) -> None:
     path, public = make_key(tmp_path)
     content = canonical_bytes(make_report(public_key=public.text))
     bare = base64.b64encode(load_private_key(path).sign(content))
@@ -161,26 +161,26 @@ def test_a_signature_over_something_else_is_none_over_a_report(tmp_path: Path) -
         (b'{"claim":null,', b"{"),
     ],
 )
-def test_what_is_rightly_signed_and_no_report_is_refused(old: bytes, new: bytes, tmp_path: Path) -> None:
+def test_validly_signed_content_that_is_not_a_report_is_rejected(old: bytes, new: bytes, tmp_path: Path) -> None:
     path, public = make_key(tmp_path)
     content = canonical_bytes(make_report(public_key=public.text))
     assert content.count(old) == 1
-    with pytest.raises(StepscopeError, match="no report of this version"):
+    with pytest.raises(StepscopeError, match="not a report of this version"):
         check_signed_bytes(sign_raw(content.replace(old, new), load_private_key(path)), public)
 
 
-def test_a_second_report_cannot_be_smuggled_into_what_is_signed(tmp_path: Path) -> None:
+def test_a_second_report_in_the_signed_bytes_is_rejected(tmp_path: Path) -> None:
     path, public = make_key(tmp_path)
     content = canonical_bytes(make_report(public_key=public.text))
-    with pytest.raises(StepscopeError, match="no report of this version"):
+    with pytest.raises(StepscopeError, match="not a report of this version"):
         check_signed_bytes(sign_raw(content + b',"report":' + content, load_private_key(path)), public)
 
 
-def test_a_report_that_names_another_key_than_its_own_is_refused(tmp_path: Path) -> None:
+def test_a_report_that_names_a_different_key_is_rejected(tmp_path: Path) -> None:
     path, public = make_key(tmp_path)
     _, other = make_key(tmp_path, "b.key")
     content = canonical_bytes(make_report(public_key=other.text))
-    with pytest.raises(StepscopeError, match="names another key"):
+    with pytest.raises(StepscopeError, match="names a different key"):
         check_signed_bytes(sign_raw(content, load_private_key(path)), public)
 
 
@@ -190,7 +190,7 @@ def test_the_canonical_form_does_not_depend_on_the_order_of_keys() -> None:
     assert canonical_bytes(make_report(statement=forwards)) == canonical_bytes(make_report(statement=backwards))
 
 
-def test_the_canonical_form_is_what_it_was() -> None:
+def test_the_canonical_form_is_stable() -> None:
     report = make_report(public_key="k", statement={"b": 1e22, "a": [0.1, -0.0, 2**53 + 1]}, gpus=())
     assert canonical_bytes(report) == (
         b'{"claim":null,"evidence":[{"bytes":3,"name":"trace.json","sha256":"' + b"ab" * 32 + b'"}],"gpus":[],'
@@ -199,14 +199,14 @@ def test_the_canonical_form_is_what_it_was() -> None:
     )
 
 
-def test_spellings_of_one_letter_stay_apart() -> None:
+def test_unicode_is_not_normalized() -> None:
     one, two = (canonical_bytes(make_report(statement={letter: 1})) for letter in ("\u00e9", "e\u0301"))
     assert one != two
     assert parse_report(two).statement == {"e\u0301": 1}
 
 
 @given(st.dictionaries(st.text(), PLAIN, max_size=4))
-def test_any_statement_comes_back(statement: dict[str, Any]) -> None:
+def test_any_statement_round_trips(statement: dict[str, Any]) -> None:
     report = make_report(statement=statement)
     content = canonical_bytes(report)
     assert canonical_bytes(parse_report(content)) == content
@@ -216,15 +216,15 @@ def test_any_statement_comes_back(statement: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     "value", [float("nan"), float("inf"), 2**63, -(2**63) - 1, {1: "a"}, "\ud800", object, [{"a": float("-inf")}]]
 )
-def test_a_statement_without_one_form_is_a_mistake_of_ours(value: object) -> None:
+def test_a_statement_without_a_canonical_form_raises(value: object) -> None:
     with pytest.raises((ValueError, TypeError)):
         canonical_bytes(make_report(statement={"value": value}))
 
 
-def test_a_weak_key_is_no_key() -> None:
+def test_weak_keys_are_rejected() -> None:
     base_point = (4 * pow(5, -1, 2**255 - 19) % (2**255 - 19)).to_bytes(32, "little")
     neutral = PublicKey((1).to_bytes(32, "little"))
-    # One signature for all texts, made by nobody: the library takes it.
+    # One signature that is valid for all messages: the library accepts it.
     Ed25519PublicKey.from_public_bytes(neutral.raw).verify(base_point + (1).to_bytes(32, "little"), b"whatever")
     order_8 = "26e8958fc2b227b045c3f489f2ef98f0d5dfac05d3c63339b13802886d53fc05"
     other_8 = "c7176a703d4dd84fba3c0b760d10670f2a2053fa2c39ccc64ec7fd7792ac037a"
@@ -235,7 +235,7 @@ def test_a_weak_key_is_no_key() -> None:
             parse_public_key(PublicKey(raw).text)
 
 
-def test_a_public_key_has_one_spelling(tmp_path: Path) -> None:
+def test_a_public_key_has_one_valid_form(tmp_path: Path) -> None:
     _, public = make_key(tmp_path)
     assert parse_public_key(public.text) == public
     spare = public.text[:-2] + chr(ord(public.text[-2]) + 1) + "="
@@ -244,7 +244,7 @@ def test_a_public_key_has_one_spelling(tmp_path: Path) -> None:
             parse_public_key(text)
 
 
-def test_a_private_key_given_as_a_public_one_is_not_repeated(tmp_path: Path) -> None:
+def test_a_private_key_passed_as_public_is_not_shown(tmp_path: Path) -> None:
     path, public = make_key(tmp_path)
     with pytest.raises(StepscopeError, match="is a private key") as caught:
         read_public_key(path)
@@ -252,7 +252,7 @@ def test_a_private_key_given_as_a_public_one_is_not_repeated(tmp_path: Path) -> 
     assert read_public_key(tmp_path / "a.key.pub") == read_public_key(public.text) == public
 
 
-def test_writing_replaces_nothing_unless_told(tmp_path: Path) -> None:
+def test_writing_overwrites_only_with_force(tmp_path: Path) -> None:
     path, public = make_key(tmp_path)
     target = tmp_path / "new" / "report.json"
     write_signed(target, make_report(), path)
@@ -263,7 +263,7 @@ def test_writing_replaces_nothing_unless_told(tmp_path: Path) -> None:
     assert _read(target, public).nonce is None
 
 
-def test_a_report_larger_than_any_is_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_oversized_report_is_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     signed, public = make_signed(tmp_path)
     (tmp_path / "report").write_bytes(signed)
     monkeypatch.setattr(signing, "_LARGEST_BYTES", len(signed) - 1)
@@ -271,7 +271,7 @@ def test_a_report_larger_than_any_is_not_read(tmp_path: Path, monkeypatch: pytes
         check_signed(tmp_path / "report", public.text)
 
 
-def test_files_given_again_are_held_against_the_report(tmp_path: Path) -> None:
+def test_files_are_compared_with_the_report(tmp_path: Path) -> None:
     from stepscope.recover.reports.signed_report import hash_files
 
     trace, folder = tmp_path / "trace.json", tmp_path / "run"
@@ -283,7 +283,7 @@ def test_files_given_again_are_held_against_the_report(tmp_path: Path) -> None:
     assert check_evidence(report, [trace.rename(tmp_path / "renamed")]) == []
     assert _problems(report, [tmp_path / "z"]) == [("z", "not in the report")]
     trace.write_text("A")
-    (folder / "x").write_text("c")  # the bytes of another file of the folder
+    (folder / "x").write_text("c")  # the bytes of another file in the directory
     (folder / "deep" / "y").unlink()
     (folder / "w").write_text("b")
     assert _problems(report, [trace, folder]) == [
@@ -304,7 +304,7 @@ def _read(path: Path, public: PublicKey) -> SignedReport:
     return report
 
 
-def test_names_in_a_report_leave_out_where_files_lie(tmp_path: Path) -> None:
+def test_reports_do_not_contain_directories(tmp_path: Path) -> None:
     from stepscope.recover.reports.signed_report import hash_files
 
     (tmp_path / "trace").write_text("a")

@@ -1,4 +1,4 @@
-"""Evidence that leaves nearly everything open: the search ends, and is never certain of what it did not look at."""
+"""Evidence that leaves nearly everything open: the search ends, and is never certain of what it did not examine."""
 
 from dataclasses import replace
 
@@ -24,13 +24,13 @@ from tests.unit.recover.synthetic_runs import launch, model_of
 
 GPT2 = "gpt2_bf16_odd.csv.gz"
 SIZES = ("d_model", "num_heads", "num_kv_heads", "d_head", "d_ff", "vocab_size", "batch", "context")
-# Names that tell neither tiles nor grids: those of another vendor's libraries.
+# Names that show neither tiles nor grids: those of another vendor's libraries.
 PRODUCT = "Cijk_Alik_Bljk_BBS_BH_Bias_HAS_SAV_UserArgs_MT64x16x128_MI16x16x1_SN"
 ATTENTION = "attn_fwd"
 
 
 def short_prompt(context: int = 5) -> KernelEvidence:
-    """A prompt of few tokens through products and attention that say nothing of their sizes."""
+    """A short prompt through GEMMs and attention that do not show their sizes."""
     made = launch(replace(model_of(GPT2), batch=1, context=context), GPT2, counted=False)
     names = {"GEMM": decode(PRODUCT), "attention": decode(ATTENTION)}
     kernels = [msgspec.structs.replace(one, name=names.get(one.name.kernel_class, one.name)) for one in made.sightings]
@@ -42,7 +42,7 @@ def observe_first(evidence: KernelEvidence) -> Observation:
     return observe(structure, structure.readings[0], evidence.device_sms)
 
 
-def test_effort_is_shared_and_what_is_not_used_comes_back() -> None:
+def test_unused_effort_is_returned() -> None:
     effort = Effort(100)
     with effort.share(4) as part:
         assert part.afford(20)
@@ -52,8 +52,8 @@ def test_effort_is_shared_and_what_is_not_used_comes_back() -> None:
     assert effort.is_spent
 
 
-def test_candidates_are_bounded_by_effort_and_the_search_says_that_it_was_cut(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each candidate that is kept is paid for: so the bound holds for memory as well."""
+def test_a_limited_search_is_reported_as_incomplete(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each stored candidate costs effort, so the limit also bounds memory."""
     observation = observe_first(short_prompt())
     each = candidates._KEEPING + len(candidates.explainable(observation))
     afford_some, paid = Effort.afford_some, []
@@ -72,14 +72,14 @@ def test_candidates_are_bounded_by_effort_and_the_search_says_that_it_was_cut(mo
         assert 0 < len(solution.consistent) == sum(paid) <= units // each
 
 
-def test_a_search_never_spends_more_than_it_was_given() -> None:
+def test_a_search_never_exceeds_its_effort() -> None:
     for units in (0, 1, 100, 10_000, 1_000_000):
         effort = Effort(units)
         solve(observe_first(short_prompt()), effort)
         assert 0 <= effort.left <= units
 
 
-def test_a_search_that_was_cut_is_certain_of_no_size() -> None:
+def test_an_incomplete_search_is_certain_of_no_size() -> None:
     found = recover([short_prompt()])
     assert len(found.left_open) == 1
     assert found.left_open[0] in found.notes
@@ -88,7 +88,7 @@ def test_a_search_that_was_cut_is_certain_of_no_size() -> None:
     assert found.num_consistent < 4_000_000
 
 
-def test_a_search_that_was_cut_leaves_room_for_the_truth() -> None:
+def test_an_incomplete_search_does_not_exclude_the_truth() -> None:
     truth = replace(model_of(GPT2), batch=1, context=5)
     fields = recover([short_prompt()], work=2_000_000).fields
     for name in SIZES:
@@ -100,7 +100,7 @@ def test_a_search_that_was_cut_leaves_room_for_the_truth() -> None:
 
 @pytest.mark.parametrize("work", [1_000, 100_000])
 @pytest.mark.parametrize("file", [*COUNTERS, *TRACES])
-def test_with_less_work_nothing_becomes_certain_that_was_not(file: str, work: int) -> None:
+def test_less_work_makes_no_more_fields_certain(file: str, work: int) -> None:
     whole, cut = recovered(file), recover([read_evidence(file)], work=work)
     certain = {name: field.value for name, field in cut.fields.items() if field.certain}
     assert certain == {name: whole.fields[name].value for name in certain if whole.fields[name].certain}
@@ -108,20 +108,20 @@ def test_with_less_work_nothing_becomes_certain_that_was_not(file: str, work: in
 
 
 @pytest.mark.parametrize("file", [*COUNTERS, *TRACES])
-def test_no_recorded_run_comes_near_the_bound(file: str) -> None:
+def test_recorded_runs_stay_far_below_the_work_limit(file: str) -> None:
     found = recover([read_evidence(file)], work=recovery._MOST_WORK // 4)
     assert found == recovered(file)
 
 
-def test_without_any_work_the_answer_does_not_say_that_no_sizes_fit() -> None:
+def test_without_any_work_sizes_are_open() -> None:
     found = recover([read_evidence(GPT2)], work=0)
     assert found.candidates == ()
     assert found.left_open
-    assert not any("no sizes fit" in note for note in found.notes)
+    assert not any("none fits" in note for note in found.notes)
 
 
-def test_a_file_that_was_cut_excludes_nothing_it_did_not_look_at() -> None:
-    """Attention of this trace leaves so much open that only the most usual heads were looked at."""
+def test_an_incomplete_search_of_one_file_excludes_nothing() -> None:
+    """The attention in this trace leaves so much open that only the most common heads were examined."""
     counted, traced = (
         search.fit_file(read_evidence(f"held_llama.{kind}"), Effort(10**9)) for kind in ("csv.gz", "forward.json.gz")
     )
@@ -134,14 +134,14 @@ def test_a_file_that_was_cut_excludes_nothing_it_did_not_look_at() -> None:
     assert unseen & set(common.consistent.rows())
 
 
-def test_files_that_were_cut_are_not_called_different_runs() -> None:
+def test_incomplete_searches_are_not_called_different_runs() -> None:
     files = [read_evidence(f"held_llama.{kind}") for kind in ("csv.gz", "forward.json.gz")]
     for work in (0, 10_000, 100_000, 1_000_000):
         assert recover(files, work=work).left_open
 
 
-def test_counts_beyond_any_model_are_no_tokens() -> None:
-    """An overflow in a counter must not be taken apart into its divisors."""
+def test_impossibly_large_counts_are_not_tokens() -> None:
+    """An overflow in a counter must not be factored into its divisors."""
     observation = observe_first(read_evidence("held_qwen2.csv.gz"))
     seen = [one for one in observation.zones["between"] if not one.is_rows]
     huge = tuple(replace(one, counts=(exactly(2**100 + 1), exactly(2**61 - 1))) for one in seen)
@@ -151,15 +151,15 @@ def test_counts_beyond_any_model_are_no_tokens() -> None:
     assert not effort.is_spent
 
 
-def test_divisors_of_a_large_product_come_from_its_factors() -> None:
+def test_divisors_use_the_given_factors() -> None:
     assert divisors(12) == [1, 2, 3, 4, 6, 12]
     assert divisors(1) == [1]
     assert divisors(4, 6) == divisors(24)
     assert len(divisors(2**40, 2**40)) == 81
 
 
-def test_many_odd_kernels_in_a_layer_are_work_too() -> None:
-    """Thousands of different counts between the products: fewer candidates are held against them."""
+def test_many_odd_kernels_in_a_layer_count_as_work() -> None:
+    """With thousands of different counts between the GEMMs, fewer candidates are compared with them."""
     made = short_prompt()
     odd = next(one for one in made.sightings if one.name.kernel_class == "elementwise")
     kernels = []
@@ -172,7 +172,7 @@ def test_many_odd_kernels_in_a_layer_are_work_too() -> None:
     assert [name for name in SIZES if found.fields[name].certain] == []
 
 
-def test_verify_cannot_tell_where_sizes_that_are_not_claimed_were_not_all_looked_at(
+def test_verify_cannot_tell_after_an_incomplete_search(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     claim = true_claim(GPT2, batch=None, context=None, d_ff=None, vocab_size=None)
@@ -184,14 +184,14 @@ def test_verify_cannot_tell_where_sizes_that_are_not_claimed_were_not_all_looked
     assert any("too many" in one for one in result.missing)
 
 
-def test_verify_refutes_by_what_was_seen_although_the_search_was_cut(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_verify_can_refute_after_an_incomplete_search(monkeypatch: pytest.MonkeyPatch) -> None:
     found = msgspec.structs.replace(recovered(GPT2), left_open=("too many",))
     monkeypatch.setattr(claimed_run, "recover", lambda _: found)
     claim = true_claim(GPT2, batch=None, context=None, vocab_size=None, d_ff=1000)
     assert verify([read_evidence(GPT2)], claim).verdict is ClaimVerdict.REFUTED
 
 
-def test_verify_cannot_tell_where_not_every_reading_was_laid_out(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_verify_cannot_tell_if_an_interpretation_was_skipped(monkeypatch: pytest.MonkeyPatch) -> None:
     claim = true_claim(GPT2, d_ff=1000)
     assert verify([read_evidence(GPT2)], claim).verdict is ClaimVerdict.REFUTED
     monkeypatch.setattr(claimed_run, "_MOST_LAID_OUT", 1)
@@ -201,8 +201,8 @@ def test_verify_cannot_tell_where_not_every_reading_was_laid_out(monkeypatch: py
     assert {result.fields[name].verdict for name in SIZES} == {"not tested"}
 
 
-def test_verify_tries_every_batch_that_makes_the_tokens() -> None:
-    """A number of tokens with many divisors, and a batch beyond the first of them."""
+def test_verify_tries_every_batch_that_divides_the_tokens() -> None:
+    """A number of tokens with many divisors, and a batch that is not among the first ones."""
     model = replace(model_of(GPT2), batch=1680, context=3)
     claim = true_claim(GPT2, batch=None, context=None)
     result = verify([launch(model, GPT2)], claim)

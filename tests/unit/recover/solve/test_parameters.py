@@ -1,4 +1,4 @@
-"""Parameters of known models, to the last one."""
+"""The exact parameters of known models."""
 
 from stepscope.recover.shape import Core
 from stepscope.recover.solve.parameters import Style, itemise, total

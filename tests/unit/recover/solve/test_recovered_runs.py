@@ -1,5 +1,5 @@
-"""The integers of real runs, from their traces and counters. Runs named `held_` were not looked at while the models of
-kernels were made."""
+"""The sizes of real runs from their traces and counters. Runs named `held_` were held out while the kernel readers were
+developed."""
 
 import gzip
 from dataclasses import replace
@@ -24,7 +24,7 @@ def _holds(field: Field, truth: object) -> bool:
 
 
 @pytest.mark.parametrize("file", COUNTERS)
-def test_counters_give_the_model(file: str) -> None:
+def test_counters_determine_the_model(file: str) -> None:
     answer, truth = recovered(file), truth_of(file)
     assert {name: answer.fields[name].value for name in EXACT} == {name: truth[name] for name in EXACT}
     assert _holds(answer.fields["d_ff"], truth["d_ff"])
@@ -34,7 +34,7 @@ def test_counters_give_the_model(file: str) -> None:
 
 
 @pytest.mark.parametrize("file", [*COUNTERS, *TRACES])
-def test_nothing_certain_is_wrong(file: str) -> None:
+def test_no_certain_value_is_wrong(file: str) -> None:
     answer, truth = recovered(file), truth_of(file)
     certain = {name: field.value for name, field in answer.fields.items() if field.certain}
     assert certain == {name: truth[name] for name in certain}
@@ -42,36 +42,36 @@ def test_nothing_certain_is_wrong(file: str) -> None:
 
 
 @pytest.mark.parametrize("file", [*COUNTERS, *TRACES])
-def test_the_truth_is_in_the_set(file: str) -> None:
+def test_the_truth_is_among_the_alternatives(file: str) -> None:
     answer, truth = recovered(file), truth_of(file)
     told = [name for name in FIELDS if name != "parameters" and answer.fields[name].value is not None]
     assert [name for name in told if not _holds(answer.fields[name], truth[name])] == []
 
 
-# Runs whose sequences no kernel counts, and one whose heads nothing tells apart.
+# Runs in which no kernel depends on the sequence, and one in which the heads cannot be distinguished.
 _GUESSED_OTHERWISE = ("builtin_hopper.forward.json.gz", "held_llama.forward.json.gz")
 
 
 @pytest.mark.parametrize("file", [file for file in TRACES if "compiled" not in file and "held_qwen2" not in file])
-def test_a_trace_alone_puts_the_truth_first(file: str) -> None:
+def test_a_trace_ranks_the_truth_first(file: str) -> None:
     answer, truth = recovered(file), truth_of(file)
     found = {name: answer.fields[name].value for name in EXACT}
     assert (found == {name: truth[name] for name in EXACT}) == (file not in _GUESSED_OTHERWISE)
 
 
-def test_a_compiler_may_have_padded_the_vocabulary() -> None:
+def test_a_compiled_vocabulary_may_be_padded() -> None:
     field = recovered("neox_compiled.csv.gz").fields["vocab_size"]
     assert (field.value, field.certain, field.alternatives) == (50304, False, tuple(range(50297, 50304)))
 
 
-def test_a_compiled_trace_alone_shows_no_sizes() -> None:
+def test_a_compiled_trace_shows_no_sizes() -> None:
     answer = recovered("llama_compiled.forward.json.gz")
     assert answer.candidates == ()
     assert [name for name in FIELDS if answer.fields[name].value is not None] == ["num_layers", "dtype"]
     assert any("counters" in one for one in answer.would_decide)
 
 
-def test_a_snapshot_decides_the_vocabulary() -> None:
+def test_a_snapshot_determines_the_vocabulary() -> None:
     alone = recovered("llama_bf16.train.json.gz")
     assert not alone.fields["vocab_size"].certain
     files = ("llama_bf16.train.json.gz", "llama_bf16.snapshot.pickle.gz")
@@ -80,12 +80,12 @@ def test_a_snapshot_decides_the_vocabulary() -> None:
 
 
 @pytest.mark.parametrize("file", ["held_neox.forward.json.gz", "held_gpt2_fp16.forward.json.gz", "held_llama.csv.gz"])
-def test_a_file_given_twice_says_what_it_says_once(file: str) -> None:
+def test_the_same_file_twice_gives_the_same_result(file: str) -> None:
     assert recover([read_evidence(file)] * 2).fields == recovered(file).fields
 
 
-def test_other_tensors_of_a_snapshot_are_not_taken_for_logits() -> None:
-    """Logits were freed: what is left is the feed-forward layer's activations and weights."""
+def test_other_tensors_of_a_snapshot_are_not_logits() -> None:
+    """The logits were freed: the activations and weights of the feed-forward layer remain."""
     evidence = read_evidence("held_llama.forward.json.gz")
     tokens, d_model, d_ff = 3 * 448, 1536, 4224
     field = recover([replace(evidence, allocations=(tokens * d_ff * 2, d_model * d_ff * 2))]).fields["vocab_size"]
@@ -93,7 +93,7 @@ def test_other_tensors_of_a_snapshot_are_not_taken_for_logits() -> None:
     assert not field.certain
 
 
-def test_counters_and_a_trace_together_leave_no_more_open_than_either() -> None:
+def test_counters_with_a_trace_leave_no_more_open_than_either() -> None:
     files = ("held_smol.forward.json.gz", "held_smol.csv.gz")
     together = recover([read_evidence(file) for file in files])
     for name in FIELDS:
@@ -102,12 +102,12 @@ def test_counters_and_a_trace_together_leave_no_more_open_than_either() -> None:
     assert together.candidates[0].context == 1000
 
 
-def test_the_items_add_up_to_the_parameters() -> None:
+def test_items_add_up_to_the_parameters() -> None:
     answer = recovered("gpt2_tf32.csv.gz")
     assert sum(item.count for item in answer.items) == answer.candidates[0].parameters == 77_706_240
 
 
-def test_an_overflow_in_a_file_is_no_count(tmp_path: Path) -> None:
+def test_an_overflow_in_a_file_is_not_a_count(tmp_path: Path) -> None:
     text = gzip.decompress((FOLDER / "gpt2_bf16_odd.csv.gz").read_bytes()).decode()
     (tmp_path / "inf.csv").write_text(text.replace('"1,536,000"', '"1e400"'))
     assert recover([gather(open_recording(tmp_path / "inf.csv"))]).fields["d_model"].value == 640

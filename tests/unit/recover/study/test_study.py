@@ -1,4 +1,4 @@
-"""Which counter follows which field: exponents of known laws come back, and nothing is said that runs do not show."""
+"""Which counter depends on which field: known exponents are found, and nothing that the runs do not show."""
 
 import math
 from dataclasses import replace
@@ -38,7 +38,7 @@ from tests.unit.recover.counted_runs import (
 )
 
 
-def test_a_counter_has_the_power_of_each_field_that_its_law_has() -> None:
+def test_exponents_match_the_law_of_the_counter() -> None:
     found = run_all(GRID)
     row = follow(found, QKV, "tensor ops")
     powers = [row[field] for field in ("context", "batch", "d_model", "num_layers", "vocab_size")]
@@ -46,11 +46,13 @@ def test_a_counter_has_the_power_of_each_field_that_its_law_has() -> None:
     assert row["context_shown"] == "1.00"
     assert row["d_model_shown"] == "2.00"
     assert follow(found, QKV, "ffma")["d_model"] == 0
-    assert "never varied: d_ff 1024, num_heads 4, num_kv_heads 4" in notes_of(found)
-    assert "num_layers, d_model, vocab_size, batch, context: by runs that differ in it alone" in notes_of(found)
+    assert "the same in all runs: d_ff 1024, num_heads 4, num_kv_heads 4" in notes_of(found)
+    assert "num_layers, d_model, vocab_size, batch, context: from runs that differ only in this field" in notes_of(
+        found
+    )
 
 
-def test_attention_comes_nearer_to_the_square_of_the_context() -> None:
+def test_attention_approaches_the_square_of_the_context() -> None:
     row = follow(run_all(GRID), "attention", "tensor ops")
     slopes = [math.log2((n * 2) * (n * 2 + 1) / (n * (n + 1))) for n in (2, 4)]
     assert (row["context_low"], row["context_high"]) == pytest.approx((slopes[0], slopes[1]))
@@ -58,37 +60,37 @@ def test_attention_comes_nearer_to_the_square_of_the_context() -> None:
     assert row["context_shown"] == f"{slopes[0]:.2f} to {slopes[1]:.2f}"
 
 
-def test_the_number_of_layers_shows_in_how_often_and_in_nothing_else() -> None:
+def test_num_layers_only_affects_the_number_of_launches() -> None:
     found = run_all(GRID)
     following = [row for row in find(found, "Sensitivity") if abs(row["num_layers"]) > 0.05]
-    assert {row["part"] for row in following} == {"each kernel of a layer", "all kernels"}
-    assert follow(found, "each kernel of a layer", "launches")["num_layers"] == pytest.approx(1)
+    assert {row["part"] for row in following} == {"each layer kernel", "all kernels"}
+    assert follow(found, "each layer kernel", "launches")["num_layers"] == pytest.approx(1)
     (revealed,) = (row for row in find(found, "What reveals") if row["field"] == "num_layers")
-    assert (revealed["part"], revealed["counter"]) == ("each kernel of a layer", "launches")
+    assert (revealed["part"], revealed["counter"]) == ("each layer kernel", "launches")
     assert (revealed["power"], revealed["others"]) == ("1.00", "nothing")
 
 
-def test_several_passes_count_as_one() -> None:
+def test_counters_are_per_pass() -> None:
     found = run_all([case(context=128), case(context=256, passes=3)], {"query_key_value": product})
     assert "launches" not in "".join(row["counters"] for row in find(found, "Sensitivity"))
     assert follow(found, "all kernels", "tensor ops")["context"] == pytest.approx(1)
 
 
-def test_times_and_dram_bytes_are_in_no_component() -> None:
+def test_durations_are_not_in_the_components() -> None:
     runs = [record(case(context=context), LAWS, duration_ns=context) for context in (128, 256, 512)]
     found = study(runs)
     assert follow(found, "attention", "duration")["context"] == pytest.approx(1)
     assert not [row for row in find(found, "Loadings") if "duration" in row["counters"]]
 
 
-def test_padding_shows_as_a_flat_stretch_and_not_as_a_small_power() -> None:
+def test_padding_is_a_constant_range_not_a_small_exponent() -> None:
     row = follow(run_all([case(context=length) for length in (65, 96, 128, 192)]), "attention", "tensor ops")
-    assert row["shape"] == "context 65 to 128: the same"
+    assert row["shape"] == "context 65 to 128: constant"
     assert row["context_low"] == 0
     assert row["context_shown"] == f"0.00 to {math.log(2) / math.log(1.5):.2f}"
 
 
-def test_up_and_down_again_is_not_nothing() -> None:
+def test_rising_and_falling_is_shown_as_a_range() -> None:
     def law(workload: Workload) -> Counters:
         return {TENSOR_OPS: 5000 if workload.context == 256 else 1000}
 
@@ -97,24 +99,24 @@ def test_up_and_down_again_is_not_nothing() -> None:
     assert row["context_shown"] == f"-{math.log2(5):.2f} to {math.log2(5):.2f}"
 
 
-def test_parts_are_in_the_order_of_a_layer_and_a_layer_more_is_no_other_kernel() -> None:
+def test_parts_follow_the_order_of_a_layer() -> None:
     rows = find(run_all(GRID), "Sensitivity")
     parts = list(dict.fromkeys(row["part"] for row in rows))
-    assert parts[:6] == [QKV, "attention", "output product", "up product", "down product", HEAD]
+    assert parts[:6] == [QKV, "attention", "output projection", "up projection", "down projection", HEAD]
     assert {row["shape"] for row in rows} == {""}
 
 
-def test_what_can_be_read_in_two_ways_is_left_out_and_said() -> None:
-    # One layer, and no norm ahead of the head: the head may be the last product of a gated layer.
+def test_ambiguous_parts_are_left_out_with_a_note() -> None:
+    # One layer, and no norm before the LM head: the LM head may be the last GEMM of a gated layer.
     runs = [record(case(num_layers=1, context=length), LAWS, kernels={"norm": ADD}) for length in (128, 256)]
     found = study(runs)
-    (note,) = (line for line in notes_of(found).splitlines() if "more than one way" in line)
+    (note,) = (line for line in notes_of(found).splitlines() if "more than one interpretation" in line)
     left_out = set(note.partition(": ")[2].partition(": ")[2].split(", "))
     assert left_out
     assert not left_out & {row["part"] for row in find(found, "Sensitivity")}
 
 
-def test_a_counter_that_not_all_kernels_of_a_part_have_is_not_summed() -> None:
+def test_a_counter_missing_from_some_kernels_is_not_summed() -> None:
     runs = [record(one, LAWS) for one in GRID[:2]]
     is_first_norm = (pl.col("kernel") == 1) & (pl.col("metric") == STORED)
     cut = replace(runs[1], counters=runs[1].counters.filter(~is_first_norm))
@@ -123,12 +125,12 @@ def test_a_counter_that_not_all_kernels_of_a_part_have_is_not_summed() -> None:
     assert not [part for part, counters in shown if part == "all kernels" and "store bytes" in counters]
 
 
-def test_another_kernel_is_said_where_it_begins() -> None:
+def test_a_kernel_change_is_reported_at_its_value() -> None:
     wide = {
         "attention": "fmha_cutlassF_bf16_aligned_64x128_rf_sm80(PyTorchMemEffAttention::AttentionKernel<int>::Params)"
     }
     runs = [record(case(d_model=width), LAWS, kernels=wide if width > 512 else None) for width in (256, 512, 1024)]
-    assert "d_model 1024: another kernel" in follow(study(runs), "attention", "tensor ops")["shape"]
+    assert "d_model 1024: different kernel" in follow(study(runs), "attention", "tensor ops")["shape"]
     assert follow(study(runs), QKV, "tensor ops")["shape"] == ""
 
 
@@ -145,14 +147,14 @@ SCATTERED = [
 ]
 
 
-def test_without_pairs_a_regression_gives_the_powers_and_says_so() -> None:
+def test_without_pairs_a_regression_is_used() -> None:
     found = run_all(SCATTERED)
     row = follow(found, QKV, "tensor ops")
     assert [row[field] for field in ("context", "batch", "d_model")] == pytest.approx([1, 1, 2])
-    assert "d_model, batch, context: by regression over all runs" in notes_of(found)
+    assert "d_model, batch, context: from a regression over all runs" in notes_of(found)
 
 
-def test_a_regression_shows_how_sure_it_is_and_is_silent_where_it_is_not() -> None:
+def test_a_regression_shows_its_error_and_hides_large_ones() -> None:
     def bent(workload: Workload) -> Counters:
         return {TENSOR_OPS: workload.context + 200}
 
@@ -177,7 +179,7 @@ exponents = st.lists(st.integers(-4, 12).map(lambda quarters: quarters / 4), min
 
 @settings(max_examples=15, deadline=None)
 @given(exponents, st.sampled_from([GRID[:5], SCATTERED]))
-def test_any_power_law_is_given_back(powers: list[float], cases: list[Case]) -> None:
+def test_any_power_law_is_found(powers: list[float], cases: list[Case]) -> None:
     def law(workload: Workload) -> Counters:
         sizes = (workload.context, workload.batch, shape_of(workload).d_model)
         return {TENSOR_OPS: 1e12 * math.prod(size**power for size, power in zip(sizes, powers, strict=True))}
@@ -185,13 +187,13 @@ def test_any_power_law_is_given_back(powers: list[float], cases: list[Case]) -> 
     found = run_all(cases, {"query_key_value": law})
     rows = [row for row in find(found, "Sensitivity") if row["part"] == QKV and "tensor ops" in row["counters"]]
     assert bool(rows) == any(powers)
-    for row in rows:  # counters are whole numbers
+    for row in rows:  # counters are integers
         assert [row[field] for field in ("context", "batch", "d_model")] == pytest.approx(powers, abs=1e-3)
 
 
 @settings(max_examples=50, deadline=None)
 @given(st.integers(16, 256), st.lists(st.integers(1, 4096), min_size=2, max_size=6, unique=True).map(sorted))
-def test_within_a_tile_nothing_moves_whatever_the_tile(tile: int, lengths: list[int]) -> None:
+def test_counters_are_constant_within_a_tile(tile: int, lengths: list[int]) -> None:
     found = compare_groups([[CounterPoint(length, 1e6 * -(-length // tile)) for length in lengths]])
     assert found is not None
     tiles: dict[int, list[int]] = {}
@@ -202,7 +204,7 @@ def test_within_a_tile_nothing_moves_whatever_the_tile(tile: int, lengths: list[
     assert found.low >= 0
 
 
-def test_the_widths_of_the_notes_are_flat_and_then_jump() -> None:
+def test_recorded_widths_are_constant_and_then_jump() -> None:
     widths = [note for note in NOTES if note.length == 128 and note.counter == "fp32 operations"][1:]
     found = compare_groups([[CounterPoint(note.width, note.measured) for note in widths]])
     assert found is not None
@@ -220,14 +222,14 @@ def test_the_widths_of_the_notes_are_flat_and_then_jump() -> None:
     assert doubles.flats == ((192, 768), (1536, 6144))
 
 
-def test_repeated_runs_are_one() -> None:
+def test_repeated_runs_are_averaged() -> None:
     again = {**LAWS, "query_key_value": lambda workload: {TENSOR_OPS: 4 * workload.context}}
     runs = [record(case(), again), record(case(), {**again, "query_key_value": lambda _: {TENSOR_OPS: 128}})]
     row = follow(study([*runs, record(case(context=256), again)]), QKV, "tensor ops")
     assert row["context"] == pytest.approx(math.log2(1024 / math.sqrt(512 * 128)))
 
 
-def test_counters_that_move_along_two_fields_have_two_components() -> None:
+def test_counters_of_two_fields_have_two_components() -> None:
     def longer(workload: Workload) -> Counters:
         return {TENSOR_OPS: workload.context**2, FFMA: 3 * workload.context}
 
@@ -248,21 +250,29 @@ def test_counters_that_move_along_two_fields_have_two_components() -> None:
     assert abs(loadings[HEAD, "tensor ops"]["component_1"]) < 0.1 < loadings[HEAD, "tensor ops"]["component_2"]
 
 
-def test_of_a_real_run_counted_twice_nothing_follows_anything() -> None:
+def test_identical_runs_have_no_sensitivity() -> None:
     run = ncu.read(COUNTED).with_manifest(versions={})
     found = study([run, run], names=["a", "b"], truths={"a": {"context": 128}, "b": {"context": 256}})
     assert find(found, "Sensitivity") == []
-    assert "more counters follow none of these fields" in notes_of(found)
-    assert find(found, "What reveals")[0]["others"] == "no counter follows it"
-    assert [one.title for one in found] == [found[0].title, "What reveals what"]
+    assert "counters that depend on none of these fields" in notes_of(found)
+    assert find(found, "What reveals")[0]["others"] == "no counter depends on it"
+    assert [one.title for one in found] == [found[0].title, "What reveals each field"]
 
 
-def test_a_real_run_shows_its_products_and_attention() -> None:
+def test_a_real_run_shows_its_gemms_and_attention() -> None:
     run = ncu.read(COUNTED)
     twice = run.counters.with_columns(pl.col("value") * 2)
     found = study([run, replace(run, counters=twice)], names=["a", "b"], truths={"a": {"batch": 1}, "b": {"batch": 2}})
     parts = {row["part"] for row in find(found, "Sensitivity") if "ffma" in row["counters"]}
-    assert {QKV, "attention", "output product", "up product", "down product", HEAD, "norm between layers"} <= parts
+    assert {
+        QKV,
+        "attention",
+        "output projection",
+        "up projection",
+        "down projection",
+        HEAD,
+        "norm between layers",
+    } <= parts
     assert follow(found, "attention", "tensor ops")["batch"] == pytest.approx(1)
     assert not [row for row in find(found, "Sensitivity") if "norm" in row["part"] and "tensor" in row["counters"]]
 
@@ -270,7 +280,7 @@ def test_a_real_run_shows_its_products_and_attention() -> None:
 def test_runs_without_layers_are_compared_by_class() -> None:
     no_attention = {"attention": "ampere_sgemm_128x64_tn"}
     found = study([record(case(context=length), LAWS, kernels=no_attention) for length in (128, 256)])
-    assert "no parts could be read: no attention among the kernels" in notes_of(found)
+    assert "no parts could be identified: there are no attention kernels" in notes_of(found)
     assert follow(found, "all norm", "store bytes")["context"] == pytest.approx(1)
 
 
@@ -280,7 +290,7 @@ def test_the_same_runs_give_the_same_text_in_every_format() -> None:
         assert len(texts) == 1
 
 
-def test_a_field_with_three_values_has_a_figure_beside_its_first() -> None:
+def test_a_field_with_three_values_has_a_figure() -> None:
     (figure,) = (one for one in run_all(GRID) if isinstance(one, Figure))
     assert figure.title == "Counters over context"
     points = [(point.x, point.y) for point in figure.points if point.series == f"{QKV}: tensor ops"]

@@ -1,13 +1,12 @@
-"""What is different between two runs: the settings, the time by class, phase, module and kernel, and the memory."""
+"""What changed between two runs: settings, time by class, phase, module and kernel, and memory."""
 
 from dataclasses import dataclass
 from typing import Literal
 
 import msgspec
 
-from stepscope.explain.questions.answers import say_list
 from stepscope.explain.story.commands import find_case
-from stepscope.explain.story.comparison.side_by_side import join_missing
+from stepscope.explain.story.comparison.side_by_side import Labels, join_missing
 from stepscope.explain.story.missing import explain_absence
 from stepscope.explain.story.opening import Opening
 from stepscope.explain.story.phrases import name_class
@@ -29,53 +28,54 @@ from stepscope.explain.trace.compare import (
 from stepscope.findings import Bars, Cell, Column, Exhibit, Missing, Section, Table
 from stepscope.units import say_size, say_time
 
-# Settings that decide how much there is to do, and on what. The others decide how it is done.
+# Settings that decide how much work a step is, and where it runs. The others decide how it is done.
 DECIDES_WORK = ("model", "batch", "context", "mode", "device")
 _BY: tuple[By, ...] = ("class", "phase", "module", "kernel")
 _NAMED = 3  # changes in the lead
-_WORTH_NAMING = 0.02  # of A's step
-_STRETCHED = "idle is as recorded: a recorder lengthens what the host does, and idle time with it"
+_WORTH_NAMING = 0.02  # of the first run's step
+_STRETCHED = "idle time is from the profiled steps: profiling slows the CPU, so it is longer than without"
 
-Setting = tuple[str, str, str]  # what, and its value in A and in B; empty where it is not known
+Setting = tuple[str, str, str]  # the name and both values, empty if unknown
 
 
-def show_changes(a: Materials, b: Materials) -> Section:
+def show_changes(a: Materials, b: Materials, labels: Labels) -> Section:
     exhibits: list[Exhibit] = []
     missing: list[Missing] = []
     said: list[str] = []
     settings = tell_settings(a, b)
     if settings:
-        exhibits.append(Exhibit(key="changes-settings", part=_settings_table(settings)))
+        exhibits.append(Exhibit(key="changes-settings", part=_settings_table(settings, labels)))
     if a.profile and b.profile:
         names = (a.name, b.name)
-        comparisons = {by: compare(a.profile, b.profile, by=by, names=names) for by in _BY}
+        comparisons = {by: compare(a.profile, b.profile, by=by, names=names, labels=labels) for by in _BY}
         taken = _take_apart(comparisons["class"], Opening(a), Opening(b))
-        exhibits += [Exhibit(key="changes-time", part=_draw_time(taken)), *_show_tables(comparisons)]
+        exhibits += [Exhibit(key="changes-time", part=_draw_time(taken, labels)), *_show_tables(comparisons)]
         said.append(_say_time_changes(taken))
     else:
-        missing += _absent(a, b, "profile", "what of the step's time changed")
+        missing += _absent(a, b, "profile", "changes in step time", labels)
     if a.memory and b.memory:
         peaks = dict(a.memory.categories_at(a.memory.peak_event)), dict(b.memory.categories_at(b.memory.peak_event))
-        exhibits += _show_memory(*peaks)
+        exhibits += _show_memory(*peaks, labels)
         said.append(_say_memory_changes(*peaks))
     else:
-        missing += _absent(a, b, "memory", "what of the memory changed")
+        missing += _absent(a, b, "memory", "changes in memory", labels)
     lead = " ".join(text for text in said if text)
     return Section(key="changes", title="What changed", lead=lead, exhibits=tuple(exhibits), missing=tuple(missing))
 
 
-def _absent(a: Materials, b: Materials, stage: Literal["profile", "memory"], what: str) -> tuple[Missing, ...]:
-    """For each run that lacks it: both have to have it."""
-    return join_missing(
-        *([explain_absence(one, stage, what)] if getattr(one, stage) is None else [] for one in (a, b)),
-    )
+def _absent(
+    a: Materials, b: Materials, stage: Literal["profile", "memory"], what: str, labels: Labels
+) -> tuple[Missing, ...]:
+    """One entry per run that lacks the stage; a comparison needs both."""
+    absent = [[explain_absence(one, stage, what)] if getattr(one, stage) is None else [] for one in (a, b)]
+    return join_missing(absent[0], absent[1], labels)
 
 
 # --- Settings ---------------------------------------------------------------------------------------------------------
 
 
 def tell_settings(a: Materials, b: Materials) -> list[Setting]:
-    """Those that differ, of what was run, where and with what."""
+    """The settings, devices and versions that differ."""
     left, right = _describe(a), _describe(b)
     names = dict.fromkeys((*left, *right))
     return [(name, left.get(name, ""), right.get(name, "")) for name in names if left.get(name) != right.get(name)]
@@ -93,13 +93,17 @@ def _describe(materials: Materials) -> dict[str, str]:
     return {**said, **(list_versions(manifests[0]) if manifests else {})}
 
 
-def _settings_table(settings: list[Setting]) -> Table:
+def _settings_table(settings: list[Setting], labels: Labels) -> Table:
     rows: tuple[tuple[Cell, ...], ...] = tuple((name, one or None, other or None) for name, one, other in settings)
     return Table(
-        title="What was set otherwise",
-        columns=(Column(key="setting", label="setting"), Column(key="a", label="A"), Column(key="b", label="B")),
+        title="Settings that differ",
+        columns=(
+            Column(key="setting", label="setting"),
+            Column(key="a", label=labels[0]),
+            Column(key="b", label=labels[1]),
+        ),
         rows=rows,
-        notes=("what is not listed is the same in both, as far as both say",),
+        notes=("all other known settings are equal",),
     )
 
 
@@ -108,7 +112,7 @@ def _settings_table(settings: list[Setting]) -> Table:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Taken:
-    """Steps taken apart, the largest change first: as recorded, or with idle time by the clock of the page."""
+    """The parts of both steps, the largest change first: as profiled, or with idle time by the page's clock."""
 
     parts: tuple[ComparisonRow, ...]
     steps_ns: tuple[float, float]
@@ -116,8 +120,8 @@ class _Taken:
 
 
 def _take_apart(comparison: ProfileComparison, a: Opening, b: Opening) -> _Taken:
-    """A recorder lengthens idle time and leaves kernels as they are. So idle is what the kernels leave of the step at
-    the top of the page, where both runs have one without the recorder and their kernels fit into it."""
+    """Profiling lengthens idle time but not kernels. So if both runs have an unprofiled step time that their kernels
+    fit into, idle time is that step time minus the kernels."""
     wall = comparison.wall
     recorded = _Taken(parts=comparison.parts, steps_ns=(wall.a_ns, wall.b_ns), is_recorded=True)
     if a.step_ns is None or b.step_ns is None or not (_has_plain_gaps(a) and _has_plain_gaps(b)):
@@ -127,7 +131,7 @@ def _take_apart(comparison: ProfileComparison, a: Opening, b: Opening) -> _Taken
     steps = a.step_ns, b.step_ns
     if any(one > (1 + NOISE) * step for one, step in zip(busy, steps, strict=True)):
         return recorded
-    # How long kernels take hardly varies, so that idle time varies as the steps do.
+    # Kernel times hardly vary, so idle time varies as much as the steps do.
     samples = [[step - one for step in run.materials.step_samples] for one, run in zip(busy, (a, b), strict=True)]
     idle = ComparisonRow(
         group=comparison.by,
@@ -145,29 +149,29 @@ def _has_plain_gaps(opening: Opening) -> bool:
     return shares is not None and shares.profile.has_gaps and opening.materials.clock_kind != "recorded"
 
 
-def _draw_time(taken: _Taken) -> Bars:
+def _draw_time(taken: _Taken, labels: Labels) -> Bars:
     parts = taken.parts
     sums = sum(row.a_ns for row in parts), sum(row.b_ns for row in parts)
-    longer = [run for run, one, step in zip("AB", sums, taken.steps_ns, strict=True) if one > round(step)]
-    notes = ["the largest change first" + ("" if longer else "; the bars of a run add up to its step")]
-    notes += [f"{run}: its kernels took longer while recorded than the step was timed at" for run in longer]
-    notes.append(_STRETCHED if taken.is_recorded else "idle: what the kernels leave of a step without the recorder")
+    longer = [label for label, one, step in zip(labels, sums, taken.steps_ns, strict=True) if one > round(step)]
+    notes = ["largest change first" + ("" if longer else "; the bars of each run add up to its step")]
+    notes += [f"{label}: its profiled kernels take longer than its step time" for label in longer]
+    notes.append(_STRETCHED if taken.is_recorded else "idle: the unprofiled step time minus the kernels")
     return Bars(
-        title=f"A step's wall time{' while recorded' * taken.is_recorded}, by what ran alone",
+        title=f"{'Profiled step' if taken.is_recorded else 'Step'} time by kernel class",
         kind="ms",
         labels=tuple(row.name.strip("()") for row in parts),
-        series=("A", "B"),
+        series=labels,
         values=(tuple(row.a_ns / 1e6 for row in parts), tuple(row.b_ns / 1e6 for row in parts)),
         notes=tuple(notes),
     )
 
 
 def _show_tables(comparisons: dict[By, ProfileComparison]) -> list[Exhibit]:
-    """The totals, and each note, stand once."""
+    """One table per grouping. The totals and each note appear only once."""
     first = comparison_table(comparisons["class"])
-    sums = "in each of these tables the parts add up to `wall`: what ran alone, several at once, and idle"
+    sums = "the parts of each table add up to `wall`: kernels running alone, several at once, and idle"
     notes = (*(sums if note == say_sum("class") else note for note in first.notes), _STRETCHED)
-    first = msgspec.structs.replace(first, title="What changed, by class", notes=notes)
+    first = msgspec.structs.replace(first, title="Changes by class", notes=notes)
     exhibits = [Exhibit(key="changes-class", part=first)]
     said = set(first.notes)
     for by in _BY[1:]:
@@ -182,23 +186,26 @@ def _parts_alone(comparison: ProfileComparison, said: set[str]) -> Table:
     table = comparison_table(comparison)
     rows = tuple(row[1:] for row in table.rows if row[0] == comparison.by)
     notes = tuple(note for note in table.notes if note not in said)
-    return Table(title=f"What changed, by {comparison.by}", columns=table.columns[1:], rows=rows, notes=notes)
+    return Table(title=f"Changes by {comparison.by}", columns=table.columns[1:], rows=rows, notes=notes)
 
 
 def _say_time_changes(taken: _Taken) -> str:
-    """Of idle time only what is not the recorder's doing."""
+    """The largest changes; idle time only if it does not include the profiler's overhead."""
     least = _WORTH_NAMING * taken.steps_ns[0]
     known = [row for row in taken.parts if row.name != IDLE or not taken.is_recorded]
     changed = [row for row in known if abs(row.difference_ns) >= least and row.verdict not in ("same", "noise")]
     if not changed:
-        return "No class of kernels changed by more than noise and 2% of the step."
-    named = say_list(
-        f"{_name(row)} {say_time(abs(row.difference_ns))} {'less' if row.difference_ns < 0 else 'more'}"
-        for row in changed[:_NAMED]
+        return "No kernel class changed by more than noise and 2% of the step."
+    named = ", ".join(
+        f"{_name(row)} {_say_sign(row.difference_ns)}{say_time(abs(row.difference_ns))}" for row in changed[:_NAMED]
     )
     a, b = (say_time(step) for step in taken.steps_ns)
-    whose = "A recorded step of B's" if taken.is_recorded else "B's step"
-    return f"{whose} takes {b} where A's takes {a}: {named}."
+    step = "The profiled step" if taken.is_recorded else "The step"
+    return f"{step} goes from {a} to {b}: {named}."
+
+
+def _say_sign(difference: int) -> str:
+    return "−" if difference < 0 else "+"
 
 
 def _name(row: ComparisonRow) -> str:
@@ -208,36 +215,36 @@ def _name(row: ComparisonRow) -> str:
 # --- Memory -----------------------------------------------------------------------------------------------------------
 
 
-def _show_memory(a: dict[str, int], b: dict[str, int]) -> list[Exhibit]:
+def _show_memory(a: dict[str, int], b: dict[str, int], labels: Labels) -> list[Exhibit]:
     names = [name for name in a if a[name] or b[name]]
     names.sort(key=lambda name: (-abs(b[name] - a[name]), -max(a[name], b[name]), name))
     bars = Bars(
-        title="Memory at each run's peak",
+        title="Peak memory by category",
         kind="bytes",
         labels=tuple(names),
-        series=("A", "B"),
+        series=labels,
         values=(tuple(float(a[name]) for name in names), tuple(float(b[name]) for name in names)),
-        notes=("the largest change first; the bars of a run add up to its peak",),
+        notes=("largest change first; the bars of each run add up to its peak",),
     )
     return [
         Exhibit(key="changes-memory", part=bars),
-        Exhibit(key="changes-categories", part=_memory_table(names, a, b)),
+        Exhibit(key="changes-categories", part=_memory_table(names, a, b, labels)),
     ]
 
 
-def _memory_table(names: list[str], a: dict[str, int], b: dict[str, int]) -> Table:
+def _memory_table(names: list[str], a: dict[str, int], b: dict[str, int], labels: Labels) -> Table:
     sums = [(name, a[name], b[name]) for name in names] + [("all", sum(a.values()), sum(b.values()))]
     rows: tuple[tuple[Cell, ...], ...] = tuple(
         (name, one, other, other - one, other / one if one else None) for name, one, other in sums
     )
     return Table(
-        title="Memory at each run's peak",
+        title="Peak memory by category",
         columns=(
             Column(key="category", label="category"),
-            Column(key="a_bytes", label="A", kind="bytes"),
-            Column(key="b_bytes", label="B", kind="bytes"),
-            Column(key="difference_bytes", label="B − A", kind="bytes"),
-            Column(key="ratio", label="B / A", kind="ratio"),
+            Column(key="a_bytes", label=labels[0], kind="bytes"),
+            Column(key="b_bytes", label=labels[1], kind="bytes"),
+            Column(key="difference_bytes", label="change", kind="bytes"),
+            Column(key="ratio", label="ratio", kind="ratio"),
         ),
         rows=rows,
     )
@@ -248,9 +255,8 @@ def _say_memory_changes(a: dict[str, int], b: dict[str, int]) -> str:
     changed = [name for name in a if abs(b[name] - a[name]) >= _WORTH_NAMING * max(1, one)]
     changed.sort(key=lambda name: -abs(b[name] - a[name]))
     if not changed:
-        return "What memory holds at the peak is about the same."
-    parts = say_list(
-        f"{name} {say_size(abs(b[name] - a[name]))} {'less' if b[name] < a[name] else 'more'}"
-        for name in changed[:_NAMED]
+        return "Peak memory is about the same in every category."
+    parts = ", ".join(
+        f"{name} {_say_sign(b[name] - a[name])}{say_size(abs(b[name] - a[name]))}" for name in changed[:_NAMED]
     )
-    return f"At its peak B holds {say_size(other)} where A holds {say_size(one)}: {parts}."
+    return f"Peak memory goes from {say_size(one)} to {say_size(other)}: {parts}."

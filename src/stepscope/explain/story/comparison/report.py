@@ -1,88 +1,110 @@
-"""Two runs as one report: what B does to a step of A's, why, and everything else side by side.
+"""Two runs as one report: what changed in the step, why, and everything else side by side.
 
-A is what was before and B what is now: a ratio above one is B's gain. Whether two times differ is asked of their
-samples (`compare.judge`), and where that cannot be told the sentence says so instead of the ratio alone.
+The first run is the baseline and the second the new one: a ratio above 1 is a speedup. Runs are labelled by what
+differs between them. Whether two times differ is decided from their samples (`compare.judge`); if that is impossible,
+the headline says why.
 """
 
 from typing import Literal
 
 from stepscope import __version__
-from stepscope.explain.story.commands import list_commands
+from stepscope.explain.model_names import name_model
+from stepscope.explain.story.commands import find_case, list_commands
 from stepscope.explain.story.comparison.changes import DECIDES_WORK, show_changes, tell_settings
-from stepscope.explain.story.comparison.side_by_side import put_beside
-from stepscope.explain.story.opening import Opening, list_facts, say_run, subtitle_of, title_of
+from stepscope.explain.story.comparison.side_by_side import Labels, label_sides, put_beside
+from stepscope.explain.story.missing import gather_missing
+from stepscope.explain.story.opening import MOST_HEADLINE, SEPARATOR, Opening, list_facts, say_what_matters, subtitle_of
 from stepscope.explain.story.run import SECTIONS, list_advice
-from stepscope.explain.story.sections.environment_facts import find_environment
+from stepscope.explain.story.sections.environment_facts import find_device
 from stepscope.explain.story.soundness import judge
 from stepscope.explain.story.sources import Materials
 from stepscope.explain.trace.comparability import compare_circumstances
 from stepscope.explain.trace.compare import Verdict
 from stepscope.explain.trace.compare import judge as judge_samples
 from stepscope.findings import Copyable, Fact, Report, Soundness
-from stepscope.units import say_percent, say_size, say_time
+from stepscope.units import clip, say_factor, say_percent, say_size, say_time
 
-RUNS = ("A", "B")
 _FACTS = ("step", "memory", "bound", "mfu", "busy", "tokens")
 _SHORT = 80  # characters of a note in one line
-_FEW_TIMES = 1.1  # below it a factor is said in per cent
+_FEW_TIMES = 1.1  # smaller factors are written in percent
 
 
 def tell_both(a: Materials, b: Materials) -> Report:
-    """`advice` is on B: what is still to gain."""
-    openings = Opening(a), Opening(b)
+    """`advice` is for the second run: what is left to gain."""
+    openings, labels = (Opening(a), Opening(b)), label_sides(a, b)
     shown = [key for key in SECTIONS if key != "ranks" or len(a.ranks) > 1 or len(b.ranks) > 1]
+    sections = (show_changes(a, b, labels), *(put_beside(key, a, b, labels) for key in shown))
     return Report(
-        title=f"{title_of(a)} → {title_of(b)}",
-        subtitle=_say_where(a, b),
-        runs=RUNS,
-        sentence=say_change(*openings),
-        facts=_pair_facts(*openings),
+        title=_title(a, b, labels),
+        subtitle=_say_where(a, b, labels),
+        runs=labels,
+        sentence=say_change(*openings, labels),
+        facts=_pair_facts(*openings, labels),
         advice=list_advice(b),
-        soundness=_judge_both(*openings),
-        sections=(show_changes(a, b), *(put_beside(key, a, b) for key in shown)),
-        commands=_pair_commands(a, b),
+        soundness=_judge_both(*openings, labels),
+        sections=gather_missing(sections),
+        commands=_pair_commands(a, b, labels),
         version=__version__,
         is_partial=a.is_partial or b.is_partial,
     )
 
 
-def _say_where(a: Materials, b: Materials) -> str:
-    one, other = subtitle_of(a), subtitle_of(b)
-    return (
-        one
-        if one == other
-        else " | ".join(f"{run}: {said}" for run, said in zip(RUNS, (one, other), strict=True) if said)
-    )
+def _title(a: Materials, b: Materials, labels: Labels) -> str:
+    """Both labels, and the model if both runs have the same one."""
+    cases = [case for one in (a, b) if (case := find_case(one)) is not None]
+    models = {name_model(case.workload.model) for case in cases}
+    sides = f"{labels[1]} vs {labels[0]}"
+    return f"{models.pop()}: {sides}" if len(cases) == 2 and len(models) == 1 else sides
 
 
-def _pair_commands(a: Materials, b: Materials) -> tuple[Copyable, ...]:
-    """What made both stands once, first."""
+def _say_where(a: Materials, b: Materials, labels: Labels) -> str:
+    """The parts that both subtitles share, then what only one has."""
+    pair = [subtitle_of(one).split(SEPARATOR) for one in (a, b)]
+    both = [part for part in pair[0] if part in pair[1]]
+    own = [
+        f"{label}: {', '.join(rest)}"
+        for label, parts in zip(labels, pair, strict=True)
+        if (rest := [part for part in parts if part and part not in both])
+    ]
+    return SEPARATOR.join(part for part in (*both, *own) if part)
+
+
+def _pair_commands(a: Materials, b: Materials, labels: Labels) -> tuple[Copyable, ...]:
+    """Commands that made both runs come once, first."""
     pair = list_commands(a), list_commands(b)
     both = [one for one in pair[0] if one in pair[1]]
     apart = [
-        Copyable(label=f"{run}: {one.label}", text=one.text)
-        for run, commands in zip(RUNS, pair, strict=True)
+        Copyable(label=f"{label}: {one.label}", text=one.text)
+        for label, commands in zip(labels, pair, strict=True)
         for one in commands
         if one not in both
     ]
     return (*both, *apart)
 
 
-# --- The sentence -----------------------------------------------------------------------------------------------------
+# --- The headline -----------------------------------------------------------------------------------------------------
 
 
-def say_change(a: Opening, b: Opening) -> str:
-    """What B's step takes instead of A's, as far as both are known; else each run in its own sentence."""
+def say_change(a: Opening, b: Opening, labels: Labels) -> str:
+    """The step times of both runs if both are known, else what matters about each; two lines at most."""
     steps, peaks = (a.step_ns, b.step_ns), (a.peak_bytes, b.peak_bytes)
+    sides = f"{labels[1]} vs {labels[0]}"
     if steps[0] and steps[1]:
-        is_alike = _is_of_process(a) == _is_of_process(b)
-        memory = f", {_say_memory(peaks[0], peaks[1])}" if peaks[0] and peaks[1] and is_alike else ""
-        said = f"{_say_steps(steps[0], steps[1], judge_steps(a, b), say_doubt(a, b))}{memory}"
+        parts = [f"{sides}: {_say_steps(steps[0], steps[1], judge_steps(a, b), say_doubt(a, b))}"]
+        if peaks[0] and peaks[1] and _is_of_process(a) == _is_of_process(b):
+            parts.append(f", {_say_memory(peaks[0], peaks[1])}")
     elif peaks[0] and peaks[1] and not steps[0] and not steps[1] and not _failed(a) and not _failed(b):
-        said = f"B holds {_say_peaks(peaks[0], peaks[1])} at its peak; how long their steps take is not recorded"
+        parts = [f"{sides}: {_say_peaks(peaks[0], peaks[1])}; no step times"]
     else:
-        return f"A: {say_run(a)} B: {say_run(b)}"
-    return f"{said}{_say_other_work(a, b)}."
+        return " ".join(_say_alone(one, label) for one, label in zip((b, a), reversed(labels), strict=True))
+    said = ""
+    for part in (*parts, _say_other_work(a, b, labels)):
+        said += part if len(f"{said}{part}.") <= MOST_HEADLINE else ""
+    return f"{said}."
+
+
+def _say_alone(opening: Opening, label: str) -> str:
+    return f"{clip(f'{label}: {say_what_matters(opening)}', (MOST_HEADLINE - 3) // 2)}."
 
 
 def _failed(opening: Opening) -> bool:
@@ -90,20 +112,19 @@ def _failed(opening: Opening) -> bool:
 
 
 def _say_steps(a_ns: float, b_ns: float, verdict: Verdict, doubt: str) -> str:
-    """`doubt` is why it cannot be told whether they differ, where that is so."""
+    """`doubt` is the reason if `verdict` is `cannot tell`."""
     a, b = say_time(a_ns), say_time(b_ns)
     reason = f" ({doubt})" if verdict == "cannot tell" else ""
     if a == b:
-        return f"B's step takes {b}, as A's does{reason}"
+        return f"both take {b} per step{reason}"
     if verdict in ("same", "noise"):
-        return f"B's step takes {b} and A's {a}, a difference within noise"
-    return f"B's step takes {b} instead of {a}, {_say_factor(a_ns, b_ns)}{reason}"
+        return f"{b} vs {a} per step, within noise"
+    return f"{b} vs {a} per step, {_say_change_of(a_ns, b_ns)}{reason}"
 
 
 def judge_steps(a: Opening, b: Opening) -> Verdict:
-    """A recorder lengthens what the host does, so a step while recorded and one without the recorder differ even where
-    nothing changed. Two figures are compared only where one kind of clock made both, and by the steps that they are
-    made of."""
+    """Whether two steps differ. A profiler slows the CPU, so profiled and unprofiled steps differ even if nothing
+    changed: two step times are compared only if one kind of clock measured both, and by their samples."""
     samples = a.materials.step_samples, b.materials.step_samples
     if a.materials.clock_kind != b.materials.clock_kind or not all(samples):
         return "cannot tell"
@@ -111,60 +132,59 @@ def judge_steps(a: Opening, b: Opening) -> Verdict:
 
 
 def say_doubt(a: Opening, b: Opening) -> str:
-    """Why it cannot be told whether two steps differ, where `judge_steps` says so."""
+    """The reason why `judge_steps` cannot tell."""
     clocks = a.materials.clock_kind, b.materials.clock_kind
     if clocks[0] == clocks[1]:
-        return "too few steps to tell it from noise"
-    if "recorded" not in clocks:
-        return "one by bench, the other by profile's own clock"
-    recorded, other = ("A", "B") if clocks[0] == "recorded" else ("B", "A")
-    return f"{recorded}'s was timed while recorded, which takes time, {other}'s without the recorder"
+        return "too few steps to rule out noise"
+    return "one timed under the profiler" if "recorded" in clocks else "one timed by bench, one by profile"
 
 
-def _say_factor(a_ns: float, b_ns: float) -> str:
+def _say_change_of(a_ns: float, b_ns: float) -> str:
     factor = max(a_ns, b_ns) / min(a_ns, b_ns)
     if factor < _FEW_TIMES:
-        return f"{say_percent(abs(b_ns / a_ns - 1))} {'less' if b_ns < a_ns else 'more'}"
-    return f"{factor:.3g} times as {'fast' if b_ns < a_ns else 'long'}"
+        return f"{say_percent(abs(b_ns / a_ns - 1))} {'less' if b_ns < a_ns else 'more'} time"
+    return f"{say_factor(factor)} {'faster' if b_ns < a_ns else 'slower'}"
 
 
 def _say_memory(a_bytes: int, b_bytes: int) -> str:
     a, b = say_size(a_bytes), say_size(b_bytes)
-    return f"with {b} instead of {a}" if a != b else f"with {b} as before"
+    return f"peak memory {b} vs {a}" if a != b else f"peak memory {b}"
 
 
 def _say_peaks(a_bytes: int, b_bytes: int) -> str:
     a, b = say_size(a_bytes), say_size(b_bytes)
     if a == b:
-        return f"{b}, as A does,"
+        return f"peak memory {b} in both"
     if b_bytes >= 2 * a_bytes:
-        return f"{b} instead of {a}, {b_bytes / a_bytes:.3g} times as much,"
-    return f"{b} instead of {a}, {say_percent(abs(b_bytes / a_bytes - 1))} {'less' if b_bytes < a_bytes else 'more'},"
+        return f"peak memory {b} vs {a}, {say_factor(b_bytes / a_bytes)} as much"
+    return (
+        f"peak memory {b} vs {a}, {say_percent(abs(b_bytes / a_bytes - 1))} {'less' if b_bytes < a_bytes else 'more'}"
+    )
 
 
-def _say_other_work(a: Opening, b: Opening) -> str:
-    """Where the two do not do the same, or not on the same device, a factor says less than it seems to."""
+def _say_other_work(a: Opening, b: Opening, labels: Labels) -> str:
+    """Differences in work or device that the labels do not show: a factor is not a speedup then."""
     remarks = [
         f"{name} {one} → {other}"
         for name, one, other in tell_settings(a.materials, b.materials)
-        if name in DECIDES_WORK and one and other
+        if name in DECIDES_WORK and one and other and not (one in labels[0] and other in labels[1])
     ]
-    return f"; the two are not alike: {', '.join(remarks)}" if remarks else ""
+    return f"; also different: {', '.join(remarks)}" if remarks else ""
 
 
-# --- Facts and how sound they are -------------------------------------------------------------------------------------
+# --- Facts and measurement quality ------------------------------------------------------------------------------------
 
 
-def _pair_facts(a: Opening, b: Opening) -> tuple[Fact, ...]:
-    """B's, each with A's value before it, in the order in which a run alone has them."""
+def _pair_facts(a: Opening, b: Opening, labels: Labels) -> tuple[Fact, ...]:
+    """The second run's facts, each with the first run's value, in the order of a single run."""
     before, after = ({fact.key: fact for fact in list_facts(one)} for one in (a, b))
     keys = sorted({*before, *after}, key=lambda key: (_FACTS.index(key) if key in _FACTS else len(_FACTS), key))
     incomparable = _find_incomparable(a, b)
-    return tuple(_pair(before.get(key), after.get(key), is_comparable=key not in incomparable) for key in keys)
+    return tuple(_pair(before.get(key), after.get(key), labels, is_comparable=key not in incomparable) for key in keys)
 
 
 def _find_incomparable(a: Opening, b: Opening) -> set[str]:
-    """Facts that are shares of different wholes, or were measured in different ways."""
+    """Facts that are shares of different totals, or were measured in different ways."""
     found = {"memory"} if _is_of_process(a) != _is_of_process(b) else set()
     precisions = {one.mfu[1] for one in (a, b) if one.mfu}
     if len(precisions) > 1 or _differing_devices(a.materials, b.materials):
@@ -173,35 +193,35 @@ def _find_incomparable(a: Opening, b: Opening) -> set[str]:
 
 
 def _is_of_process(opening: Opening) -> bool:
-    """Whether the peak is all memory of the process, and not what an allocator handed out."""
+    """Whether the peak counts all memory of the process rather than what an allocator handed out."""
     row, memory = opening.materials.timed_row, opening.materials.memory
     if row is None or row.measurement is None or (memory is not None and memory.peak_bytes == opening.peak_bytes):
         return False
     return row.measurement.peak_kind == "rss above start"
 
 
-def _pair(before: Fact | None, after: Fact | None, *, is_comparable: bool) -> Fact:
+def _pair(before: Fact | None, after: Fact | None, labels: Labels, *, is_comparable: bool) -> Fact:
     known = after or before
-    assert known is not None, "a key comes from one of the two"
+    assert known is not None, "every key comes from one of the two"
     is_same = before is not None and before.kind == known.kind and before.label == known.label
     return Fact(
         key=known.key,
         label=known.label,
         value=after.value if after else None,
         kind=known.kind,
-        note=_join_notes(before.note if before else "not known", after.note if after else "not known"),
+        note=_join_notes(before.note if before else "unknown", after.note if after else "unknown", labels),
         before=before.value if before is not None and (is_same or known.kind == "text") else None,
         is_comparable=is_comparable,
     )
 
 
-def _join_notes(before: str, after: str) -> str:
-    """What both say once, then what each says; in sentences of their own where they are long."""
+def _join_notes(before: str, after: str, labels: Labels) -> str:
+    """What both notes say comes once, then what only one says; long notes become sentences."""
     clauses = [note.split("; ") for note in (before, after)]
     both = [clause for clause in clauses[0] if clause in clauses[1]]
     own = [
-        f"{run}: {said}"
-        for run, of_run in zip(RUNS, clauses, strict=True)
+        f"{label}: {said}"
+        for label, of_run in zip(labels, clauses, strict=True)
         if (said := "; ".join(clause for clause in of_run if clause not in both))
     ]
     parts = [*both, *own]
@@ -209,32 +229,30 @@ def _join_notes(before: str, after: str) -> str:
     return joined if len(joined) <= _SHORT else f"{'. '.join(parts)}."
 
 
-def _judge_both(a: Opening, b: Opening) -> Soundness:
-    """As sound as the weaker of the two. What of their circumstances differs stands first."""
+def _judge_both(a: Opening, b: Opening, labels: Labels) -> Soundness:
+    """The worse verdict of the two. Differences in their circumstances come first."""
     one, other = judge(a), judge(b)
     verdicts = {one.verdict, other.verdict}
     profiles = a.materials.profile, b.materials.profile
-    remarks = compare_circumstances(profiles[0], profiles[1]) if profiles[0] and profiles[1] else ()
+    remarks = compare_circumstances(profiles[0], profiles[1], labels) if profiles[0] and profiles[1] else ()
     devices = _differing_devices(a.materials, b.materials)
-    said = one.sentence if one.sentence == other.sentence else f"A: {one.sentence} B: {other.sentence}"
+    said = (
+        one.sentence if one.sentence == other.sentence else f"{labels[0]}: {one.sentence} {labels[1]}: {other.sentence}"
+    )
     if devices:
         said = f"{devices} {said}"
     order: tuple[Literal["doubtful", "unknown", "sound"], ...] = ("doubtful", "unknown", "sound")
     weakest = "doubtful" if devices else next(verdict for verdict in order if verdict in verdicts)
-    details = (*remarks, *(f"A: {line}" for line in one.details), *(f"B: {line}" for line in other.details))
-    return Soundness(verdict=weakest, sentence=said, details=tuple(dict.fromkeys(details)))
+    shared = [line for line in one.details if line in other.details]
+    own = [
+        f"{label}: {line}"
+        for label, judged in zip(labels, (one, other), strict=True)
+        for line in judged.details
+        if line not in shared
+    ]
+    return Soundness(verdict=weakest, sentence=said, details=tuple(dict.fromkeys((*remarks, *shared, *own))))
 
 
 def _differing_devices(a: Materials, b: Materials) -> str:
-    one, other = (_device_of(materials) for materials in (a, b))
-    return f"The runs are of different devices: A of {one}, B of {other}." if one and other and one != other else ""
-
-
-def _device_of(materials: Materials) -> str:
-    environment = find_environment(materials)
-    if environment is not None:
-        return environment.driver_name
-    for one in (materials.profile, materials.memory):
-        if one is not None and one.recording.manifest.device:
-            return one.recording.manifest.device
-    return ""
+    one, other = find_device(a), find_device(b)
+    return f"The runs used different devices: {one} and {other}." if one and other and one != other else ""

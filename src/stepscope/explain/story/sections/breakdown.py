@@ -1,10 +1,9 @@
-"""The kernels' time of a step, taken apart by class, phase, layer, module and kernel at once.
+"""The kernel time of a step by class, phase, layer, module and kernel at once.
 
-Rows add up to `Profile.gpu_time_ns` a step. Where two runs are joined, a row is what agrees in all five; what only one
-of them has is nothing in the other. Beyond what a page can hold, the smallest rows lose their layer first, then their
-module, and only then more, so that the times of classes, phases and kernels stay whole. Losing kernels first was tried:
-the table of kernels of a deep model then was mostly a rest. Added up a dimension at a time, it is the lists of a page
-and a table for each.
+Rows add up to `Profile.gpu_time_ns` per step. A row is everything that agrees in all five dimensions; for two runs, a
+row that only one of them has is 0 in the other. If a page cannot hold all rows, the smallest lose their layer first,
+then their module, then more, so that the times by class, phase and kernel stay exact. Dropping kernels first was tried:
+the kernel table of a deep model was then mostly `(rest)`. Summed over one dimension, the rows become a table.
 """
 
 import re
@@ -24,16 +23,16 @@ from stepscope.units import say_time
 
 TITLE = "Where the time goes"
 MOST_ROWS = 15_000
-# What the smallest rows lose, one after the other until they are few enough. With its layer a module loses its number.
+# What the smallest rows lose, one by one, until they are few enough. A module loses its number with its layer.
 _GIVEN_UP = ("layer", "module", "kernel", "phase")
 _KEYS = ["class", "phase", "layer", "module", "kernel"]
 
 
 def break_down(profiles: Sequence[Profile], names: Sequence[str], steps_ns: Sequence[float] | None = None) -> Breakdown:
-    """`names` are the runs', one a profile; `steps_ns` their steps' wall time, the profiles' own unless told."""
-    assert len(profiles) == len(names), "a name a profile"
+    """`names` has one run per profile; `steps_ns` are their step times, by default those of the profiles."""
+    assert len(profiles) == len(names), "one name per profile"
     walls = [profile.step_ns for profile in profiles] if steps_ns is None else steps_ns
-    assert len(walls) == len(profiles), "a step a profile"
+    assert len(walls) == len(profiles), "one step time per profile"
     steps = [profile.steps_in_window for profile in profiles]
     rows, notes = _fit(_join([_rows(profile) for profile in profiles], steps), steps, MOST_ROWS)
     on_cpu = all(profile.on_cpu for profile in profiles)
@@ -81,8 +80,8 @@ def _rows(profile: Profile) -> pl.DataFrame:
 
 
 def _join(frames: Sequence[pl.DataFrame], steps: Sequence[float]) -> pl.DataFrame:
-    """The keys of all runs with columns a run: time and count 0, shortest and longest null where it has no such row.
-    The largest first."""
+    """The rows of all runs, the largest first, with columns per run: time and count are 0, shortest and longest null,
+    if a run has no such row."""
     spread = []
     for mine, frame in enumerate(frames):
         columns = [
@@ -96,7 +95,7 @@ def _join(frames: Sequence[pl.DataFrame], steps: Sequence[float]) -> pl.DataFram
 
 
 def _total(steps: Sequence[float]) -> pl.Expr:
-    """A row's time a step, of all runs together."""
+    """A row's time per step, summed over runs."""
     return pl.sum_horizontal(pl.col(f"time_{run}") / num_steps for run, num_steps in enumerate(steps))
 
 
@@ -105,7 +104,7 @@ def _sort(rows: pl.DataFrame, steps: Sequence[float]) -> pl.DataFrame:
 
 
 def _fit(rows: pl.DataFrame, steps: Sequence[float], most: int) -> tuple[pl.DataFrame, list[str]]:
-    """The largest rows as they are, and the rest without what there is too much of, a third of the room for them."""
+    """The largest rows unchanged, and the rest merged into a third of the space."""
     if rows.height <= most:
         return rows, []
     head, tail = rows.head(most - most // 3), rows.tail(rows.height - (most - most // 3))
@@ -119,7 +118,7 @@ def _fit(rows: pl.DataFrame, steps: Sequence[float], most: int) -> tuple[pl.Data
     share = tail.select(total).item() / max(1.0, rows.select(total).item())
     said = " and ".join(given_up) if len(given_up) < 3 else f"{', '.join(given_up[:-1])} and {given_up[-1]}"
     note = (
-        f"of {rows.height:,} combinations the smallest {tail.height:,}, {share:.2%} of the time, have {said} `{REST}`"
+        f"the smallest {tail.height:,} of {rows.height:,} combinations, {share:.2%} of the time, have {said} `{REST}`"
     )
     return _sort(_regroup(pl.concat([head, merged]), len(steps)), steps), [note]
 
@@ -142,8 +141,8 @@ def _regroup(rows: pl.DataFrame, runs: int) -> pl.DataFrame:
 
 
 def _dimension(rows: pl.DataFrame, key: str) -> tuple[list[str], Dimension]:
-    """The values as the rows have them, in the order of their places, and as they are shown. By first appearance, so
-    about the largest first."""
+    """The values in the order of first appearance, which is about the largest first, and the dimension that shows
+    them."""
     order = rows[key].unique(maintain_order=True).to_list()
     if key != "kernel":
         return order, Dimension(key=key, label=key, values=tuple(cut_name(value) for value in order))
@@ -161,17 +160,17 @@ def _say_scopes(profiles: Sequence[Profile], names: Sequence[str]) -> list[str]:
         prefix = f"{name}: " if name else ""
         notes.append(prefix + scope(profile))
         if len(profile.devices) > 1:
-            notes.append(f"{prefix}{len(profile.devices)} devices: times are their sum, wall and idle time their mean")
+            notes.append(f"{prefix}{len(profile.devices)} devices: times are sums, wall and idle time are means")
     return list(dict.fromkeys(notes))
 
 
-# --- Added up, a dimension at a time ----------------------------------------------------------------------------------
+# --- One dimension at a time ------------------------------------------------------------------------------------------
 
 
 _MS, _US = 1e6, 1e3
-# Of these a row also says its class, and how long one of them takes.
+# Its rows also have a class and the time of a single call.
 _SINGLE = "kernel"
-# These have an order of their own; the others stand by time.
+# These have their own order; the others are sorted by time.
 ORDERED = ("phase", "layer")
 
 Numbers = NDArray[np.float64]
@@ -179,7 +178,7 @@ Numbers = NDArray[np.float64]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Totals:
-    """A dimension's values, in the order in which they are shown, and their totals, a row a run."""
+    """The values of a dimension in display order, and their totals, one row per run."""
 
     dimension: Dimension
     order: tuple[int, ...]
@@ -190,7 +189,7 @@ class Totals:
 
 
 def tabulate_dimensions(breakdown: Breakdown) -> Iterable[tuple[str, Table]]:
-    """A table for each dimension, kernels with their class and how long one of them takes."""
+    """One table per dimension; the one of kernels has their class and the time of a single call."""
     for place, dimension in enumerate(breakdown.dimensions):
         totals = add_up(breakdown, place)
         columns = [Column(key=dimension.key, label=dimension.label.lower())]
@@ -242,7 +241,7 @@ def _numbers(values: Sequence[float | None], instead: float = 0.0) -> Numbers:
 
 
 def _by_number(name: str) -> tuple[bool, list[tuple[int, str]]]:
-    """Layer 10 after layer 9, and what has no number last."""
+    """A sort key that puts layer 10 after layer 9 and names without numbers last."""
     parts = re.findall(r"\d{1,9}|\D+", name[:200])
     numbers = [(int(part), "") if part.isdecimal() else (-1, part) for part in parts]
     return not any(number >= 0 for number, _ in numbers), numbers
@@ -251,7 +250,7 @@ def _by_number(name: str) -> tuple[bool, list[tuple[int, str]]]:
 def _add_class(
     breakdown: Breakdown, place: int, totals: Totals, columns: list[Column], cells: list[Sequence[Cell]]
 ) -> None:
-    """The class of each kernel: that of its first row, as a name has one class."""
+    """Add the class of each kernel, from its first row: a name has only one class."""
     keys = [dimension.key for dimension in breakdown.dimensions]
     if "class" not in keys:
         return
@@ -301,22 +300,22 @@ def _add_change(totals: Totals, columns: list[Column], cells: list[Sequence[Cell
 
 def _describe_walls(breakdown: Breakdown) -> Iterable[str]:
     for name, wall, idle in zip(breakdown.runs, breakdown.walls_ns, breakdown.idles_ns, strict=True):
-        who = f"{name}: a" if name else "A"
-        yield f"{who} step takes {say_time(wall)}; nothing runs for {say_time(idle)} of it."
+        prefix = f"{name}: " if name else ""
+        yield f"{prefix}{say_time(wall)} per step, {say_time(idle)} of it idle"
 
 
 # --- Layers -----------------------------------------------------------------------------------------------------------
 
 
 OUTSIDE_LAYERS = "(outside layers)"
-# So many kernels are described; a recording with more names than that is a hostile one or makes a name for each call.
+# The most kernels to describe. A recording with more names is hostile or has a name per call.
 MOST_DESCRIBED = 2_000
 _NUMBERED = re.compile(r"^(?:.*?\.)??(\d+)(?=\.|$)")
 
 
 def label_layers(kernels: pl.DataFrame) -> pl.Series:
-    """For each kernel its layer's name, null where it belongs to none or nobody knows. A layer is called by the path
-    that leads to its number, so that the third of the encoder is not the third of the decoder."""
+    """The layer name of each kernel, null if it has none or it is unknown. The name is the path up to the layer's
+    number, so that layer 3 of the encoder and of the decoder stay distinct."""
     known = kernels.select("module", "layer").unique()
     labels = [_label_layer(module, layer) for module, layer in known.iter_rows()]
     table = known.with_columns(label=pl.Series(labels, dtype=pl.String))
@@ -330,12 +329,12 @@ def _label_layer(module: str | None, layer: int | None) -> str | None:
     if layer is None:
         return None
     found = _NUMBERED.match(module or "")
-    # Paths that are made of classes count their layers otherwise, and have no path to the number.
+    # Paths made of class names count layers differently and have no path up to the number.
     return cut_name(found[0]) if found and int(found[1]) == layer else f"layer {layer}"
 
 
 def name_layers(kernels: pl.DataFrame) -> pl.Series:
-    """The same without nulls: a module outside of all layers is known to be there."""
+    """The same without nulls: modules outside all layers and unknown modules get their own names."""
     labels = label_layers(kernels)
     rest = pl.when(kernels["module"].is_not_null()).then(pl.lit(OUTSIDE_LAYERS)).otherwise(pl.lit(UNKNOWN))
     return pl.select(pl.coalesce(labels, rest).alias("label")).to_series()

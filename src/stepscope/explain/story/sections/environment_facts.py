@@ -1,16 +1,19 @@
-"""Where and with what it ran, what the device could do, and what recording cost."""
+"""The device and its limits, software versions, all settings of the run, and the profiler's overhead."""
 
 from collections.abc import Iterator
 
 from stepscope.explain.story.commands import find_case
-from stepscope.explain.story.phrases import find_torch, name_source, retitle, say_started
+from stepscope.explain.story.phrases import name_source, retitle, say_started
 from stepscope.explain.story.sources import Materials
+from stepscope.explain.trace.comparability import list_settings
 from stepscope.explain.trace.profile_tables import overhead_table
+from stepscope.explain.trace.run_labels import find_torch
 from stepscope.findings import Cell, Column, Exhibit, Section, Table
 from stepscope.hardware import Hardware
 from stepscope.recording.rows.bench import Environment
 from stepscope.recording.store import Manifest
-from stepscope.units import say_size
+from stepscope.spec import SHAPE_SETTINGS, Case, Factory, HuggingFace, ModelShape
+from stepscope.units import count_noun, say_size
 
 _Row = tuple[str, str]
 
@@ -22,7 +25,7 @@ def show_environment(materials: Materials) -> Section:
     manifest = profile.recording.manifest if profile is not None else None
     if manifest is not None and manifest.case is not None and manifest.overhead is not None:
         exhibits.append(
-            Exhibit(key="environment-overhead", part=retitle(overhead_table(manifest), "What recording cost"))
+            Exhibit(key="environment-overhead", part=retitle(overhead_table(manifest), "Profiler overhead"))
         )
     missing = (materials.absent["bench"],) if "bench" in materials.absent else ()
     return Section(
@@ -39,6 +42,22 @@ def find_environment(materials: Materials) -> Environment | None:
     return materials.precision.environment if materials.precision else None
 
 
+def find_device(materials: Materials) -> str:
+    """What the driver calls the device; empty if unknown."""
+    environment = find_environment(materials)
+    if environment is not None:
+        return environment.driver_name
+    return next((manifest.device for manifest in _manifests(materials) if manifest.device), "")
+
+
+def find_torch_version(materials: Materials) -> str:
+    """The version of PyTorch; empty if unknown."""
+    environment = find_environment(materials)
+    if environment is not None:
+        return environment.torch
+    return next((version for manifest in _manifests(materials) if (version := find_torch(manifest))), "")
+
+
 def _manifests(materials: Materials) -> list[Manifest]:
     return [one.recording.manifest for one in (materials.profile, materials.memory) if one is not None]
 
@@ -46,8 +65,8 @@ def _manifests(materials: Materials) -> list[Manifest]:
 def _table(rows: tuple[_Row, ...]) -> Table:
     cells: tuple[tuple[Cell, ...], ...] = rows
     return Table(
-        title="Where it ran",
-        columns=(Column(key="what", label="what"), Column(key="value", label="value")),
+        title="Settings and versions",
+        columns=(Column(key="what", label=""), Column(key="value", label="value")),
         rows=cells,
     )
 
@@ -55,12 +74,12 @@ def _table(rows: tuple[_Row, ...]) -> Table:
 def _say_where(materials: Materials) -> str:
     environment = find_environment(materials)
     if environment is not None:
-        return f"It ran on {environment.driver_name} with PyTorch {environment.torch}, Python {environment.python}."
+        return f"{environment.driver_name}, PyTorch {environment.torch}, Python {environment.python}."
     for manifest in _manifests(materials):
         on_device = manifest.memory.device if manifest.memory else ""
-        torch, device = find_torch(manifest), manifest.device or on_device or "a device that the file does not name"
-        version = f" with PyTorch {torch}" if torch else ""
-        return f"It ran on {device}{version}; the file says nothing else about where."
+        torch, device = find_torch(manifest), manifest.device or on_device or "Unknown device"
+        version = f", PyTorch {torch}" if torch else ""
+        return f"{device}{version}. The file has no other information about the machine."
     return ""
 
 
@@ -75,20 +94,36 @@ def _rows(materials: Materials) -> Iterator[_Row]:
         yield from _of_manifest(manifest, is_ours=environment is not None)
     case = find_case(materials)
     if case is not None:
-        timing, workload = case.timing, case.workload
-        yield "attention", workload.attention or "the model's own"
-        yield "compiled", "yes" if workload.compile else "no"
-        yield "seed", str(workload.seed)
-        if materials.bench:
-            yield "timing", f"{timing.steps} steps after {timing.warmup} to warm up"
-        if timing.memory_limit:
-            yield "memory limit", say_size(timing.memory_limit)
+        yield from _of_case(case, materials)
     for row in materials.bench[:1]:
-        yield "timed", say_started(row.started)
+        yield "timing started", say_started(row.started)
         if row.measurement is not None:
             yield "parameters", f"{row.measurement.parameters:,}"
             if row.measurement.attention_kernels:
                 yield "attention kernels", ", ".join(row.measurement.attention_kernels)
+
+
+def _of_case(case: Case, materials: Materials) -> Iterator[_Row]:
+    timing, workload = case.timing, case.workload
+    yield "model", _say_model(workload.model)
+    ran = next((row.optimizer for row in materials.bench[:1] if row.optimizer), None)
+    ran = ran or next((one.optimizer for one in _manifests(materials) if one.optimizer), None)
+    for name, value in list_settings(case, ran).items():
+        if name != "model":
+            yield name, "default" if value == "–" else value
+    yield "seed", str(workload.seed)
+    if materials.bench:
+        yield "timing", f"{count_noun(timing.steps, 'step')} after {count_noun(timing.warmup, 'warm-up step')}"
+    if timing.memory_limit:
+        yield "memory limit", say_size(timing.memory_limit)
+
+
+def _say_model(model: ModelShape | Factory | HuggingFace) -> str:
+    """The model as it was set: all sizes, or the target with its arguments."""
+    if not isinstance(model, ModelShape):
+        return model.name
+    sizes = [f"{name} {getattr(model, name)}" for name in SHAPE_SETTINGS if name not in ("size", "tie_embeddings")]
+    return ", ".join([*sizes, *(["tied embeddings"] if model.tie_embeddings else [])])
 
 
 def _of_environment(environment: Environment) -> Iterator[_Row]:
@@ -106,35 +141,35 @@ def _of_environment(environment: Environment) -> Iterator[_Row]:
     yield from ((name, version) for name, version in versions if version)
     yield "CPU threads", str(environment.threads)
     if environment.cpu_limits:
-        yield "CPU instructions limited by", environment.cpu_limits
+        yield "CPU instruction limit", environment.cpu_limits
 
 
 def _of_hardware(hardware: Hardware) -> Iterator[_Row]:
-    source = "measured on a large matrix product" if hardware.source == "measured" else "data sheet, dense"
+    source = "measured with a large GEMM" if hardware.source == "measured" else "data sheet, dense"
     peaks = ", ".join(f"{name} {peak / 1e12:.4g}" for name, peak in hardware.peak_flops.items())
     if peaks:
         yield f"peak in TFLOP/s ({source})", peaks
     if hardware.bandwidth:
         yield "memory bandwidth", f"{hardware.bandwidth / 1e9:,.0f} GB/s"
     if hardware.memory_bytes:
-        yield "memory of the device", f"{hardware.memory_bytes / 1e9:,.0f} GB"
+        yield "device memory", f"{hardware.memory_bytes / 1e9:,.0f} GB"
 
 
 def _of_manifest(manifest: Manifest, *, is_ours: bool) -> Iterator[_Row]:
-    what = "memory" if manifest.memory is not None else "recording"
+    what = "memory snapshot" if manifest.memory is not None else "trace"
     if not is_ours:
         if manifest.device:
             yield "device", manifest.device
         yield from ((name.replace("_", " "), version) for name, version in manifest.versions.items())
     if manifest.device_sms:
         yield "multiprocessors", str(manifest.device_sms)
-    yield f"{what} by", name_source(manifest)
+    yield f"{what} source", name_source(manifest)
     if manifest.file and not is_ours:
-        yield f"{what} in", manifest.file
+        yield f"{what} file", manifest.file
     if manifest.rank is not None:
         size = f" of {manifest.world_size}" if manifest.world_size else ""
         yield "rank", f"{manifest.rank}{size}"
     if manifest.started:
-        yield f"{what} made", say_started(manifest.started)
+        yield f"{what} recorded", say_started(manifest.started)
     if manifest.memory is not None:
         yield "memory events", f"{manifest.memory.events:,}"

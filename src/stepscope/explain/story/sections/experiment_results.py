@@ -1,5 +1,4 @@
-"""What was measured apart from a step: attention alone, as time and memory over lengths, however it is computed; and
-what low precision does to the numbers, and what speed it buys."""
+"""Measurements besides the step: attention implementations over lengths, and the error and speed of low precision."""
 
 from collections.abc import Sequence
 
@@ -13,14 +12,13 @@ from stepscope.explain.experiments.attention_tables import (
     summary_ms,
 )
 from stepscope.explain.precision.precision_tables import answer, make_table, pair_speeds
-from stepscope.explain.questions.answers import say_list
 from stepscope.explain.story.missing import command_for, explain_absence
 from stepscope.explain.story.phrases import MOST_ROWS, retitle, shorten
 from stepscope.explain.story.sources import Materials
 from stepscope.findings import Exhibit, Section, Table
 from stepscope.recording.rows.attention_case import AttentionRow
 from stepscope.recording.rows.precision_report import PrecisionReport, PrecisionRun
-from stepscope.units import say_size, say_time
+from stepscope.units import count_noun, say_size, say_time
 
 
 def show_attention(materials: Materials) -> Section:
@@ -30,20 +28,20 @@ def show_attention(materials: Materials) -> Section:
         return Section(key=key, title=title, missing=(explain_absence(materials, "attention"),))
     time, memory = make_tables(_longest(rows))
     rest = len(rows) - len(time.rows)
-    left_out = (f"{rest:,} more rows, of shorter lengths: stepscope attention shows them",) if rest else ()
+    left_out = (f"{count_noun(rest, 'more row')} for shorter lengths: stepscope attention",) if rest else ()
     exhibits = (
         Exhibit(key="attention-time", part=attention_figure(rows, "both")),
         Exhibit(key="attention-memory", part=attention_figure(rows, "peak")),
         Exhibit(key="attention-times", part=_finish(time, "Time", left_out)),
         Exhibit(key="attention-sizes", part=_finish(memory, "Memory", left_out)),
     )
-    # Without one case that was measured a chart has nothing to draw; the table has the reasons.
+    # If no case was measured, there is nothing to draw, and the table has the reasons.
     shown = exhibits if any(row.measurement for row in rows) else exhibits[2:3]
     return Section(key=key, title=title, lead=say_attention(rows), exhibits=shown)
 
 
 def _longest(rows: Sequence[AttentionRow]) -> list[AttentionRow]:
-    """As many whole lengths as a table has room for, the longest: there implementations differ most."""
+    """The rows of the longest lengths that fit into a table: implementations differ most there."""
     chosen: list[AttentionRow] = []
     for length in sorted({row.case.length for row in rows}, reverse=True):
         more = [row for row in rows if row.case.length == length]
@@ -59,29 +57,29 @@ def _finish(table: Table, title: str, left_out: tuple[str, ...]) -> Table:
 
 
 def say_attention(rows: Sequence[AttentionRow]) -> str:
-    """The fastest and the slowest, where most implementations were measured: at the longest such length."""
+    """The fastest and the slowest implementation, at the longest length with the most implementations measured."""
     shapes: dict[tuple[int, int, str], list[AttentionRow]] = {}
     for row in rows:
         if row.measurement is not None:
             shapes.setdefault((row.case.length, row.case.head_dim, _all_else(row)), []).append(row)
     compared = {shape: found for shape, found in shapes.items() if len(found) > 1}
     failed = sum(row.measurement is None for row in rows)
-    missing = f" {failed} of {len(rows)} cases could not be measured; the tables say why." if failed else ""
+    missing = f" {failed} of {len(rows)} cases failed; the tables have the reasons." if failed else ""
     if not compared:
-        return f"{len(rows)} cases: {say_common(rows)}.{missing}"
+        return f"{count_noun(len(rows), 'case')}: {say_common(rows)}.{missing}"
     fullest = max(compared, key=lambda shape: (len(compared[shape]), shape))
     length, head_dim, _ = fullest
     ordered = sorted(compared[fullest], key=_both_ms)
     first, last = ordered[0], ordered[-1]
     return (
-        f"At length {length:,} with heads of {head_dim}, {first.case.implementation} takes {_say(first)} for forward "
-        f"and backward and {_memory(first)} on top of its inputs; {last.case.implementation} takes {_say(last)} and "
+        f"Fastest at length {length:,}, head_dim {head_dim}: {first.case.implementation}, {_say(first)} for forward "
+        f"and backward, {_memory(first)} on top of its inputs. Slowest: {last.case.implementation}, {_say(last)}, "
         f"{_memory(last)}.{missing}"
     )
 
 
 def _all_else(row: AttentionRow) -> str:
-    """What makes two rows comparable, besides their length and head size."""
+    """What two comparable rows share besides length and head size."""
     same = describe_attention(row.case).removeprefix(row.case.implementation)
     return f"{same} {row.environment.driver_name} {row.environment.torch}"
 
@@ -104,7 +102,7 @@ def _memory(row: AttentionRow) -> str:
 # --- Precision --------------------------------------------------------------------------------------------------------
 
 
-# The sum and the norm in small are the same for every model: `stepscope precision` has them.
+# The toy sum and norm are the same for every model; `stepscope precision` shows them.
 _SHOWN = ("errors", "dtypes", "underflow")
 
 
@@ -113,35 +111,35 @@ def show_precision(materials: Materials) -> Section:
     if materials.precision is None:
         return Section(key=key, title=title, missing=(explain_absence(materials, "precision"),))
     report = _add_speeds(materials.precision, materials)
-    # The report may have been typed as another verb's command, and other files beside it may be of another case.
+    # The report may come from another verb, and other files of the run may have another case.
     command = f"{command_for(Materials(name='', precision=report), 'precision')} --detail"
     exhibits = [
         Exhibit(key=f"precision-{name}", part=shorten(make_table(report, name), f"{command} --table {name}"))
         for name in _SHOWN
     ]
-    if report.speeds:  # which come from timed rows: no command makes them alone
+    if report.speeds:  # from timed rows; no command measures only these
         exhibits.append(Exhibit(key="precision-speed", part=shorten(make_table(report, "speed"), "")))
     return Section(key=key, title=title, lead=_say_errors(report), exhibits=tuple(exhibits))
 
 
 def _add_speeds(report: PrecisionReport, materials: Materials) -> PrecisionReport:
-    """From the timed rows, where they have the model in fp32 and in another precision."""
+    """The report with speeds from the timed rows, if they have the model in fp32 and in another precision."""
     if report.speeds:
         return report
     return msgspec.structs.replace(report, speeds=pair_speeds(materials.bench, report.case))
 
 
 def _say_errors(report: PrecisionReport) -> str:
-    """How far the gradients are off in each precision, and what fp16 loses without its loss scale."""
+    """The gradient error of each precision, and what fp16 loses without loss scaling."""
     runs = report.comparison.runs
-    said = [f"{run.precision} by {_say_error(run)}" for run in runs]
-    lead = f"Against float64 the gradients are off in {say_list(said)}."
+    said = ", ".join(f"{run.precision} {_say_error(run)}" for run in runs)
+    lead = f"Gradient error compared with float64: {said}."
     lost = [line for line in answer(report)[len(runs) :] if line.startswith("fp16")]
     return " ".join((lead, *(f"{line}." for line in lost)))
 
 
 def _say_error(run: PrecisionRun) -> str:
     if run.gradient_error is None:
-        return "more than can be said: they are not finite"
+        return "not finite"
     scaled = f" (loss scale {run.loss_scale:g})" if run.loss_scale != 1 else ""
     return f"{run.gradient_error:.2g}{scaled}"

@@ -1,7 +1,7 @@
-"""One step as it ran: its phases, layers and modules above the kernels of each stream.
+"""The timeline of one step: its phases, layers and modules above the kernels of each stream.
 
-The step nearest to the median is drawn: a mean of steps never ran. Whatever ran in its window is there, also what the
-step before it had asked for. What belongs to no phase, layer or module leaves a gap in that track.
+It shows the step closest to the median, because a mean of steps never ran. Everything that ran in its window is
+included, even kernels launched in the step before. Time outside any phase, layer or module is a gap in that track.
 """
 
 import statistics
@@ -20,12 +20,13 @@ from stepscope.explain.trace.nesting import innermost
 from stepscope.explain.trace.phases import named_ranges, step_ranges
 from stepscope.explain.trace.profile import Profile
 from stepscope.findings import Lanes, Spans, Track
+from stepscope.units import count_noun
 
 MOST_STREAMS = 12
-# Together about what a page can hold and still move.
+# Together about as much as a page can hold and still scroll smoothly.
 MOST_KERNELS = 15_000
 MOST_RUNS = 5_000
-_MOSTLY = 0.9  # of a stream's time, to name the stream after it
+_MOSTLY = 0.9  # share of a stream's time that names the stream
 _STREAM = ["process", "device", "stream"]
 _NO_COMPUTING = ["communication", "memcpy", "memset"]
 _Kind = Literal["phase", "layer", "module", "stream", "host"]
@@ -33,7 +34,7 @@ _Kind = Literal["phase", "layer", "module", "stream", "host"]
 
 @dataclass(frozen=True, kw_only=True)
 class _Lane:
-    """A track before it is written down: `names` and `groups` are what the numbers of its stretches stand for."""
+    """A track before it is encoded. The numbers in its stretches index `names` and `groups`."""
 
     label: str
     kind: _Kind
@@ -42,22 +43,22 @@ class _Lane:
     groups: Sequence[str]
     shorten: Callable[[str], str]  # a name as shown
     describe: Callable[[str], str] | None = None  # its detail
-    several: str  # how a block of several names is called; `{}` is its group
+    several: str  # the name of a block with several names; `{}` is its group
 
 
 def draw_step(profile: Profile, step_ns: float | None = None) -> Lanes:
-    """`step_ns` is what a step takes without the recorder, as the profile has it unless told."""
+    """`step_ns` is the unprofiled step time, by default that of the profile."""
     window, title, notes = _choose_step(profile, profile.step_ns if step_ns is None else step_ns)
     inside = _cut_out(profile.kernels, window)
     if inside.is_empty():
-        return _write_down(title, window[1] - window[0], [], [*notes, f"no {_what(profile)} took any time there"])
+        return _write_down(title, window[1] - window[0], [], [*notes, f"no {_what(profile)} ran in this window"])
     ran = _order_streams(inside)
     lanes = [*_run_lanes(ran[0]), *_host_lane(profile, window)]
     streams, hidden = _stream_lanes(profile, ran[:MOST_STREAMS])
     notes += [*_name_main_stream(ran, profile), *_count_hidden(hidden, profile), *_name_left_out(ran, profile)]
     drawn = []
     for what, before, most in (
-        ("stretches of phases, layers and modules", lanes, MOST_RUNS),
+        ("phases, layers and modules", lanes, MOST_RUNS),
         (_what(profile), streams, MOST_KERNELS),
     ):
         fitted, cell = _fit(before, most)
@@ -74,10 +75,9 @@ def _what(profile: Profile) -> str:
 
 
 def _choose_step(profile: Profile, step_ns: float) -> tuple[tuple[int, int], str, list[str]]:
-    """The window, the title and what is to be said about the choice. For people the first recorded
-    step is the first, whatever number it has."""
+    """The window, the title and notes on the choice. Steps count from 1, whatever their recorded number."""
     if not profile.steps.height:
-        return profile.window, "The recording as it ran", ["no steps are marked: all of the recording is drawn"]
+        return profile.window, "Whole trace", ["no steps are marked, so this is the whole trace"]
     begun = np.sort(profile.kernels["start_ns"].to_numpy())
     windows = [
         (number, window)
@@ -85,8 +85,8 @@ def _choose_step(profile: Profile, step_ns: float) -> tuple[tuple[int, int], str
         if begun[np.searchsorted(begun, window[0]) : np.searchsorted(begun, window[1])].size
     ]
     if not windows:
-        said = f"no {_what(profile)} began inside of the marked steps: all of the recording is drawn"
-        return profile.window, "The recording as it ran", [said]
+        said = f"no {_what(profile)} start inside the marked steps, so this is the whole trace"
+        return profile.window, "Whole trace", [said]
     lengths = [end - start for _, (start, end) in windows]
     median = statistics.median(lengths)
     number, window = min(windows, key=lambda one: abs(one[1][1] - one[1][0] - median))
@@ -95,19 +95,17 @@ def _choose_step(profile: Profile, step_ns: float) -> tuple[tuple[int, int], str
     if len(windows) > 1:
         spread = f"{min(lengths) / 1e6:,.2f} to {max(lengths) / 1e6:,.2f} ms"
         notes.append(
-            f"step {number}, {wall / 1e6:,.2f} ms while recorded: of {len(windows)} recorded steps ({spread}) the one "
-            "nearest to the median"
+            f"step {number} ({wall / 1e6:,.2f} ms) is closest to the median of {len(windows)} profiled steps ({spread})"
         )
     if step_ns < 0.95 * wall:
         notes.append(
-            f"without the recorder a step takes {step_ns / 1e6:,.2f} ms: recording slows the host, so gaps "
-            "are longer here than without it"
+            f"an unprofiled step takes {step_ns / 1e6:,.2f} ms; profiling slows the CPU, so idle gaps are longer here"
         )
-    return window, f"Step {number} as it ran", notes
+    return window, f"Step {number}", notes
 
 
 def _cut_out(kernels: pl.DataFrame, window: tuple[int, int]) -> pl.DataFrame:
-    """What ran in a window, cut to it, its times counted from the beginning of it, in order."""
+    """What ran in a window, in order, clipped to it and with times relative to its start."""
     start, end = window
     touches = (pl.col("end_ns") > start) & (pl.col("start_ns") < end)
     is_mark = (pl.col("end_ns") == pl.col("start_ns")) & (pl.col("start_ns") >= start) & (pl.col("start_ns") < end)
@@ -121,7 +119,7 @@ def _cut_out(kernels: pl.DataFrame, window: tuple[int, int]) -> pl.DataFrame:
 
 
 def _order_streams(kernels: pl.DataFrame) -> list[pl.DataFrame]:
-    """The main stream first, which computes most; the others by the time in which something ran on them."""
+    """The main stream, which computes most, first; the others by busy time."""
 
     def computed(stream: pl.DataFrame) -> int:
         return int(stream.filter(~pl.col("class").is_in(_NO_COMPUTING))["time_ns"].sum())
@@ -133,7 +131,7 @@ def _order_streams(kernels: pl.DataFrame) -> list[pl.DataFrame]:
 
 
 def _run_lanes(main: pl.DataFrame) -> list[_Lane]:
-    """Of the main stream: on two streams kernels of two layers run side by side."""
+    """Phases, layers and modules of the main stream. Across streams, kernels of different layers overlap."""
     starts, ends = main["start_ns"].to_numpy(), main["end_ns"].to_numpy()
     lanes = []
     tracks: tuple[tuple[str, _Kind, pl.Series], ...] = (
@@ -161,14 +159,14 @@ def _run_lanes(main: pl.DataFrame) -> list[_Lane]:
 
 
 def _number(column: pl.Series) -> tuple[Ints, list[str]]:
-    """Each value as a number, in the order of first appearance, and what the numbers stand for; null is NONE."""
+    """Number the values in the order of first appearance. Return the numbers, with NONE for null, and the values."""
     names = column.drop_nulls().unique(maintain_order=True).to_list()
     numbers = column.replace_strict(names, list(range(len(names))), default=NONE, return_dtype=pl.Int64)
     return numbers.to_numpy(), names
 
 
 def _host_lane(profile: Profile, window: tuple[int, int]) -> list[_Lane]:
-    """What the host was at in this time, as its ranges say; on a CPU the operators show it already."""
+    """What the CPU did in this window, from its ranges. Without a GPU, the operators show it already."""
     named = named_ranges(profile.recording.ranges)
     steps = step_ranges(profile.recording)
     if profile.on_cpu or not named.height or not steps.height:
@@ -184,9 +182,9 @@ def _host_lane(profile: Profile, window: tuple[int, int]) -> list[_Lane]:
     phase = here["phase"].gather(innermost(here, points))
     numbers, names = _number(phase)
     runs = join_runs(moments[:-1] - window[0], moments[1:] - window[0], numbers, numbers)
-    runs = replace(runs, counts=np.ones_like(runs.counts))  # a stretch of the host's time is no number of kernels
+    runs = replace(runs, counts=np.ones_like(runs.counts))  # CPU time is not a number of kernels
     lane = _Lane(
-        label="host",
+        label="CPU",
         kind="host",
         stretches=runs,
         names=names,
@@ -201,7 +199,7 @@ def _host_lane(profile: Profile, window: tuple[int, int]) -> list[_Lane]:
 
 
 def _stream_lanes(profile: Profile, streams: Sequence[pl.DataFrame]) -> tuple[list[_Lane], int]:
-    """One lane a stream, and how many kernels lie inside of others on their stream."""
+    """One lane per stream, and how many kernels lie inside others on the same stream."""
     lanes, hidden_in_all = [], 0
     shorts = dict(profile.kernels.select("name", "short").unique("name").iter_rows())
     for stream in streams:
@@ -236,7 +234,7 @@ def _call_stream(profile: Profile, stream: pl.DataFrame) -> str:
 
 
 def _label_stream(profile: Profile, stream: pl.DataFrame) -> str:
-    """With what it is for, where it has one purpose."""
+    """The label, with the stream's purpose if it has a single one."""
     label = _call_stream(profile, stream)
     times = stream.group_by("class").agg(pl.col("time_ns").sum()).sort("time_ns", "class", descending=[True, False])
     mostly, time = times.row(0)
@@ -250,13 +248,13 @@ def _label_stream(profile: Profile, stream: pl.DataFrame) -> str:
 def _name_main_stream(streams: Sequence[pl.DataFrame], profile: Profile) -> list[str]:
     if len(streams) < 2:
         return []
-    return [f"phases, layers and modules are those of {_call_stream(profile, streams[0])}, which computes most"]
+    return [f"phases, layers and modules are those of {_call_stream(profile, streams[0])}, the busiest compute stream"]
 
 
 def _count_hidden(hidden: int, profile: Profile) -> list[str]:
     if not hidden:
         return []
-    return [f"{hidden:,} {_what(profile)} ran inside of others on their stream and are not drawn"]
+    return [f"not shown: {count_noun(hidden, _what(profile)[:-1])} inside others on the same stream"]
 
 
 def _name_left_out(streams: Sequence[pl.DataFrame], profile: Profile) -> list[str]:
@@ -267,7 +265,7 @@ def _name_left_out(streams: Sequence[pl.DataFrame], profile: Profile) -> list[st
     share = sum(int(stream["time_ns"].sum()) for stream in rest) / total
     named = ", ".join(_label_stream(profile, stream) for stream in rest[:MOST_STREAMS])
     more = f" and {len(rest) - MOST_STREAMS} more" if len(rest) > MOST_STREAMS else ""
-    return [f"not drawn, {share:.1%} of the {_what(profile)}' time: {named}{more}"]
+    return [f"not shown, {share:.1%} of the {_what(profile)[:-1]} time: {named}{more}"]
 
 
 def _say_merged(what: str, before: Sequence[_Lane], after: Sequence[_Lane], cell: int) -> list[str]:
@@ -276,11 +274,11 @@ def _say_merged(what: str, before: Sequence[_Lane], after: Sequence[_Lane], cell
     total, drawn = (sum(len(lane.stretches) for lane in lanes) for lanes in (before, after))
     length = f"{cell / 1e6:,.3g} ms" if cell >= 1e6 else f"{cell / 1e3:,.3g} µs"
     return [
-        f"{total:,} {what} are drawn as {drawn:,} blocks: what is shorter than {length} together with its neighbours"
+        f"{total:,} {what} are shown as {drawn:,} blocks: those shorter than {length} are merged with their neighbors"
     ]
 
 
-# --- Written down -----------------------------------------------------------------------------------------------------
+# --- Encoding ---------------------------------------------------------------------------------------------------------
 
 
 def _fit(lanes: Sequence[_Lane], most: int) -> tuple[list[_Lane], int]:
@@ -290,18 +288,18 @@ def _fit(lanes: Sequence[_Lane], most: int) -> tuple[list[_Lane], int]:
 
 @dataclass(kw_only=True)
 class _Places:
-    """Texts with their places, each once for what it is asked for by; only so many with their details."""
+    """Texts with their places, each once; only the first `MOST_DESCRIBED` have details."""
 
     texts: list[tuple[str, str]] = field(default_factory=list)
-    known: dict[tuple[str, str], int] = field(default_factory=dict)  # by text and what tells two of one text apart
+    known: dict[tuple[str, str], int] = field(default_factory=dict)  # by text and full name
     described: int = 0
 
     def of(self, text: str, apart: str = "", describe: Callable[[], str] | None = None) -> int:
-        """`describe` is asked only for what is kept: describing takes longer than all else."""
+        """`describe` is called only for new texts: it takes longer than everything else here."""
         if (text, apart) in self.known:
             return self.known[text, apart]
         if describe is None or self.described >= MOST_DESCRIBED:
-            # Undescribed there is nothing that tells two of one text apart.
+            # Without a description, equal texts are the same.
             place = self.known.get((text, ""))
             if place is None:
                 place = self.known[text, ""] = self._add(text, "")

@@ -1,4 +1,4 @@
-"""Memory over time, what the peak is made of, and what autograd keeps for backward."""
+"""Memory over time, what the peak consists of, and activations saved for backward."""
 
 import msgspec
 import polars as pl
@@ -26,12 +26,12 @@ from stepscope.units import say_percent, say_size
 
 _LARGEST = 15
 _MODULES = 25
-_PARTS = 6  # told apart in a block
+_PARTS = 6  # distinct parts of a block
 _REST = "the rest"
-_WHAT_IS_SAVED = "what autograd keeps for backward"
+_WHAT_IS_SAVED = "saved activations"
 _NO_HISTORY = Missing(
     what="memory over time",
-    why="the snapshot has what was there at one moment and no history",
+    why="the snapshot has a single moment and no history",
     command="torch.cuda.memory._record_memory_history()",
 )
 _OWN = "stepscope memory --model my_model:build"
@@ -58,25 +58,25 @@ def show_memory(materials: Materials) -> Section:
 
 
 def _with_rows(exhibits: list[Exhibit]) -> list[Exhibit]:
-    """An empty table says nothing that the others do not."""
+    """The exhibits without empty tables."""
     return [one for one in exhibits if not isinstance(one.part, Table) or one.part.rows]
 
 
 def _say_peak(profile: MemoryProfile) -> str:
-    """When, where, of what; and what stays after a step."""
+    """The peak: when, where and what; and what remains after a step."""
     summary = profile.summary
-    module = f" The last piece was taken in {summary.peak_module}." if summary.peak_module else ""
+    module = f" The last allocation before it is in {summary.peak_module}." if summary.peak_module else ""
     reserved = summary.reserved_bytes
-    held = f" The allocator holds {say_size(reserved)} then." if reserved is not None else ""
-    stays = f" After a step {say_size(summary.steps[-1].end_bytes)} stay." if summary.steps else ""
-    return f"The run holds {say_peak(profile)}.{module}{held}{stays}"
+    held = f" Reserved at that point: {say_size(reserved)}." if reserved is not None else ""
+    stays = f" Still allocated after a step: {say_size(summary.steps[-1].end_bytes)}." if summary.steps else ""
+    return f"Peak memory is {say_peak(profile)}.{module}{held}{stays}"
 
 
-# --- What autograd keeps ----------------------------------------------------------------------------------------------
+# --- Saved for backward -----------------------------------------------------------------------------------------------
 
 
 def show_saved(materials: Materials) -> Section:
-    key, title = "autograd", "What autograd keeps"
+    key, title = "autograd", "Saved for backward"
     profile = materials.memory
     if profile is None:
         return Section(key=key, title=title, missing=(_explain_no_memory(materials),))
@@ -97,7 +97,7 @@ def show_saved(materials: Materials) -> Section:
 
 
 def _explain_no_memory(materials: Materials) -> Missing:
-    """A snapshot of PyTorch's would not bring it: only a recording of ours looks at autograd's graph."""
+    """The command is ours for foreign files too: a PyTorch snapshot has no saved tensors."""
     missing = explain_absence(materials, "memory", _WHAT_IS_SAVED)
     is_foreign = materials.profile is not None and find_case(materials) is None
     return msgspec.structs.replace(missing, command=_OWN) if is_foreign else missing
@@ -106,21 +106,21 @@ def _explain_no_memory(materials: Materials) -> Missing:
 def _explain_nothing_saved(materials: Materials, profile: MemoryProfile) -> Missing:
     case = profile.recording.manifest.case
     if profile.recording.saved.height:
-        return Missing(what=_WHAT_IS_SAVED, why="the graph holds parameters and inputs, and no activations")
+        return Missing(what=_WHAT_IS_SAVED, why="the graph saves parameters and inputs but no activations")
     if case is None:
-        why = "a memory snapshot does not say which tensors autograd holds"
+        why = "a memory snapshot does not record which tensors autograd saved"
         return Missing(what=_WHAT_IS_SAVED, why=why, command=_OWN)
     if case.workload.mode == "inference":
-        return Missing(what=_WHAT_IS_SAVED, why="inference builds no graph: nothing is kept")
+        return Missing(what=_WHAT_IS_SAVED, why="inference saves nothing for backward")
     return Missing(
         what=_WHAT_IS_SAVED,
-        why="the recording has no forward pass with a graph",
+        why="the recording has no forward pass with autograd",
         command=command_for(materials, "memory"),
     )
 
 
 def _draw_blocks(saved: pl.DataFrame) -> Bars:
-    """In the order of the forward pass, each block by its parts: `attention` of `blocks.0.attention.q_proj`."""
+    """Blocks in the order of the forward pass, each by its parts: `attention` for `blocks.0.attention.q_proj`."""
     held = held_storages(saved)
     inside = [_part_in(module, block) for module, block in held.select("module", "block").iter_rows()]
     named = held.with_columns(pl.col("block").fill_null(OUTSIDE), pl.Series("part", inside, dtype=pl.String))
@@ -134,24 +134,24 @@ def _draw_blocks(saved: pl.DataFrame) -> Bars:
     labels = named["block"].unique(maintain_order=True).to_list()
     series = [*most, *([_REST] if sizes.height > len(most) else [])]
     return Bars(
-        title="Kept for backward, block by block",
+        title="Saved for backward by block",
         kind="bytes",
         labels=tuple(labels),
         series=tuple(series),
         values=tuple(tuple(sums.get((block, part), 0.0) for block in labels) for part in series),
         is_stacked=True,
-        notes=("activations only; memory that several nodes share counts once, for the first of them",),
+        notes=("activations only; memory that several autograd nodes share counts once, for the first",),
     )
 
 
 def _part_in(module: str | None, block: str | None) -> str:
-    """The first name of a path inside of its block, or of the whole path where it is in none."""
+    """The first name of a path inside its block, or of the whole path outside blocks."""
     path = (module or "").removeprefix(block or "").lstrip(".")
     return path.partition(".")[0] or ("the block itself" if block else "no module")
 
 
 def _beside_closed_form(profile: MemoryProfile) -> Table | None:
-    """Of the built-in model as it is written, uncompiled: formulas know no other."""
+    """The comparison with the formulas, which cover only the built-in model without compilation."""
     case = profile.recording.manifest.case
     if case is None or not isinstance(case.workload.model, ModelShape):
         return None
@@ -163,15 +163,15 @@ def _beside_closed_form(profile: MemoryProfile) -> Table | None:
 
 def _say_saved(total: int, blocks: Table, peak: int) -> str:
     of_peak = f", {say_percent(total / peak)} of the peak" if peak and total <= peak else ""
-    return f"From forward to backward {say_size(total)} of activations are kept{of_peak}; {_say_blocks(blocks)}."
+    return f"{say_size(total)} of activations saved for backward{of_peak}; {_say_blocks(blocks)}."
 
 
 def _say_blocks(blocks: Table) -> str:
-    """The largest part; where it is a block and all blocks are alike, none of them stands out."""
+    """The largest part, or the share of every block if all blocks are alike."""
     shares = {str(row[0]): row[2] for row in blocks.rows if isinstance(row[2], float)}
     inside = {say_percent(share) for name, share in shares.items() if name != OUTSIDE}
     largest = max(shares, key=lambda name: shares[name])
     count = len(shares) - (OUTSIDE in shares)
     if largest != OUTSIDE and count > 1 and len(inside) == 1:
-        return f"each of {count} blocks keeps {inside.pop()}"
-    return f"the largest part, {say_percent(shares[largest])}, in {largest}"
+        return f"each of {count} blocks saves {inside.pop()}"
+    return f"{largest} saves the most, {say_percent(shares[largest])}"

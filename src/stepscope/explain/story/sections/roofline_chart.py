@@ -1,7 +1,7 @@
-"""Operators under the limits of their device: how many operations a second against operations a byte.
+"""The roofline: FLOP/s of each operator against its FLOP per byte, under the limits of the device.
 
-A point is all calls of one operator with one shape (`trace.roofline`). Operators that only move memory have no
-operations to count and therefore no place in the picture; how much of the time they take is said below it.
+A point is all calls of one operator with one shape (`trace.roofline`). Operators that only move memory have no FLOPs
+and no point; a note below the chart gives their share of the time.
 """
 
 import re
@@ -16,15 +16,16 @@ from stepscope.explain.trace.profile import Profile
 from stepscope.explain.trace.roofline import roofline, shorten_shapes
 from stepscope.findings import Missing, Roof, Roofline, RoofPoint
 from stepscope.hardware import Hardware
+from stepscope.units import count_noun
 
-MOST_POINTS = 150  # a run
-_WHAT = "operators under the device's limits"
+MOST_POINTS = 150  # per run
+_WHAT = "the roofline"
 _RECORD_SHAPES = "torch.profiler.profile(record_shapes=True)"
 
 
 def draw_roofline(profiles: Sequence[Profile], names: Sequence[str]) -> Roofline | Missing:
-    """Of runs on one device. What cannot be drawn of one is said in a note, of all is Missing."""
-    assert len(profiles) == len(names), "a name a profile"
+    """The roofline of runs on one kind of device. A run without points gets a note; with none at all it is Missing."""
+    assert len(profiles) == len(names), "one name per profile"
     limits = _shared_limits(profiles)
     if isinstance(limits, Missing):
         return limits
@@ -39,7 +40,7 @@ def draw_roofline(profiles: Sequence[Profile], names: Sequence[str]) -> Roofline
         drawn = frame.filter((pl.col("flops") > 0) & (pl.col("bytes") > 0) & (pl.col("time_ns") > 0))
         if not drawn.height:
             absent.append(_explain_nothing(profile))
-            notes.append(f"{prefix}nothing to draw: {absent[-1].why}")
+            notes.append(f"{prefix}no points: {absent[-1].why}")
             continue
         shown = drawn.head(MOST_POINTS)
         points += _tell_apart([_point(row, profile, run) for row in shown.iter_rows(named=True)])
@@ -50,9 +51,9 @@ def draw_roofline(profiles: Sequence[Profile], names: Sequence[str]) -> Roofline
     peaks = sorted(((peak, name) for name, peak in hardware.peak_flops.items() if name in precisions), reverse=True)
     unknown = sorted(precisions - set(hardware.peak_flops))
     if unknown:
-        notes.append(f"the peak of {hardware.name} in {', '.join(unknown)} is not known")
+        notes.append(f"the {', '.join(unknown)} peak of {hardware.name} is unknown")
     return Roofline(
-        title=f"Operators under the limits of {hardware.name}",
+        title=f"Roofline of {hardware.name}",
         runs=tuple(names),
         bytes_per_s=bandwidth,
         roofs=tuple(Roof(label=name, flops_per_s=peak) for peak, name in peaks),
@@ -62,7 +63,7 @@ def draw_roofline(profiles: Sequence[Profile], names: Sequence[str]) -> Roofline
 
 
 def _have_one_roof(profiles: Sequence[Profile]) -> bool:
-    """Whether the runs can be drawn in one picture: their devices have the same limits."""
+    """Whether one chart fits all runs: their devices have the same limits."""
     limits = [profile.hardware for profile in profiles]
     return all(one is not None and _limits_of(one) == _limits_of(limits[0]) for one in limits)
 
@@ -75,12 +76,12 @@ def _shared_limits(profiles: Sequence[Profile]) -> tuple[Hardware, float] | Miss
     for profile in profiles:
         device, hardware = profile.recording.manifest.device, profile.hardware
         if hardware is None:
-            why = f"the limits of `{device}` are not known" if device else "the recording does not name its device"
+            why = f"the limits of `{device}` are unknown" if device else "the recording does not name its device"
             return Missing(what=_WHAT, why=why)
         if hardware.bandwidth is None:
-            return Missing(what=_WHAT, why=f"the memory bandwidth of `{device}` is not known")
+            return Missing(what=_WHAT, why=f"the memory bandwidth of `{device}` is unknown")
     if not _have_one_roof(profiles):
-        return Missing(what=_WHAT, why="the runs are of devices with other limits, which are two pictures")
+        return Missing(what=_WHAT, why="the devices of the two runs have different limits")
     first = profiles[0].hardware
     assert first is not None
     assert first.bandwidth is not None
@@ -89,24 +90,24 @@ def _shared_limits(profiles: Sequence[Profile]) -> tuple[Hardware, float] | Miss
 
 def _explain_nothing(profile: Profile) -> Missing:
     if not profile.recording.manifest.shapes_recorded:
-        return Missing(what=_WHAT, why="the operators' shapes were not recorded", command=_RECORD_SHAPES)
+        return Missing(what=_WHAT, why="operator shapes were not recorded", command=_RECORD_SHAPES)
     if not profile.kernels["op_row"].is_not_null().any():
-        return Missing(what=_WHAT, why="the recording does not say which operators launched the kernels")
-    return Missing(what=_WHAT, why="no product, attention or convolution with known shapes is in the recording")
+        return Missing(what=_WHAT, why="the recording does not link kernels to operators")
+    return Missing(what=_WHAT, why="the recording has no GEMM, attention or convolution with known shapes")
 
 
 def _point(row: dict[str, object], profile: Profile, run: int) -> RoofPoint:
     numbers = {key: value for key, value in row.items() if isinstance(value, (int, float))}
-    # Calls are known of what was launched in marked steps, so a step is one of those, as in the table.
+    # Calls are counted for launches in marked steps, so divide by those, as the table does.
     steps, calls, time_ns = profile.num_steps, numbers["calls"], numbers["time_ns"]
     reached = row["reached"]
     assert reached is None or isinstance(reached, float)
-    roof = f", under the roof of {row['dtype']}" if row["dtype"] else ""
+    roof = f", {row['dtype']} roof" if row["dtype"] else ""
     shapes = shorten_shapes(str(row["shapes"] or "")) or ""
     lines = (
         cut_name(f"{row['op']} {shapes}".strip()),
         cut_name(str(row["short"])),
-        f"{calls / steps:,.4g} calls a step, {time_ns / calls / 1e3:,.4g} µs each",
+        f"{count_noun(calls / steps, 'call')} per step, {time_ns / calls / 1e3:,.4g} µs each",
         f"{numbers['bytes_per_s'] / 1e9:,.4g} GB/s, {numbers['flops_per_s'] / 1e12:,.4g} TFLOP/s{roof}",
     )
     return RoofPoint(
@@ -124,15 +125,15 @@ def _point(row: dict[str, object], profile: Profile, run: int) -> RoofPoint:
 
 
 def _label(op: str, shapes: str) -> str:
-    """An operator with its sizes, short enough to stand beside a point: `mm 1024×768 · 768×3072`."""
+    """An operator with its sizes, short enough for a label next to a point: `mm 1024×768 · 768×3072`."""
     bare = op.removeprefix("aten::")
     sizes = [tensor.replace(",", "×") for tensor in re.findall(r"\[([\d,]+)\]", shapes)]
-    # Compiled code hands a product its result's memory too, which makes it no other product.
+    # Compiled code also passes the output tensor, which does not change the GEMM.
     return " ".join((bare, " · ".join(sizes[:2] if bare in ("mm", "bmm") else sizes))).strip()
 
 
 def _tell_apart(points: Sequence[RoofPoint]) -> list[RoofPoint]:
-    """A product whose calls took several kernels is several points: those are named after their kernel too."""
+    """Add the kernel to labels that occur more than once: calls of one GEMM may use several kernels."""
     times = Counter(point.label for point in points)
     return [
         msgspec.structs.replace(point, label=f"{point.label}, {point.detail.splitlines()[1]}")
@@ -143,19 +144,17 @@ def _tell_apart(points: Sequence[RoofPoint]) -> list[RoofPoint]:
 
 
 def _notes(profile: Profile, frame: pl.DataFrame, drawn: pl.DataFrame) -> list[str]:
-    """What is not in the picture, as shares of all kernels' time."""
+    """What the chart leaves out, as shares of the kernel time."""
     total = max(1, profile.gpu_time_ns)
     moving = frame.filter((pl.col("flops") == 0) & pl.col("bytes").is_not_null())
     unknown = total - int(drawn["time_ns"].sum()) - int(moving["time_ns"].sum())
     notes = []
     if drawn.height > MOST_POINTS:
         rest = int(drawn.tail(drawn.height - MOST_POINTS)["time_ns"].sum())
-        notes.append(
-            f"the {MOST_POINTS} that take longest; {drawn.height - MOST_POINTS:,} more take {rest / total:.1%}"
-        )
+        notes.append(f"showing the {MOST_POINTS} longest; {drawn.height - MOST_POINTS:,} more take {rest / total:.1%}")
     if moving.height:
         share = int(moving["time_ns"].sum()) / total
-        notes.append(f"{share:.1%} of the time is in operators that move memory and compute no products: not drawn")
+        notes.append(f"not shown: {share:.1%} of the time, in operators that only move memory")
     if unknown > 0:
-        notes.append(f"{unknown / total:.1%} of the time is in kernels whose operations are not known: not drawn")
+        notes.append(f"not shown: {unknown / total:.1%} of the time, in kernels with unknown FLOPs")
     return notes

@@ -1,13 +1,13 @@
-"""Stretches of time on one track, as arrays, and how too many of them become few enough to draw.
+"""Spans of time on one track, as arrays, and how to merge them until there are few enough to draw.
 
-A page can hold some ten thousand stretches, and a step may have a million kernels. Those too short to be seen are put
-together: time is cut into cells, and neighbours that begin in one cell, all of them shorter than a cell, are drawn as
-one block. The block is as long as its kernels together, from where the first begins, so that what is drawn adds up to
-the time that was busy, to the nanosecond, and nothing is further than a cell from where it was. A block has one name
-where all its members have that name, and otherwise only says what most of its time was.
+A page can hold about ten thousand spans, but a step may have a million kernels. Kernels too short to see are merged:
+time is cut into cells, and neighbors that start in the same cell and are shorter than it become one block. A block
+starts with its first kernel and is as long as all its kernels together, so the blocks add up to the busy time to the
+nanosecond and nothing moves by more than a cell. A block has a name if all its kernels share it, and otherwise only the
+group that takes most of its time.
 
-Tried and lost: blocks from the first kernel's beginning to the last one's end. A step of launch-bound kernels, idle for
-half its time, was drawn as a solid bar.
+Tried and lost: blocks from the start of the first kernel to the end of the last. A launch-bound step that was idle half
+of the time became a solid bar.
 """
 
 from collections.abc import Sequence
@@ -17,14 +17,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 Ints = NDArray[np.int64]
-NONE = -1  # a name or group that does not exist
-_ROUNDS = 6  # of looking for the shortest cell that is long enough
+NONE = -1  # no name or group
+_ROUNDS = 6  # of bisection for the shortest cell that is long enough
 
 
 @dataclass(frozen=True, kw_only=True)
 class Stretches:
-    """In order, without overlap. `names` and `groups` are numbers of the maker's own; in `names`, NONE stands for a
-    block of several names."""
+    """Spans in order, without overlap. `names` and `groups` are the caller's numbers; in `names`, NONE marks a block
+    with several names."""
 
     starts: Ints
     lengths: Ints
@@ -37,12 +37,12 @@ class Stretches:
 
 
 def lay_out(starts: Ints, ends: Ints, names: Ints, groups: Ints) -> tuple[Stretches, int]:
-    """Kernels of one stream, sorted by their beginning. Where one begins before the one before it has ended, it is
-    drawn from there; one that lies inside of others is not drawn. Also says how many those are."""
+    """Lay out the kernels of one stream, sorted by start. A kernel that overlaps the previous one starts at its end;
+    one that lies inside others is left out. Return the spans and the number left out."""
     ends = np.maximum.accumulate(ends) if len(ends) else ends
     begins = starts.copy()
     begins[1:] = np.maximum(starts[1:], ends[:-1])
-    # One without length is a mark of its own, unless it lies inside of another.
+    # A kernel without duration is kept as a mark unless it lies inside another.
     hidden = (begins >= ends) & (begins > starts)
     kept = ~hidden
     laid = Stretches(
@@ -56,8 +56,8 @@ def lay_out(starts: Ints, ends: Ints, names: Ints, groups: Ints) -> tuple[Stretc
 
 
 def join_runs(starts: Ints, ends: Ints, names: Ints, groups: Ints) -> Stretches:
-    """Neighbours of one name as one, from the first one's beginning to the last one's end. What has no name is left
-    out, and parts what is on its two sides."""
+    """Merge neighbors with the same name, from the start of the first to the end of the last. Spans without a name are
+    left out, and separate their neighbors."""
     if not len(starts):
         return Stretches(starts=starts, lengths=starts, names=names, groups=groups, counts=starts)
     ends = np.maximum.accumulate(ends)
@@ -77,8 +77,8 @@ def join_runs(starts: Ints, ends: Ints, names: Ints, groups: Ints) -> Stretches:
 
 
 def fit(tracks: Sequence[Stretches], most: int) -> tuple[list[Stretches], int]:
-    """The tracks with at most `most` stretches in all (one each is always left), and the length of a cell: 0 where
-    nothing had to be put together."""
+    """Return the tracks with at most `most` spans in total (at least one each) and the cell length, 0 if nothing was
+    merged."""
     if sum(map(len, tracks)) <= most:
         return list(tracks), 0
     cell = _find_cell(tracks, most)
@@ -125,10 +125,10 @@ def _merge(track: Stretches, cell: int) -> Stretches:
 
 
 def _longest_groups(track: Stretches, block: Ints, num_blocks: int) -> Ints:
-    """The group of most of each block's time; the smallest number where several have the same."""
+    """The group that takes most of each block's time; on ties the smallest number."""
     lowest = int(track.groups.min())
     num_groups = int(track.groups.max()) - lowest + 1
-    # One more each, so that a block of marks without length has the group of one of them.
+    # One nanosecond more each, so that a block of marks without duration has a group.
     time = np.bincount(
         block * num_groups + (track.groups - lowest), weights=track.lengths + 1, minlength=num_blocks * num_groups
     )
