@@ -252,9 +252,7 @@ def test_bad_input_is_refused_before_anything_runs(tmp_path: Path, arguments: li
 
 
 @pytest.mark.parametrize("step", ["99", "0"])
-def test_unknown_step_draws_nothing(
-    recorded: tuple[Path, "subprocess.CompletedProcess[str]"], step: str
-) -> None:
+def test_unknown_step_draws_nothing(recorded: tuple[Path, "subprocess.CompletedProcess[str]"], step: str) -> None:
     folder, _ = recorded
     done = stepscope(folder, "memory", "--from", RESULTS, "--plot", "step.png", "--step", step)
     assert done.returncode == 2
@@ -320,7 +318,9 @@ def test_foreign_snapshot_is_shown_plotted_and_saved(tmp_path: Path) -> None:
         (b"nothing at all", ["not a pickle, or damaged"]),
     ],
 )
-def test_pickle_that_is_not_a_snapshot_is_rejected_and_never_run(tmp_path: Path, content: bytes, said: list[str]) -> None:
+def test_pickle_that_is_not_a_snapshot_is_rejected_and_never_run(
+    tmp_path: Path, content: bytes, said: list[str]
+) -> None:
     (tmp_path / "theirs.pickle").write_bytes(content)
     done = stepscope(tmp_path, "explain", "theirs.pickle")
     assert done.returncode == 2, done.stdout
