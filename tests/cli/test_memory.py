@@ -72,7 +72,7 @@ def test_document_is_the_same_from_run_and_file(recorded: tuple[Path, "subproces
     """Of the run, of its recording, and of the snapshot that it keeps, which other viewers read too."""
     folder, _ = recorded
     again = stepscope(folder, "memory", *TINY, "--format", "json")
-    assert "1 of 1 cases are done already" in again.stderr
+    assert "1 of 1 cases are already done" in again.stderr
     assert len(rows(folder, "runs/memory")) == 1
     ours = json.loads(again.stdout)
     assert ours["schema"] == "stepscope.memory-summary/1"
@@ -106,14 +106,14 @@ def test_questions_are_answered_from_a_row(
     folder, _ = recorded
     done = stepscope(folder, "memory", "--from", RESULTS, "--questions", "--detail", "--format", format_)
     assert done.returncode == 0, done.stderr
-    assert "When is most memory allocated" in done.stdout
+    assert "When does memory peak" in done.stdout
 
 
 def test_plots_are_redrawn_and_foreign_files_need_force(
     recorded: tuple[Path, "subprocess.CompletedProcess[str]"],
 ) -> None:
     folder, done = recorded
-    assert "picture: memory.html" in done.stderr
+    assert "chart: memory.html" in done.stderr
     page = (folder / "memory.html").read_text()
     assert "<html" in page
     assert "activations" in page
