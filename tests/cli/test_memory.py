@@ -72,7 +72,7 @@ def test_the_document_is_the_same_from_every_side(recorded: tuple[Path, "subproc
     """Of the run, of its recording, and of the snapshot that it keeps, which other viewers read too."""
     folder, _ = recorded
     again = stepscope(folder, "memory", *TINY, "--format", "json")
-    assert "1 of 1 cases are done already" in again.stderr
+    assert "1 of 1 cases are already done" in again.stderr
     assert len(rows(folder, "runs/memory")) == 1
     ours = json.loads(again.stdout)
     assert ours["schema"] == "stepscope.memory-summary/1"
@@ -106,7 +106,7 @@ def test_questions_are_answered_from_a_row(
     folder, _ = recorded
     done = stepscope(folder, "memory", "--from", RESULTS, "--questions", "--detail", "--format", format_)
     assert done.returncode == 0, done.stderr
-    assert "When is most memory allocated" in done.stdout
+    assert "peak memory" in done.stdout
 
 
 def test_pictures_are_drawn_again_and_a_foreign_file_not_overwritten_unless_forced(
@@ -231,8 +231,8 @@ def test_an_interrupt_keeps_what_is_done(tmp_path: Path) -> None:
         (["--detail", "200%"], ["`--detail 200%`", "hint: --detail 10%"]),
         (["--questions", "--batch", "2,4"], ["`--questions` needs a single case; got several"]),
         (["--table", "phases", "--checkpoint-study"], ["`--table phases` needs a single case; got several"]),
-        (["--checkpoint-study", "--checkpoint", "2"], ["chooses --checkpoint itself"]),
-        (["--checkpoint-study", "--batch", "2,4"], ["`--checkpoint-study` is of one workload"]),
+        (["--checkpoint-study", "--checkpoint", "2"], ["sets --checkpoint itself"]),
+        (["--checkpoint-study", "--batch", "2,4"], ["`--checkpoint-study` takes a single workload"]),
         (["--plot", "memory.gif"], ["memory.gif", ".png"]),
         (["--plot", "none/memory.png"], ["not found: `none`"]),
         (["--by", "colour"], ["colour", "category"]),
@@ -334,9 +334,9 @@ def test_a_pickle_that_is_no_snapshot_is_refused_and_never_run(tmp_path: Path, c
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["--table", "kernels"], "a recording of memory has no `kernels`"),
+        (["--table", "kernels"], "has no table `kernels`"),
         (["--perfetto", "x.json"], "`--perfetto` needs a trace"),
-        (["--table", "saved"], "does not say what autograd keeps"),
+        (["--table", "saved"], "no saved activations"),
         (["--plot", "x.png", "--step", "2"], "no step markers"),
         (["--detail", "200%"], "`--detail 200%`"),
         (["--questions", "--table", "phases"], "mutually exclusive"),

@@ -21,7 +21,7 @@ def kept(tmp_path_factory: pytest.TempPathFactory) -> Path:
     done = stepscope(folder, "precision", *TOY, "--out", "toy.json")
     assert done.returncode == 0, done.stderr
     assert "next: stepscope precision --from toy.json" in done.stderr
-    for part in ("`layer_norm` is on CUDA's fp32 list", "9.9531", "Gradients that vanish", "all gradients", "rsqrt"):
+    for part in ("`layer_norm` is on CUDA's fp32 list", "9.9531", "Gradient underflow", "all gradients", "rsqrt"):
         assert part in done.stdout
     return folder
 
