@@ -63,8 +63,8 @@ def test_one_command_makes_a_page(made: "tuple[Path, subprocess.CompletedProcess
     assert done.stdout == "report.html\n"
     said = stage_lines(done)
     assert tuple(said) == STAGES
-    assert "ms a step" in said["bench"]
-    assert "operators a step" in said["profile"]
+    assert "ms per step" in said["bench"]
+    assert "operators per step" in said["profile"]
     assert "peak" in said["memory"]
     assert "bf16" in said["precision"]
     assert "fastest" in said["attention"]
@@ -118,7 +118,7 @@ def test_same_command_resumes_after_a_kill_and_ctrl_c(tmp_path: Path) -> None:
     kill(process)
     wait_until_gone(tmp_path)
     assert is_ours(tmp_path / "report.html")
-    assert "not done yet when this page was written" in (tmp_path / "report.html").read_text()
+    assert "not finished when this page was written" in (tmp_path / "report.html").read_text()
 
     process = start(tmp_path, *command)
     wait_for("profile: ", tmp_path, process)
@@ -143,8 +143,8 @@ def test_failed_stage_costs_only_its_section(folder: Path) -> None:
     assert done.returncode == 0, done.stderr
     said = stage_lines(done)
     assert said["memory"] == "skipped with --without"
-    assert said["attention"].startswith("left out: ")
-    assert "ms a step" in said["bench"]
+    assert said["attention"].startswith("skipped: ")
+    assert "ms per step" in said["bench"]
     assert said["profile"].startswith("failed: building `mine:raises_later` raised ValueError: no weights for today")
     page = (folder / "report.html").read_text()
     assert "no weights for today" in page
