@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from stepscope.api.inputs import read_runs
-from stepscope.explain.story import tell
+from stepscope.explain.story import tell, tell_both
 from stepscope.render.site import write_site
 from tests.browser.chart_views import CANVASES, DRAWINGS
 from tests.browser.conftest import OpenFile, wait_for_frame
@@ -45,3 +45,15 @@ def test_every_chart_of_a_recorded_run_is_drawn(open_file: OpenFile, tmp_path: P
             if figure.get_attribute("data-kind") not in CANVASES:
                 assert figure.locator("svg.drawing:visible .mark").count() > 0, key
     assert page.evaluate("() => document.documentElement.scrollWidth") <= width
+
+
+def test_headlines_fit_two_lines(open_file: OpenFile, tmp_path: Path) -> None:
+    runs = read_runs([RECORDED, RECORDED.parent / "small-fast"], command="stepscope report", cached=False)
+    for number, report in enumerate((tell(runs[0]), tell(runs[1]), tell_both(*runs))):
+        target = tmp_path / f"{number}.html"
+        target.write_text(write_site(report), encoding="utf-8")
+        page = open_file(target, width=1440)
+        lines = page.locator(".sentence").evaluate(
+            "(one) => one.clientHeight / parseFloat(getComputedStyle(one).lineHeight)"
+        )
+        assert lines < 2.5, report.sentence

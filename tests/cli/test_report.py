@@ -143,7 +143,7 @@ def test_failed_stage_costs_only_its_section(folder: Path) -> None:
     assert done.returncode == 0, done.stderr
     said = stage_lines(done)
     assert said["memory"] == "skipped with --without"
-    assert said["attention"].startswith("left out: ")
+    assert said["attention"].startswith("skipped: ")
     assert "ms per step" in said["bench"]
     assert said["profile"].startswith("failed: building `mine:raises_later` raised ValueError: no weights for today")
     page = (folder / "report.html").read_text()
