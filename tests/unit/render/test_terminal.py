@@ -228,11 +228,11 @@ def test_a_page_lists_fixes_to_paste_and_then_remarks() -> None:
         "       Same fix as SS007",
         "",
         "Remarks",
-        "SS014  3 kernels take 72% of the GPU time",
-        "       a, b, c",
-        "       Look",
-        "",
+        "SS014  3 kernels take 72% of the GPU time: a, b, c. Look",
         "To explain a finding: stepscope rule SS007",
     ]
+    short = msgspec.structs.replace(fixable, fix="step()")
+    shown = render_page(msgspec.structs.replace(page, findings=(short,)), width=100)
+    assert "       Use `fused=True`: step()\n" in shown
     assert "Findings" not in render_page(msgspec.structs.replace(page, findings=(remark,)), width=100)
     assert render_page(msgspec.structs.replace(page, findings=()), width=100).endswith("No findings\n")
