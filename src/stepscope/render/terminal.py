@@ -209,7 +209,8 @@ def _render_findings(findings: tuple[Finding, ...], width: int | None) -> str:
         return "No findings"
     cards = [one for one in findings if not one.is_remark]
     remarks = [one for one in findings if one.is_remark]
-    lines = ["Findings"] if cards else []
+    how = f"(to explain one: stepscope rule {findings[0].code})"
+    lines = [f"Findings {how}"] if cards else []
     printed: dict[str, str] = {}
     for one in cards[:_ON_A_PAGE]:
         lines.append(f"{one.code}  {_name_finding(one)}")
@@ -222,12 +223,11 @@ def _render_findings(findings: tuple[Finding, ...], width: int | None) -> str:
     if len(cards) > _ON_A_PAGE:
         lines.append(f"{len(cards) - _ON_A_PAGE} more: --table findings --detail")
     if remarks:
-        lines += ["", "Remarks"] if cards else ["Remarks"]
+        lines += ["", "Remarks"] if cards else [f"Remarks {how}"]
     for one in remarks:
         sentence = f"{_name_finding(one)}: {one.evidence}" + (f". {one.action}" if one.action else "")
         first, *rest = _indented(sentence, width)
         lines += [f"{one.code}  {first.strip()}", *rest]
-    lines.append(f"To explain a finding: stepscope rule {findings[0].code}")
     return "\n".join(lines)
 
 
