@@ -194,15 +194,13 @@ charts.breakdown = (root, part, page) => {
   }
 
   function update() {
-    const times = model.timeLeft();
-    const last = model.numRuns - 1;
-    const figures = model.numRuns === 1 ? formatTime(times[0])
-      : times.map((time, run) => `${part.runs[run]} ${formatTime(time)}`).join(", ");
-    const whole = model.numRuns === 1 ? formatTime(part.walls[last])
-      : part.walls.map((time, run) => `${part.runs[run]} ${formatTime(time)}`).join(", ");
     const choice = model.isNarrowed() ? describeChoice(model) : `all ${part.what}`;
-    if (model.areParallel) told.replaceChildren(`${choice} take `, element("strong", figures), ` in a step of ${whole}`);
-    else told.replaceChildren(element("strong", figures), ` of ${whole}: ${choice}`);
+    const link = model.areParallel ? "in a step of" : "of";
+    const figures = model.timeLeft().flatMap((time, run) => {
+      const name = part.runs[run] ? `${part.runs[run]} ` : "";
+      return [run ? ", " : "", element("strong", `${name}${formatTime(time)}`), ` ${link} ${formatTime(part.walls[run])}`];
+    });
+    told.replaceChildren(...(model.areParallel ? [`${choice} take `, ...figures] : [...figures, `: ${choice}`]));
     fillChips();
     fillStrips();
     shown.forEach((at, index) => fillPanel(at, lists[index]));
