@@ -209,35 +209,42 @@ def _render_findings(findings: tuple[Finding, ...], width: int | None) -> str:
         return "No findings"
     cards = [one for one in findings if not one.is_remark]
     remarks = [one for one in findings if one.is_remark]
-    lines = ["Findings"] if cards else []
+    how = f"(to explain one: stepscope rule {findings[0].code})"
+    lines = [f"Findings {how}"] if cards else []
     printed: dict[str, str] = {}
     for one in cards[:_ON_A_PAGE]:
-        lines.append(_head_finding(one))
+        lines.append(f"{one.code}  {_name_finding(one)}")
         lines.extend(_indented(one.evidence, width))
         if one.fix in printed:
             lines.append(f"       Same fix as {printed[one.fix]}")
             continue
         printed[one.fix] = one.code
-        lines.extend(_indented(f"{one.action}:", width))
-        # A command or code is for pasting: it keeps its lines.
-        lines.extend(f"         {visible(line)}" for line in one.fix.splitlines())
+        lines.extend(_write_fix(one, width))
     if len(cards) > _ON_A_PAGE:
         lines.append(f"{len(cards) - _ON_A_PAGE} more: --table findings --detail")
     if remarks:
-        lines += ["", "Remarks"] if cards else ["Remarks"]
+        lines += ["", "Remarks"] if cards else [f"Remarks {how}"]
     for one in remarks:
-        lines.append(_head_finding(one))
-        lines.extend(_indented(one.evidence, width))
-        lines.extend(_indented(one.action, width) if one.action else ())
-    lines += ["", f"To explain a finding: stepscope rule {findings[0].code}"]
+        sentence = f"{_name_finding(one)}: {one.evidence}" + (f". {one.action}" if one.action else "")
+        first, *rest = _indented(sentence, width)
+        lines += [f"{one.code}  {first.strip()}", *rest]
     return "\n".join(lines)
 
 
-def _head_finding(finding: Finding) -> str:
+def _write_fix(finding: Finding, width: int | None) -> list[str]:
+    """Return the action and its fix, on one line if it fits. Code is for pasting, so its lines are not wrapped."""
+    code = [visible(line) for line in finding.fix.splitlines()]
+    together = f"       {finding.action}: {code[0]}"
+    if len(code) == 1 and len(together) <= (width or 120):
+        return [together]
+    return [*_indented(f"{finding.action}:", width), *(f"         {line}" for line in code)]
+
+
+def _name_finding(finding: Finding) -> str:
     if not finding.saving_ns:
-        return f"{finding.code}  {finding.title}"
+        return finding.title
     share = f", {format_value('share', finding.share)}" if finding.share else ""
-    return f"{finding.code}  {finding.title} (saves about {finding.saving_ns / 1e6:,.2f} ms per step{share})"
+    return f"{finding.title} (saves about {finding.saving_ns / 1e6:,.2f} ms per step{share})"
 
 
 def _indented(text: str, width: int | None) -> list[str]:

@@ -217,7 +217,7 @@ def test_a_page_lists_fixes_to_paste_and_then_remarks() -> None:
     again = msgspec.structs.replace(fixable, code="SS008", title="t", saving_ns=None)
     page = Page(headline="h", tables=(), findings=(fixable, again, remark))
     assert render_page(page, width=100).splitlines()[2:] == [
-        "Findings",
+        "Findings (to explain one: stepscope rule SS007)",
         "SS007  Optimizer launches 888 kernels per step (saves about 9.01 ms per step, 14.8%)",
         "       the update takes 3 ms",
         "       Use `fused=True`:",
@@ -228,11 +228,10 @@ def test_a_page_lists_fixes_to_paste_and_then_remarks() -> None:
         "       Same fix as SS007",
         "",
         "Remarks",
-        "SS014  3 kernels take 72% of the GPU time",
-        "       a, b, c",
-        "       Look",
-        "",
-        "To explain a finding: stepscope rule SS007",
+        "SS014  3 kernels take 72% of the GPU time: a, b, c. Look",
     ]
+    short = msgspec.structs.replace(fixable, fix="step()")
+    shown = render_page(msgspec.structs.replace(page, findings=(short,)), width=100)
+    assert "       Use `fused=True`: step()\n" in shown
     assert "Findings" not in render_page(msgspec.structs.replace(page, findings=(remark,)), width=100)
     assert render_page(msgspec.structs.replace(page, findings=()), width=100).endswith("No findings\n")

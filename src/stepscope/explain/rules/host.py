@@ -52,8 +52,8 @@ def find_launch_bound(evidence: StepEvidence) -> Hit | None:
     each = evidence.clock.busy_step_ns / max(1.0, count)
     title = f"Launch-bound: the GPU is idle {say_percent(evidence.idle_share)} of the step"
     text = (
-        f"{starved:,.0f} of {count:,.0f} kernels per step start late because the CPU launched them late; a kernel runs "
-        f"for {ms(each)} on average"
+        f"{starved:,.0f} of {count:,.0f} kernels per step start late because of late launches; a kernel runs for "
+        f"{ms(each)} on average"
     )
     return Hit(title=title, evidence=text, saving_ns=saving)
 
