@@ -334,9 +334,9 @@ def test_a_pickle_that_is_no_snapshot_is_refused_and_never_run(tmp_path: Path, c
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["--table", "kernels"], "a recording of memory has no `kernels`"),
+        (["--table", "kernels"], "has no table `kernels`"),
         (["--perfetto", "x.json"], "`--perfetto` needs a trace"),
-        (["--table", "saved"], "does not say what autograd keeps"),
+        (["--table", "saved"], "no saved activations"),
         (["--plot", "x.png", "--step", "2"], "no step markers"),
         (["--detail", "200%"], "`--detail 200%`"),
         (["--questions", "--table", "phases"], "mutually exclusive"),

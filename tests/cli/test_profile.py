@@ -89,7 +89,7 @@ def test_a_recording_is_replaced_only_by_force_and_nothing_else_ever_is(folder: 
     assert "function:scale" in set(load(folder / "a").ranges["name"])
     refused = stepscope(folder, "profile", "--model", "mine:dies", "--out", "a")
     assert refused.returncode == 2
-    assert "`a` exists" in refused.stderr
+    assert "`a` already exists" in refused.stderr
     assert "function:scale" in set(load(folder / "a").ranges["name"])
     assert stepscope(folder, *model, "--out", "a", "--force").returncode == 0
     assert "function:scale" not in set(load(folder / "a").ranges["name"])

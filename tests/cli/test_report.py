@@ -1,4 +1,4 @@
-"""`stepscope report`: one page, whatever ends it, and the same command goes on."""
+"""`stepscope report`: any end leaves a page, and the same command resumes."""
 
 import shutil
 import signal
@@ -41,7 +41,7 @@ def raises_later(batch, context):
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> "tuple[Path, subprocess.CompletedProcess[str]]":
-    """A folder in which a report was made, and what it said. Whoever uses it must leave it as it is."""
+    """A directory with a finished report, and its output. Tests must not change it."""
     folder = tmp_path_factory.mktemp("report")
     return folder, stepscope(folder, "report", *TINY, "--data", "data")
 

@@ -244,7 +244,7 @@ def test_schedule_follows_the_table(step: int, rate: float) -> None:
     assert ours == pytest.approx(rate, abs=1e-6)
 
 
-def test_schedule_without_warm_up_steps_or_without_decay() -> None:
+def test_schedule_without_rise_or_without_decay() -> None:
     assert cosine_schedule(0, max_lr=2.0, min_lr=1.0, warmup_steps=0, total_steps=10) == 2.0
     assert cosine_schedule(2, max_lr=2.0, min_lr=1.0, warmup_steps=4, total_steps=4) == 1.0
     assert cosine_schedule(4, max_lr=2.0, min_lr=1.0, warmup_steps=4, total_steps=4) == 1.0

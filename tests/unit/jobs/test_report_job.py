@@ -188,7 +188,7 @@ def test_failed_stage_costs_only_its_section(bench: Bench) -> None:
 
 
 def test_directory_keeps_the_reason_of_a_missing_stage(bench: Bench) -> None:
-    bench.stages["attention"].error = StepscopeError("crash")  # the last: no other is kept after it
+    bench.stages["attention"].error = StepscopeError("crash")  # the last stage: none is kept after it
     bench.make()
     assert read_state(bench.folder / "data").absent["attention"].why == "crash"
 

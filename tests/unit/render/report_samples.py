@@ -102,8 +102,8 @@ def _sections(kernels: Sequence[Kernel]) -> Iterable[Section]:
         Exhibit(key="memory-categories", part=categories_table()),
         Exhibit(key="memory-largest", part=msgspec.structs.replace(categories_table(60), title="Largest tensors")),
     )
-    why = "The stage was not run."
-    absent = Missing(what="Precision was not measured.", why=why, command="stepscope precision --size small")
+    why = "the stage was not run"
+    absent = Missing(what="precision", why=why, command="stepscope precision --size small")
     yield Section(key="precision", title="Precision", lead="How far bf16 is from float64.", missing=(absent,))
     yield _section("attention", "Attention", Exhibit(key="attention", part=draw_attention()))
     bars = Bars(

@@ -165,7 +165,7 @@ def test_the_readme_names_every_file_and_how_it_was_made(folder: Path) -> None:
     assert report.commands[0].text in text
     assert report.sections[0].lead in text
     assert r"\includegraphics[width=\linewidth]{figures/step-timeline.pdf}" in text
-    assert "Precision was not measured." in text
+    assert "precision: the stage was not run" in text
 
 
 def test_each_of_two_runs_has_a_file() -> None:

@@ -228,7 +228,7 @@ def test_long_tables_get_a_search_box_and_scroll(num_rows: int, has_search: bool
 
 def test_missing_parts_are_explained() -> None:
     text = visible(write_site(one_run()))
-    assert "Precision was not measured. The stage was not run. stepscope precision --size small" in text
+    assert "precision : the stage was not run: stepscope precision --size small" in text
     assert "incomplete" not in text
     text = visible(write_site(partial()))
     assert "This report is incomplete." in text

@@ -44,7 +44,7 @@ _VECTORS: tuple[tuple[re.Pattern[str], KernelClass, str], ...] = compile_rows(
 _SMALL = re.compile(
     r"gemm(?:SN|k1|NN|NT|TN|TT|Batched|_kernel)|sgemm_\w*|dgemm_\w*|hgemm_\w*|cgemm_\w*|zgemm_\w*|trsm|syrk"
 )
-# From kernels with known dtypes; there is no documentation.
+# From kernels with known dtypes; NVIDIA does not document them.
 _NVJET_TYPES = {"h": "fp16", "t": "bf16", "s": "fp32", "d": "fp64", "q": "fp8", "o": "fp4"}
 
 

@@ -76,7 +76,7 @@ class GemmReading:
     layout: str | None = None
     tensor_cores: bool | None = None
     split_k: bool = False
-    operation: str = ""  # gemm, fprop, dgrad, wgrad
+    operation: str = ""  # `gemm`, `fprop`, `dgrad` or `wgrad`
     letter: str = ""  # of BLAS: s, d, h
     parts: list[NamePart] = field(default_factory=list)
     factors: bool = False  # whether the dtype of the operands was named
@@ -217,7 +217,7 @@ def _read_tile(reading: GemmReading, text: str, before: str, match: re.Match[str
 
 
 def _read_type(reading: GemmReading, word: str) -> None:
-    """Before the operation it is the result's dtype; after it, the operands', which is that of the arithmetic."""
+    """A dtype before the operation is the result's; after it, the operands', in which the arithmetic is done."""
     if reading.dtype is None or (reading.letter and not reading.factors):
         reading.dtype = CODES[word]
     factors = bool(reading.letter) and not reading.factors

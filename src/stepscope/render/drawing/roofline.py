@@ -266,7 +266,7 @@ def list_signs(palette: Palette, roofline: Roofline, points: Sequence[RoofPoint]
     signs = [Sign(fill=palette.fill(group), text=clean(group, 30) or "other") for group in groups]
     if len(roofline.runs) > 1:
         signs += [
-            Sign(fill=palette.faint, text=f"run {clean(run, 40)}", shape="circle", hollow=at == 0)
+            Sign(fill=palette.faint, text=clean(run, 40), shape="circle", hollow=at == 0)
             for at, run in enumerate(roofline.runs)
         ]
     return signs

@@ -112,10 +112,9 @@ def _is_long(part: Part | None) -> bool:
 
 
 def _write_missing(missing: Missing) -> str:
-    command = write_copyable(Copyable(label="", text=missing.command)) if missing.command else ""
-    return (
-        f'<div class="missing"><p><strong>{prose(missing.what)}</strong></p><p>{prose(missing.why)}</p>{command}</div>'
-    )
+    """Return one line: what, why, and the command that measures it."""
+    command = f": <code>{markup(missing.command)}</code>" if missing.command else ""
+    return f'<p class="missing"><strong>{prose(missing.what)}</strong>: {prose(missing.why)}{command}</p>'
 
 
 def write_part(
