@@ -102,7 +102,7 @@ def _read_strings(tree: ast.AST, text: str) -> Iterator[tuple[int, str, str]]:
             if isinstance(first, ast.Expr) and isinstance(first.value, ast.Constant):
                 docstrings.add(id(first.value))
         if isinstance(node, ast.FunctionDef) and node.name.startswith("test_"):
-            # A function's name is in lower case; GEMM is not.
+            # The name of a function has no capitals and no hyphens. GEMM is not.
             yield node.lineno, "test", node.name.removeprefix("test_").replace("_", " ").replace("gemm", "GEMM")
         if isinstance(node, ast.JoinedStr):
             inside.update(id(child) for child in ast.walk(node) if child is not node)
@@ -164,8 +164,10 @@ def find_phrases(sentence: Sentence) -> Iterator[tuple[str, str]]:
     """What the sentence says that PHRASES rules out, and what to write instead."""
     prose = re.sub(r"\{[^{}]*\}", "{}", re.sub(r"`[^`]*`", "`…`", sentence.text))
     for pattern, instead in PHRASES.items():
-        # A function's name is in lower case.
-        if (match := re.search(pattern, prose)) and not (sentence.kind == "test" and "gemm" in match[0]):
+        # The name of a function has no capitals and no hyphens.
+        if (match := re.search(pattern, prose)) and not (
+            sentence.kind == "test" and match[0] in ("gemm", "gemms", "warm up")
+        ):
             yield match[0], instead
 
 

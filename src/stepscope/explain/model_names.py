@@ -66,6 +66,7 @@ def name_model(model: Model) -> str:
 def describe_model(model: Model, *, parameters: int | None = None, layers: int | None = None) -> str:
     """The name and the sizes that are known. `parameters` and `layers` were measured; the settings of a model come
     first."""
+    d_model: int | None
     if isinstance(model, ModelShape):
         layers, d_model = model.num_layers, model.d_model
         parameters = parameters or count_parameters(model).total

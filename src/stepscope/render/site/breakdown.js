@@ -37,7 +37,7 @@ function makeBreakdown(part) {
       if (key === "phase") return (PHASES.indexOf(values[sum.value]) + PHASES.length + 1) % (PHASES.length + 1);
       return key === "layer" && !isNumbered(sum) ? 1 : 0;
     };
-    // Time outside of all layers has no number, and comes last.
+    // Time outside all layers has no number, and comes last.
     const isNumbered = (sum) => /\d/.test(values[sum.value]);
     const byName = (a, b) => (key === "layer" && isNumbered(a) ? wordOrder.compare(values[a.value], values[b.value]) : 0);
     return (a, b) => place(a) - place(b) || byName(a, b) || byTime(a, b);
