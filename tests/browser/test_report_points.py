@@ -78,7 +78,7 @@ def test_two_runs_have_different_marks(open_parts: Open) -> None:
         "(circles) => circles.map((one) => one.getAttribute('fill') === 'none')"
     )
     assert sorted(fills) == [False] * 8 + [True] * 8
-    assert page.locator("figure.roofline .legend .run").all_inner_texts() == ["run A", "run B"]
+    assert page.locator("figure.roofline .legend .run").all_inner_texts() == ["A", "B"]
 
 
 # --- lines ----------------------------------------------------------------------------------------------------------
