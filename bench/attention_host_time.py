@@ -1,9 +1,9 @@
-"""What a call of attention takes the host, and what the first one takes to compile.
+"""CPU time of an attention call, and the compile time of the first one.
 
-The work on the device is short, so that the host is what one waits for. First calls find an empty cache of Triton's.
+The work on the device is short, so that the calls are CPU-bound. First calls start with an empty Triton cache.
 
-    python bench/attention_host_time.py                                  # on a GPU: hopper or triton, beside SDPA
-    python bench/attention_host_time.py --device cpu --backend tiled     # only to see that it runs
+    python bench/attention_host_time.py                                 # on a GPU: hopper or triton, compared with SDPA
+    python bench/attention_host_time.py --device cpu --backend tiled    # only to see that it runs
 """
 
 import argparse
@@ -20,7 +20,7 @@ SHAPE = (8, 16, 256, 64)  # batch, heads, length, head dim
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description="The host's time for a call of attention.")
+    parser = argparse.ArgumentParser(description="CPU time of an attention call.")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--backend", default="auto")
     arguments = parser.parse_args()
@@ -36,7 +36,7 @@ def measure(device: str, backend: str) -> dict[str, object]:
     from stepscope.kernels import flash_attention
 
     if device == "cuda" and not torch.cuda.is_available():
-        print("error: torch finds no CUDA GPU here", file=sys.stderr)
+        print("error: no CUDA GPU found", file=sys.stderr)
         raise SystemExit(2)
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
     leaves = [torch.randn(SHAPE, device=device, dtype=dtype, requires_grad=True) for _ in range(3)]
@@ -76,7 +76,7 @@ def time_s(call: Callable[[], object], wait: Callable[[], object]) -> float:
 
 
 def host_us(call: Callable[[], object], wait: Callable[[], object]) -> float:
-    """The median of rounds; within one the host does not wait for the device."""
+    """The median of rounds; within one, the CPU does not wait for the device."""
     rounds = []
     for _ in range(ROUNDS):
         wait()

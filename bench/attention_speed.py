@@ -1,14 +1,14 @@
 """Our attention against PyTorch's own, forward and backward, on one GPU in one run.
 
-Each output is checked against float64 first (gradients are, in tests/gpu). Then the implementations take turns over
-several rounds, so that clocks and heat fall on all alike; a figure is the median of its rounds, each of them a median
-of `triton.testing.do_bench`, which empties L2 before every call. TFLOP/s count a causal mask as half, and backward as
-two and a half times forward.
+Each output is checked against float64 first (gradients are checked in tests/gpu). Then the implementations alternate
+over several rounds, so that clocks and heat affect all alike; a number is the median of its rounds, each of them a
+median of `triton.testing.do_bench`, which flushes L2 before every call. TFLOP/s count a causal mask as half, and
+backward as two and a half times forward.
 
     python bench/attention_speed.py --out bench/results/attention_speed_h200.jsonl
     python bench/attention_speed.py --from bench/results/attention_speed_h200.jsonl --plot attention_speed.png
 
-The ratios that the kernels are held to are in `TARGETS`; the exit code is 1 where one is missed.
+`TARGETS` holds the ratios that the kernels must reach; the exit status is 1 if one is missed.
 """
 
 import argparse
@@ -37,7 +37,9 @@ FP32_SHAPES = ((8, 1, 1024), (8, 1, 4096), (8, 1, 16384))
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
-    """One problem, and who runs it: backends of `flash_attention`, with `+deterministic` and `+tf32` for settings."""
+    """One problem, and the implementations that run it: backends of `flash_attention`, with `+deterministic` and
+    `+tf32` for settings.
+    """
 
     dtype: str
     causal: bool
@@ -123,16 +125,16 @@ def cases() -> Iterator[Case]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description="Our attention against PyTorch's own.")
-    parser.add_argument("--out", type=Path, help="append a JSON line for each case and direction")
-    parser.add_argument("--from", dest="source", type=Path, help="print the table of such a file; measures nothing")
-    parser.add_argument("--only", default="", help="cases whose name has this in it, such as `bf16 causal`")
+    parser.add_argument("--out", type=Path, help="append one JSON line per case and direction")
+    parser.add_argument("--from", dest="source", type=Path, help="print the table of such a file without measuring")
+    parser.add_argument("--only", default="", help="only cases whose name contains this, such as `bf16 causal`")
     parser.add_argument("--rounds", type=int, choices=range(1, 101), metavar="N", default=ROUNDS)
-    parser.add_argument("--plot", type=Path, help="draw the rates in bf16: .png, .svg, .pdf or .html")
+    parser.add_argument("--plot", type=Path, help="plot the bf16 throughput as .png, .svg, .pdf or .html")
     arguments = parser.parse_args()
     source = read(arguments.source) if arguments.source else measure(arguments.only, arguments.rounds, arguments.out)
     rows = list(source)
     if not rows:
-        fail("no rows" if arguments.source else f"no case's name has `{arguments.only}` in it")
+        fail("no rows" if arguments.source else f"no case name contains `{arguments.only}`")
     if arguments.plot:
         draw(rows, arguments.plot)
     return print_table(rows)
@@ -145,7 +147,7 @@ def read(path: Path) -> list[dict[str, Any]]:
             return rows
     except (OSError, ValueError, KeyError, TypeError) as problem:
         fail(f"cannot read `{path}`: {problem!r}")
-    return fail(f"not a file of this benchmark: `{path}`")
+    return fail(f"not a results file of this benchmark: `{path}`")
 
 
 def fail(message: str) -> NoReturn:
@@ -154,14 +156,14 @@ def fail(message: str) -> NoReturn:
 
 
 def measure(only: str, rounds: int, out: Path | None) -> Iterator[dict[str, Any]]:
-    """A row for each case and direction, written as soon as it is there."""
+    """One row per case and direction, written as soon as it is measured."""
     import msgspec
     import torch
 
     from stepscope.measure.environment import describe
 
     if not torch.cuda.is_available():
-        fail("torch finds no CUDA GPU here; `--from bench/results/attention_speed_h200.jsonl` shows what one did")
+        fail("no CUDA GPU found; `--from bench/results/attention_speed_h200.jsonl` shows stored results")
     common = {
         "benchmark": "attention_speed",
         "command": shlex.join(["python", *sys.argv]),
@@ -193,7 +195,8 @@ def measure_case(case: Case, rounds: int) -> Iterator[dict[str, Any]]:
         calls = {name: prepare(name, case, direction, q, k, v, do) for name in case.implementations}
         times: dict[str, list[float]] = {name: [] for name in calls}
         for turn in range(rounds):
-            # Another one begins each time: whoever comes after a slow kernel finds a cooler GPU with higher clocks.
+            # A different one starts each time: an implementation that follows a slow kernel finds a cooler GPU with
+            # higher clocks.
             names = list(calls)
             first = turn % len(names)
             for name in names[first:] + names[:first]:
@@ -207,7 +210,7 @@ def measure_case(case: Case, rounds: int) -> Iterator[dict[str, Any]]:
 
 
 def run(name: str, case: Case, q: Any, k: Any, v: Any) -> Any:
-    """Ours by our own function; the peer by its own, with nothing of ours around it."""
+    """Ours through our function; the peer through its own, without our code around it."""
     import torch
 
     from stepscope.kernels import flash_attention
@@ -220,7 +223,7 @@ def run(name: str, case: Case, q: Any, k: Any, v: Any) -> Any:
 
 @contextlib.contextmanager
 def settings(name: str) -> Iterator[None]:
-    """What has to hold while an implementation runs, set outside what is timed."""
+    """The context in which an implementation runs, set outside the timing."""
     import torch
     from torch.nn.attention import SDPBackend, sdpa_kernel
 
@@ -235,7 +238,7 @@ def settings(name: str) -> Iterator[None]:
 
 
 def prepare(name: str, case: Case, direction: str, q: Any, k: Any, v: Any, do: Any) -> Callable[[], object]:
-    """The call to time. Backward runs over a graph that is kept, as nobody measures it otherwise."""
+    """The call to time. Backward runs on a retained graph, as is usual."""
     import torch
 
     if direction == "forward":
@@ -247,7 +250,7 @@ def prepare(name: str, case: Case, direction: str, q: Any, k: Any, v: Any, do: A
 
 
 def check(name: str, case: Case, q: Any, k: Any, v: Any) -> float:
-    """The relative error of the last rows of the last head, which see the most, against float64."""
+    """The relative error of the last rows of the last head, which see the most keys, against float64."""
     import torch
 
     rows = slice(case.length - CHECKED_ROWS, case.length)
@@ -261,7 +264,7 @@ def check(name: str, case: Case, q: Any, k: Any, v: Any) -> float:
     error = ((ours - truth).norm() / truth.norm()).item()
     limit = 1e-2 if case.dtype == "bf16" else 2e-3 if name.endswith("+tf32") else 1e-5
     if not error <= limit:
-        raise SystemExit(f"{name} is wrong for {case.name}: off by {error:.2g}, limit {limit:g}")
+        raise SystemExit(f"{name} is wrong for {case.name}: relative error {error:.2g}, limit {limit:g}")
     return float(error)
 
 
@@ -273,7 +276,7 @@ def time_ms(name: str, call: Callable[[], object]) -> float:
 
 
 def ratio(row: dict[str, Any], ours: str, peer: str) -> float | None:
-    """How much faster, as the median over rounds of the ratio within a round."""
+    """The speedup, as the median over rounds of the ratio within a round."""
     if ours not in row["ms"] or peer not in row["ms"]:
         return None
     return float(statistics.median(p / o for o, p in zip(row["ms"][ours], row["ms"][peer], strict=True)))
@@ -299,7 +302,7 @@ def print_table(rows: list[dict[str, Any]]) -> int:
         mask = "causal" if row["causal"] else "full"
         line = (row["direction"], row["dtype"], mask, shape, describe_row(row), "; ".join(verdicts))
         print("| " + " | ".join(line) + " |")
-    print(f"\n{missed} of the wanted ratios missed")
+    print(f"\n{missed} target ratios missed")
     return 1 if missed else 0
 
 
@@ -320,8 +323,8 @@ def draw(rows: list[dict[str, Any]], path: Path) -> None:
         if name in row["tflops"] and row["dtype"] == "bf16"
     ]
     figure = Figure(
-        title="Attention in bf16: operations a second",
-        subtitle=f"{rows[0]['environment']['driver_name']}, 16 heads, 16384 tokens a batch; causal counted as half",
+        title="Attention in bf16: throughput",
+        subtitle=f"{rows[0]['environment']['driver_name']}, 16 heads, 16384 tokens per batch; causal counted as half",
         x=Axis(label="length", log=True),
         y=Axis(label="rate", unit="TFLOP/s"),
         points=tuple(points),

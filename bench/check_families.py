@@ -1,11 +1,11 @@
-"""What the readers of kernel families say, held against recorded shapes: no fact may exclude what was there.
+"""Checks what the readers of kernel families conclude against recorded shapes: no fact may exclude the truth.
 
-    python bench/check_families.py EVIDENCE [NAME ...]    a folder of NAME.MODE.json.gz (with shapes) and NAME.csv.gz
+    python bench/check_families.py EVIDENCE [NAME ...]    a directory of NAME.MODE.json.gz (with shapes) and NAME.csv.gz
 
 A trace's kernels are joined to the operators that launched them, whose shapes are the truth. Kernels of an Nsight
 Compute CSV have no operators: they take the truth of kernels with the same name and grid in the run's forward trace.
-Prints one line a family (kernels, facts, facts held against a truth, exact ones, most choices, the median of a window's
-size by its middle), then every fact that is wrong.
+Prints one line per family (kernels, facts, facts compared with a truth, exact ones, most choices, the median of a
+window's size over its center), then every wrong fact.
 """
 
 import argparse
@@ -38,7 +38,7 @@ Key = tuple[str, tuple[int, int, int], tuple[int, int, int]]
 
 
 def launch_blocks(sizes: Iterable[int], most_tensors: int, most_blocks: int) -> tuple[int, ...]:
-    """The grids of the launches that a list of tensors of these sizes makes, in order."""
+    """The grids of the launches for a list of tensors of these sizes, in order."""
     grids = []
     blocks = tensors = 0
     for size in sizes:
@@ -49,14 +49,14 @@ def launch_blocks(sizes: Iterable[int], most_tensors: int, most_blocks: int) -> 
             blocks, left = blocks + taken, left - taken
             if blocks == most_blocks or (tensors == most_tensors and not left):
                 grids.append(blocks)
-                # A tensor that was cut is the first of the next launch.
+                # A tensor that was split is the first of the next launch.
                 blocks, tensors = 0, int(left > 0)
     return (*grids, blocks) if blocks else tuple(grids)
 
 
 @dataclass(frozen=True)
 class Truth:
-    """What an operator's shapes say of a kernel that it launched; a field is None where they do not."""
+    """What an operator's shapes say about a kernel that it launched; a field is None if they do not say."""
 
     elements: int | None = None
     rows: int | None = None
@@ -128,7 +128,7 @@ def embedded_backward(op: Operator) -> Truth:
 
 
 def generated(op: Operator) -> Truth:
-    """Inductor's own calls end in the sizes of the problem; before those of a call with unknown sizes stand these."""
+    """Inductor's own calls end with the sizes of the problem; these precede the sizes of a call with unknown sizes."""
     numbers = [int(argument) for argument in op.arguments if argument.isdigit()]
     if op.name.startswith("triton_poi"):
         return Truth(elements=numbers[-1])
@@ -167,7 +167,7 @@ def find_truth(op: Operator, base: str) -> Truth | None:
 
 
 def admits(fact: object, truth: Truth) -> bool | None:
-    """None where the shapes do not say."""
+    """None if the shapes do not say."""
     match fact:
         case Elements():
             pairs: list[tuple[Window | None, int | None]] = [(fact.count, truth.elements)]
@@ -187,7 +187,7 @@ class Tally:
     facts: int = 0
     checked: int = 0
     exact: int = 0
-    spread: list[float] = field(default_factory=list)  # the widest window's size by its middle, in each fact
+    spread: list[float] = field(default_factory=list)  # the widest window's size over its center, in each fact
     num_choices: list[int] = field(default_factory=list)
     wrong: list[str] = field(default_factory=list)
 
@@ -220,7 +220,7 @@ def sightings(recording: Recording) -> Iterator[Sighting]:
 
 
 def operators(recording: Recording) -> dict[int, tuple[int, Operator]]:
-    """By the row of the kernel: the operator's row and the operator."""
+    """The operator's row and the operator, by the row of the kernel."""
     found = {}
     for index, row in enumerate(attribute_kernels(recording)["op_row"].to_list()):
         if row is not None:

@@ -1,8 +1,8 @@
-"""Evidence with the truth beside it: what `recover` is developed and tried on.
+"""Collects evidence with known truth: what `recover` is developed and tested on.
 
-    python bench/collect_evidence.py traces --out OUT [NAME ...]           on a GPU: traces, snapshots, truth.json
-    $(python bench/collect_evidence.py counters --print --csv CSV [NAME ...])  one forward pass each, under ncu
-    python bench/collect_evidence.py split --csv CSV --out OUT [NAME ...]  the CSV, cut at spin kernels between the runs
+    python bench/collect_evidence.py traces --out OUT [NAME ...]                 on a GPU: traces, snapshots, truth.json
+    $(python bench/collect_evidence.py counters --print --csv CSV [NAME ...])    one forward pass each, under ncu
+    python bench/collect_evidence.py split --csv CSV --out OUT [NAME ...]        the CSV, split at spin kernels
 
 All runs have random weights and random tokens. ncu writes its CSV when it ends: give it a few runs at a time.
 """
@@ -22,7 +22,7 @@ from typing import Any
 from stepscope.recording.readers.counter_metrics import FEW
 
 COUNTED_LAYERS = 2
-WITH_SHAPES = "llama_bf16"  # whose traces keep all that the profiler wrote
+WITH_SHAPES = "llama_bf16"  # whose traces keep everything that the profiler wrote
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,21 +37,21 @@ class Run:
     vocab_size: int
     batch: int
     context: int
-    dtype: str = "bf16"  # fp32, tf32, fp16, bf16, or autocast: bf16 products over fp32 weights
+    dtype: str = "bf16"  # fp32, tf32, fp16, bf16, or autocast: bf16 GEMMs with fp32 weights
     attention: str = "sdpa"  # naive, sdpa, efficient, flash, cudnn, ours
     compile: bool = False
-    modes: tuple[str, ...] = ("forward",)  # forward, train; those that are traced
+    modes: tuple[str, ...] = ("forward",)  # forward, train: the modes that are traced
     snapshot: bool = False
     held_out: bool = False
 
 
 def _load(name: str) -> Any:
-    """On the machine that measures; untyped, as most of what is used of these libraries is."""
+    """Runs on the measuring machine; untyped, like most of these libraries."""
     return importlib.import_module(name)
 
 
 def _run(family: str, shape: str, batch: int, context: int, **more: Any) -> Run:
-    """`shape`: layers, width, heads, key-value heads, head size, feed-forward width, vocabulary."""
+    """`shape`: num_layers, d_model, num_heads, num_kv_heads, head_dim, d_ff, vocab_size."""
     layers, width, heads, kv, head, ff, vocabulary = map(int, shape.split())
     return Run(
         family=family, num_layers=layers, d_model=width, num_heads=heads, num_kv_heads=kv, d_head=head, d_ff=ff,
@@ -81,14 +81,14 @@ RUNS = {
     ),
     "builtin_fp32": _run("builtin", "4 512 16 16 32 1344 10000", 8, 64, dtype="fp32", attention="naive", modes=BOTH),
     "builtin_hopper": _run("builtin", "2 1024 8 8 128 2752 32000", 2, 1024, attention="ours", dtype="autocast"),
-    # Held out: not looked at while the models of kernels were made.
+    # Held out: not looked at while the kernel models were made.
     "held_gpt2": _run("gpt2", "5 1280 20 20 64 5120 40478", 2, 320, attention="flash", modes=BOTH, held_out=True),
     "held_llama": _run("llama", "3 1536 12 3 128 4224 49152", 3, 448, dtype="fp16", held_out=True),
     "held_qwen2": _run("qwen2", "4 1152 9 3 128 3008 60001", 2, 300, compile=True, held_out=True),
     "held_neox": _run(
         "neox", "3 640 10 10 64 2400 33001", 2, 224, dtype="fp32", attention="naive", modes=BOTH, held_out=True
     ),
-    # Held out later: collected when the first four had been looked at.
+    # Held out later: collected after the first four had been looked at.
     "held_smol": _run("llama", "2 960 15 5 64 2560 49152", 1, 1000, held_out=True),
     "held_gpt2_fp16": _run("gpt2", "3 512 8 8 64 2048 12345", 5, 96, dtype="fp16", modes=BOTH, held_out=True),
 }  # fmt: skip
@@ -101,7 +101,7 @@ def build(run: Run) -> Any:
         return _build_builtin(run).cuda()
     hf = _load("transformers")
 
-    # No second derivation of what the config's names mean: each family has its own.
+    # What the config's names mean is not derived twice: each family has its own.
     if run.family == "gpt2":
         config = hf.GPT2Config(
             n_layer=run.num_layers, n_embd=run.d_model, n_head=run.num_heads, n_inner=run.d_ff,
@@ -258,12 +258,12 @@ def _snapshot(subject: Subject, path: Path) -> None:
 
 
 def _counted(run: Run) -> Run:
-    """ncu takes a third of a second a kernel, and a layer more tells nothing new."""
+    """ncu takes a third of a second per kernel, and further layers add nothing new."""
     return run if run.held_out else replace(run, num_layers=min(run.num_layers, COUNTED_LAYERS))
 
 
 def slim(path: Path) -> None:
-    """Leaves what ran on the device, which is all that is read, and a tenth of the file."""
+    """Keep only device events, which are all that is read: a tenth of the file."""
     trace = json.loads(gzip.decompress(path.read_bytes()))
     kept = [event for event in trace["traceEvents"] if event.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset")]
     text = json.dumps({**trace, "traceEvents": kept}, separators=(",", ":"))
@@ -271,7 +271,7 @@ def slim(path: Path) -> None:
 
 
 def collect_counters(names: list[str]) -> None:
-    """To be run under ncu, with `--profile-from-start off`."""
+    """Run this under ncu, with `--profile-from-start off`."""
     torch = _load("torch")
 
     for name in names:
@@ -290,7 +290,7 @@ def collect_counters(names: list[str]) -> None:
 
 
 def split(csv_path: Path, out: Path, names: list[str]) -> None:
-    """Every part gets the header and the units, as if ncu had written it alone."""
+    """Every part gets the header and the units, as if ncu had written it separately."""
     content = csv_path.read_bytes()
     text = (gzip.decompress(content) if csv_path.suffix == ".gz" else content).decode()
     lines = [line for line in text.splitlines(keepends=True) if line.startswith('"')]
@@ -318,7 +318,7 @@ def ncu_command(names: list[str], log: str) -> list[str]:
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("what", choices=("traces", "counters", "split"))
-    parser.add_argument("--print", action="store_true", help="the command line for ncu, and no run")
+    parser.add_argument("--print", action="store_true", help="print the ncu command line without running it")
     parser.add_argument("--csv", type=Path, default=Path("counters.csv"))
     parser.add_argument("--out", type=Path, default=Path("evidence"))
     parser.add_argument("names", nargs="*", default=[])

@@ -1,11 +1,11 @@
-"""Are the findings' estimates right? Each fix is applied to a model and measured.
+"""Are the findings' estimates right? Applies each fix to a model and measures it.
 
-    python bench/findings_check.py measure FOLDER [--only SS004 …]      (needs a GPU; minutes)
-    python bench/findings_check.py tabulate FOLDER [--out FILE.jsonl]
+    python bench/findings_check.py measure DIR [--only SS004 …]      (requires a GPU; minutes)
+    python bench/findings_check.py tabulate DIR [--out FILE.jsonl]
 
 For each pair, `measure` keeps a recording of the step before the fix, and times the step before and after it with
-`stepscope bench`. `tabulate` asks `stepscope explain` for the saving that the finding estimates and sets it beside the
-saving that came, so that a better estimate can be held against the same measurements.
+`stepscope bench`. `tabulate` asks `stepscope explain` for the estimated saving and prints it next to the measured one,
+so that a better estimate can be compared with the same measurements.
 """
 
 import argparse
@@ -17,7 +17,7 @@ from typing import Any
 
 MEDIUM = ["--size", "medium", "--context", "512"]
 SYNC = ["--model", "synchronising_model:build", "--context", "256"]
-# (finding, settings, what it is before, what it is after)
+# (finding, settings, before, after)
 PAIRS: tuple[tuple[str, list[str], list[str], list[str]], ...] = (
     ("SS007", [*MEDIUM, "--precision", "bf16"], ["--optimizer", "adamw"], ["--optimizer", "adamw-fused"]),
     (

@@ -1,8 +1,8 @@
-"""What the harness itself costs: `time_steps` against a bare loop over the same step.
+"""The overhead of the harness: `time_steps` against a bare loop over the same step.
 
-Single steps alternate between the two, so that whatever else the machine does falls on both alike, and each pair of
-neighbours gives one difference. Two figures come out of it: how far the step time that the harness reports is
-from the bare loop's, and how much longer the loop takes on the wall, looks at the machine between steps included.
+Single steps alternate between the two, so that other load on the machine affects both alike, and each pair of neighbors
+gives one difference. There are two results: how far the step time that the harness reports is from the bare loop's, and
+how much longer the loop takes in wall-clock time, including the checks of the machine between steps.
 
     python bench/harness_cost.py [--device cuda] [--pairs 2000] [--batch 1] [--context 32]
 """
@@ -31,7 +31,7 @@ RESAMPLES = 4000
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="The harness against a bare loop.")
+    parser = argparse.ArgumentParser(description="Measure the overhead of the harness against a bare loop.")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--pairs", type=int, default=2000)
     parser.add_argument("--batch", type=int, default=1, help="a short step shows a small cost")
@@ -57,19 +57,19 @@ def main() -> None:
         "reported_minus_bare": difference(bare, reported),
         "wall_minus_bare": difference(bare, wall),
     }
-    print(f"bare loop: {base_us:,.1f} µs a step (median of {arguments.pairs}), {device}")
-    for name, key in (("reported", "reported_minus_bare"), ("on the wall", "wall_minus_bare")):
+    print(f"bare loop: {base_us:,.1f} µs per step (median of {arguments.pairs}), {device}")
+    for name, key in (("reported", "wall clock"), ("on the wall", "wall_minus_bare")):
         found = result[key]
         assert isinstance(found, dict)
         low, high = found["ci95_us"]
         share = [100 * value / base_us for value in (found["us"], low, high)]
-        print(f"{name:12} {found['us']:+8.2f} µs a step, 95 % CI [{low:+.2f}, {high:+.2f}]", end="")
+        print(f"{name:12} {found['us']:+8.2f} µs per step, 95% CI [{low:+.2f}, {high:+.2f}]", end="")
         print(f" = {share[0]:+.3f} % [{share[1]:+.3f}, {share[2]:+.3f}]")
     print(json.dumps(result))
 
 
 def measure_pairs(step: Step, pairs: int) -> tuple[list[float], list[float], list[float]]:
-    """Microseconds of each step. Which of the two goes first alternates, against a drift of the clock."""
+    """Microseconds of each step. Which of the two goes first alternates, against clock drift."""
     bare, reported, wall = [], [], []
     watch = MachineWatch(step.device)
 

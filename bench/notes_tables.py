@@ -1,11 +1,11 @@
-"""Counters that were taken of memory-efficient attention before anybody could explain them, next to the model of them.
+"""Counters of memory-efficient attention that were recorded before they could be explained, next to a model of them.
 
     python bench/notes_tables.py [--format md]
 
-Two series of runs of a GPT-2 in training, with dropout: over the length at a width of 768, and over the width at a
-length of 128. Only the sums over all launches were written down. Heads × batch × launches is the one unknown; a single
-whole number explains both tables. A third series, over the number of layers, shows that depth does nothing. Residuals
-are in parts per million.
+Two series of training runs of a GPT-2, with dropout: over the length at width 768, and over the width at length 128.
+Only the sums over all launches were written down. Heads × batch × launches is the only unknown; a single integer
+explains both tables. A third series, over the number of layers, shows that depth has no effect. Residuals are in parts
+per million.
 """
 
 import argparse
@@ -91,8 +91,9 @@ def _pick(counts: InstructionCounts, counter: Counter) -> float:
 
 
 def formulas(note: Note) -> tuple[int | None, int | None]:
-    """The two textbook formulas that the numbers were held against, of one sequence: products and softmax under half a
-    mask, and all products. For fused multiply-adds the first is 2·L²·d; for double precision there is none."""
+    """The two textbook formulas that the numbers were compared with, for one sequence: GEMMs and softmax under half a
+    mask, and all GEMMs. For fused multiply-adds the first is 2·L²·d; for double precision there is none.
+    """
     square = note.length**2
     match note.counter:
         case "fp32 operations":
@@ -104,7 +105,7 @@ def formulas(note: Note) -> tuple[int | None, int | None]:
 
 
 def compare() -> Table:
-    """Every number of the tables: measured, by the model, by the formulas."""
+    """Every number of the tables: measured, from the model, from the formulas."""
     return Table(
         title="Memory-efficient attention in fp32: counters, model and textbook formulas",
         columns=(
@@ -118,13 +119,13 @@ def compare() -> Table:
             Column(key="formula", label="B·H·(2L²d+3L²)", kind="count"),
             Column(key="ratio", label="measured / formula", kind="ratio"),
             Column(key="products", label="B·H·4L²d", kind="count", detail=True),
-            Column(key="products_ratio", label="measured / products", kind="ratio", detail=True),
+            Column(key="products_ratio", label="measured / GEMMs", kind="ratio", detail=True),
         ),
         rows=tuple(_compare_one(note) for note in NOTES),
         notes=(
-            f"the model's one unknown: heads × batch × launches = {HEADS_BATCHES_LAUNCHES:,}",
-            "the formula of fp32 fma is B·H·2L²d; formulas are of one sequence, B = 1",
-            "the products run on the tensor cores as 3×TF32 and are in none of these counters",
+            f"the only unknown of the model: heads × batch × launches = {HEADS_BATCHES_LAUNCHES:,}",
+            "the formula for fp32 fma is B·H·2L²d; formulas are for one sequence, B = 1",
+            "the GEMMs run on the tensor cores as 3×TF32 and are in none of these counters",
         ),
     )
 
@@ -148,7 +149,7 @@ def _compare_one(note: Note) -> tuple[Cell, ...]:
 
 
 _LENGTH, _WIDTH = 128, 768
-# By number of layers: operations in fp64 and in fp32.
+# By number of layers: fp64 and fp32 operations.
 _OVER_LAYERS = {
     6: (25_952_253, 1_873_518_609),
     12: (25_952_235, 1_873_516_571),
@@ -157,7 +158,7 @@ _OVER_LAYERS = {
 
 
 def notes_tables() -> list[Table]:
-    """Every number of the notes, with what the model says of it."""
+    """Every number of the notes, with the prediction of the model."""
     return [compare(), _compare_layers()]
 
 
@@ -174,8 +175,9 @@ def _compare_layers() -> Table:
         ),
         rows=tuple(rows),
         notes=(
-            f"length {_LENGTH}, hidden {_WIDTH}; the model does not know the number of layers",
-            "equal sums: as many launches were counted in every run, and a layer more is the same kernels once more",
+            f"length {_LENGTH}, hidden {_WIDTH}; the model does not use the number of layers",
+            "equal sums: every run counted the same number of launches, and another layer is the same "
+            "kernels once more",
         ),
     )
 

@@ -1,10 +1,10 @@
-"""What every way of data-parallel training costs one GPU before there is anything to communicate: NCCL, one rank.
+"""The overhead of each data-parallel strategy on one GPU, with nothing to communicate: NCCL, one rank.
 
     python bench/parallel_gpu.py --out parallel_gpu.jsonl
 
-Collectives of one rank move nothing, so what a step takes beyond the bare model's is the strategy's own work: hooks,
-copies into buckets, gathering. The steps of all take turns in an order that rotates. All are built on the same weights
-and checked against the bare model after two steps first. A row is a way of training; times are of CUDA events.
+Collectives of one rank move nothing, so what a step takes beyond the bare model is the strategy's own overhead: hooks,
+copies into buckets, gathering. The steps of all strategies alternate in rotating order. All start from the same weights
+and are checked against the bare model after two steps first. One row per strategy; times are from CUDA events.
 """
 
 import argparse
@@ -25,7 +25,7 @@ from stepscope.nn import TransformerLM
 from stepscope.parallel.group import join
 from stepscope.spec import SIZES
 
-MOST_APART = 1e-4  # a tenth of what one step of AdamW moves a parameter
+MOST_APART = 1e-4  # a tenth of what one AdamW step moves a parameter
 PEERS = {
     "bucketed": ("torch DDP", "torch DDP, bucket view"),
     "ShardedOptimizer": ("ZeroRedundancyOptimizer", "ZeroRedundancyOptimizer, bucket view"),
@@ -79,7 +79,7 @@ def _measure(options: argparse.Namespace) -> list[dict[str, object]]:
             reference = found
         apart = max(float((one - other).abs().max()) for one, other in zip(found, reference, strict=True))
         print(f"{name}: at most {apart:.2g} from the bare model after two steps", flush=True)
-        assert apart < MOST_APART, f"{name} trains another model"
+        assert apart < MOST_APART, f"{name} trains a different model"
     samples: dict[str, list[float]] = {name: [] for name in NAMES}
     for number in range(options.rounds + 3):
         turn = number % len(NAMES)

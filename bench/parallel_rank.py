@@ -1,7 +1,7 @@
-"""One rank of `parallel_speed.py`: builds every way of training one model, checks them, and times a step when told.
+"""One rank of `parallel_speed.py`: builds every strategy for one model, checks them, and times steps on request.
 
-A rank lives as long as its network does: importing torch and sending a model's parameters to the other rank take longer
-than many a measurement. It answers the questions below, one at a time, over a pipe; both ranks are asked the same.
+A rank lives as long as its network: importing torch and sending a model's parameters to the other rank take longer than
+many measurements. It serves the requests below, one at a time, over a pipe; both ranks get the same.
 """
 
 import itertools
@@ -34,7 +34,7 @@ from stepscope.spec import ModelShape
 LEARNING_RATE = 1e-3
 TIMEOUT_S = 120.0
 BUCKET_MB = 25.0
-ALONE = "alone"  # the step without any synchronisation, which all others are compared with
+ALONE = "alone"  # the step without synchronization, which all others are compared with
 DDP_NAMES = ("naive", "flat", "overlap", "bucketed")
 TORCH_DDP_NAMES = ("torch DDP", "torch DDP, bucket view")
 ZERO_NAMES = ("ZeroRedundancyOptimizer", "ZeroRedundancyOptimizer, bucket view")
@@ -52,10 +52,10 @@ class Job:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sample:
-    """One step on one rank. The communicator's own count is there for our strategies alone."""
+    """One step on one rank. Only our strategies have the communicator's own count."""
 
     forward_ns: int
-    backward_ns: int  # the wait for what is left of communication included
+    backward_ns: int  # including the wait for remaining communication
     optimizer_ns: int
     waited_ns: int | None = None
     communicated_ns: int | None = None
@@ -67,7 +67,7 @@ class Sample:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Agreement:
-    """How far the parameters after two steps are from the reference's, as a share of how far they moved."""
+    """How far the parameters after two steps are from the reference's, relative to how far they moved."""
 
     largest: float
     bitwise: bool
@@ -83,8 +83,8 @@ Question = (
 
 
 def serve(rank: int, world: int, side: Side | None, meeting: Path, job: Job, pipe: Connection) -> None:
-    """The process of a rank. It ends when it is told to, and when nobody is left to tell it."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the process that started this one
+    """The process of a rank. It exits on request, or when its parent is gone."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is handled by the process that started this one
     if side is not None:
         enter(side)
     torch.set_num_threads(1)
@@ -103,7 +103,7 @@ def serve(rank: int, world: int, side: Side | None, meeting: Path, job: Job, pip
 
 @dataclass(kw_only=True)
 class Way:
-    """One way of training."""
+    """One strategy."""
 
     model: nn.Module
     optimizer: torch.optim.Optimizer
@@ -131,13 +131,13 @@ class _Rank:
                 return {name: self._check(name) for name in names}
             case ("run", name, steps):
                 return [self._time_step(self._ways[name]) for _ in range(steps)]
-        raise AssertionError(f"an unknown question: {question[0]}")
+        raise AssertionError(f"unknown request: {question[0]}")
 
     def _measure(self, cases: tuple[CommCase, ...]) -> list[CommOutcome]:
         return list(measure_collectives(cases, self._communicator, device="cpu"))
 
     def _time_copies(self) -> int:
-        """What it takes to move all gradients into buffers, which our strategies do while backward runs."""
+        """The cost of moving all gradients into buffers, which our strategies do during backward."""
         sizes = [param.numel() for param in self._build_model().parameters()]
         pairs = [(torch.ones(size), torch.empty(size)) for size in sizes]
         times = []
@@ -148,11 +148,13 @@ class _Rank:
             times.append(time.perf_counter_ns() - start)
         return sorted(times)[2]
 
-    # --- Correct first ------------------------------------------------------------------------------------------------
+    # --- Correctness first
+    # ------------------------------------------------------------------------------------------------
 
     def _check(self, name: str) -> Agreement:
-        """Two steps, against one process that has all ranks' batches. What the step without synchronisation gives is
-        this rank's own business."""
+        """Two steps, compared with one process that has the batches of all ranks. The step without synchronization is
+        not compared.
+        """
         self._ways[name] = way = build_way(name, self._build_model())
         for _ in range(2):
             self._step(way)
@@ -164,7 +166,7 @@ class _Rank:
         return Agreement(largest=_distance(found, wanted) / _distance(wanted, before), bitwise=bitwise)
 
     def _reference(self) -> list[Tensor]:
-        """Plain training on all ranks' batches, gradients averaged over them, once for all checks."""
+        """Plain training on the batches of all ranks, with averaged gradients, once for all checks."""
         if not hasattr(self, "_wanted"):
             model = self._build_model()
             optimizer = _make_adam(model.parameters())
@@ -176,7 +178,8 @@ class _Rank:
             self._wanted = [param.detach() for param in model.parameters()]
         return self._wanted
 
-    # --- Then timed ---------------------------------------------------------------------------------------------------
+    # --- Then time
+    # ----------------------------------------------------------------------------------------------------------
 
     def _time_step(self, way: Way) -> Sample:
         self._communicator.barrier("before a step")
@@ -264,7 +267,7 @@ def _pick(params: Mapping[str, Tensor], names: list[str]) -> list[Tensor]:
 def _whole_way(
     model: nn.Module, optimizer: torch.optim.Optimizer, inner: nn.Module, finish: Callable[[], None] | None = None
 ) -> Way:
-    """For those that keep parameters whole on every rank. `finish` is what ours have and torch's have not."""
+    """For strategies that keep parameters whole on every rank. `finish` is what ours have and torch's do not."""
     return Way(
         model=model,
         optimizer=optimizer,
@@ -275,7 +278,7 @@ def _whole_way(
 
 
 def _build_sharded(name: str, model: TransformerLM) -> Way:
-    """Our bucketed DDP under all of them, so that they differ in the optimizer alone."""
+    """Our bucketed DDP under all of them, so that they differ only in the optimizer."""
     ddp = DDP(model, "bucketed", bucket_mb=BUCKET_MB)
     optimizer: torch.optim.Optimizer
     if name == "ShardedOptimizer":
@@ -289,12 +292,12 @@ def _build_sharded(name: str, model: TransformerLM) -> Way:
             fused=True,
         )
     way = _whole_way(ddp, optimizer, model, ddp.finish_gradient_synchronization)
-    way.ours = name == "ShardedOptimizer"  # the other's messages go past our communicator
+    way.ours = name == "ShardedOptimizer"  # the other's messages bypass our communicator
     return way
 
 
 def _build_fully_shard(model: TransformerLM) -> Way:
-    """As its authors do it: each block, and what is left at the root."""
+    """As its authors recommend: each block, and the rest at the root."""
     mesh = init_device_mesh(next(model.parameters()).device.type, (dist.get_world_size(),))
     for block in model.blocks:
         fully_shard(block, mesh=mesh)

@@ -1,18 +1,18 @@
-"""Our ways of data-parallel training against PyTorch's own, side by side, over networks of several speeds.
+"""Our data-parallel strategies against PyTorch's own, over networks of several speeds.
 
-Two ranks on this machine with a thread each, over loopback and over a wire held to 5 and to 1 Gbit/s (`shaped_link.py`,
-which needs root). For each network, in one run: the collectives are measured and a line fitted to each; from these, and
-from the step without synchronisation, the step times of naive, flat, overlap and bucketed are predicted; every way is
-checked against plain training on all batches; then all are timed, taking turns in an order that rotates, so that
-whatever else the machine does falls on all alike.
+Two ranks on this machine with one thread each, over loopback and over a link limited to 5 and to 1 Gbit/s
+(`shaped_link.py`, which requires root). For each network, in one run: the collectives are measured and a line is fitted
+to each; from these, and from the step without synchronization, the step times of naive, flat, overlap and bucketed are
+predicted; every strategy is checked against plain training on all batches; then all are timed, alternating in rotating
+order, so that other load on the machine affects all alike.
 
     sudo python bench/parallel_speed.py --name NAME
     python bench/parallel_speed.py --networks loopback --quick
 
-A step is the slower rank's. Exposed is how much longer it is than the step without synchronisation; beside it stands
-what the communicator itself counted, for ours. A ratio is the peer's time over ours, above 1 is faster: of torch's two
-ways of DDP, and of ZeroRedundancyOptimizer's two, the faster one is the peer. Rows are appended to
-`results/parallel_NAME.jsonl` beside this file.
+A step is the slower rank's. Exposed is how much longer it is than the step without synchronization, shown next to what
+the communicator itself counted, for ours. A ratio is the peer's time over ours, above 1 is faster: the peer is the
+faster of torch's two DDP variants, and of the two ZeroRedundancyOptimizer variants. Rows are appended to
+`results/parallel_NAME.jsonl` next to this file.
 """
 
 import argparse
@@ -57,17 +57,17 @@ from stepscope.spec import ModelShape
 
 WORLD = 2
 RATES = {"loopback": None, "5gbit": "5gbit", "1gbit": "1gbit"}
-# 27 million parameters and 107 MB of gradients: at 5 Gbit/s as much communication as computing.
+# 27 million parameters and 107 MB of gradients: at 5 Gbit/s as much communication as computation.
 SHAPE = ModelShape(d_model=512, d_ff=1408, num_layers=7, num_heads=8, num_kv_heads=8, vocab=4096)
 QUICK_SHAPE = ModelShape(d_model=64, d_ff=128, num_layers=2, num_heads=4, num_kv_heads=4, vocab=256)
 SIZES_BYTES = (10_000, 100_000, 1_000_000, 4_000_000, 16_000_000, 64_000_000)
 QUICK_SIZES_BYTES = (10_000, 1_000_000)
 ROUNDS, QUICK_ROUNDS = 5, 1
-TURN_S, MOST_STEPS = 0.6, 2  # a turn is so long, or so many steps, but one at least
+TURN_S, MOST_STEPS = 0.6, 2  # the length of a turn in seconds or steps, but at least one step
 ALONE_STEPS = 6  # before predictions
-# The parameters' distance from the reference's, as a share of how far they moved. Sums in another order give 1e-5.
+# The parameters' distance from the reference's, relative to how far they moved. A different order of sums gives 1e-5.
 AGREEMENT_LIMIT = 1e-3
-# Who is compared with the fastest of whom. Plain AdamW under the same DDP is `bucketed`.
+# Which are compared with the fastest of which. Plain AdamW under the same DDP is `bucketed`.
 GROUPS = (
     ((*DDP_NAMES, *TORCH_DDP_NAMES), TORCH_DDP_NAMES),
     (("ShardedOptimizer", *ZERO_NAMES), ZERO_NAMES),
@@ -110,7 +110,7 @@ class Ranks:
             process.join()
 
     def _collect(self) -> list[Any]:
-        """All answers, or a word on who is gone."""
+        """All answers, or an error that names the rank that is gone."""
         answers: dict[int, Any] = {}
         waiting: dict[Connection, int] = {pipe: rank for rank, pipe in enumerate(self._pipes)}
         while waiting:
@@ -120,13 +120,13 @@ class Ranks:
                 try:
                     answers[rank] = pipe.recv()
                 except EOFError:
-                    raise LinkError(f"rank {rank} died; what it said stands above") from None
+                    raise LinkError(f"rank {rank} died; see its output above") from None
         return [answers[rank] for rank in range(len(self._pipes))]
 
 
 @contextlib.contextmanager
 def ranks_on(network: str, job: Job) -> Iterator[Ranks]:
-    """Ranks that talk over this network; gone afterwards, and the network with them."""
+    """Ranks that communicate over this network; both are removed afterwards."""
     with contextlib.ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="stepscope-")))
         rate = RATES[network]
@@ -136,7 +136,8 @@ def ranks_on(network: str, job: Job) -> Iterator[Ranks]:
         yield ranks
 
 
-# --- What is predicted ------------------------------------------------------------------------------------------------
+# --- Predictions
+# --------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -178,7 +179,7 @@ def predict(ranks: Ranks, job: Job, sizes_bytes: Sequence[int], network: str) ->
 
 
 def measure_links(ranks: Ranks, sizes_bytes: Sequence[int], network: str) -> tuple[Links, float]:
-    """The line of each collective, and how much of a core an all-reduce takes."""
+    """The fitted line of each collective, and how much of a core an all-reduce takes."""
     cases = tuple(
         CommCase(collective=collective, message_bytes=size, ranks=WORLD, backend="gloo", device="cpu", seconds=0.3)
         for collective in COLLECTIVES
@@ -197,17 +198,18 @@ def measure_links(ranks: Ranks, sizes_bytes: Sequence[int], network: str) -> tup
     fitted = {collective: cost.fit_link(points[collective]) for collective in COLLECTIVES}
     place = LinkPlace(backend="gloo", device_name=network, ranks=WORLD)
     links = Links(place=place, links={name: link for name, link in fitted.items() if link is not None})
-    # Two ranks with a thread each: where there is a core to spare, communication runs there.
+    # Two ranks with one thread each: if a core is free, communication runs there.
     spare = (os.cpu_count() or 1) > WORLD
     return links, 0.0 if spare else min(1.0, shares["all-reduce", max(sizes_bytes)])
 
 
-# --- What is measured -------------------------------------------------------------------------------------------------
+# --- Measurements
+# -------------------------------------------------------------------------------------------------------
 
 
 @dataclass(slots=True, kw_only=True)
 class Timed:
-    """The steps of one way, the slower rank's of each, by rounds."""
+    """The steps of one strategy, the slower rank's of each, by rounds."""
 
     rounds: list[list[Sample]] = field(default_factory=list)
 
@@ -239,18 +241,18 @@ def slower_rank(answers: list[list[Sample]]) -> list[Sample]:
 
 
 def check(ranks: Ranks, names: Sequence[str]) -> dict[str, Agreement]:
-    """Every way builds and takes two steps, which also warms it up."""
+    """Every strategy builds and runs two steps, which also warms it up."""
     found: dict[str, Agreement] = {}
     for name in names:
         answers: list[dict[str, Agreement]] = ranks.ask(("check", (name,)))
         found[name] = max((answer[name] for answer in answers), key=lambda one: (one.largest, not one.bitwise))
         if not found[name].largest < AGREEMENT_LIMIT:
-            raise LinkError(f"{name} is wrong: off by {found[name].largest:.2g} of how far parameters moved")
+            raise LinkError(f"{name} is wrong: relative error {found[name].largest:.2g}")
     return found
 
 
 def time_all(ranks: Ranks, names: Sequence[str], rounds: int) -> dict[str, Timed]:
-    """Taking turns. Each way's first steps are not counted: they ran in the check."""
+    """Alternates between strategies. Their first steps ran in the check and do not count."""
     timed = {name: Timed() for name in names}
     steps = dict.fromkeys(names, 1)
     for number in range(rounds):
@@ -262,7 +264,8 @@ def time_all(ranks: Ranks, names: Sequence[str], rounds: int) -> dict[str, Timed
     return timed
 
 
-# --- What is said -----------------------------------------------------------------------------------------------------
+# --- Output
+# -------------------------------------------------------------------------------------------------------------
 
 
 def make_rows(
@@ -304,8 +307,8 @@ def _faster(timed: Mapping[str, Timed], peers: Sequence[str]) -> str | None:
 
 
 def print_agreement(network: str, agreed: Mapping[str, Agreement]) -> None:
-    others = [f"{name} off by {one.largest:.1g}" for name, one in agreed.items() if not one.bitwise]
-    print(f"\n{network}: parameters after two steps are bitwise those of plain training but for: {others or 'none'}")
+    others = [f"{name} differs by {one.largest:.1g}" for name, one in agreed.items() if not one.bitwise]
+    print(f"\n{network}: parameters after two steps are bitwise those of plain training, except: {others or 'none'}")
 
 
 def print_prediction(network: str, prediction: Prediction) -> None:
@@ -353,22 +356,26 @@ def _cells(row: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description="Our ways of data-parallel training against PyTorch's own.")
+    parser = argparse.ArgumentParser(description="Compare our data-parallel strategies with PyTorch's own.")
     parser.add_argument(
-        "--networks", default=",".join(RATES), help=f"of {', '.join(RATES)}; all but loopback need root"
+        "--networks",
+        default=",".join(RATES),
+        help=f"comma-separated list of {', '.join(RATES)}; all but loopback require root",
     )
-    parser.add_argument("--rounds", type=int, choices=range(1, 1001), metavar="N", help=f"turns of each way [{ROUNDS}]")
     parser.add_argument(
-        "--only", default="", help="ways whose name has one of these in it, comma-separated, and `alone`"
+        "--rounds", type=int, choices=range(1, 1001), metavar="N", help=f"turns of each strategy [{ROUNDS}]"
     )
-    parser.add_argument("--quick", action="store_true", help="a tiny model and one round: does it run?")
+    parser.add_argument(
+        "--only", default="", help="only strategies whose name contains one of these, comma-separated, and `alone`"
+    )
+    parser.add_argument("--quick", action="store_true", help="a tiny model and one round, to see that it runs")
     parser.add_argument("--name", help="append to results/parallel_NAME.jsonl")
     arguments = parser.parse_args()
     networks = arguments.networks.split(",")
     if unknown := [name for name in networks if name not in RATES]:
         parser.error(f"unknown network: `{unknown[0]}`; expected some of {', '.join(RATES)}")
     job = Job(shape=QUICK_SHAPE, batch=1, context=16) if arguments.quick else Job(shape=SHAPE, batch=1, context=128)
-    # Ended by either, it takes its ranks and the network along; and a shell's background has the first one ignored.
+    # Either signal also removes the ranks and the network; background jobs of a shell ignore the first one.
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.default_int_handler)
     try:
@@ -378,7 +385,7 @@ def main() -> int:
         print(f"error: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
-        print("interrupted: ranks and networks are gone", file=sys.stderr)
+        print("interrupted: ranks and networks were removed", file=sys.stderr)
         return 130
     return 0
 

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # The recordings behind docs/worked-example.md: small and large, forward only and full step, fp32, bf16 and compiled.
-# usage: bench/profile_recordings.sh FOLDER [PYTHON [ONLY]]      (needs a GPU; about six minutes on an H200)
-# ONLY is a pattern of names such as 'large-*-compiled'.
+# usage: bench/profile_recordings.sh DIR [PYTHON [ONLY]]      (requires a GPU; about six minutes on an H200)
+# ONLY is a glob pattern of names such as 'large-*-compiled'.
 set -eu
 folder=$1
 python=${2:-python}

@@ -1,9 +1,10 @@
-"""How well `recover` does on runs whose truth is known: tests/fixtures/evidence, or another such folder.
+"""How well `recover` does on runs with known truth: tests/fixtures/evidence, or another such directory.
 
-    python bench/recovery.py [FOLDER] [--format md]
+    python bench/recovery.py [DIR] [--format md]
 
-One row a file: `=` the value and certain, `~` the value but not certain, a window that holds the truth, `–` not told.
-Whatever is certain and wrong is shown as `WRONG`, and makes the exit status 1. The runs are `collect_evidence.py`'s.
+One row per file: `=` the value and certain, `~` the value but not certain, a window that contains the truth, `–` not
+determined. Anything certain and wrong is shown as `WRONG`, and makes the exit status 1. The runs are from
+`collect_evidence.py`.
 """
 
 import argparse
@@ -27,7 +28,7 @@ COLUMNS = (*SIZES, "dtype")
 
 
 def truth_of(path: Path, truths: Mapping[str, Any]) -> dict[str, Any]:
-    """What is to be found in a file: counters were collected of fewer layers than traces."""
+    """What can be found in a file: counters were collected with fewer layers than traces."""
     name = path.name.partition(".")[0]
     told = dict(truths[name])
     if ".csv" in path.name and told["counted_layers"] != told["num_layers"]:

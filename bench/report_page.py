@@ -1,10 +1,10 @@
-"""How large the page of a report is, and how long it takes to make, to open and to move: of a trace of a million
-kernels, and of any other files.
+"""Measures the page of a report: its size, and how long it takes to create, to open and to navigate, for a trace of a
+million kernels or any other files.
 
-    python bench/report_page.py --out FILE                                          # a million kernels, made up
-    python bench/report_page.py bench/results/reports_h200/small-fp32 --out FILE    # of files
+    python bench/report_page.py --out FILE                                          # a million synthetic kernels
+    python bench/report_page.py bench/results/reports_h200/small-fp32 --out FILE    # from files
 
-It needs chromium. One JSON line a page is appended to FILE.
+It requires chromium. One JSON line per page is appended to FILE.
 """
 
 import argparse
@@ -30,7 +30,7 @@ LAYERS, REPEATS = 96, 9
 
 
 def write_trace(path: Path, num_kernels: int) -> None:
-    """Steps of layers, each with operators that launch a kernel each."""
+    """Steps of layers, with operators that launch one kernel each."""
     events: list[str] = []
     steps = 3
     each = num_kernels // steps
@@ -62,7 +62,7 @@ def write_trace(path: Path, num_kernels: int) -> None:
 
 
 def look(page: Page, path: Path) -> dict[str, float]:
-    """Until it has drawn for the first time, and the script's work for a frame while the step is zoomed."""
+    """Time until the first paint, and script time per frame while zooming the step."""
     page.goto(path.absolute().as_uri())
     page.evaluate("() => new Promise((done) => requestAnimationFrame(() => requestAnimationFrame(done)))")
     opened = page.evaluate("() => performance.now()")
@@ -100,7 +100,7 @@ def main() -> None:
         browser = driver.chromium.launch(executable_path=browser_path, args=["--no-sandbox"])
         looks = [look(browser.new_page(viewport={"width": 1440, "height": 900}), html) for _ in range(3)]
         row = {
-            "files": [str(file) for file in arguments.files] or f"{arguments.kernels:,} kernels, made up",
+            "files": [str(file) for file in arguments.files] or f"{arguments.kernels:,} synthetic kernels",
             "made_s": round(made_s, 2),
             "page_bytes": html.stat().st_size,
             "opened_ms": sorted(one["opened_ms"] for one in looks),

@@ -1,10 +1,10 @@
 #!/usr/bin/env bash
-# The reports in the README: `small` and `medium`, fp32 with attention written out, then bf16 with flash attention and
-# compiled, and what changed between the two. On a machine with a GPU:
+# The reports in the README: `small` and `medium`, fp32 with unfused attention, then bf16 with flash attention and
+# compilation, and what changed between the two. On a machine with a GPU:
 #
 #     bench/reports.sh runs/reports
 set -euo pipefail
-out=${1:?'usage: bench/reports.sh FOLDER'}
+out=${1:?'usage: bench/reports.sh DIR'}
 mkdir -p "$out"
 
 for size in small medium; do

@@ -1,14 +1,13 @@
-"""Two network namespaces joined by a wire of a chosen speed, for ranks on one machine. Needs root, and `ip` and `tc`.
+"""Two network namespaces joined by a link of a chosen speed, for ranks on one machine. Requires root, `ip` and `tc`.
 
-Loopback hides what a network does to training: it is as fast as memory and has no queue. Here each rank is alone in a
-namespace with one end of a virtual cable, and a token bucket holds what leaves either end to a rate, such as `1gbit`.
+Loopback hides what a network does to training: it is as fast as memory and has no queue. Here each rank has its own
+namespace with one end of a virtual cable, and a token bucket limits the rate of each end, such as `1gbit`.
 
-    with shaped_link("1gbit") as sides:
-        ...                     # in a process of its own for each: `enter(side)`, then join the group
-    sudo python bench/shaped_link.py remove      # what a killed run left behind; the next run does so too
+    with shaped_link("1gbit") as sides: ...        # in a separate process for each: `enter(side)`, then join the group
+    sudo python bench/shaped_link.py remove        # removes what a killed run left behind; so does the next run
 
-Namespaces go when this ends, by whatever it ends but SIGKILL; those are removed by the next. A run that is under way is
-not disturbed: its namespaces have processes in them, and that is an error here.
+Namespaces are removed at the end, unless the process gets SIGKILL; those are removed by the next run. A run in progress
+is not disturbed: its namespaces have processes in them, which is an error here.
 """
 
 import ctypes
@@ -22,12 +21,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 CLONE_NEWNET = 0x40000000
-# What fits into the burst goes through at once, so it is as small as the fastest rate allows.
+# What fits into the burst passes at once, so it is as small as the fastest rate allows.
 BURST, QUEUE = "1mb", "50ms"
 
 
 class LinkError(Exception):
-    """The link cannot be made here. The text says what to do."""
+    """The link cannot be created here. The text says what to do."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,7 +46,7 @@ SIDES = (
 
 @contextmanager
 def shaped_link(rate: str) -> Iterator[tuple[Side, Side]]:
-    """Both ends of a wire that carries `rate` each way."""
+    """Both ends of a link that carries `rate` in each direction."""
     require_root()
     remove_leftovers()
     try:
@@ -58,7 +57,7 @@ def shaped_link(rate: str) -> Iterator[tuple[Side, Side]]:
 
 
 def enter(side: Side) -> None:
-    """Moves this thread, and those it starts from now on, into a side's namespace, and gloo with it."""
+    """Move this thread, and those it starts from now on, into a side's namespace, and make gloo use its interface."""
     with (Path("/run/netns") / side.namespace).open() as namespace:
         libc = ctypes.CDLL(None, use_errno=True)
         if libc.setns(namespace.fileno(), CLONE_NEWNET) != 0:
@@ -71,16 +70,16 @@ def require_root() -> None:
     if missing:
         raise LinkError(f"`{missing[0]}` is not installed; hint: apt-get install iproute2")
     if os.geteuid() != 0:
-        raise LinkError("network namespaces need root; hint: sudo, or --networks loopback")
+        raise LinkError("network namespaces require root; hint: sudo, or --networks loopback")
 
 
 def remove_leftovers() -> None:
-    """What a run that was killed left behind, and never what one is using."""
+    """Remove what a killed run left behind, but never what one is using."""
     for side in SIDES:
         if _exists(side):
             if processes := _ip("netns", "pids", side.namespace).split():
                 raise LinkError(
-                    f"the namespace {side.namespace} is in use by process {processes[0]}: another run is under way"
+                    f"the namespace {side.namespace} is in use by process {processes[0]}: another run is in progress"
                 )
             _ip("netns", "delete", side.namespace)
 
@@ -104,7 +103,7 @@ def _make(rate: str) -> None:
 
 
 def _remove() -> None:
-    """The cable goes with the namespaces that hold its ends."""
+    """The cable is removed with the namespaces that hold its ends."""
     for side in SIDES:
         if _exists(side):
             _ip("netns", "delete", side.namespace)

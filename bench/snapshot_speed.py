@@ -1,11 +1,11 @@
-"""How long a large memory snapshot takes to be read and replayed, and how much memory that takes, on this machine.
+"""How long a large memory snapshot takes to read and replay, and how much memory that takes, on this machine.
 
     python bench/snapshot_speed.py [--megabytes 1000] [--depth 8] [--repeat 1] [--out FILE.jsonl]
 
-The snapshot is written opcode by opcode, because to pickle it from objects would take more memory than to read it. It
-has what PyTorch's own have: a dict an event, with a list of frames of its own (`--depth` of them, out of a common
-store), a pool, a compile context and a time. Each reading is a process of its own; wall time of its parts is measured
-inside, the peak of its memory from outside. `--collect` leaves the garbage collector on, to see what that costs.
+The snapshot is written opcode by opcode, because pickling it from objects would take more memory than reading it. It
+has what PyTorch's own snapshots have: a dict per event, with its own list of frames (`--depth` of them, from a common
+store), a pool, a compile context and a time. Each reading is a separate process; the wall time of its parts is measured
+inside, its peak memory from outside. `--collect` leaves the garbage collector on, to measure its cost.
 """
 
 import argparse
@@ -19,7 +19,7 @@ import time
 from pathlib import Path
 
 MIB = 1 << 20
-SLOTS = 64  # blocks of a step, each in a segment of its own
+SLOTS = 64  # blocks per step, each in its own segment
 FRAMES = 2000
 READING = """
 import json, sys, time
@@ -45,7 +45,7 @@ print(json.dumps({"read_s": read - started, "replay_s": time.perf_counter() - re
 
 
 class Writer:
-    """A pickle in the making, protocol 4, that remembers as PyTorch's writer does."""
+    """A pickle being written, protocol 4, that memoizes as PyTorch's writer does."""
 
     def __init__(self, path: Path) -> None:
         self.file = path.open("wb", buffering=MIB)
@@ -53,7 +53,7 @@ class Writer:
         self._remembered = 0
 
     def remember(self, content: bytes) -> bytes:
-        """Writes what is referred to later; returns the reference."""
+        """Write what is referenced later; return the reference."""
         self.file.write(content + b"\x94")
         self._remembered += 1
         return self.reference(self._remembered - 1)
@@ -68,10 +68,10 @@ def text(value: str) -> bytes:
 
 
 def write(path: Path, size: int, depth: int) -> None:
-    """Writes a snapshot of about `size` bytes."""
+    """Write a snapshot of about `size` bytes."""
     writer = Writer(path)
     file, names = writer.file, ("action", "addr", "size", "stream", "time_us", "frames", "pool_id", "compile_context")
-    # What is remembered must be on the stack once; it is put there and dropped again.
+    # What is memoized must be on the stack once; it is pushed and popped again.
     key = {
         name: _dropped(writer, text(name))
         for name in (*names, "alloc", "free_requested", "free_completed", "segment_alloc")
@@ -149,7 +149,7 @@ def _dropped(writer: Writer, content: bytes) -> bytes:
 
 
 def _plain(value: object) -> bytes:
-    """Without remembering, so that the count of what is remembered stays known."""
+    """Without memoizing, so that the count of memoized objects stays known."""
     if isinstance(value, dict):
         return b"}(" + b"".join(text(name) + _plain(one) for name, one in value.items()) + b"u"
     if isinstance(value, list):
@@ -162,7 +162,7 @@ def _address(slot: int) -> int:
 
 
 def measure(path: Path, collector: str) -> dict[str, float]:
-    """Reads it in a process of its own; the peak is that of the process."""
+    """Read it in a separate process; the peak is that of the process."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-c", READING, str(path), collector]
     with subprocess.Popen(command, stdout=subprocess.PIPE, env=environment) as process:
@@ -171,7 +171,7 @@ def measure(path: Path, collector: str) -> dict[str, float]:
         _, status, usage = os.wait4(process.pid, 0)
         process.returncode = os.waitstatus_to_exitcode(status)
     if process.returncode:
-        raise SystemExit(f"the reading ended with status {process.returncode}")
+        raise SystemExit(f"the reader exited with status {process.returncode}")
     found: dict[str, float] = {"peak_bytes": usage.ru_maxrss * 1024}
     for line in lines:
         found |= json.loads(line)
@@ -195,7 +195,7 @@ def main() -> None:
         for _ in range(options.repeat):
             row = {**measure(path, collector), "bytes": path.stat().st_size, "depth": options.depth}
             row |= {"collector": collector, "cores": len(os.sched_getaffinity(0))}
-            reading = f"read in {row['read_s']:.1f} s, of which loaded in {row['load_s']:.1f} s"
+            reading = f"read in {row['read_s']:.1f} s, including {row['load_s']:.1f} s to load"
             print(f"{row['events']:,.0f} events: {reading}; replayed in {row['replay_s']:.1f} s", flush=True)
             print(f"peak {row['peak_bytes'] / 2**30:.2f} GiB", flush=True)
             if options.out:

@@ -1,9 +1,9 @@
-"""How long it takes until something can be done: `import stepscope`, and the help of the command line.
+"""Startup time: `import stepscope`, and the help of the command line.
 
     python bench/startup_speed.py [--repeat 15] [--out FILE.jsonl]
 
-Each is a fresh interpreter, timed from outside and less what an interpreter that does nothing takes; one line is
-written for each, with all samples. The budget of `import stepscope` is 100 ms, and nothing in it imports torch.
+Each is a fresh interpreter, timed from outside, minus the time of an interpreter that does nothing; one line is written
+for each, with all samples. The budget of `import stepscope` is 100 ms, and nothing in it imports torch.
 """
 
 import argparse
@@ -35,7 +35,7 @@ def main() -> None:
     parser.add_argument("--repeat", type=int, default=15)
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
-    # In turn, so that what else the machine does slows all of them alike.
+    # Interleaved, so that other load on the machine slows all of them alike.
     samples: dict[str, list[float]] = {name: [] for name in COMMANDS}
     for _ in range(options.repeat):
         for name, arguments in COMMANDS.items():

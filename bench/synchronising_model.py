@@ -1,5 +1,6 @@
-"""A model that looks at its activations on the host in every block, as debugging code left behind does, and the same
-without: the pair behind the check of the finding on host synchronisation (`bench/findings_check.py`)."""
+"""A model that reads its activations on the CPU in every block, as leftover debugging code does, and the same without:
+the pair behind the check of the finding on CPU synchronization (`bench/findings_check.py`).
+"""
 
 import torch
 from torch import Tensor, nn
@@ -21,7 +22,7 @@ class _Watched(nn.Module):
 
 
 def build(batch: int, context: int, looks: bool = True) -> tuple[nn.Module, Tensor, object]:
-    """The built-in `small` shape, with or without a look at every block's output."""
+    """The built-in `small` shape, with or without a check of every block's output."""
     model = TransformerLM(vocab=10_000, d_model=768, d_ff=3072, num_layers=12, num_heads=12, max_context=context)
     model.blocks = nn.ModuleList(_Watched(block, looks=looks) for block in model.blocks)
     tokens = torch.randint(10_000, (batch, context + 1))

@@ -1,11 +1,11 @@
-"""How long stepscope and HolisticTraceAnalysis take over one large trace, in turn, on this machine.
+"""How long stepscope and HolisticTraceAnalysis take to read one large trace, on this machine.
 
     python bench/trace_speed.py TRACE.json.gz [--copies 35] [--peer NAME=PYTHON …] [--repeat 3] [--out FILE.jsonl]
 
-The trace is multiplied first (`--copies`, shifted in time with ids of their own) so that a small one becomes a large
-one. A peer is a name and the interpreter of an environment that has it: `hta-0.5.0=/path/to/python`. Every tool loads
-the file and breaks its kernels down once, in a process of its own, one after the other; wall time and the peak memory
-of the largest process are measured from outside. stepscope also takes its second look.
+The trace is multiplied first (`--copies`, shifted in time with their own ids) so that a small one becomes large. A peer
+is a name and the interpreter of an environment that has it: `hta-0.5.0=/path/to/python`. Every tool loads the file and
+breaks down its kernels once, in a separate process, one after the other; wall time and the peak memory of the largest
+process are measured from outside. stepscope is also timed on the second read.
 """
 
 import argparse
@@ -39,7 +39,7 @@ _IDS = ("correlation", "External id", "external id", "Ev Idx", "Sequence number"
 
 
 def multiply(source: Path, target: Path, copies: int) -> int:
-    """Writes `copies` of the trace, one after another in time; returns the number of events."""
+    """Write `copies` of the trace, one after another in time; return the number of events."""
     opener = gzip.open if source.suffix == ".gz" else open
     with opener(source, "rb") as file:
         trace = json.loads(file.read(), parse_float=Decimal)
@@ -87,7 +87,7 @@ def _encode(event: dict[str, Any]) -> bytes:
 
 
 def measure(command: list[str], environment: dict[str, str] | None = None) -> tuple[float, int, bool]:
-    """Seconds, peak bytes of the largest process, and whether it ended well."""
+    """Seconds, peak bytes of the largest process, and whether it succeeded."""
     started = time.perf_counter()
     process = subprocess.Popen(
         command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env={**os.environ, **(environment or {})}

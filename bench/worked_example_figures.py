@@ -1,9 +1,9 @@
 """The figures of docs/worked-example.md, drawn from recordings, and the tables over all of them.
 
-    python bench/worked_example_figures.py FOLDER OUT       (no GPU; seconds; the tables go to stdout)
+    python bench/worked_example_figures.py DIR OUT    (no GPU; seconds; the tables go to stdout)
 
-FOLDER holds the recordings that bench/profile_recordings.sh makes, by their names; those that are not there are left
-out. Every segment is the tool's own figure, taken from `Profile` and from the answers.
+DIR holds the recordings made by bench/profile_recordings.sh, under their names; missing ones are left out. Every
+segment is the tool's own number, from `Profile` and from the answers.
 """
 
 import argparse
@@ -34,7 +34,7 @@ NAMES = [
 SCALE = 1.6
 Kinds = dict[str, tuple[str, ...]]
 CLASSES: Kinds = {
-    "matrix products": ("GEMM",),
+    "GEMM": ("GEMM",),
     "elementwise": ("elementwise",),
     "copies and casts": ("copy", "memcpy"),
     "reductions": ("reduction",),
@@ -43,14 +43,14 @@ CLASSES: Kinds = {
 }
 PHASES: Kinds = {"forward, loss": ("forward", "loss"), "backward": ("backward",), "optimizer": ("optimizer",)}
 IDLE, OTHER = "GPU idle", "other"
-PARTS = ("the two products", "softmax")
+PARTS = ("the two GEMMs", "softmax")
 Segments = dict[str, dict[str, float]]  # bar, segment, value
 
 
 def read(folder: Path) -> dict[str, Profile]:
     found = {name: folder / name for name in NAMES if (folder / name).is_dir()}
     if not found:
-        raise SystemExit(f"no recordings in {folder}: bench/profile_recordings.sh {folder} makes them")
+        raise SystemExit(f"no recordings in {folder}; create them with: bench/profile_recordings.sh {folder}")
     return {name: make_profile(open_recording(path)) for name, path in found.items()}
 
 
@@ -72,7 +72,7 @@ def ms_of_phases(profile: Profile) -> dict[str, float]:
 
 
 def attention_of(profiles: dict[str, Profile]) -> Segments:
-    """Shares of the two products and of softmax, in operations and, for each recording, in time."""
+    """Shares of the two GEMMs and of softmax, in operations and, for each recording, in time."""
     bars: Segments = {}
     for name, profile in profiles.items():
         table = next(one.evidence for one in answer([profile]) if one.key == "softmax")
@@ -95,7 +95,7 @@ def ratio_of_softmax(profile: Profile) -> float | None:
 
 
 def tflops_of_products(profile: Profile) -> tuple[float, float] | tuple[None, None]:
-    """TFLOP/s of all matrix products, by recorded shapes and the kernels' own time, and the share of the peak."""
+    """TFLOP/s of all GEMMs, from recorded shapes and kernel durations, and the share of the peak."""
     products = find_products(profile)
     known = [one.flops for one in extents(profile, products["op_row"].to_list()) if one is not None]
     case, hardware = profile.recording.manifest.case, profile.hardware
@@ -109,7 +109,7 @@ def overview(profiles: dict[str, Profile]) -> Table:
     rows: list[tuple[Cell, ...]] = []
     for name, profile in profiles.items():
         kernels = stepped(profile)
-        busy_ms, share = profile.busy_step_ns / 1e6, shares_of_classes(profile)["matrix products"]
+        busy_ms, share = profile.busy_step_ns / 1e6, shares_of_classes(profile)["GEMM"]
         times = (profile.step_ns / 1e6, busy_ms, profile.idle_share, kernels.height / profile.num_steps)
         rows.append((label(name), *times, share, *tflops_of_products(profile), ratio_of_softmax(profile)))
     return Table(
@@ -120,10 +120,10 @@ def overview(profiles: dict[str, Profile]) -> Table:
             Column(key="busy_ms", label="GPU busy ms", kind="ms"),
             Column(key="idle_share", label="GPU idle", kind="share"),
             Column(key="kernels", label="kernels", kind="count"),
-            Column(key="products_share", label="matrix products", kind="share"),
+            Column(key="products_share", label="GEMM", kind="share"),
             Column(key="tflops", label="their TFLOP/s", kind="number"),
             Column(key="peak_share", label="of the peak", kind="share"),
-            Column(key="softmax_ratio", label="softmax / products", kind="ratio"),
+            Column(key="softmax_ratio", label="softmax / GEMMs", kind="ratio"),
         ),
         rows=tuple(rows),
     )
@@ -140,8 +140,8 @@ def forward_clocks(profiles: dict[str, Profile]) -> Table:
         columns=(
             Column(key="recording", label="recording"),
             Column(key="kernels_ms", label="kernels", kind="ms"),
-            Column(key="plain_ms", label="by the clock", kind="ms"),
-            Column(key="span_ms", label="under the recorder", kind="ms"),
+            Column(key="plain_ms", label="unprofiled", kind="ms"),
+            Column(key="span_ms", label="profiled", kind="ms"),
         ),
         rows=tuple(rows),
         notes=("train: with the loss",),
@@ -149,7 +149,7 @@ def forward_clocks(profiles: dict[str, Profile]) -> Table:
 
 
 def shares_by_phase(profiles: dict[str, Profile]) -> Table:
-    """Of matrix products, in each phase and in the whole step; and of the optimizer, in the step."""
+    """Share of GEMMs, in each phase and in the whole step; and of the optimizer, in the step."""
     rows: list[tuple[Cell, ...]] = []
     for name, profile in profiles.items():
         if "train" not in name:
@@ -158,10 +158,10 @@ def shares_by_phase(profiles: dict[str, Profile]) -> Table:
         products = [time_of(part.filter(pl.col("class") == "GEMM")) / time_of(part) for part in parts]
         optimizer = time_of(in_phases(profile, "optimizer")) / time_of(parts[-1])
         other = profiles.get(name.replace("train", "inference"))
-        inference = shares_of_classes(other)["matrix products"] if other else None
+        inference = shares_of_classes(other)["GEMM"] if other else None
         rows.append((label(name), inference, *products, optimizer))
     return Table(
-        title="Matrix products, share of GPU time",
+        title="GEMMs, share of GPU time",
         columns=(
             Column(key="recording", label="recording"),
             Column(key="inference", label="inference", kind="share"),
@@ -175,7 +175,7 @@ def shares_by_phase(profiles: dict[str, Profile]) -> Table:
 
 
 def draw_segments(bars: Segments, kind: Quantity, title: str, note: str) -> str:
-    """Stacked bars, with the figure of each segment in it."""
+    """Stacked bars, with the value of each segment in it."""
     series = tuple(next(iter(bars.values())))
     values = tuple(tuple(segments[name] for segments in bars.values()) for name in series)
     return draw_part(
@@ -216,15 +216,15 @@ def main() -> None:
     for table in (overview(profiles), forward_clocks(profiles), shares_by_phase(profiles)):
         print(render(table, Format.MD))
     classes = {label(name): shares_of_classes(profile) for name, profile in profiles.items()}
-    note = "Shares of the kernels' durations, of one step; batch 4, context 256, attention written out, H200"
+    note = "Share of kernel time, one step; batch 4, context 256, unfused attention, H200"
     save(draw_segments(classes, "share", "GPU time by class", note), options.out / "classes.png")
     for size in ("small", "large"):
         steps = {label(name): ms_of_phases(one) for name, one in profiles.items() if name.startswith(size)}
-        note = "Beside a bar is the whole step by the clock, without the recorder"
+        note = "Next to each bar: the unprofiled step time"
         if steps:
             title = f"Where a step goes, {size}: GPU time by phase, and idle"
             save(draw_segments(steps, "ms", title, note), options.out / f"steps_{size}.png")
-    note = "Shares of the two products and softmax together, in a forward pass; scaling and masking left out"
+    note = "Shares of the two GEMMs and softmax together, in a forward pass; scaling and masking left out"
     parts = attention_of(profiles)
     save(draw_segments(parts, "share", "Attention: operations against time", note), options.out / "softmax.png")
 

@@ -10,24 +10,24 @@ from stepscope.jobs.workers.cpu_limits import limit_instructions
 # Before any test imports torch, and for every command that a test starts.
 limit_instructions()
 
-# How long an example takes says more about the machine than about the code.
+# The time that an example takes depends more on the machine than on the code.
 settings.register_profile("stepscope", deadline=None)
 settings.load_profile("stepscope")
 
-# Whoever runs the tests in the background may have Ctrl-C ignored, and whether it works is one of the things tested.
+# Tests that are started in the background would ignore Ctrl-C, which some of them test.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-# Ranks wait for each other with a patience that more ranks on the same cores would exhaust.
+# Tests with ranks run one after another: more ranks on the same cores would run into their timeouts.
 _TOGETHER = {"tests/cpu/parallel/": "ranks", "tests/cli/test_train.py": "ranks", "tests/cli/test_comm.py": "ranks"}
 
 
 @pytest.hookimpl(tryfirst=True)  # before pytest-xdist reads the groups
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Says which tests run in one process, one after another, and starts those first.
+    """Group tests that must run one after another in one process, and start those first.
 
-    That is ranks, and the tests of a file that share a fixture: it is made once in every process that needs it, and
-    these are the expensive ones (a cluster, a report, a trained model). All other tests go wherever there is room.
+    These are the tests with ranks, and the tests of a file that share a fixture: each process that needs a fixture
+    creates it, and shared ones are expensive (a cluster, a report, a trained model). All other tests run anywhere.
     """
     for item in items:
         file = item.location[0]
@@ -41,5 +41,5 @@ def _shares_fixture(item: pytest.Item) -> bool:
     if not isinstance(item, pytest.Function):
         return False
     definitions = item._fixtureinfo.name2fixturedefs.values()
-    # Those of pytest and its plugins have no place in the tree.
+    # Options of pytest and its plugins have no path.
     return any(one.baseid and one.scope != "function" for several in definitions for one in several)

@@ -56,8 +56,8 @@ class Finding(msgspec.Struct, frozen=True, kw_only=True):
     which is stable.
 
     `action` is an imperative sentence ("Use `fused=True`") and `fix` the code or command that applies it. A finding
-    without one is a remark: it is listed after the findings that can be fixed by pasting something. `saving_ns` is how
-    much shorter one step would be, None if there is no estimate.
+    without a fix is a remark: it is listed after the findings that can be fixed by pasting something. `saving_ns` is
+    how much shorter one step would be, None without an estimate.
     """
 
     code: str

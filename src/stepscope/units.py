@@ -92,7 +92,7 @@ def say_percent(share: float) -> str:
 
 
 def clip(text: str, most: int) -> str:
-    """Return `text` with its middle replaced by `…` where it has more than `most` characters: names of runs and files
+    """Return `text`, with `…` in place of its middle if it has more than `most` characters: names of runs and files
     often differ at both ends."""
     if len(text) <= most:
         return text

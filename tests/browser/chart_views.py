@@ -1,4 +1,4 @@
-"""What tests do with the charts of a page: open them, look at their pixels, ask them, and point at them."""
+"""Helpers for tests of charts: read their pixels and state, and move the pointer."""
 
 import hashlib
 from typing import TYPE_CHECKING, Any
@@ -8,12 +8,12 @@ from tests.browser.conftest import wait_for_frame
 if TYPE_CHECKING:
     from playwright.sync_api import Page
 
-# Charts on canvases, and those that are drawn already, as SVG.
+# Charts on canvases, and charts that the page has as SVG.
 CANVASES, DRAWINGS = ("lanes", "timeline"), ("roofline", "figure")
 
 
 def picture(page: "Page", selector: str) -> str:
-    """What is on a canvas, as one number."""
+    """Return a hash of a canvas."""
     wait_for_frame(page)
     return hashlib.sha256(page.eval_on_selector(selector, "(one) => one.toDataURL()").encode()).hexdigest()
 
@@ -27,7 +27,7 @@ def count_colours(page: "Page", selector: str) -> int:
 
 
 def read_pixel(page: "Page", selector: str, x: float, y: float) -> list[int]:
-    """Red, green, blue and opacity at a place in CSS pixels."""
+    """Return red, green, blue and opacity at a place in CSS pixels."""
     script = """(one, [x, y]) => {
       const ratio = one.width / one.clientWidth;
       // Through a copy: a canvas that is read often is moved away from the GPU, with a message.
@@ -40,7 +40,7 @@ def read_pixel(page: "Page", selector: str, x: float, y: float) -> list[int]:
 
 
 def ask(page: "Page", kind: str, question: str) -> Any:
-    """Asks a chart, which the question calls `chart`."""
+    """Evaluate an expression over `chart`."""
     wait_for_frame(page)
     return page.eval_on_selector(f"figure.{kind}", f"({{ chart }}) => ({question})")
 
@@ -62,7 +62,7 @@ def move_to(page: "Page", kind: str, x: float, y: float) -> None:
     """Moves the mouse to a place of a chart's canvas."""
     canvas = page.locator(f"figure.{kind} canvas.back").first
     canvas.scroll_into_view_if_needed()
-    wait_for_frame(page)  # a scroll that is still under way takes the tip away again
+    wait_for_frame(page)  # a running scroll would hide the tooltip again
     box = canvas.bounding_box()
     assert box is not None
     page.mouse.move(box["x"] + x, box["y"] + y)

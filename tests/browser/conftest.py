@@ -1,4 +1,4 @@
-"""One browser for all tests; each page has a context of its own, and ends with nothing said and nothing fetched."""
+"""One browser for all tests. Each page has its own context, and must end without messages and requests."""
 
 import os
 import shutil
@@ -25,8 +25,8 @@ def browser() -> "Iterator[Browser]":
     playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
     chromium = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
     if chromium is None:
-        pytest.skip("there is no chromium on this machine")
-    # Root has no user namespaces of its own in most containers, and the page is ours.
+        pytest.skip("chromium is not installed")
+    # Root has no user namespaces in most containers, and the page is our own.
     options = ["--no-sandbox"] if os.geteuid() == 0 else []
     with playwright.sync_playwright() as driver:
         browser = driver.chromium.launch(executable_path=chromium, args=options)
@@ -36,7 +36,7 @@ def browser() -> "Iterator[Browser]":
 
 @pytest.fixture
 def open_file(browser: "Browser") -> Iterator[OpenFile]:
-    """Opens pages from files. At the end there must have been no error, no message, and no request but the pages'."""
+    """Open pages from files. At the end, check for errors, messages, and requests other than the pages."""
     troubles: list[str] = []
     requests: set[str] = set()
     opened: set[str] = set()
@@ -73,7 +73,7 @@ def wait_for_frame(page: "Page") -> None:
 
 @pytest.fixture
 def open_report(open_file: OpenFile, tmp_path: Path) -> Open:
-    """Opens a report's page and scrolls to each of its charts, which builds them."""
+    """Open a report's page and scroll to each of its charts, which builds them."""
 
     def open_one(report: Report, **options: Any) -> "Page":
         target = tmp_path / "report.html"

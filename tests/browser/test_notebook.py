@@ -1,4 +1,4 @@
-"""What a notebook shows of a run, in a real browser: the page in a frame, its scripts running and nothing fetched."""
+"""A run in a notebook, in a real browser: the page is in a frame, its scripts run, and nothing is fetched."""
 
 from pathlib import Path
 
@@ -8,7 +8,7 @@ from tests.browser.conftest import OpenFile
 ROOT = Path(__file__).parents[2]
 
 
-def test_a_run_and_a_picture_draw_themselves_inside_of_frames(open_file: OpenFile, tmp_path: Path) -> None:
+def test_run_and_figure_are_shown_in_frames(open_file: OpenFile, tmp_path: Path) -> None:
     run = stepscope.load(ROOT / "docs/examples/trace.json.gz", cache=False)
     memory = stepscope.load(ROOT / "bench/results/memory_h200/small-train-fp32")
     target = tmp_path / "notebook.html"

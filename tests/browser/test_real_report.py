@@ -1,4 +1,4 @@
-"""The page of a run that was recorded on an H200, in a real browser: every chart is drawn from real data."""
+"""The page of a run recorded on an H200, in a real browser: every chart is drawn from real data."""
 
 from pathlib import Path
 
@@ -11,7 +11,7 @@ from tests.browser.chart_views import CANVASES, DRAWINGS
 from tests.browser.conftest import OpenFile, wait_for_frame
 
 RECORDED = Path(__file__).parents[2] / "bench/results/reports_h200/small-fp32"
-FEWEST_COLOURS = 8  # paper, grid, two inks and their edges are some; what is drawn has more
+FEWEST_COLOURS = 8  # an empty chart has fewer: background, grid, two text colours and their edges
 
 _COUNT_COLOURS = """(canvas) => {
   const copy = new OffscreenCanvas(canvas.width, canvas.height).getContext("2d");
@@ -36,7 +36,7 @@ def test_every_chart_of_a_recorded_run_is_drawn(open_file: OpenFile, tmp_path: P
         wait_for_frame(page)
         key = figure.get_attribute("id")
         assert figure.locator(".body > *").count() > 0, key
-        # What lies in front is empty until something is pointed at.
+        # The front canvas is empty until the pointer is over the chart.
         for canvas in figure.locator("canvas:not(.front)").all():
             assert canvas.evaluate(_COUNT_COLOURS) >= FEWEST_COLOURS, key
         if figure.get_attribute("data-kind") != "breakdown":

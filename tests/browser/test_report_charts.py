@@ -1,4 +1,4 @@
-"""The charts of a report in a real browser: all of them, and the step as it ran, which answers to the nanosecond."""
+"""The charts of a report in a real browser: all of them, and the timeline of a step to the nanosecond."""
 
 from typing import TYPE_CHECKING
 
@@ -127,7 +127,7 @@ def test_hostile_names_are_text_in_every_chart(open_report: Open) -> None:
 # --- the step -------------------------------------------------------------------------------------------------------
 
 
-def test_a_span_tells_its_nanoseconds(open_parts: Open) -> None:
+def test_span_tooltip_has_exact_nanoseconds(open_parts: Open) -> None:
     page = open_parts(one_step())
     ask(page, "lanes", "chart.setView(0, 60000)")
     # The embedding takes 4.4 µs and is followed by a pause of 9; then comes the first norm.
@@ -142,7 +142,7 @@ def test_a_span_tells_its_nanoseconds(open_parts: Open) -> None:
     assert "3.597720 ms, 27.9% of the step" in page.inner_text("#tip")
 
 
-def test_the_wheel_is_the_pages_until_it_is_meant(open_parts: Open) -> None:
+def test_wheel_scrolls_the_page_until_the_chart_is_clicked(open_parts: Open) -> None:
     page = open_parts(one_step())
     page.evaluate("() => scrollTo(0, 0)")
     whole = view_of(page)
@@ -156,7 +156,7 @@ def test_the_wheel_is_the_pages_until_it_is_meant(open_parts: Open) -> None:
     page.keyboard.up("Control")
     start, end = view_of(page)
     assert end - start < whole[1] / 2
-    # What was under the pointer still is.
+    # The span under the pointer stays there.
     assert (whole[1] / 4 - start) / (end - start) == pytest.approx(0.25, abs=0.01)
     page.mouse.down()
     page.mouse.up()
@@ -187,7 +187,7 @@ def test_keys_and_dragging_move_the_step(open_parts: Open) -> None:
     assert view_of(page) == whole
 
 
-def test_keys_go_from_span_to_span_and_say_them(open_parts: Open) -> None:
+def test_keys_select_spans_and_announce_them(open_parts: Open) -> None:
     page = open_parts(one_step())
     page.focus("figure.lanes canvas.back")
     page.keyboard.press("n")
@@ -208,7 +208,7 @@ def test_keys_go_from_span_to_span_and_say_them(open_parts: Open) -> None:
     assert page.is_hidden("#tip")
 
 
-def test_the_strip_above_moves_the_window(open_parts: Open) -> None:
+def test_map_above_the_chart_moves_the_view(open_parts: Open) -> None:
     page = open_parts(one_step())
     whole = view_of(page)
     ask(page, "lanes", f"chart.setView(0, {whole[1]} / 4)")
@@ -226,7 +226,7 @@ def test_the_strip_above_moves_the_window(open_parts: Open) -> None:
     page.mouse.up()
     start, end = view_of(page)
     assert (start / whole[1], end / whole[1]) == pytest.approx((0.5, 0.75), abs=0.01)
-    # By its side the window is widened, and a press beside it brings it there.
+    # Dragging a side resizes the window, and a press elsewhere moves it there.
     page.mouse.move(x_of(0.75), y)
     page.mouse.down()
     page.mouse.move(x_of(0.9), y)
@@ -244,14 +244,14 @@ def test_spans_thinner_than_a_pixel_show_how_busy_it_is(open_parts: Open) -> Non
     assert idle[3] == 0
     assert 100 < half[3] < 200
     assert full[3] == 255
-    # Far in, single spans are there with their names.
+    # Zoomed in, single spans are visible with their names.
     ask(page, "lanes", "chart.setView(10000, 14000)")
     x_busy, x_idle = ask(page, "lanes", "[chart.toX(10900), chart.toX(11370)]")
     assert read_pixel(page, "canvas.back", x_busy, y)[3] == 255
     assert read_pixel(page, "canvas.back", x_idle, y)[3] == 0
 
 
-def test_a_long_span_keeps_its_name_far_in(open_parts: Open) -> None:
+def test_long_span_keeps_its_name_when_zoomed_in(open_parts: Open) -> None:
     page = open_parts(one_step())
     script = """(one) => {
       const { chart } = one.closest("figure");
@@ -265,7 +265,7 @@ def test_a_long_span_keeps_its_name_far_in(open_parts: Open) -> None:
     assert page.eval_on_selector("figure.lanes canvas.back", script) > 5
 
 
-def test_the_axis_says_where_one_is_in_its_unit(open_parts: Open) -> None:
+def test_status_shows_the_visible_range_with_its_unit(open_parts: Open) -> None:
     page = open_parts(one_step())
     assert page.inner_text("figure.lanes .status") == "Whole step, 12.9 ms"
     ask(page, "lanes", "chart.setView(2000000, 2000800)")
@@ -273,7 +273,7 @@ def test_the_axis_says_where_one_is_in_its_unit(open_parts: Open) -> None:
     assert page.inner_text("figure.lanes .status") == "800 ns of 12.9 ms, from 2.000000 ms"
 
 
-def test_the_legend_shows_one_class_alone(open_parts: Open) -> None:
+def test_legend_shows_only_one_class(open_parts: Open) -> None:
     page = open_parts(one_step())
     button = page.locator("figure.lanes .legend button", has_text="norm")
     assert button.locator(".of").inner_text() == "0.468 ms"
@@ -302,7 +302,7 @@ def test_a_click_narrows_the_breakdown_to_its_class(open_parts: Open) -> None:
     page.mouse.up()
     assert page.inner_text("figure.lanes .linked") == "The breakdown is narrowed to norm."
     assert "norm" in page.inner_text("figure.breakdown .chip")
-    # A drag is no click.
+    # A drag is not a click.
     point_at_time(page, 2, 1_000)
     page.mouse.down()
     point_at_time(page, 2, 11_000)
@@ -319,13 +319,13 @@ def test_two_steps_share_a_scale(open_parts: Open) -> None:
     (first_end, first), (second_end, second) = page.evaluate(script)
     assert first_end == second_end == first == parts[0].span_ns
     assert second == parts[1].span_ns < first
-    # The shares are of its own step.
+    # Shares are relative to its own step.
     page.focus("#part-0-b canvas.back")
     page.keyboard.press("n")
     assert f"{100 * 4_400 / second:.3f}% of the step" in page.inner_text("#tip")
 
 
-def test_labels_stand_above_the_tracks_on_a_narrow_screen(open_parts: Open) -> None:
+def test_labels_are_above_the_tracks_on_a_narrow_screen(open_parts: Open) -> None:
     page = open_parts(one_step(), width=420)
     left, top = ask(page, "lanes", "[chart.plot.left, chart.tracks[0].y]")
     wide = open_parts(one_step(), width=1200)
@@ -334,7 +334,7 @@ def test_labels_stand_above_the_tracks_on_a_narrow_screen(open_parts: Open) -> N
     assert top > wide_top
 
 
-def test_a_long_label_is_cut_and_told(open_parts: Open) -> None:
+def test_long_label_is_cut_and_has_a_tooltip(open_parts: Open) -> None:
     step = one_step()
     long = "GPU 1 stream 15 of process 112: copies and more that is said of it"
     page = open_parts(
@@ -348,18 +348,18 @@ def test_a_long_label_is_cut_and_told(open_parts: Open) -> None:
     assert page.is_hidden("#tip")
 
 
-def test_a_tap_shows_a_span_and_the_next_takes_it_away(open_parts: Open) -> None:
+def test_tap_shows_a_tooltip_and_the_next_tap_hides_it(open_parts: Open) -> None:
     page = open_parts(one_step(), width=420, has_touch=True)
     x, y = ask(page, "lanes", "[chart.toX(1000000), chart.tracks[0].y + 8]")
     page.locator("figure.lanes canvas.back").tap(position={"x": x, "y": y})
     assert page.is_visible("#tip")
     assert page.inner_text("#tip").startswith("forward")
-    # Near enough that the page need not scroll, which takes a tip away too.
+    # Close enough that the page does not scroll, which would hide the tooltip too.
     page.locator("figure.lanes .status").tap()
     assert page.is_hidden("#tip")
 
 
-def test_two_fingers_zoom(open_parts: Open) -> None:
+def test_pinch_zooms(open_parts: Open) -> None:
     page = open_parts(one_step(), width=420, has_touch=True)
     whole = view_of(page)
     canvas = page.locator("figure.lanes canvas.back")

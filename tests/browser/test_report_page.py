@@ -1,7 +1,8 @@
-"""The page of a report in a real browser: it opens from a file, answers to pointer and keys, and runs nothing it was
-told by a name. Pictures of it are kept in the folder that STEPSCOPE_SCREENSHOTS names."""
+"""The page of a report in a real browser: it opens from a file, responds to pointer and keys, and never runs code from
+a name. Screenshots are saved to the directory in STEPSCOPE_SCREENSHOTS."""
 
 import os
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -10,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import pytest
 
-from stepscope.findings import Breakdown, Exhibit, Report, Section
+from stepscope.findings import Advice, Breakdown, Copyable, Exhibit, Finding, Report, Section
 from stepscope.render.site import write_site
 from tests.browser.conftest import OpenFile, wait_for_frame
 from tests.unit.render.report_parts import WALL_NS, break_down, categories_table, kernels_of_step
@@ -34,7 +35,7 @@ def open_page(open_file: OpenFile, tmp_path: Path) -> Open:
 
 
 def show(page: "Page", selector: str) -> "Locator":
-    """Scrolls to a part of the page, so that it is built."""
+    """Scroll to a part of the page, which builds it."""
     found = page.locator(selector).first
     found.scroll_into_view_if_needed()
     wait_for_frame(page)
@@ -75,7 +76,7 @@ def check_drawn(page: "Page", width: int) -> None:
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 @pytest.mark.parametrize("width", [420, 900, 1440])
 @pytest.mark.parametrize("sample", [one_run, two_runs])
-def test_every_chart_is_drawn_and_its_picture_kept(
+def test_every_chart_is_drawn_in_both_themes_at_three_widths(
     open_page: Open, tmp_path: Path, sample: Any, width: int, scheme: str
 ) -> None:
     folder = Path(os.environ.get("STEPSCOPE_SCREENSHOTS", tmp_path))
@@ -88,12 +89,19 @@ def test_every_chart_is_drawn_and_its_picture_kept(
     assert target.stat().st_size > 50_000
 
 
+def test_remark_with_long_code_fits_a_narrow_window(open_page: Open) -> None:
+    remark = Finding(code="SS019", title="t", evidence="e", action="a")
+    fix = Copyable(label="", text="with a_context_manager_that_has_a_long_name(with_stack=True) as it:\n    step()")
+    advice = (Advice(finding=remark, fixes=(fix,)),)
+    check_drawn(open_page(msgspec.structs.replace(one_run(), advice=advice), width=360), 360)
+
+
 @pytest.mark.parametrize("sample", [partial, empty])
-def test_a_page_with_little_in_it_fits_its_window(open_page: Open, sample: Any) -> None:
+def test_sparse_page_fits_its_window(open_page: Open, sample: Any) -> None:
     check_drawn(open_page(sample(), width=420), 420)
 
 
-def test_choosing_narrows_everything_else(open_page: Open) -> None:
+def test_selection_narrows_all_other_lists(open_page: Open) -> None:
     page = open_page(one_run(), width=1440)
     show(page, "figure.breakdown")
     assert page.inner_text(".told") == "8.03 ms of 60.9 ms: all kernels"
@@ -102,7 +110,7 @@ def test_choosing_narrows_everything_else(open_page: Open) -> None:
     choose(page, "class", "attention")
     assert page.inner_text(".told") == "0.718 ms of 60.9 ms: attention kernels"
     assert bars_of(page, "phase") == ["forward", "backward"]
-    # Its own dimension still shows the others.
+    # The dimension itself still shows its other values.
     assert "GEMM" in bars_of(page, "class")
     assert len(kernels_of(page)) == 2
     choose(page, "phase", "forward")
@@ -125,7 +133,7 @@ def open_breakdown(open_page: Open, part: Breakdown, **options: Any) -> "Page":
     return page
 
 
-def test_layers_are_in_their_order(open_page: Open) -> None:
+def test_layers_are_in_model_order(open_page: Open) -> None:
     kernels = [
         replace(kernel, layer=kernel.layer and f"blocks.{at % 12}") for at, kernel in enumerate(kernels_of_step())
     ]
@@ -133,7 +141,7 @@ def test_layers_are_in_their_order(open_page: Open) -> None:
     assert bars_of(page, "layer") == [*(f"blocks.{number}" for number in range(12)), "outside layers"]
 
 
-def test_kernels_side_by_side_are_no_part_of_the_step(open_page: Open) -> None:
+def test_overlapping_kernels_are_not_shares_of_the_step(open_page: Open) -> None:
     page = open_breakdown(open_page, break_down([kernels_of_step()], [5_000_000]))
     assert page.inner_text(".told") == "all kernels take 8.03 ms in a step of 5.00 ms"
     page.locator(".wall i").first.hover()
@@ -152,7 +160,7 @@ def test_the_mean_of_one_call_in_several_steps_is_its_length(open_page: Open, nu
     assert cells[2:] == ["0.3" if num_steps == 3 else "0.00333", "1.00", "1.00", "1.00"]
 
 
-def test_a_cpu_runs_operators_everywhere(open_page: Open) -> None:
+def test_cpu_page_says_operators_everywhere(open_page: Open) -> None:
     report = one_run()
     sections = tuple(
         msgspec.structs.replace(section, exhibits=tuple(map(_on_cpu, section.exhibits))) for section in report.sections
@@ -171,7 +179,7 @@ def _on_cpu(exhibit: Exhibit) -> Exhibit:
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_words_on_coloured_pieces_have_the_better_ink(open_page: Open, scheme: str) -> None:
+def test_text_on_coloured_bars_has_the_better_contrast(open_page: Open, scheme: str) -> None:
     page = open_page(one_run(), width=1440, color_scheme=scheme)
     show(page, "figure.breakdown")
     script = """(pieces) => pieces.filter((piece) => piece.style.color).map((piece) => {
@@ -183,7 +191,7 @@ def test_words_on_coloured_pieces_have_the_better_ink(open_page: Open, scheme: s
         assert contrast(ink, fill) == max(contrast("#14171c", fill), contrast("#ffffff", fill))
 
 
-def test_what_is_not_chosen_can_still_be_read(open_page: Open) -> None:
+def test_unselected_bars_stay_readable(open_page: Open) -> None:
     page = open_page(one_run(), width=1440)
     show(page, "figure.breakdown")
     choose(page, "class", "attention")
@@ -192,7 +200,7 @@ def test_what_is_not_chosen_can_still_be_read(open_page: Open) -> None:
     assert apart.locator(".track i").first.evaluate("(one) => getComputedStyle(one).opacity") == "0.4"
 
 
-def test_kernels_are_one_stop_on_the_way_through_the_page(open_page: Open) -> None:
+def test_kernel_table_is_one_tab_stop(open_page: Open) -> None:
     page = open_page(one_run(), width=1440)
     show(page, "figure.breakdown")
     page.focus(".kernels .search")
@@ -207,14 +215,14 @@ def test_kernels_are_one_stop_on_the_way_through_the_page(open_page: Open) -> No
     assert selected.count("false") == len(selected) - 1
 
 
-def test_what_is_not_known_is_said_and_not_offered(open_page: Open) -> None:
+def test_unknown_dimensions_are_named_and_not_shown(open_page: Open) -> None:
     nowhere = [replace(kernel, layer="unknown", module="") for kernel in kernels_of_step()]
     page = open_breakdown(open_page, break_down([nowhere], [WALL_NS]))
     assert page.locator(".dimension h4").all_text_contents() == ["Class", "Phase"]
     assert page.inner_text(".dimensions + .help") == "Not in this recording: layer, module."
 
 
-def test_choosing_a_kernel_says_what_it_is_and_where_it_runs(open_page: Open) -> None:
+def test_selecting_a_kernel_shows_its_details(open_page: Open) -> None:
     page = open_page(one_run(), width=1440)
     show(page, "figure.breakdown")
     show(page, ".kernels")
@@ -227,7 +235,7 @@ def test_choosing_a_kernel_says_what_it_is_and_where_it_runs(open_page: Open) ->
     assert page.is_hidden(".decoded")
 
 
-def test_more_bars_on_request(open_page: Open) -> None:
+def test_button_shows_all_bars_of_a_dimension(open_page: Open) -> None:
     page = open_page(one_run(), width=1440)
     show(page, "figure.breakdown")
     before = len(bars_of(page, "module"))
@@ -246,7 +254,7 @@ def test_kernels_are_searched_and_sorted(open_page: Open) -> None:
     page.keyboard.type("LAYER norm")
     assert kernels_of(page) == ["layer norm backward bf16", "layer norm forward bf16"]
     assert page.inner_text(".kernels .found") == "2 of 17 kernels"
-    # The full name is searched too.
+    # The search includes the full name.
     page.fill(".kernels .search", "vectorized_elementwise_kernel<4, at::native::gelu")
     assert kernels_of(page) == ["gelu bf16, vectorized ×8"]
     page.keyboard.press("Escape")
@@ -290,7 +298,7 @@ def test_bars_are_walked_and_chosen_by_keys(open_page: Open) -> None:
     page.keyboard.press("End")
     page.keyboard.press("Enter")
     assert page.inner_text(".told") == "2.20 ms of 60.9 ms: kernels of optimizer"
-    # What was chosen is still in focus, though the list was made anew.
+    # The selected bar keeps the focus, although the list was rebuilt.
     assert page.evaluate(focused) == "optimizer"
     page.keyboard.press("Escape")
     assert "all kernels" in page.inner_text(".told")
@@ -299,10 +307,10 @@ def test_bars_are_walked_and_chosen_by_keys(open_page: Open) -> None:
 def test_two_runs_show_their_difference(open_page: Open) -> None:
     page = open_page(two_runs(), width=1440)
     show(page, "figure.breakdown")
-    assert page.inner_text(".told").startswith("A 8.03 ms, B ")
+    assert re.fullmatch(r"A 8.03 ms of 141.6 ms, B [\d.]+ ms of 60.9 ms: all kernels", page.inner_text(".told"))
     assert page.locator(".wall").count() == 2
     headers = [header.split("\n")[0].strip(" ↓") for header in page.locator(".kernels th").all_inner_texts()]
-    assert headers == ["kernel", "A ms", "B ms", "B − A ms", "A count", "B count"]
+    assert headers == ["kernel", "A ms", "B ms", "change ms", "A count", "B count"]
     differences = page.locator(".kernels td.difference").all_inner_texts()
     sizes = [abs(float(text.replace("−", "-").replace("+", ""))) for text in differences]
     assert sizes == sorted(sizes, reverse=True)
@@ -407,7 +415,7 @@ def test_every_chart_but_bars_has_one_hint_next_to_its_title(open_page: Open, sa
     assert page.locator(".bars .hint").count() == 0
 
 
-def test_a_thousand_kernels_come_in_portions(open_page: Open) -> None:
+def test_a_thousand_kernels_load_in_batches(open_page: Open) -> None:
     page = open_page(huge())
     show(page, "figure.breakdown")
     show(page, ".kernels")
@@ -422,7 +430,7 @@ def test_a_thousand_kernels_come_in_portions(open_page: Open) -> None:
     assert 8 < page.locator(".kernels tbody tr").count() <= 200
 
 
-def test_the_theme_goes_round_and_follows_the_system(open_page: Open) -> None:
+def test_theme_button_cycles_and_auto_follows_the_system(open_page: Open) -> None:
     page = open_page(one_run(), color_scheme="light")
     show(page, "figure.breakdown")
     paper = "() => getComputedStyle(document.body).backgroundColor"
@@ -449,7 +457,7 @@ def test_a_fix_is_copied(open_page: Open) -> None:
     assert text == one_run().advice[0].fixes[0].text  # type: ignore[index]
 
 
-def test_a_fix_is_marked_where_there_is_no_clipboard(open_page: Open) -> None:
+def test_fix_is_selected_without_a_clipboard(open_page: Open) -> None:
     page = open_page(one_run())
     page.evaluate("() => { delete Navigator.prototype.clipboard; document.execCommand = () => false; }")
     page.locator(".card .copy").first.click()
@@ -457,18 +465,18 @@ def test_a_fix_is_marked_where_there_is_no_clipboard(open_page: Open) -> None:
     assert page.evaluate("() => getSelection().toString()") == one_run().advice[0].fixes[0].text  # type: ignore[index]
 
 
-def test_the_section_that_is_read_is_marked(open_page: Open) -> None:
+def test_current_section_is_marked(open_page: Open) -> None:
     page = open_page(one_run(), width=1440)
     current = page.locator("nav [aria-current]")
     assert current.inner_text() == "Summary"
-    # What is built on the way does not push the section away.
+    # Charts built during the jump must not push the section away.
     page.locator("nav a", has_text="Roofline").click()
     page.wait_for_function("() => document.querySelector('nav [aria-current]').textContent === 'Roofline'")
     page.keyboard.press("End")
     page.wait_for_function("() => document.querySelector('nav [aria-current]').textContent === 'Environment'")
 
 
-def test_without_a_script_the_words_are_there(open_page: Open) -> None:
+def test_text_is_visible_without_a_script(open_page: Open) -> None:
     page = open_page(one_run(), java_script_enabled=False)
     assert page.is_visible(".sentence")
     assert page.is_visible("#memory-categories td >> text=activations")
@@ -493,7 +501,7 @@ def test_hostile_names_are_inert(open_page: Open, width: int) -> None:
     assert page.evaluate("() => document.documentElement.scrollWidth") <= width
 
 
-def test_paper_shows_everything_in_light(open_page: Open) -> None:
+def test_print_shows_all_charts_in_the_light_theme(open_page: Open) -> None:
     page = open_page(one_run(), color_scheme="dark")
     page.evaluate("() => dispatchEvent(new Event('beforeprint'))")
     assert page.locator("figure.chart .body:empty").count() == 0

@@ -1,4 +1,4 @@
-"""The roofline, figures and memory timelines of a report in a real browser: they answer with exact numbers."""
+"""The roofline, figures and memory timelines of a report in a real browser: their tooltips have exact numbers."""
 
 from pathlib import Path
 
@@ -15,7 +15,7 @@ from tests.unit.render.timelines import training_step
 # --- the roofline ---------------------------------------------------------------------------------------------------
 
 
-def test_a_point_of_the_roofline_tells_its_numbers(open_parts: Open) -> None:
+def test_roofline_tooltip_has_the_numbers_of_a_point(open_parts: Open) -> None:
     page = open_parts(draw_roofline())
     look_at(page, "roofline", 2)
     text = page.inner_text("#tip")
@@ -32,7 +32,7 @@ def test_a_point_of_the_roofline_tells_its_numbers(open_parts: Open) -> None:
     assert page.is_hidden("#tip")
 
 
-def test_keys_go_through_the_points_by_their_time(open_parts: Open) -> None:
+def test_keys_move_through_points_by_time(open_parts: Open) -> None:
     page = open_parts(draw_roofline())
     page.focus("figure.roofline .plot")
     page.keyboard.press("ArrowRight")
@@ -59,7 +59,7 @@ def test_the_list_shows_a_point_and_the_legend_one_class(open_parts: Open) -> No
 
 
 @pytest.mark.parametrize("width", [420, 1200])
-def test_type_keeps_its_size_and_numbers_stay_apart(open_parts: Open, width: int) -> None:
+def test_text_keeps_its_size_and_numbers_do_not_overlap(open_parts: Open, width: int) -> None:
     page = open_parts(draw_roofline(), width=width)
     script = """(texts) => texts.filter((one) => /^\\d$/.test(one.textContent) && one.matches('[font-weight="bold"]'))
       .map((one) => one.getBoundingClientRect().toJSON())"""
@@ -72,7 +72,7 @@ def test_type_keeps_its_size_and_numbers_stay_apart(open_parts: Open, width: int
             assert apart or one["top"] >= other["bottom"] or other["top"] >= one["bottom"]
 
 
-def test_two_runs_are_told_apart_by_shape(open_parts: Open) -> None:
+def test_two_runs_have_different_marks(open_parts: Open) -> None:
     page = open_parts(draw_roofline(("A", "B")))
     fills = page.locator("figure.roofline svg:visible .mark circle").evaluate_all(
         "(circles) => circles.map((one) => one.getAttribute('fill') === 'none')"
@@ -84,7 +84,7 @@ def test_two_runs_are_told_apart_by_shape(open_parts: Open) -> None:
 # --- lines ----------------------------------------------------------------------------------------------------------
 
 
-def test_a_point_of_a_figure_tells_all_series_at_its_place(open_parts: Open) -> None:
+def test_figure_tooltip_lists_all_series_at_a_place(open_parts: Open) -> None:
     figure = draw_attention()
     points = (*figure.points, Point(panel="forward", series="ours", x=16384.0, y=4.5, low=4.0, high=5.25))
     page = open_parts(msgspec.structs.replace(figure, points=points))
@@ -100,7 +100,7 @@ def test_a_point_of_a_figure_tells_all_series_at_its_place(open_parts: Open) -> 
     assert "ours: 4.50 ms (4 ms to 5.25 ms)" in page.inner_text("#tip")
 
 
-def test_panels_stand_side_by_side_or_under_one_another(open_parts: Open) -> None:
+def test_panels_wrap_on_a_narrow_screen(open_parts: Open) -> None:
     tops = []
     for width in (420, 1200):
         page = open_parts(draw_attention(), width=width)
@@ -110,7 +110,7 @@ def test_panels_stand_side_by_side_or_under_one_another(open_parts: Open) -> Non
     assert tops[1][0] == tops[1][1]
 
 
-def test_the_legend_of_a_figure_switches_series(open_parts: Open) -> None:
+def test_legend_of_a_figure_hides_and_shows_series(open_parts: Open) -> None:
     page = open_parts(draw_attention())
     page.locator("figure.figure .legend button", has_text="sdpa").click()
     assert page.locator("figure.figure .mark:visible").count() == 20
@@ -121,7 +121,7 @@ def test_the_legend_of_a_figure_switches_series(open_parts: Open) -> None:
     assert "sdpa" not in page.inner_text("#tip")
 
 
-def test_points_without_a_place_are_counted(open_parts: Open) -> None:
+def test_undrawable_points_are_counted(open_parts: Open) -> None:
     points = tuple(
         Point(panel="", series="", x=x, y=y) for x, y in ((1.0, 2.0), (2.0, 3.0), (0.0, 1.0), (3.0, float("nan")))
     )
@@ -132,7 +132,7 @@ def test_points_without_a_place_are_counted(open_parts: Open) -> None:
     assert page.locator("figure.figure .legend").count() == 0
 
 
-def test_a_figure_is_a_page_of_its_own(open_file: OpenFile, tmp_path: Path) -> None:
+def test_figure_can_be_a_page(open_file: OpenFile, tmp_path: Path) -> None:
     save(draw_attention(), tmp_path / "attention.html")
     page = open_file(tmp_path / "attention.html")
     assert page.inner_text("h1") == "Attention by length"
@@ -140,7 +140,7 @@ def test_a_figure_is_a_page_of_its_own(open_file: OpenFile, tmp_path: Path) -> N
     assert "plain: 3.36 ms" in page.inner_text("#tip")
 
 
-def test_drawings_are_there_without_a_script(open_file: OpenFile, tmp_path: Path) -> None:
+def test_drawings_need_no_script(open_file: OpenFile, tmp_path: Path) -> None:
     save(draw_attention(), tmp_path / "attention.html")
     page = open_file(tmp_path / "attention.html", java_script_enabled=False)
     assert page.locator("svg.drawing .mark:visible").count() == 30
@@ -149,7 +149,7 @@ def test_drawings_are_there_without_a_script(open_file: OpenFile, tmp_path: Path
 # --- bars -----------------------------------------------------------------------------------------------------------
 
 
-def test_a_bar_tells_its_value(open_parts: Open) -> None:
+def test_bar_tooltip_has_its_value(open_parts: Open) -> None:
     bars = Bars(title="Times", kind="ms", labels=("a", "b"), series=("x", "y"), values=((1.0, 4.0), (2.0, None)))
     page = open_parts(bars)
     page.locator("figure.bars svg:visible .mark").nth(1).hover()
@@ -159,7 +159,7 @@ def test_a_bar_tells_its_value(open_parts: Open) -> None:
 # --- memory ---------------------------------------------------------------------------------------------------------
 
 
-def test_two_timelines_share_a_scale_and_nothing_else(open_parts: Open) -> None:
+def test_two_timelines_share_only_their_scale(open_parts: Open) -> None:
     low = training_step(200)
     areas = tuple(
         msgspec.structs.replace(area, values=tuple(value // 4096 * 1024 for value in area.values)) for area in low.areas
@@ -181,7 +181,7 @@ def test_two_timelines_share_a_scale_and_nothing_else(open_parts: Open) -> None:
     assert picture(page, selectors[1]) == before[1]
 
 
-def test_a_timeline_in_a_report_leaves_the_wheel_alone_and_answers(open_parts: Open) -> None:
+def test_timeline_in_a_report_does_not_capture_the_wheel(open_parts: Open) -> None:
     page = open_parts(training_step(200))
     whole = view_of(page, "timeline")
     x, y = ask(page, "timeline", "[chart.toX(65), chart.toY(12.9 * 2 ** 30)]")

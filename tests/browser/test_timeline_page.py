@@ -1,4 +1,4 @@
-"""The page of a timeline in a real browser: it opens from a file, draws, answers, and runs nothing that a name says."""
+"""The page of a timeline in a real browser: it opens from a file, draws, responds, and never runs code from a name."""
 
 import hashlib
 import statistics
@@ -32,7 +32,7 @@ def open_page(open_file: OpenFile, tmp_path: Path) -> Open:
 
 
 def picture(page: "Page") -> str:
-    """What is on the canvas, as one number."""
+    """Return a hash of the canvas."""
     wait_for_frame(page)
     return hashlib.sha256(page.evaluate("() => document.querySelector('canvas.back').toDataURL()").encode()).hexdigest()
 
@@ -47,7 +47,7 @@ def count_colours(page: "Page") -> int:
 
 
 def point_at(page: "Page", time: float, height_gib: float) -> None:
-    """Moves the mouse to a time and a height of the picture."""
+    """Move the mouse to a time and a height of the chart."""
     script = """([time, height]) => {
       const box = document.querySelector("canvas.back").getBoundingClientRect();
       const { chart } = document.querySelector("figure.chart");
@@ -64,7 +64,7 @@ def view_of(page: "Page") -> dict[str, float]:
     return view
 
 
-def test_the_page_draws_and_says_the_peak(open_page: Open) -> None:
+def test_page_draws_and_names_the_peak(open_page: Open) -> None:
     page = open_page(training_step())
     assert count_colours(page) > 10
     assert page.inner_text("#peak").startswith("Peak 19.1 GiB at 60.0 ms: activations 9.71 GiB")
@@ -104,7 +104,7 @@ def test_the_wheel_zooms_around_the_pointer(open_page: Open) -> None:
     after = view_of(page)
     assert before == {"start": 0, "end": 200, "low": 0, "high": after["high"]}
     assert after["end"] - after["start"] < 150
-    # What was under the pointer, a quarter from the left, still is.
+    # The time under the pointer, a quarter from the left, stays there.
     assert (50 - after["start"]) / (after["end"] - after["start"]) == pytest.approx(0.25, abs=0.01)
     page.dblclick("canvas.back")
     assert view_of(page) == before
@@ -130,7 +130,7 @@ def test_dragging_and_keys_move_the_view(open_page: Open) -> None:
     assert view_of(page) == whole
 
 
-def test_a_peak_of_one_slice_is_seen_at_any_zoom(open_page: Open) -> None:
+def test_peak_of_one_slice_is_visible_at_any_zoom(open_page: Open) -> None:
     timeline = training_step(6000)
     heights = list(timeline.areas[4].values)
     heights[4321] += 30 << 30
@@ -142,7 +142,7 @@ def test_a_peak_of_one_slice_is_seen_at_any_zoom(open_page: Open) -> None:
     assert 4321 in page.evaluate(f"() => [...{CHART}.runs.slices]")
 
 
-def test_the_legend_switches_areas_off_and_on(open_page: Open) -> None:
+def test_legend_hides_and_shows_areas(open_page: Open) -> None:
     page = open_page(training_step())
     names = [name.strip() for name in page.locator(".legend button").all_inner_texts()]
     assert names == ["temporaries", "activations", "gradients", "optimizer state", "parameters", "reserved"]
@@ -177,7 +177,7 @@ def test_hostile_names_are_inert(open_page: Open) -> None:
     assert HOSTILE in page.inner_text("#pieces")
     point_at(page, 65, 14)
     assert page.locator("#tip img, #tip script").count() == 0
-    # Nothing is wider than the window, however long a name is.
+    # Nothing is wider than the window, even with long names.
     assert page.evaluate("() => document.documentElement.scrollWidth <= window.innerWidth")
 
 

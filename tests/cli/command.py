@@ -1,4 +1,4 @@
-"""Running the command as a person does: a real process, in a folder of its own."""
+"""Runs the command as a real process, in its own directory."""
 
 import json
 import os
@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-# How long anything may take on a machine that is busy with other things: a bound on what hangs, not a measure of speed.
+# A generous time limit for a busy machine: it bounds hangs and does not measure speed.
 PATIENCE_S = 240
 TINY = ["--d-model", "16", "--d-ff", "32", "--num-layers", "1", "--num-heads", "2", "--vocab", "50"]
 TINY += ["--batch", "1", "--device", "cpu", "--warmup", "1", "--steps", "2"]
@@ -29,7 +29,7 @@ def stepscope(folder: Path, *arguments: str, **environment: str) -> "subprocess.
 
 
 def start(folder: Path, *arguments: str) -> "subprocess.Popen[bytes]":
-    """In the background; what it says is in `stderr.txt`."""
+    """Start a command in the background, with its messages in `stderr.txt`."""
     with (folder / "stderr.txt").open("wb") as said:
         return subprocess.Popen(
             [sys.executable, "-m", "stepscope", *arguments],
@@ -37,19 +37,19 @@ def start(folder: Path, *arguments: str) -> "subprocess.Popen[bytes]":
             stdout=subprocess.DEVNULL,
             stderr=said,
             start_new_session=True,
-            # A shell that starts the tests in the background has told them, and so us, to ignore Ctrl-C.
+            # A shell that starts the tests in the background makes them, and this process, ignore Ctrl-C.
             preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
         )
 
 
 def rows(folder: Path, out: str = "runs/bench") -> list[dict[str, Any]]:
-    """The raw lines, duplicates and all, less one that is being written at this moment."""
+    """The raw rows, including duplicates, without an incomplete last line."""
     path = folder / out / "results.jsonl"
     return [json.loads(line) for line in path.read_text().splitlines() if line.endswith("}")] if path.exists() else []
 
 
 def workers(folder: Path, nursery: str = "stepscope.jobs.workers.nursery") -> list[int]:
-    """Processes that a command in this folder started and that are alive, the nursery among them."""
+    """Live processes that a command in this directory started, including the nursery."""
     found = []
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
@@ -57,7 +57,7 @@ def workers(folder: Path, nursery: str = "stepscope.jobs.workers.nursery") -> li
                 command = (entry / "cmdline").read_bytes()
                 state = (entry / "stat").read_text().rpartition(")")[2].split()[0]
                 here = (entry / "cwd").readlink() == folder
-            except (FileNotFoundError, ProcessLookupError, PermissionError):  # gone, or not ours
+            except (FileNotFoundError, ProcessLookupError, PermissionError):  # gone, or another user's
                 continue
             if nursery.encode() in command and state != "Z" and here:
                 found.append(int(entry.name))

@@ -1,4 +1,4 @@
-"""A Slurm cluster of one node: munged, slurmctld and slurmd, in a folder and on ports of their own."""
+"""A Slurm cluster of one node: munged, slurmctld and slurmd, with their own directory and ports."""
 
 import ctypes
 import os
@@ -15,7 +15,7 @@ from tests.cli.command import PATIENCE_S
 
 _NEEDED = ("munged", "slurmctld", "slurmd", "sbatch", "scontrol", "sinfo")
 _PR_SET_PDEATHSIG = 1
-_NODE_CPUS = 4  # that many jobs at once, whatever the machine has
+_NODE_CPUS = 4  # jobs at once, whatever the machine has
 _CONFIGURATION = """
 ClusterName=stepscope
 SlurmctldHost={host}
@@ -47,7 +47,7 @@ PartitionName=debug Nodes={host} Default=YES MaxTime=INFINITE State=UP
 
 
 def why_not() -> str:
-    """What keeps us from starting one here, or nothing."""
+    """The reason why no cluster can be started here, or an empty string."""
     if os.geteuid() != 0:
         return "only root may start a Slurm"
     missing = [name for name in _NEEDED if shutil.which(name) is None]
@@ -56,7 +56,7 @@ def why_not() -> str:
 
 @contextmanager
 def cluster(folder: Path) -> Iterator[Path]:
-    """Gives the path of its configuration, for SLURM_CONF. Everything started here ends here."""
+    """Yield the path of the configuration, for SLURM_CONF, and stop everything afterwards."""
     configuration = _configure(folder)
     environment = os.environ | {"SLURM_CONF": str(configuration)}
     files = {name: f"--{name}-file={folder}/munge.{name}" for name in ("key", "pid", "log", "seed")}

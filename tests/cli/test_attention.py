@@ -1,4 +1,4 @@
-"""`stepscope attention` from a person's side: tables, resuming, failures, pictures, bad input."""
+"""`stepscope attention` end to end: tables, resuming, failures, charts, bad input."""
 
 import json
 import signal
@@ -12,7 +12,7 @@ OUT = "runs/attention"
 TINY = ["attention", "--device", "cpu", "--batch", "1", "--head-dim", "8", "--repetitions", "2"]
 
 
-def test_a_grid_with_what_does_not_fit_and_what_cannot_run_completes_and_goes_on(tmp_path: Path) -> None:
+def test_grid_with_failing_cases_completes_and_resumes(tmp_path: Path) -> None:
     command = [*TINY, "--implementation", "naive,sdpa,triton", "--length", "16,4096", "--memory-limit", "150MB"]
     first = stepscope(tmp_path, *command)
     assert first.returncode == 0, first.stderr

@@ -1,4 +1,4 @@
-"""`stepscope bench` from a person's side: tables, resuming, failures, bad input."""
+"""`stepscope bench` end to end: tables, resuming, failures, bad input."""
 
 import csv
 import json
@@ -52,7 +52,7 @@ def hangs_at_32(batch, context):
 """
 
 
-def test_a_grid_gives_a_row_a_case_and_running_it_again_runs_nothing(tmp_path: Path) -> None:
+def test_grid_gives_a_row_per_case_and_resumes_without_rerunning(tmp_path: Path) -> None:
     command = ["bench", *TINY, "--context", "8,16", "--precision", "fp32,bf16"]
     first = stepscope(tmp_path, *command)
     assert first.returncode == 0, first.stderr
@@ -78,7 +78,7 @@ def test_formats_carry_the_same_rows(tmp_path: Path) -> None:
     assert r"\toprule" in stepscope(tmp_path, *show, "--format", "latex").stdout
 
 
-def test_a_chart_is_drawn_again_and_a_foreign_file_not_overwritten_unless_forced(tmp_path: Path) -> None:
+def test_chart_is_redrawn_and_a_foreign_file_is_kept_unless_forced(tmp_path: Path) -> None:
     stepscope(tmp_path, "bench", *TINY, "--context", "8,16")
     show = ["bench", "--from", "runs/bench/results.jsonl", "--plot", "chart.png"]
     assert stepscope(tmp_path, *show).returncode == 0
@@ -91,7 +91,7 @@ def test_a_chart_is_drawn_again_and_a_foreign_file_not_overwritten_unless_forced
     assert stepscope(tmp_path, *show, "--force").returncode == 0
 
 
-def test_every_case_has_a_process_of_its_own(tmp_path: Path) -> None:
+def test_every_case_has_its_own_process(tmp_path: Path) -> None:
     """One crashes and the others are measured."""
     (tmp_path / "mine.py").write_text(FACTORY)
     done = stepscope(
@@ -142,7 +142,7 @@ def test_an_interrupt_ends_the_worker_and_keeps_the_rows(tmp_path: Path, with_si
 
 
 @pytest.mark.parametrize("whom", ["worker", "nursery"])
-def test_a_killed_process_is_a_row_and_the_sweep_goes_on(tmp_path: Path, whom: str) -> None:
+def test_killed_process_is_a_row_and_the_sweep_continues(tmp_path: Path, whom: str) -> None:
     (tmp_path / "mine.py").write_text(FACTORY)
     sweep = start(
         tmp_path, "bench", "--model", "mine:hangs_at_32", "--context", "16,32,64", "--device", "cpu", "--steps", "2"
@@ -164,14 +164,14 @@ def _has_rows(folder: Path, count: int) -> bool:
     return len(rows(folder)) >= count
 
 
-def test_a_case_that_hangs_is_ended_in_time(tmp_path: Path) -> None:
+def test_hanging_case_times_out(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(FACTORY)
     done = stepscope(tmp_path, "bench", "--model", "mine:hangs", "--device", "cpu", "--timeout", "15")
     assert done.returncode == 0
     assert [r["status"] for r in rows(tmp_path)] == ["timeout"]
 
 
-def test_an_edited_model_is_measured_anew(tmp_path: Path) -> None:
+def test_edited_model_is_measured_again(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(FACTORY)
     command = ["bench", "--model", "mine:build", "--device", "cpu", "--steps", "2"]
     stepscope(tmp_path, *command)
@@ -192,7 +192,7 @@ def test_a_factory_in_a_file_trains_with_the_optimizer_that_it_returns(tmp_path:
     assert "Adagrad" in done.stdout
 
 
-def test_a_model_of_images_has_no_context(tmp_path: Path) -> None:
+def test_image_model_has_no_context(tmp_path: Path) -> None:
     sizes = ["hidden_size=16", "intermediate_size=32", "num_hidden_layers=1", "num_attention_heads=2", "image_size=32"]
     command = ["bench", "--hf", "vit", *(word for size in sizes for word in ("--set", size)), "--device", "cpu"]
     done = stepscope(tmp_path, *command, "--batch", "2", "--steps", "2", "--format", "json")
@@ -217,7 +217,7 @@ def test_a_factory_that_fails_at_one_point_is_a_row_and_retry_runs_it_again(tmp_
     assert [r["status"] for r in rows(tmp_path)] == ["ok", "error", "error"]
 
 
-def test_a_doubtful_case_is_measured_again_when_asked(tmp_path: Path) -> None:
+def test_retry_doubtful_reruns_unreliable_cases(tmp_path: Path) -> None:
     command = ["bench", *TINY, "--context", "8,16"]
     assert stepscope(tmp_path, *command).returncode == 0
     path = tmp_path / "runs/bench/results.jsonl"
@@ -234,7 +234,7 @@ def test_a_doubtful_case_is_measured_again_when_asked(tmp_path: Path) -> None:
     assert refused.returncode == 2
 
 
-def test_a_factory_that_never_builds_is_refused_whatever_else_the_folder_holds(tmp_path: Path) -> None:
+def test_factory_that_never_builds_is_rejected_despite_other_results(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(FACTORY)
     assert stepscope(tmp_path, "bench", *TINY, "--context", "8").returncode == 0
     done = stepscope(tmp_path, "bench", "--model", "mine:raises", "--device", "cpu", "--set", "again=1,2")
@@ -304,7 +304,7 @@ def test_bad_input_is_an_error_with_a_hint_and_leaves_nothing(
     assert (tmp_path / "old/results.jsonl").read_text() == '{"schema":"stepscope.bench/0"}\n'
 
 
-def test_a_reader_that_leaves_early_is_no_error(tmp_path: Path) -> None:
+def test_closed_pipe_is_not_an_error(tmp_path: Path) -> None:
     shell = f"{sys.executable} -m stepscope bench --list --format csv | true; exit ${{PIPESTATUS[0]}}"
     done = subprocess.run(["bash", "-c", shell], cwd=tmp_path, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stderr) == (0, "")
@@ -319,14 +319,14 @@ def test_a_log_that_cannot_be_written_does_not_end_the_sweep(tmp_path: Path, whe
 
 
 @pytest.mark.parametrize(("where", "status"), [(">/dev/full", 2), (">&-", 0)])
-def test_an_output_that_cannot_be_written_is_no_traceback(tmp_path: Path, where: str, status: int) -> None:
+def test_unwritable_output_gives_no_traceback(tmp_path: Path, where: str, status: int) -> None:
     shell = f"{sys.executable} -m stepscope bench --list {where}"
     done = subprocess.run(["bash", "-c", shell], cwd=tmp_path, capture_output=True, text=True, check=False)
     assert done.returncode == status
     assert "Traceback" not in done.stderr
 
 
-def test_a_loss_that_is_not_finite_is_remarked_on(tmp_path: Path) -> None:
+def test_non_finite_loss_has_a_remark(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(
         FACTORY + "def nan(batch, context):\n    model, x, loss = build(batch, context)\n"
         "    return model, x, lambda output: loss(output) * float('nan')\n"
@@ -335,8 +335,8 @@ def test_a_loss_that_is_not_finite_is_remarked_on(tmp_path: Path) -> None:
     assert "not-finite" in done.stdout
 
 
-def test_without_torch_the_analysis_half_works_and_bench_says_what_to_install(tmp_path: Path) -> None:
-    """A path finder that does not see torch stands in for an installation without it."""
+def test_without_torch_analysis_works_and_bench_says_what_to_install(tmp_path: Path) -> None:
+    """A path finder that hides torch simulates an installation without it."""
     stepscope(tmp_path, "bench", *TINY, "--context", "8")
     (tmp_path / "hide").mkdir()
     (tmp_path / "hide/sitecustomize.py").write_text(

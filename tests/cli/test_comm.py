@@ -1,4 +1,4 @@
-"""`stepscope comm` from a person's side: tables, a rank that is killed, torchrun, bad input."""
+"""`stepscope comm` end to end: tables, a killed rank, torchrun, bad input."""
 
 import json
 import os
@@ -23,7 +23,7 @@ def test_a_rank_that_is_killed_costs_its_case_and_an_interrupt_leaves_no_process
     )
     wait_until(lambda: len(rows(tmp_path, OUT)) > 0)
     ranks = sorted(_ranks(tmp_path))
-    assert len(ranks) == 3  # and the process that they were forked from
+    assert len(ranks) == 3  # and their parent process
     os.kill(ranks[-1], signal.SIGKILL)
     wait_until(lambda: any(row["status"] != "ok" for row in rows(tmp_path, OUT)))
     assert kill(sweep, signal.SIGINT) == 130
@@ -39,7 +39,7 @@ def _ranks(folder: Path) -> list[int]:
     return workers(folder, "stepscope.measure.training")
 
 
-def test_ranks_that_somebody_else_started_are_served_and_rank_0_alone_speaks(tmp_path: Path) -> None:
+def test_ranks_started_by_torchrun_work_and_only_rank_0_prints(tmp_path: Path) -> None:
     with socket.socket() as probe:
         probe.bind(("", 0))
         port = probe.getsockname()[1]

@@ -1,4 +1,4 @@
-"""`stepscope profile --counters` as a person types it, on a machine without a GPU."""
+"""`stepscope profile --counters` end to end, on a machine without a GPU."""
 
 from pathlib import Path
 
@@ -19,7 +19,7 @@ from tests.unit.ncu_files import COUNTED, StandIn
         (["--format", "csv"], ["unsupported format: `csv`"]),
     ],
 )
-def test_what_cannot_be_counted_is_refused_before_anything_runs(
+def test_invalid_counter_options_are_rejected_before_anything_runs(
     tmp_path: Path, arguments: list[str], said: list[str]
 ) -> None:
     done = stepscope(tmp_path, "profile", *arguments, PATH="/nowhere")
@@ -30,7 +30,7 @@ def test_what_cannot_be_counted_is_refused_before_anything_runs(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_without_a_gpu_it_says_so(tmp_path: Path) -> None:
+def test_missing_gpu_is_reported(tmp_path: Path) -> None:
     StandIn(tmp_path)
     done = stepscope(tmp_path, "profile", "--counters", PATH=f"{tmp_path}:/usr/bin:/bin")
     assert done.returncode == 2

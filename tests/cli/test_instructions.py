@@ -1,5 +1,5 @@
-"""A CPU that advertises instructions it cannot run: PyTorch crashes with SIGILL in bf16 and fp16 products until it is
-told not to use them. Simulated in every process that loads torch, so that the chain from the command to the row is
+"""A CPU that advertises instructions it cannot run: PyTorch crashes with SIGILL in bf16 and fp16 GEMMs until it is told
+not to use them. This is simulated in every process that loads torch, so the chain from the command to the row is
 real."""
 
 import json
@@ -11,7 +11,7 @@ import pytest
 
 from tests.cli.command import TINY, rows, stepscope
 
-# Python runs a module of this name at its start. It waits for torch to be imported, and replaces its products.
+# Python runs a module with this name at startup. It waits for torch to be imported and replaces its GEMMs.
 _SITE = """
 import importlib.abc, importlib.machinery, os, signal, sys
 
@@ -42,7 +42,7 @@ sys.meta_path.insert(0, Finder())
 
 @pytest.fixture
 def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
-    """Its environment, in which nothing is known yet. Without a compiler, so that the probe need not wait for one."""
+    """Its environment, with an empty cache, and without a compiler so that the probe does not wait for one."""
     (tmp_path / "site").mkdir()
     (tmp_path / "site" / "sitecustomize.py").write_text(_SITE)
     for name in ("ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA", "STEPSCOPE_CPU_LIMITS"):
@@ -51,7 +51,7 @@ def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
     return {"PYTHONPATH": path, "STEPSCOPE_CACHE": str(tmp_path / "cache"), "CXX": str(tmp_path / "missing")}
 
 
-def test_bench_runs_where_bf16_products_die_and_its_rows_say_what_was_limited(
+def test_bench_survives_crashing_bf16_matmuls_and_its_rows_say_what_was_limited(
     tmp_path: Path, machine: dict[str, str]
 ) -> None:
     arguments = ("bench", *TINY, "--precision", "bf16", "--out", "runs/bench")
@@ -68,7 +68,7 @@ def test_bench_runs_where_bf16_products_die_and_its_rows_say_what_was_limited(
     assert "SIGILL in a bf16 GEMM" in line["found"]
 
 
-def test_a_setting_of_the_users_own_that_dies_is_said_and_stays(tmp_path: Path, machine: dict[str, str]) -> None:
+def test_crashing_user_setting_is_reported_and_kept(tmp_path: Path, machine: dict[str, str]) -> None:
     own = {**machine, "ONEDNN_MAX_CPU_ISA": "AVX512_CORE_AMX"}
     done = stepscope(tmp_path, "bench", *TINY, "--precision", "bf16", **own)
     assert done.returncode == 2
@@ -77,9 +77,7 @@ def test_a_setting_of_the_users_own_that_dies_is_said_and_stays(tmp_path: Path, 
     assert _verdicts(tmp_path, own)["cpu instructions"]["verdict"] == "broken"
 
 
-def test_a_torch_that_crashes_when_it_is_imported_is_broken_and_not_the_cpu(
-    tmp_path: Path, machine: dict[str, str]
-) -> None:
+def test_torch_that_crashes_on_import_is_broken_and_the_cpu_is_not(tmp_path: Path, machine: dict[str, str]) -> None:
     (tmp_path / "site" / "torch.py").write_text("import os, signal\nos.kill(os.getpid(), signal.SIGSEGV)\n")
     (tmp_path / "site" / "sitecustomize.py").unlink()
     verdicts = _verdicts(tmp_path, machine)

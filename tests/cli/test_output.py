@@ -1,4 +1,4 @@
-"""Where the output goes: a full disk, a reader that leaves, a stream that is closed."""
+"""Output to a full disk, a closed pipe or a closed stream."""
 
 import shlex
 import subprocess
@@ -11,7 +11,7 @@ from tests.unit.kineto_files import kernel, launch, training_step, write_trace
 
 
 def shell(folder: Path, command: str) -> "subprocess.CompletedProcess[str]":
-    """The exit status is that of stepscope, wherever its output goes."""
+    """Return the exit status of stepscope, wherever its output goes."""
     program = f"{shlex.quote(sys.executable)} -m stepscope"
     script = f"{command.replace('stepscope', program)}\nexit ${{PIPESTATUS[0]}}"
     return subprocess.run(["bash", "-c", script], cwd=folder, capture_output=True, text=True, check=False, timeout=120)
@@ -25,12 +25,12 @@ def test_a_full_disk_is_an_error_that_names_it(tmp_path: Path, command: str) -> 
 
 
 @pytest.mark.parametrize("command", ["--help", "explain --help", "--version", "bench --list"])
-def test_a_reader_that_leaves_early_ends_it_quietly(tmp_path: Path, command: str) -> None:
+def test_closed_pipe_ends_quietly(tmp_path: Path, command: str) -> None:
     done = shell(tmp_path, f"stepscope {command} | true")
     assert (done.returncode, done.stderr) == (0, "")
 
 
-def test_a_reader_that_leaves_early_does_not_change_the_verdict(tmp_path: Path) -> None:
+def test_closed_pipe_does_not_change_the_exit_status(tmp_path: Path) -> None:
     write_trace(tmp_path / "a.json", training_step())
     slow = [launch("1700.000", "5.000", 7), kernel("ampere_sgemm_128x64_tn", "1800.000", "9000.000", 7)]
     write_trace(tmp_path / "b.json", [*training_step(), *slow])
@@ -41,7 +41,7 @@ def test_a_reader_that_leaves_early_does_not_change_the_verdict(tmp_path: Path) 
 
 
 @pytest.mark.parametrize("where", ["2>/dev/full", "2>&-"])
-def test_an_error_that_cannot_be_said_has_its_status_all_the_same(tmp_path: Path, where: str) -> None:
+def test_unprintable_error_keeps_its_exit_status(tmp_path: Path, where: str) -> None:
     for command in ("explain missing.json", "--no-such-option"):
         done = shell(tmp_path, f"stepscope {command} {where}")
         assert (done.returncode, done.stdout) == (2, "")
@@ -73,14 +73,14 @@ def test_an_error_that_cannot_be_said_has_its_status_all_the_same(tmp_path: Path
         "train --config PATH",
     ],
 )
-def test_what_is_no_regular_file_is_refused_at_once(tmp_path: Path, command: str) -> None:
+def test_special_files_are_rejected_at_once(tmp_path: Path, command: str) -> None:
     write_trace(tmp_path / "trace.json", training_step())
     done = shell(tmp_path, f"mkfifo pipe; ulimit -v 8000000; stepscope {command.replace('PATH', 'pipe')}")
     assert done.returncode == 2
     assert done.stderr.startswith("error: ")
 
 
-def test_a_name_that_is_not_utf8_is_refused_before_it_gets_into_results(tmp_path: Path) -> None:
+def test_name_that_is_not_utf8_is_rejected(tmp_path: Path) -> None:
     write_trace(tmp_path / "trace.json", training_step())
     done = shell(tmp_path, r"stepscope explain trace.json --save $'saved\xff'")
     assert done.returncode == 2

@@ -1,4 +1,4 @@
-"""Nothing that is not ours is deleted or changed, whatever a folder that the user names looks like."""
+"""stepscope never deletes or changes foreign files, whatever directory the user names."""
 
 import subprocess
 import time
@@ -22,7 +22,7 @@ def fill(folder: Path, *names: str) -> None:
 
 
 def see(folder: Path) -> dict[str, tuple[bytes, int]]:
-    """Every file below, with its content and when it was last changed; folders with when something came or went."""
+    """Every file with its content and modification time, and every directory with its modification time."""
     return {
         path.relative_to(folder).as_posix(): (path.read_bytes() if path.is_file() else b"", path.stat().st_mtime_ns)
         for path in (folder, *folder.rglob("*"))
@@ -30,7 +30,7 @@ def see(folder: Path) -> dict[str, tuple[bytes, int]]:
 
 
 def refuse(folder: Path, *arguments: str, **environment: str) -> "subprocess.CompletedProcess[str]":
-    """The command ends with an error, and leaves `theirs` as it was, to the byte and to the nanosecond."""
+    """The command fails and leaves `theirs` unchanged, including modification times."""
     before = see(folder / "theirs")
     found = stepscope(folder, *arguments, **environment)
     assert found.returncode == 2, found.stderr
@@ -45,18 +45,18 @@ _RUN = ("logs/rank-0.log", "journal/0.journal", "journal/7.journal", "checkpoint
 
 @pytest.mark.parametrize("more", [[], ["--fresh"]])
 @pytest.mark.parametrize("names", [_RUN, ("run.json", "memory.json", "lock", *_RUN), ("logs/rank-0.log",)])
-def test_training_into_a_foreign_folder_is_refused(tmp_path: Path, names: tuple[str, ...], more: list[str]) -> None:
+def test_training_into_a_foreign_directory_is_rejected(tmp_path: Path, names: tuple[str, ...], more: list[str]) -> None:
     fill(tmp_path / "theirs", *names)
     found = refuse(tmp_path, "train", *TRAIN, "--out", "theirs", *more)
     assert "did not create" in found.stderr
 
 
-def test_a_rank_that_somebody_started_refuses_a_foreign_folder_too(tmp_path: Path) -> None:
+def test_torchrun_rank_rejects_a_foreign_directory_too(tmp_path: Path) -> None:
     fill(tmp_path / "theirs", *_RUN)
     refuse(tmp_path, "train", *TRAIN, "--out", "theirs", RANK="0", WORLD_SIZE="1", LOCAL_RANK="0")
 
 
-def test_comm_with_a_foreign_folder_where_its_ranks_would_go_is_refused(tmp_path: Path) -> None:
+def test_comm_with_a_foreign_rank_directory_is_rejected(tmp_path: Path) -> None:
     fill(tmp_path / "theirs", "ranks/logs/rank-0.log", "ranks/journal/0.journal", "ranks/thesis.tex")
     refuse(tmp_path, "comm", *COMM, "--out", "theirs", STEPSCOPE_CACHE=str(tmp_path / "cache"))
     environment = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "STEPSCOPE_CACHE": str(tmp_path / "cache")}
@@ -67,12 +67,12 @@ def test_comm_with_a_foreign_folder_where_its_ranks_would_go_is_refused(tmp_path
     "command", [["bench", *BENCH], ["memory", *MEMORY], ["comm", *COMM], ["attention", *ATTENTION]], ids=lambda c: c[0]
 )
 @pytest.mark.parametrize("fresh", [[], ["--fresh"]], ids=["plain", "fresh"])
-def test_a_foreign_results_file_is_refused(tmp_path: Path, command: list[str], fresh: list[str]) -> None:
+def test_foreign_results_file_is_rejected(tmp_path: Path, command: list[str], fresh: list[str]) -> None:
     fill(tmp_path / "theirs", "results.jsonl", "logs/a.log", "recordings/a")
     refuse(tmp_path, *command, *fresh, "--out", "theirs", STEPSCOPE_CACHE=str(tmp_path / "cache"))
 
 
-def test_a_report_goes_into_no_foreign_folder_and_over_no_foreign_page(tmp_path: Path) -> None:
+def test_report_overwrites_no_foreign_directory_or_page(tmp_path: Path) -> None:
     fill(tmp_path / "theirs", "report.json", "profile/manifest.json", "bench/results.jsonl")
     refuse(tmp_path, "report", *BENCH, "--data", "theirs")
     fill(tmp_path / "theirs", "page.html")
@@ -81,7 +81,7 @@ def test_a_report_goes_into_no_foreign_folder_and_over_no_foreign_page(tmp_path:
 
 
 @pytest.mark.parametrize("names", [("manifest.json", "index.html"), ("notes.txt",)])
-def test_a_profile_replaces_no_foreign_folder_even_by_force(tmp_path: Path, names: tuple[str, ...]) -> None:
+def test_profile_keeps_a_foreign_directory_even_with_force(tmp_path: Path, names: tuple[str, ...]) -> None:
     fill(tmp_path / "theirs", *names)
     (tmp_path / "theirs" / names[0]).write_text('{"name": "web app", "schema": "theirs"}')
     refuse(tmp_path, "profile", *BENCH, "--out", "theirs", "--force")
@@ -103,7 +103,7 @@ def wait_for(process: "subprocess.Popen[bytes]", folder: Path, pattern: str) -> 
     ],
     ids=lambda command: command[0],
 )
-def test_what_a_killed_command_leaves_goes_with_the_next(
+def test_next_command_removes_leftovers_of_a_killed_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: list[str]
 ) -> None:
     temporary = tmp_path / "tmp"

@@ -1,4 +1,4 @@
-"""The Python API as a user has it: next to the command line, under a type checker, and with models that run."""
+"""The Python API end to end: compared with the command line, under a type checker, and with real models."""
 
 import os
 import subprocess
@@ -16,7 +16,7 @@ TRACE = ROOT / "docs/examples/trace.json.gz"
 MEMORY = ROOT / "bench/results/memory_h200/small-train-fp32"
 TINY = stepscope.workload(d_model=16, d_ff=32, num_layers=1, num_heads=2, vocab=50, batch=1, context=16, device="cpu")
 
-# What a user writes who has everything checked. Every name of the API is in it.
+# A user's script under strict type checks. It uses every name of the API.
 SCRIPT = """
 import polars as pl
 
@@ -56,7 +56,7 @@ def measure(path: str) -> stepscope.Workload:
 
 
 @pytest.mark.parametrize("file", [TRACE, MEMORY], ids=["time", "memory"])
-def test_the_document_is_what_explain_prints(tmp_path: Path, file: Path) -> None:
+def test_document_equals_explain_output(tmp_path: Path, file: Path) -> None:
     printed = type_command(tmp_path, "explain", str(file), "--format", "json")
     assert printed.returncode == 0
     assert stepscope.load(file).to_json() == printed.stdout
@@ -76,7 +76,7 @@ def check_types(folder: Path, script: str) -> "subprocess.CompletedProcess[str]"
 
 
 @pytest.mark.timeout(600)
-def test_a_script_of_a_user_has_strict_types(tmp_path: Path) -> None:
+def test_user_script_passes_strict_type_checks(tmp_path: Path) -> None:
     for name in stepscope.__all__:
         assert f"stepscope.{name}" in SCRIPT
     done = check_types(tmp_path, SCRIPT)

@@ -1,4 +1,4 @@
-"""`stepscope report`: one page, whatever ends it, and the same command goes on."""
+"""`stepscope report`: any end leaves a page, and the same command resumes."""
 
 import shutil
 import signal
@@ -41,7 +41,7 @@ def raises_later(batch, context):
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> "tuple[Path, subprocess.CompletedProcess[str]]":
-    """A folder in which a report was made, and what it said. Whoever uses it must leave it as it is."""
+    """A directory with a finished report, and its output. Tests must not change it."""
     folder = tmp_path_factory.mktemp("report")
     return folder, stepscope(folder, "report", *TINY, "--data", "data")
 
@@ -77,19 +77,19 @@ def test_one_command_makes_a_page(made: "tuple[Path, subprocess.CompletedProcess
     assert workers(folder) == []
 
 
-def test_the_same_command_uses_what_is_done(
+def test_same_command_reuses_finished_stages(
     made: "tuple[Path, subprocess.CompletedProcess[str]]", tmp_path: Path
 ) -> None:
     shutil.copytree(made[0], tmp_path, dirs_exist_ok=True)
     shutil.rmtree(tmp_path / "data/profile")
     done = stepscope(tmp_path, "report", *TINY, "--data", "data")
     assert done.returncode == 0, done.stderr
-    assert {name for name, said in stage_lines(done).items() if "done before" not in said} == {"profile"}
+    assert {name for name, said in stage_lines(done).items() if "reused" not in said} == {"profile"}
     assert len(rows(tmp_path, "data/bench")) == 2
     assert (tmp_path / "data/profile/manifest.json").is_file()
 
 
-def test_its_folder_is_told_again_without_running(
+def test_report_directory_makes_a_page_without_measuring(
     made: "tuple[Path, subprocess.CompletedProcess[str]]", tmp_path: Path
 ) -> None:
     done = stepscope(tmp_path, "report", str(made[0] / "data"), str(TRACE), "--out", "both.html")
@@ -110,7 +110,7 @@ def wait_until_gone(folder: Path) -> None:
     wait_until(lambda: workers(folder) == [])
 
 
-def test_a_kill_and_ctrl_c_leave_a_page_and_the_same_command_goes_on(tmp_path: Path) -> None:
+def test_same_command_resumes_after_a_kill_and_ctrl_c(tmp_path: Path) -> None:
     command = ["report", *TINY, "--data", "data"]
     process = start(tmp_path, *command)
     wait_for("bench: ", tmp_path, process)
@@ -125,34 +125,36 @@ def test_a_kill_and_ctrl_c_leave_a_page_and_the_same_command_goes_on(tmp_path: P
     assert kill(process, signal.SIGINT) == 130
     said = (tmp_path / "stderr.txt").read_text().splitlines()
     assert said[0].startswith("bench: ")
-    assert said[0].endswith("(done before; --fresh runs it again)")
-    assert said[-1].startswith("interrupted: the page so far is report.html; to go on: stepscope report --d-model 16")
+    assert said[0].endswith("(reused; --fresh runs it again)")
+    assert said[-1].startswith(
+        "interrupted: finished stages are in report.html; resume with: stepscope report --d-model 16"
+    )
     page = (tmp_path / "report.html").read_text()
-    assert "interrupted before it was done" in page
+    assert "the report was interrupted" in page
     assert "not done yet" not in page
     assert is_ours(tmp_path / "report.html")
     wait_until_gone(tmp_path)
     assert {path.name for path in tmp_path.iterdir()} == {"report.html", "data", "stderr.txt"}
 
 
-def test_a_stage_that_fails_costs_its_own_section(folder: Path) -> None:
+def test_failed_stage_costs_only_its_section(folder: Path) -> None:
     command = ["report", "--model", "mine:raises_later", "--steps", "2", "--without", "memory"]
     done = stepscope(folder, *command)
     assert done.returncode == 0, done.stderr
     said = stage_lines(done)
-    assert said["memory"] == "left out by --without"
+    assert said["memory"] == "skipped with --without"
     assert said["attention"].startswith("left out: ")
     assert "ms a step" in said["bench"]
     assert said["profile"].startswith("failed: building `mine:raises_later` raised ValueError: no weights for today")
     page = (folder / "report.html").read_text()
     assert "no weights for today" in page
-    assert "left out by --without" in page
+    assert "skipped with --without" in page
 
 
-def test_when_every_stage_fails_the_page_says_so(folder: Path) -> None:
+def test_page_has_the_reasons_if_every_stage_fails(folder: Path) -> None:
     done = stepscope(folder, "report", "--model", "mine:dies", "--without", "precision")
     assert done.returncode == 1
-    assert "every stage failed, and the page says why" in done.stderr
+    assert "every stage failed" in done.stderr
     assert "SIGABRT" in (folder / "report.html").read_text()
 
 
@@ -163,15 +165,15 @@ def test_bad_input_leaves_nothing(folder: Path) -> None:
     assert {path.name for path in folder.iterdir()} - {"__pycache__"} == {"mine.py"}
 
 
-def test_what_cannot_be_is_refused_before_anything_runs(tmp_path: Path) -> None:
+def test_bad_calls_are_rejected_before_anything_runs(tmp_path: Path) -> None:
     (tmp_path / "mine.html").write_text("<html>my own</html>")
     calls = {
         ("--out", "mine.html"): "stepscope did not write it",
-        ("--out", "report.pdf"): "a report is a page, not `.pdf`",
-        ("--without", "memroy"): "there is no stage `memroy`",
+        ("--out", "report.pdf"): "unsupported file extension `.pdf`",
+        ("--without", "memroy"): "unknown stage `memroy`",
         ("--size", "nano,small"): "one case to record, got 2",
         ("nothing.json",): "file not found: `nothing.json`",
-        (str(TRACE), "--fresh"): "`--fresh` does nothing here",
+        (str(TRACE), "--fresh"): "`--fresh` has no effect here",
     }
     for words, says in calls.items():
         done = stepscope(tmp_path, "report", *words)

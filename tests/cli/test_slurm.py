@@ -1,4 +1,4 @@
-"""`--slurm` against a real Slurm of one node, which is started here and ended afterwards."""
+"""`--slurm` against a real Slurm cluster of one node, which the tests start and stop."""
 
 import json
 import signal
@@ -80,8 +80,8 @@ def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
             pytest.skip(str(error))
 
 
-def test_a_grid_over_an_array_goes_on_from_a_local_run(tmp_path: Path) -> None:
-    """The rows have the keys that they have here: what is there is not measured again."""
+def test_array_job_resumes_a_local_run(tmp_path: Path) -> None:
+    """Rows have the same keys as local ones, so finished cases are not measured again."""
     here = stepscope(tmp_path, "bench", *TINY, "--context", "8")
     assert here.returncode == 0, here.stderr
     first = (tmp_path / "runs/bench/results.jsonl").read_text()
@@ -104,9 +104,9 @@ def test_a_grid_over_an_array_goes_on_from_a_local_run(tmp_path: Path) -> None:
     assert again.stdout == done.stdout
 
 
-def test_a_job_that_is_queued_again_goes_on_and_so_does_a_command_that_was_interrupted(tmp_path: Path) -> None:
-    """One job in two lives, and two commands: the first is interrupted, and the second finds its job of before, which
-    queues itself again when it is told that its time is up. A case that fails is a row."""
+def test_requeued_job_and_interrupted_command_resume(tmp_path: Path) -> None:
+    """The first command is interrupted. The second one finds its job, which requeues itself at its time limit. A failed
+    case is a row."""
     (tmp_path / "mine.py").write_text(MODEL)
     command = ["bench", "--model", "mine:build", "--context", "16,32,64", "--device", "cpu", "--warmup", "1"]
     command += ["--steps", "2", *JOB]
@@ -131,7 +131,7 @@ def test_a_job_that_is_queued_again_goes_on_and_so_does_a_command_that_was_inter
     assert (tmp_path / "runs/bench/results.jsonl").read_text().startswith(first), "nothing is measured twice"
 
 
-def test_jobs_of_before_are_waited_for_and_a_cancelled_one_is_named_with_its_log(tmp_path: Path) -> None:
+def test_earlier_jobs_are_awaited_and_a_cancelled_one_is_named_with_its_log(tmp_path: Path) -> None:
     command = ["bench", *TINY, "--context", "8,16", "--array", "2"]
     left = stepscope(tmp_path, *command, *NEVER, "--no-wait")
     assert left.returncode == 0, left.stderr
@@ -156,7 +156,7 @@ def test_jobs_of_before_are_waited_for_and_a_cancelled_one_is_named_with_its_log
     assert f"submitted: job {_manifest(tmp_path, 2)['job_id']}" in rest.stderr
 
 
-def test_what_slurm_refuses_leaves_nothing(tmp_path: Path) -> None:
+def test_rejected_job_leaves_nothing(tmp_path: Path) -> None:
     refused = stepscope(tmp_path, "bench", *TINY, *JOB, "--partition", "gpus")
     assert refused.returncode == 2
     assert "Slurm rejected the job" in refused.stderr
@@ -165,7 +165,7 @@ def test_what_slurm_refuses_leaves_nothing(tmp_path: Path) -> None:
     assert not (tmp_path / "runs").exists()
 
 
-def test_options_of_a_cluster_without_one_are_refused(tmp_path: Path) -> None:
+def test_cluster_options_without_slurm_are_rejected(tmp_path: Path) -> None:
     done = stepscope(tmp_path, "bench", *TINY, "--partition", "debug")
     assert done.returncode == 2
     assert "`--partition` requires `--slurm`" in done.stderr
@@ -211,7 +211,7 @@ def test_a_rank_that_raises_is_named_and_ends_the_job(ranks: Callable[[str], Slu
     assert "_1_log.out" in raised.value.detail
 
 
-def test_training_that_is_queued_again_goes_on_from_its_checkpoint(tmp_path: Path) -> None:
+def test_requeued_training_resumes_from_its_checkpoint(tmp_path: Path) -> None:
     command = ["train", *TRAINED, "--ranks", "2", "--save-every", "2", "--steps", "400", *JOB]
     waiting = start(tmp_path, *command)
     log, checkpoints = tmp_path / "runs/train/log.jsonl", tmp_path / "runs/train/checkpoints"
@@ -229,7 +229,7 @@ def test_training_that_is_queued_again_goes_on_from_its_checkpoint(tmp_path: Pat
     assert "400" in again.stdout
 
 
-def test_a_fresh_training_that_is_typed_again_is_collected_and_not_deleted(tmp_path: Path) -> None:
+def test_repeated_fresh_command_collects_the_run_instead_of_deleting_it(tmp_path: Path) -> None:
     command = ["train", *TRAINED, "--steps", "3", "--fresh", *JOB]
     first = stepscope(tmp_path, *command, "--no-wait")
     assert first.returncode == 0, first.stderr
@@ -279,8 +279,8 @@ def _slurm(*command: str) -> str:
 
 
 def _begin_again(number: str) -> None:
-    """A job that is queued again waits for two minutes, unless somebody says otherwise. Nobody may before its last life
-    is over, nor in the second after: the node would take its new credential for the one that was just revoked."""
+    """Start a requeued job now instead of after two minutes. This must happen more than a second after its last run
+    ended, or else the node takes its new credential for the revoked one."""
     show = ["squeue", "--noheader", "--format=%T %r", f"--jobs={number}"]
     wait_until(lambda: _slurm(*show).strip() == "PENDING BeginTime")
     time.sleep(2)

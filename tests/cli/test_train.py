@@ -1,4 +1,4 @@
-"""`stepscope train` as a person runs it: ranks, resuming, and every way a rank can go wrong."""
+"""`stepscope train` end to end: ranks, resuming, and every way a rank can fail."""
 
 import json
 import os
@@ -63,7 +63,7 @@ def test_two_ranks_train_resume_and_are_shown(tmp_path: Path) -> None:
     ]
 
 
-def test_a_killed_rank_is_named_and_the_same_command_goes_on(tmp_path: Path) -> None:
+def test_killed_rank_is_named_and_the_same_command_resumes(tmp_path: Path) -> None:
     command = ["train", *TINY, "--ranks", "2", "--strategy", "naive", "--save-every", "5"]
     run = start(tmp_path, *command, "--steps", "100000")
     wait_for_steps(tmp_path, 12)
@@ -110,7 +110,7 @@ def test_ctrl_c_leaves_no_rank_and_the_last_checkpoint(tmp_path: Path) -> None:
     assert list((tmp_path / "runs/train/checkpoints").glob("*.json"))
 
 
-def test_torchrun_starts_ranks_too(tmp_path: Path) -> None:
+def test_torchrun_starts_the_ranks(tmp_path: Path) -> None:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -130,7 +130,7 @@ def test_torchrun_starts_ranks_too(tmp_path: Path) -> None:
     assert (row["ranks"], row["steps"]) == (2, 2)
 
 
-def test_an_occupied_port_is_said_at_once(tmp_path: Path) -> None:
+def test_occupied_port_is_reported_at_once(tmp_path: Path) -> None:
     with socket.socket() as taken:
         taken.bind(("", 0))
         taken.listen()
@@ -142,7 +142,7 @@ def test_an_occupied_port_is_said_at_once(tmp_path: Path) -> None:
     assert "Traceback" not in run.stderr
 
 
-def test_half_a_rank_is_refused(tmp_path: Path) -> None:
+def test_incomplete_rank_environment_is_rejected(tmp_path: Path) -> None:
     run = stepscope(tmp_path, "train", *TINY, RANK="0")
     assert run.returncode == 2
     assert "RANK is `0` but WORLD_SIZE is not set" in run.stderr
@@ -150,7 +150,7 @@ def test_half_a_rank_is_refused(tmp_path: Path) -> None:
     assert not (tmp_path / "runs").exists()
 
 
-def test_bad_input_is_refused_before_anything_starts(tmp_path: Path) -> None:
+def test_bad_input_is_rejected_before_anything_starts(tmp_path: Path) -> None:
     for arguments, said in (
         (["--ranks", "3"], "batch `4` cannot be split evenly over 3 ranks"),
         (["--data", "missing.txt"], "cannot read the data: `missing.txt`"),
@@ -165,7 +165,7 @@ def test_bad_input_is_refused_before_anything_starts(tmp_path: Path) -> None:
         assert "Traceback" not in run.stderr
 
 
-def test_a_run_that_diverges_is_logged_shown_drawn_and_resumed(tmp_path: Path) -> None:
+def test_diverging_run_is_logged_shown_plotted_and_resumed(tmp_path: Path) -> None:
     diverging = ["train", *TINY, "--lr", "1e20", "--save-every", "3", "--out", "run"]
     first = stepscope(tmp_path, *diverging, "--steps", "6", "--format", "json", **ONE_THREAD)
     assert first.returncode == 0, first.stderr
@@ -180,7 +180,7 @@ def test_a_run_that_diverges_is_logged_shown_drawn_and_resumed(tmp_path: Path) -
     assert set(losses[-2:]) <= {"nan", "inf", "-inf"}
 
 
-def test_stop_on_nan_stops_there_fails_the_gate_and_keeps_the_checkpoint_before(tmp_path: Path) -> None:
+def test_stop_on_nan_fails_the_gate_and_keeps_the_previous_checkpoint(tmp_path: Path) -> None:
     diverging = ["train", *TINY, "--ranks", "2", "--lr", "1e20", "--save-every", "1", "--steps", "50", "--stop-on-nan"]
     for _ in range(2):
         found = stepscope(tmp_path, *diverging, **ONE_THREAD)
@@ -192,7 +192,7 @@ def test_stop_on_nan_stops_there_fails_the_gate_and_keeps_the_checkpoint_before(
         assert last == f"step-{done[-1] - 1:08d}"
 
 
-def test_a_run_that_stops_at_its_first_step_still_says_what_memory_it_took(tmp_path: Path) -> None:
+def test_run_that_stops_at_its_first_step_still_reports_memory(tmp_path: Path) -> None:
     run = ["train", *TINY, "--lr", "1e20", "--save-every", "1", "--stop-on-nan"]
     assert stepscope(tmp_path, *run, "--steps", "50", **ONE_THREAD).returncode == 1
     (tmp_path / "runs/train/memory.json").unlink()

@@ -1,11 +1,11 @@
 """Three-way accuracy: float64 truth, plain PyTorch in the same dtype, ours.
 
-A fixed tolerance is either too tight on another machine or so wide that zeros pass. Here the limit is
-measured: ours may be off by twice what PyTorch's own operation is off in the same dtype, plus one unit in the
-last place of the largest value. Zeros must miss the limit: one that could not fail is itself a failure.
+A fixed tolerance is either too tight on another machine or so wide that zeros pass. Here the limit is measured: our
+error may be twice that of PyTorch's own operation in the same dtype, plus one unit in the last place of the largest
+value. Zeros must exceed the limit: a check that cannot fail is itself a failure.
 
-On top come a few fp32 units, which bf16 and fp16 do not notice. In fp32 itself both errors are the luck of the
-order of summation, and over 30 other seeds one check in 140 missed the bare limit, the worst by six units.
+A few fp32 units are added, which do not matter for bf16 and fp16. In fp32 itself both errors depend on the order of
+summation, and over 30 other seeds one check in 140 missed the bare limit, the worst by six units.
 """
 
 import math
@@ -20,19 +20,19 @@ FP32_UNITS = 8
 
 
 def normal(*shape: int, seed: int = 0, std: float = 1.0) -> Tensor:
-    """Normal values in float64 that depend on shape and seed alone, not on the tests that ran before."""
+    """Normal values in float64 that depend only on shape and seed, not on the tests that ran before."""
     generator = torch.Generator().manual_seed(seed)
     return std * torch.randn(shape, dtype=torch.float64, generator=generator)
 
 
 def error(actual: Tensor, truth: Tensor) -> float:
-    """The largest absolute difference; infinite where actual is not a number."""
+    """The largest absolute difference; infinite if actual is not a number."""
     difference = (actual.detach().double() - truth.detach().double()).abs().max().item()
     return math.inf if math.isnan(difference) else difference
 
 
 def typical_error(actual: Tensor, truth: Tensor) -> float:
-    """The root mean square difference: for a whole model, where the largest one is luck."""
+    """The root mean square difference: for a whole model, where the largest difference is luck."""
     difference = (actual.detach().double() - truth.detach().double()).square().mean().sqrt().item()
     return math.inf if math.isnan(difference) else difference
 
@@ -51,9 +51,9 @@ def assert_as_accurate(
     computed_in: torch.dtype | None = None,
     measure: Callable[[Tensor, Tensor], float] = error,
 ) -> None:
-    """Ours has plain's shape and dtype, and is at most twice as far from the truth.
+    """Assert that ours has plain's shape and dtype, and is at most twice as far from the truth.
 
-    computed_in is the dtype that sets the last place, where results are kept in a wider one: under autocast.
+    computed_in is the dtype that sets the last place, if results are kept in a wider one: under autocast.
     """
     assert truth.dtype == torch.float64, f"{name}: the truth is {truth.dtype}"
     assert ours.shape == plain.shape == truth.shape, f"{name}: {ours.shape}, {plain.shape}, {truth.shape}"
@@ -66,7 +66,7 @@ def assert_as_accurate(
 
 
 def run_with_gradients(op: Op, inputs: Sequence[Tensor], upstream: Tensor) -> list[Tensor]:
-    """op's output, then the gradient of each floating-point input for the given gradient of the output."""
+    """Return op's output, then the gradient of each floating-point input for the given gradient of the output."""
     leaves = [x.detach().clone().requires_grad_(x.is_floating_point()) for x in inputs]
     output = op(*leaves)
     wanted = [leaf for leaf in leaves if leaf.requires_grad]
@@ -78,7 +78,7 @@ def assert_three_way(
 ) -> None:
     """Compare the output and every gradient. Floating-point inputs are float64, and rounded to dtype first.
 
-    truth runs in float64 on the rounded inputs, and is `plain` unless given.
+    truth runs in float64 on the rounded inputs, and defaults to `plain`.
     """
     rounded = [x.to(dtype) if x.is_floating_point() else x for x in inputs]
     exact = [x.double() if x.is_floating_point() else x for x in rounded]

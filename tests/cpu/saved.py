@@ -1,4 +1,4 @@
-"""What autograd keeps after a forward pass, audited as the memory recorder does it."""
+"""Tensors saved for backward after a forward pass, listed as the memory recorder does."""
 
 from collections.abc import Iterable
 from dataclasses import asdict

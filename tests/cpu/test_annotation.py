@@ -1,4 +1,4 @@
-"""Every part of a step gets its range, the step does the same as before, and afterwards nothing is left on it."""
+"""Every part of a step gets its range, the step computes the same as before, and afterwards nothing is left behind."""
 
 import sys
 import types
@@ -26,7 +26,7 @@ GPT2: dict[str, Scalar] = {"n_layer": 2, "n_embd": 16, "n_head": 2, "vocab_size"
 
 
 class Log(list[str]):
-    """Names of ranges as they open, each behind those that it lies in: `step:0/phase:forward/module:...`."""
+    """Names of ranges as they open, each with its enclosing ranges: `step:0/phase:forward/module:...`."""
 
     def __init__(self) -> None:
         self.open: list[str] = []
@@ -46,7 +46,7 @@ class Log(list[str]):
 
 @pytest.fixture
 def log(monkeypatch: pytest.MonkeyPatch) -> Log:
-    """Takes the profiler's place."""
+    """Replaces the profiler."""
     log = Log()
     monkeypatch.setattr(sys.modules["stepscope.annotate"], "_profiler_opener", lambda: log.begin)
     return log
@@ -73,7 +73,7 @@ def step_of(module: nn.Module, *batch: Tensor, mode: Mode = "forward-backward", 
     return Step(workload, parts, CPU)
 
 
-def test_steps_phases_modules_and_parts_nest_as_the_model_is_built(log: Log) -> None:
+def test_steps_phases_modules_and_parts_are_nested(log: Log) -> None:
     run(make(), steps=2)
     forward = "step:0/phase:forward/module:(TransformerLM)"
     block = [path for path in log.inside(f"{forward}/module:blocks.1") if "ffn" not in path]
@@ -92,7 +92,7 @@ def test_steps_phases_modules_and_parts_nest_as_the_model_is_built(log: Log) -> 
     assert log.open == []
 
 
-def test_a_step_ends_with_its_last_phase(log: Log) -> None:
+def test_step_ends_with_its_last_phase(log: Log) -> None:
     step = make()
     with annotated(step):
         for _, phase in step.phases:
@@ -114,14 +114,14 @@ def snapshot(step: Step) -> list[object]:
 
 
 @pytest.mark.parametrize("checkpoint", ["none", "block"])
-def test_afterwards_everything_is_as_it_was(log: Log, checkpoint: str) -> None:
+def test_annotation_is_removed_afterwards(log: Log, checkpoint: str) -> None:
     step = make(checkpoint=checkpoint)
     before = snapshot(step)
     run(step, functions=["stepscope.nn.functional:softmax"])
     assert snapshot(step) == before
 
 
-def test_afterwards_everything_is_as_it_was_when_a_step_fails(log: Log) -> None:
+def test_annotation_is_removed_when_a_step_fails(log: Log) -> None:
     class Broken(nn.Linear):
         def forward(self, input: Tensor) -> Tensor:  # noqa: A002, ARG002
             raise OSError("broken")
@@ -140,7 +140,7 @@ def test_afterwards_everything_is_as_it_was_when_a_step_fails(log: Log) -> None:
     assert snapshot(step) == before
 
 
-def test_annotation_changes_no_number(log: Log) -> None:
+def test_annotation_changes_no_result(log: Log) -> None:
     plain, watched = make(checkpoint="block"), make(checkpoint="block")
     plain.run()
     plain.run()
@@ -149,7 +149,7 @@ def test_annotation_changes_no_number(log: Log) -> None:
         assert torch.equal(a, b)
 
 
-def test_what_checkpointing_computes_again_is_seen_in_backward(log: Log) -> None:
+def test_recomputation_of_checkpointing_is_in_backward(log: Log) -> None:
     run(make(checkpoint="block"))
     backward = "step:0/phase:backward"
     assert f"{backward}/module:blocks.0.attention/part:scores" in log
@@ -157,7 +157,7 @@ def test_what_checkpointing_computes_again_is_seen_in_backward(log: Log) -> None
     assert sum("phase:backward/" in path for path in log) == len(log.inside(backward))
 
 
-def test_a_shared_module_and_lists_of_modules_do_no_harm(log: Log) -> None:
+def test_shared_modules_and_module_lists_work(log: Log) -> None:
     class Shared(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -177,13 +177,13 @@ def test_a_shared_module_and_lists_of_modules_do_no_harm(log: Log) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:.torch.jit.trace:DeprecationWarning")
-def test_a_script_module_is_left_alone(log: Log) -> None:
+def test_script_module_is_ignored(log: Log) -> None:
     scripted = torch.jit.trace(nn.Linear(2, 2), torch.ones(1, 2))  # type: ignore[no-untyped-call]
     run(step_of(nn.Sequential(scripted, nn.ReLU()), torch.ones(1, 2)))
     assert [path.rpartition("/")[2] for path in log][3:] == ["module:1", "phase:loss", "phase:backward"]
 
 
-def test_a_model_of_transformers_has_modules_and_its_own_loss(log: Log) -> None:
+def test_transformers_model_has_modules_and_its_own_loss(log: Log) -> None:
     step = build(build_case({"hf": "gpt2", "set": GPT2, "batch": 1, "context": 8, "device": "cpu"}).workload, CPU)
     run(step)
     model = "step:0/phase:forward/module:(GPT2LMHeadModel)"
@@ -192,7 +192,7 @@ def test_a_model_of_transformers_has_modules_and_its_own_loss(log: Log) -> None:
     assert "_loss_function" not in vars(step.module)
 
 
-def test_a_users_ranges_stand_among_ours(log: Log) -> None:
+def test_user_ranges_nest_with_ours(log: Log) -> None:
     class Own(nn.Linear):
         def forward(self, input: Tensor) -> Tensor:  # noqa: A002
             with stepscope.annotate("mine"):
@@ -203,7 +203,7 @@ def test_a_users_ranges_stand_among_ours(log: Log) -> None:
 
 
 class TestCompiled:
-    """Of a compiled model the outside is annotated, and the compiler notices nothing."""
+    """Only the outside of a compiled model is annotated, and the compiler is not affected."""
 
     @contextmanager
     def compiled_once(self, monkeypatch: pytest.MonkeyPatch) -> Iterator[CompileCounter]:
@@ -214,7 +214,7 @@ class TestCompiled:
         yield counter
         assert counter.frame_count == 1
 
-    def test_only_step_phases_and_the_model_remain(self, log: Log, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_only_step_phases_and_model_remain(self, log: Log, monkeypatch: pytest.MonkeyPatch) -> None:
         with self.compiled_once(monkeypatch):
             step = make(compile=True)
             step.run()
@@ -223,9 +223,7 @@ class TestCompiled:
         names = ["step:0", "phase:forward", "module:(TransformerLM)", "phase:loss", "phase:backward", "phase:optimizer"]
         assert [path.rpartition("/")[2] for path in log] == names
 
-    def test_a_users_range_inside_is_nothing_and_breaks_no_graph(
-        self, log: Log, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_user_range_inside_is_ignored_and_breaks_no_graph(self, log: Log, monkeypatch: pytest.MonkeyPatch) -> None:
         @stepscope.annotate("decorated")
         def inner(x: Tensor) -> Tensor:
             return x.sin()
@@ -244,7 +242,7 @@ class TestCompiled:
             run(step)
         assert not [path for path in log if path.rpartition("/")[2] in ("mine", "decorated", "pushed")]
 
-    def test_parts_that_the_user_compiled_are_ranges_without_an_inside(self, log: Log) -> None:
+    def test_parts_compiled_by_the_user_are_ranges_without_children(self, log: Log) -> None:
         torch._dynamo.reset()
         counter = CompileCounter()
         in_place = nn.Sequential(nn.Linear(2, 2))
@@ -292,7 +290,7 @@ class TestFunctions:
         assert uncalled == {f"{own.__name__}:never"}
         assert (dict(vars(own)), dict(vars(own.Own))) == before
 
-    def test_a_module_that_imported_the_function_by_name_sees_the_range(self, log: Log, own: types.ModuleType) -> None:
+    def test_module_that_imported_the_function_by_name_has_the_range(self, log: Log, own: types.ModuleType) -> None:
         user = __import__(f"{own.__name__}_user")
         step = step_of(own.Own(1, 1), torch.ones(1, 1, requires_grad=True))
         with annotated(step, functions=[f"{own.__name__}:scale"]):
@@ -312,12 +310,12 @@ class TestFunctions:
             ("{own}:Own.shift.nothing", "has no"),
         ],
     )
-    def test_what_cannot_be_annotated_is_told_why(self, own: types.ModuleType, target: str, said: str) -> None:
+    def test_invalid_target_says_why(self, own: types.ModuleType, target: str, said: str) -> None:
         with pytest.raises(StepscopeError) as raised:
             check_functions([target.format(own=own.__name__)], compiled=False)
         assert said in str(raised.value)
         assert "--annotate" in raised.value.hint
 
-    def test_compiled_code_takes_no_functions(self) -> None:
+    def test_compiled_code_supports_no_functions(self) -> None:
         with pytest.raises(StepscopeError, match="with `--compile`"):
             check_functions(["stepscope.nn.functional:rope"], compiled=True)

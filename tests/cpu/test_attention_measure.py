@@ -1,4 +1,6 @@
-"""Attention measured on a CPU: the check that can fail, the memory to the byte, and what a case leaves for the next."""
+"""Attention measured on a CPU: the correctness check can fail, memory is exact to the byte, and cases do not affect
+each other.
+"""
 
 import functools
 import time
@@ -40,7 +42,7 @@ def problem_of(attend: Callable[[Tensor, Tensor, Tensor], Tensor], *, causal: bo
 @pytest.mark.parametrize("implementation", ["naive", "tiled", "sdpa"])
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("causal", [True, False])
-def test_right_results_pass_the_check(implementation: Implementation, precision: Precision, causal: bool) -> None:
+def test_correct_results_pass_the_check(implementation: Implementation, precision: Precision, causal: bool) -> None:
     case = make_case(implementation, precision=precision, causal=causal, length=100)
     accuracies = check(make_problem(case, CPU))
     assert [one.result for one in accuracies] == ["output", "dq", "dk", "dv"]
@@ -64,12 +66,12 @@ def not_a_number(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     ("attend", "results"),
     [(wrong_output, "output"), (wrong_gradient, "dk"), (not_a_number, "output")],
 )
-def test_wrong_results_do_not(attend: Callable[[Tensor, Tensor, Tensor], Tensor], results: str) -> None:
+def test_wrong_results_fail_the_check(attend: Callable[[Tensor, Tensor, Tensor], Tensor], results: str) -> None:
     said = say_wrong(check(problem_of(attend)))
     assert said.startswith(f"{results} has a relative error of")
 
 
-def test_a_wrong_gradient_of_the_last_sequence_alone_is_found() -> None:
+def test_wrong_gradient_only_in_the_last_sequence_is_found() -> None:
     """Where an offset would overflow."""
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -81,7 +83,7 @@ def test_a_wrong_gradient_of_the_last_sequence_alone_is_found() -> None:
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("causal", [True, False])
-def test_memory_of_the_reference_is_its_closed_form_to_the_byte(precision: Precision, causal: bool) -> None:
+def test_memory_of_the_reference_matches_the_formula_to_the_byte(precision: Precision, causal: bool) -> None:
     case = make_case(precision=precision, causal=causal, heads=3)
     problem = make_problem(case, CPU)
     problem.backward(problem.forward())
@@ -93,7 +95,7 @@ def test_memory_of_the_reference_is_its_closed_form_to_the_byte(precision: Preci
 
 
 @pytest.mark.parametrize("implementation", ["tiled", "sdpa"])
-def test_flash_keeps_what_its_closed_form_says_and_peaks_above_it(implementation: Implementation) -> None:
+def test_flash_saves_what_the_formula_says_and_peaks_above_it(implementation: Implementation) -> None:
     case = make_case(implementation, length=300)
     memory, need = weigh(make_problem(case, CPU)), need_of_attention(case)
     assert memory.before_backward_bytes == need.before_backward_bytes
@@ -118,7 +120,7 @@ def test_backward_is_timed_without_its_forward() -> None:
 
 
 def outcomes(monkeypatch: pytest.MonkeyPatch, attend: Callable[..., Tensor], *lengths: int) -> list[tuple[str, str]]:
-    """What becomes of cases when attention is computed by `attend`, which is given the length too."""
+    """Return the outcome of cases when attention is computed by `attend`, which also gets the length."""
 
     def make(case: AttentionCase, device: torch.device) -> RandomAttention:
         plain = make_problem(case, device)
@@ -140,7 +142,7 @@ def reference(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return functional.attention(q, k, v, causal=True)
 
 
-def test_running_out_of_memory_costs_its_own_case(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_oom_case_keeps_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
     def attend(length: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         if length == 32:
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 32.00 GiB")
@@ -151,7 +153,7 @@ def test_running_out_of_memory_costs_its_own_case(monkeypatch: pytest.MonkeyPatc
     assert "Tried to allocate 32.00 GiB" in statuses[1][1]
 
 
-def test_what_an_implementation_cannot_do_is_said_in_its_own_words(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unsupported_case_has_the_reason_of_the_implementation(monkeypatch: pytest.MonkeyPatch) -> None:
     def attend(length: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         if length == 32:
             raise UnsupportedError("`backend` `hopper` cannot run this: D 80")
@@ -160,7 +162,7 @@ def test_what_an_implementation_cannot_do_is_said_in_its_own_words(monkeypatch: 
     assert outcomes(monkeypatch, attend, 16, 32)[1] == ("unsupported", "`backend` `hopper` cannot run this: D 80")
 
 
-def test_a_wrong_result_is_a_failed_case(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wrong_result_fails_the_case(monkeypatch: pytest.MonkeyPatch) -> None:
     def attend(length: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return reference(q, k, v) * (1.01 if length == 32 else 1)
 
@@ -169,8 +171,8 @@ def test_a_wrong_result_is_a_failed_case(monkeypatch: pytest.MonkeyPatch) -> Non
     assert statuses[1][1].startswith("output has a relative error of 0.01")
 
 
-def test_a_compiler_forgets_each_shape_before_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It would compile for varying shapes from the second on, and refuse the ninth."""
+def test_compiler_cache_is_reset_between_shapes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would compile for dynamic shapes from the second on, and refuse the ninth."""
     forgotten: list[int] = []
     monkeypatch.setattr(torch.compiler, "reset", lambda: forgotten.append(1))
     cases = [make_case("compiled", length=2**20, head_dim=1, batch=8 + number) for number in range(3)]
@@ -186,7 +188,7 @@ def test_any_other_failure_ends_the_process(monkeypatch: pytest.MonkeyPatch) -> 
         outcomes(monkeypatch, attend, 16)
 
 
-def test_what_cannot_fit_by_far_is_not_tried() -> None:
+def test_hopeless_case_is_not_tried() -> None:
     case = make_case(length=2**20, batch=8, head_dim=1)
     (outcome,) = measure_cases([case], on_stage=lambda _: pytest.fail("it was tried"))
     assert outcome.status == "oom"
@@ -194,7 +196,7 @@ def test_what_cannot_fit_by_far_is_not_tried() -> None:
 
 
 class Launched:
-    """In the place of a kernel: takes its arguments and leaves memory as it is."""
+    """Replaces a kernel: takes its arguments and leaves memory unchanged."""
 
     def __getitem__(self, grid: object) -> Callable[..., None]:
         return lambda *_, **__: None
@@ -202,10 +204,10 @@ class Launched:
 
 @pytest.mark.parametrize("length", [100, 128, 130])
 @pytest.mark.parametrize("implementation", ["triton", "hopper"])
-def test_launchers_take_the_memory_of_the_closed_form(
+def test_launchers_allocate_what_the_formula_says(
     implementation: Implementation, length: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What a kernel works in is its launcher's, so without a GPU the launchers can be weighed without their kernels."""
+    """A kernel's workspace belongs to its launcher, so launchers can be measured without their kernels and a GPU."""
     for module in (hopper_launch, triton_launch):
         for name in [name for name in vars(module) if name.startswith("attention_")]:
             monkeypatch.setattr(module, name, Launched())

@@ -1,4 +1,4 @@
-"""Saving with torch's own writer, which tells a full disk from nothing else."""
+"""Saving with torch's own writer, which reports a full disk like any other error."""
 
 import subprocess
 import sys
@@ -6,7 +6,7 @@ from pathlib import Path
 
 from stepscope.recording.rows.checkpoints import newest
 
-# A limit on the size of files is what a test can have for a full disk: the write fails halfway, in the kernel.
+# A limit on file size replaces a full disk in a test: the write fails halfway, in the kernel.
 SCRIPT = """
 import resource
 import signal
@@ -37,8 +37,8 @@ except StepscopeError as error:
 """
 
 
-def test_a_disk_that_fills_up_is_named_and_leaves_the_checkpoint_before(tmp_path: Path) -> None:
-    # All in one write; and so little too much that the end of the archive is what no longer fits.
+def test_full_disk_is_named_and_keeps_the_previous_checkpoint(tmp_path: Path) -> None:
+    # All in one write; and just too large, so that only the end of the archive does not fit.
     for count in (1_000_000, 249_900):
         folder = tmp_path / str(count)
         run = subprocess.run(

@@ -1,5 +1,6 @@
-"""Recomputing blocks in groups and nested: the same gradients, less memory, and a refusal where a group would compute
-something else than the model does."""
+"""Recomputing blocks in groups and nested: the same gradients, less memory, and an error if a group would compute
+something else than the model.
+"""
 
 import shutil
 import sys
@@ -54,23 +55,23 @@ def require_same(left: list[Tensor | None], right: list[Tensor | None]) -> None:
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_gradients_are_the_same_to_the_bit(precision: str) -> None:
+def test_gradients_are_bitwise_equal(precision: str) -> None:
     plain = gradients(make(precision=precision))
     for setting in SETTINGS:
         require_same(gradients(make(precision=precision, checkpoint=setting)), plain)
 
 
 @pytest.mark.parametrize(("config", "fields"), [("gpt2", GPT2), ("llama", LLAMA)])
-def test_models_of_transformers_have_the_same_gradients(config: str, fields: dict[str, int]) -> None:
-    """With gpt2's dropout: what is computed again draws the same random numbers."""
+def test_transformers_models_have_the_same_gradients(config: str, fields: dict[str, int]) -> None:
+    """With gpt2's dropout: recomputation draws the same random numbers."""
     plain = gradients(make_hf(hf=config, set=fields))
     for setting in ("2", "3", "nested:2"):
         require_same(gradients(make_hf(hf=config, set=fields, checkpoint=setting)), plain)
 
 
 @pytest.mark.parametrize("setting", ["2", "nested:2"])
-def test_groups_are_traced_as_one_graph(setting: str) -> None:
-    """Neither they nor their checks break it, and nothing makes the second step trace anew."""
+def test_groups_compile_into_one_graph(setting: str) -> None:
+    """Neither they nor their checks break it, and the second step does not recompile."""
     expected = gradients(make(num_layers=3))
     step = make(num_layers=3, checkpoint=setting)
     counter = CompileCounter()
@@ -81,7 +82,7 @@ def test_groups_are_traced_as_one_graph(setting: str) -> None:
 
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a C++ compiler on a CPU")
-def test_a_compiled_step_in_groups_trains() -> None:
+def test_compiled_step_with_groups_trains() -> None:
     step = make(compile=True, checkpoint="2", num_layers=2, mode="train")
     losses = []
     for _ in range(3):
@@ -95,8 +96,9 @@ def test_a_compiled_step_in_groups_trains() -> None:
 
 
 def measure_peak(step: Step) -> int:
-    """The most that the step's tensors take, its parameters and buffers included. What an operator takes for itself and
-    gives back before it ends is not counted."""
+    """The peak memory of the step's tensors, including parameters and buffers. Temporary memory of an operator is not
+    counted.
+    """
     now = sum(one.untyped_storage().nbytes() for one in (*step.module.parameters(), *step.module.buffers()))
     with profiling() as profiler:
         step.run()
@@ -114,7 +116,7 @@ def measure_peak(step: Step) -> int:
     return peak
 
 
-# Weights outweigh tokens; tokens outweigh weights; the vocabulary outweighs both.
+# Weights dominate; tokens dominate; the vocabulary dominates both.
 HEAVY: dict[str, Scalar] = {"d_model": 64, "d_ff": 256, "num_layers": 6, "batch": 4, "context": 64}
 LONG: dict[str, Scalar] = {"d_model": 32, "d_ff": 32, "num_layers": 9, "num_heads": 2, "vocab": 20, "batch": 64}
 LONG |= {"context": 8}
@@ -126,15 +128,15 @@ WORDY: dict[str, Scalar] = {"num_layers": 3, "vocab": 4000, "batch": 4, "context
     [(HEAVY, 1.14), (LONG, 1.17), (WORDY, 1.01), (WORDY | {"precision": "bf16"}, 1.01)],
     ids=["heavy", "long", "wordy", "wordy-bf16"],
 )
-def test_the_closed_form_of_the_peak_holds(shape: dict[str, Scalar], above: float) -> None:
-    """From below, by what an operation needs while it runs; one of its own makes little of the loss's peak."""
+def test_predicted_peak_holds(shape: dict[str, Scalar], above: float) -> None:
+    """A lower bound, because of what an operation needs while it runs; the loss's peak has little of that."""
     for setting in ("none", "block", "2", "3", "nested:2", "nested:3"):
         step = make(**shape, checkpoint=setting)
         predicted = cost.step_peak(step.workload).bytes
         assert predicted <= measure_peak(step) <= above * predicted
 
 
-def test_the_setting_named_best_is_within_two_per_cent_of_the_best() -> None:
+def test_setting_named_best_is_within_two_per_cent_of_the_best() -> None:
     settings = ("none", "block", "2", "3", "4", "nested:2", "nested:3", "nested:4")
     peaks = {setting: measure_peak(make(**LONG, checkpoint=setting)) for setting in settings}
     assert peaks[cost.best_checkpoint(make(**LONG).workload).checkpoint] <= 1.02 * min(peaks.values())
@@ -146,7 +148,7 @@ def test_the_setting_named_best_is_within_two_per_cent_of_the_best() -> None:
 
 @pytest.fixture
 def opened(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
-    """Takes the profiler's place: paths of ranges as they open."""
+    """Replaces the profiler: paths of ranges as they open."""
     stack: list[str] = []
     paths: list[str] = []
 
@@ -165,7 +167,7 @@ def run_annotated(step: Step) -> None:
         step.run()
 
 
-def test_a_block_in_a_group_has_its_own_range_around_its_own_work(opened: list[str]) -> None:
+def test_block_in_a_group_has_its_own_range(opened: list[str]) -> None:
     run_annotated(make(checkpoint="2", num_layers=4))
     for phase in ("forward", "backward"):
         for block in range(4):
@@ -175,13 +177,13 @@ def test_a_block_in_a_group_has_its_own_range_around_its_own_work(opened: list[s
 
 
 @pytest.mark.parametrize(("setting", "times"), [("block", 4), ("2", 4), ("4", 4), ("nested:2", 6), ("nested:4", 7)])
-def test_groups_run_again_once_and_nested_ones_twice(opened: list[str], setting: str, times: int) -> None:
-    """The last block of a nested group once: the group's own run again ends when that block's input is there."""
+def test_groups_recompute_once_and_nested_ones_twice(opened: list[str], setting: str, times: int) -> None:
+    """The last block of a nested group once: the group's own recomputation ends when that block's input is ready."""
     run_annotated(make(checkpoint=setting, num_layers=4))
     assert sum("phase:backward" in path and path.endswith("part:scores") for path in opened) == times
 
 
-# --- What a group cannot do -----------------------------------------------------------------------------------------
+# --- What a group does not support --------------------------------------------------------------------------------
 
 
 class Block(nn.Module):
@@ -194,7 +196,7 @@ class Block(nn.Module):
 
 
 class Model(nn.Module):
-    """Calls its blocks as `loop` says."""
+    """Calls its blocks as `loop` defines."""
 
     def __init__(self, loop: Callable[[list[nn.Module], Tensor], Tensor], block: type[nn.Module] = Block) -> None:
         super().__init__()
@@ -271,14 +273,14 @@ def step_of(module: nn.Module, every: int, *, nested: bool = False) -> Step:
         ),
     ],
 )
-def test_what_a_group_would_compute_differently_is_refused(module: nn.Module, said: str) -> None:
+def test_groups_that_would_compute_something_else_raise(module: nn.Module, said: str) -> None:
     with pytest.raises(StepscopeError) as raised:
         step_of(module, 2).run()
     assert said in str(raised.value)
     assert raised.value.hint == "--checkpoint 1"
 
 
-def test_hooks_are_refused_because_they_would_run_twice() -> None:
+def test_hooks_raise_because_they_would_run_twice() -> None:
     module = Model(in_turn(1.0))
     module.blocks[1].register_forward_hook(lambda *_: None)
     with pytest.raises(StepscopeError, match=r"`blocks\.1` has forward hooks"):
@@ -297,7 +299,7 @@ def test_hooks_are_refused_because_they_would_run_twice() -> None:
         lambda: Model(in_turn(None, extra={"table": [torch.ones(2), "word"]})),
     ],
 )
-def test_blocks_that_run_in_turn_are_grouped(module: Callable[[], nn.Module], nested: bool) -> None:
+def test_blocks_that_run_in_order_are_grouped(module: Callable[[], nn.Module], nested: bool) -> None:
     torch.manual_seed(0)
     plain = module()
     grouped = module()
@@ -307,7 +309,7 @@ def test_blocks_that_run_in_turn_are_grouped(module: Callable[[], nn.Module], ne
     require_same(gradients(step_of(grouped, 2, nested=nested)), [parameter.grad for parameter in plain.parameters()])
 
 
-def test_a_step_that_failed_leaves_no_group_halfway() -> None:
+def test_failed_step_leaves_no_group_unfinished() -> None:
     broken = [True]
 
     def fail_once(blocks: list[nn.Module], x: Tensor) -> Tensor:
@@ -324,7 +326,7 @@ def test_a_step_that_failed_leaves_no_group_halfway() -> None:
     step.run()
 
 
-def test_a_group_holds_nothing_after_a_pass() -> None:
+def test_group_holds_nothing_after_a_pass() -> None:
     module = Model(in_turn(1.0))
     checkpoint_blocks(module, every=2)
     result = module(torch.ones(1, 4))

@@ -1,4 +1,4 @@
-"""Collectives, measured by real ranks: checked first, timed on each, and a case that goes wrong leaves the others."""
+"""Collectives measured by real ranks: checked first, timed on each, and a failed case keeps the others."""
 
 from typing import Any
 
@@ -26,14 +26,14 @@ def measure(rank: int, world: int, cases: tuple[CommCase, ...]) -> list[CommOutc
     from stepscope.measure.collectives import measure_collectives
     from stepscope.parallel import Communicator
 
-    asked = cases if rank == 0 else ()  # rank 0 alone knows which are left
+    asked = cases if rank == 0 else ()  # only rank 0 knows which are left
     return list(measure_collectives(asked, Communicator.default(), device="cpu"))
 
 
-def test_every_collective_is_right_and_timed_on_every_rank() -> None:
+def test_every_collective_is_correct_and_timed_on_every_rank() -> None:
     world = 3
     cases = [make_case(collective, world) for collective in COLLECTIVES]
-    # A message that does not divide by the ranks, of less than a tile and of more, in another dtype.
+    # A message that the ranks do not divide, of less than a tile and of more, in another dtype.
     cases += [make_case("reduce-scatter", world, message_bytes=4_000_010, dtype="bf16")]
     cases += [make_case("all-gather", world, message_bytes=4 * world)]
     first, *others = run_ranks(measure, world, tuple(cases))
@@ -48,7 +48,7 @@ def test_every_collective_is_right_and_timed_on_every_rank() -> None:
 
 
 def measure_broken(rank: int, world: int, cases: tuple[CommCase, ...], breaks: str) -> list[CommOutcome]:
-    """One collective of rank 1 does not do what it says; or it has no memory for one message."""
+    """One collective of rank 1 gives a wrong result, or has no memory for one message."""
     import torch
 
     from stepscope.measure.collectives import measure_collectives
@@ -82,17 +82,17 @@ def measure_broken(rank: int, world: int, cases: tuple[CommCase, ...], breaks: s
     ("breaks", "status", "said"),
     [
         ("memory", "oom", "rank 1: RuntimeError: DefaultCPUAllocator"),
-        ("result", "wrong", "rank 1: the all-reduce gave"),
+        ("result", "wrong", "rank 1: the all-reduce returned wrong"),
     ],
 )
-def test_what_goes_wrong_on_one_rank_costs_that_case_on_all(breaks: str, status: str, said: str) -> None:
+def test_failure_on_one_rank_costs_that_case_on_all(breaks: str, status: str, said: str) -> None:
     cases = tuple(make_case("all-reduce", 2, message_bytes=size) for size in (1_000, 2_000, 3_000))
     for outcomes in run_ranks(measure_broken, 2, cases, breaks):
         assert [outcome.status for outcome in outcomes] == ["ok", status, "ok"]
         assert outcomes[1].reason.startswith(said)
 
 
-def test_what_no_host_can_hold_is_not_tried() -> None:
+def test_message_larger_than_memory_is_not_tried() -> None:
     (outcome,) = run_ranks(measure, 2, (make_case("broadcast", 2, message_bytes=10**15),))[0]
     assert outcome.status == "oom"
     assert "not tried" in outcome.reason

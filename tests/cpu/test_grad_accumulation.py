@@ -1,4 +1,4 @@
-"""A step of several micro-batches: the gradients of one batch, in less memory, told apart in recordings."""
+"""A step of several micro-batches: the gradients of one batch, in less memory, distinguished in recordings."""
 
 from pathlib import Path
 
@@ -49,7 +49,7 @@ def make(**settings: Scalar) -> Step:
 
 
 def gradients(step: Step) -> Tensor:
-    """Of a step up to its update, unscaled, as one vector."""
+    """Gradients of a step before its update, unscaled, as one vector."""
     for name, phase in step.phases:
         if name != "optimizer":
             phase()
@@ -58,7 +58,7 @@ def gradients(step: Step) -> Tensor:
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
 @pytest.mark.parametrize("number", [2, 8])
-def test_gradients_are_those_of_one_batch(precision: str, number: int) -> None:
+def test_gradients_match_one_batch(precision: str, number: int) -> None:
     exact = make()
     exact.module.double()
     truth = gradients(exact)
@@ -71,7 +71,7 @@ def test_gradients_are_those_of_one_batch(precision: str, number: int) -> None:
 
 
 @pytest.mark.parametrize("checkpoint", ["none", "block"])
-def test_a_step_has_one_update_and_starts_without_gradients(checkpoint: str) -> None:
+def test_step_has_one_update_and_starts_without_gradients(checkpoint: str) -> None:
     step = make(grad_accumulation=2, checkpoint=checkpoint)
     assert [name for name, _ in step.phases] == ["forward", "backward", "forward", "backward", "optimizer"]
     before = [parameter.detach().clone() for parameter in step.module.parameters()]
@@ -85,7 +85,7 @@ def test_a_step_has_one_update_and_starts_without_gradients(checkpoint: str) -> 
     assert torch.equal(gradients(step), first)
 
 
-def test_a_compiled_model_is_compiled_for_a_micro_batch_once() -> None:
+def test_model_is_compiled_once_for_a_micro_batch() -> None:
     compilations: list[object] = []
 
     def count(graph: torch.fx.GraphModule, _inputs: list[Tensor]) -> object:
@@ -107,7 +107,7 @@ def own_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     return name
 
 
-def test_a_factory_makes_a_micro_batch_that_runs_as_often_as_the_step_has_them(own_module: str) -> None:
+def test_factory_builds_one_micro_batch_that_runs_several_times_per_step(own_module: str) -> None:
     own: dict[str, Scalar] = {**RUN, "model": f"{own_module}:build"}
     made = {number: build(build_case({**own, "grad_accumulation": number}).workload, CPU) for number in (1, 4)}
     seen: list[tuple[int, ...]] = []
@@ -123,13 +123,13 @@ def test_a_factory_makes_a_micro_batch_that_runs_as_often_as_the_step_has_them(o
     assert count_forward_flops(made[4]) == count_forward_flops(made[1]) > 0
 
 
-def test_a_factory_that_takes_no_batch_is_refused(own_module: str) -> None:
+def test_factory_without_a_batch_parameter_raises(own_module: str) -> None:
     settings: dict[str, Scalar] = {"model": f"{own_module}:deaf", "device": "cpu", "grad_accumulation": 2}
     with pytest.raises(StepscopeError, match="requires a `batch` parameter"):
         build(build_case(settings).workload, CPU)
 
 
-def test_a_model_of_transformers_takes_micro_batches() -> None:
+def test_transformers_model_takes_micro_batches() -> None:
     tiny: dict[str, Scalar] = {"n_layer": 1, "n_embd": 8, "n_head": 1, "vocab_size": 50, "n_positions": 16}
     made = [
         build(build_case({**RUN, "hf": "gpt2", "set": tiny, "grad_accumulation": number}).workload, CPU)
@@ -156,12 +156,12 @@ def test_memory_holds_one_micro_batch_and_all_gradients(tmp_path: Path) -> None:
     peaks = {one.phase: one.peak_bytes for one in profile.summary.phases if one.step == last}
     assert peaks["backward"] == profile.peak_bytes
     assert peaks["optimizer"] < peaks["forward"] < peaks["backward"]
-    # What other tests left alive in this process is of no category.
+    # What other tests left alive in this process has no category.
     held = dict(profile.categories_at(profile.peak_event)) | {"other": 0}
     assert cost.step_peak(case.workload).bytes == pytest.approx(sum(held.values()), rel=0.02)
 
 
-def test_a_profile_counts_the_passes_of_a_step(tmp_path: Path) -> None:
+def test_profile_counts_the_passes_of_a_step(tmp_path: Path) -> None:
     case = case_of(grad_accumulation=2)
     record(case, CPU, functions=(), folder_raw=tmp_path, record_steps=2, on_stage=lambda _: None)
     recording = kineto.read(tmp_path / RAW_TRACE_NAME).with_manifest(case=case)
@@ -179,7 +179,7 @@ def test_a_profile_counts_the_passes_of_a_step(tmp_path: Path) -> None:
     assert "not as expected" not in answer.sentence
 
 
-def test_the_span_of_forward_leaves_out_the_backward_passes_in_between(tmp_path: Path) -> None:
+def test_forward_span_leaves_out_the_backward_passes_in_between(tmp_path: Path) -> None:
     case = case_of(grad_accumulation=4)
     record(case, CPU, functions=(), folder_raw=tmp_path, record_steps=2, on_stage=lambda _: None)
     profile = make_profile(kineto.read(tmp_path / RAW_TRACE_NAME).with_manifest(case=case))

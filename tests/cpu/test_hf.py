@@ -1,4 +1,4 @@
-"""A config of `transformers` is enough to build a model, whatever it reads, with its inputs and its loss."""
+"""A `transformers` config is enough to build a model of any input type, with its inputs and its loss."""
 
 import hashlib
 import json
@@ -17,7 +17,7 @@ from stepscope.step import Step, build
 from stepscope.step.hf import check_config, load_config
 from tests.cpu.test_step import CPU, loss_of, make
 
-# What each config is built as, when it does not say.
+# The class built for each config that does not name one.
 KINDS = {
     "gpt2": "GPT2LMHeadModel",
     "bert": "BertForMaskedLM",
@@ -68,25 +68,25 @@ class TestTransformers:
         run: dict[str, Scalar] = {"batch": 2, "device": "cpu", **context, **settings}
         return build(build_case({**run, "hf": config, "set": sizes}).workload, CPU)
 
-    def test_a_model_type_with_overrides_trains(self) -> None:
+    def test_model_type_with_overrides_trains(self) -> None:
         step = make(hf="gpt2", set=self.TINY_GPT2, checkpoint="block")
         first = loss_of(step)
         for _ in range(3):
             step.run()
         assert loss_of(step) < first
 
-    def test_fields_that_follow_from_others_follow_the_overrides(self) -> None:
-        """A llama of 4 heads has 4 key/value heads, and a head size to match, unless told otherwise."""
+    def test_derived_fields_follow_the_overrides(self) -> None:
+        """A llama with 4 heads has 4 key/value heads, and a matching head size, by default."""
         config = load_config(HuggingFace(config="llama", arguments=(("hidden_size", 64), ("num_attention_heads", 4))))
         assert (config.num_key_value_heads, config.head_dim) == (4, 16)
 
     @pytest.mark.parametrize("attention", ["naive", "sdpa"])
-    def test_attention_is_theirs_by_our_name(self, attention: str) -> None:
+    def test_attention_names_map_to_theirs(self, attention: str) -> None:
         step = make(hf="gpt2", set=self.TINY_GPT2, attention=attention)
         config = step.module.config
         assert getattr(config, "_attn_implementation", None) == {"naive": "eager", "sdpa": "sdpa"}[attention]
 
-    def test_a_config_file_is_taken(self, tmp_path: Path) -> None:
+    def test_config_file_is_accepted(self, tmp_path: Path) -> None:
         from transformers import GPT2Config
 
         GPT2Config(n_layer=2, n_embd=32, n_head=4, vocab_size=60).save_pretrained(tmp_path)
@@ -109,14 +109,14 @@ class TestTransformers:
             ("./nobody", {}, "not found: `./nobody`"),
         ],
     )
-    def test_what_transformers_cannot_build(self, config: str, overrides: dict[str, Scalar], said: str) -> None:
+    def test_invalid_configs_raise(self, config: str, overrides: dict[str, Scalar], said: str) -> None:
         with pytest.raises(StepscopeError) as raised:
             make(hf=config, set=overrides)
         assert said in str(raised.value)
 
     @pytest.mark.parametrize(("config", "kind"), [*KINDS.items()])
     @pytest.mark.parametrize("mode", ["train", "inference"])
-    def test_a_head_with_its_loss_is_chosen_by_the_config(self, config: str, kind: str, mode: str) -> None:
+    def test_config_selects_the_head_with_its_loss(self, config: str, kind: str, mode: str) -> None:
         step = self.make_tiny(config, mode=mode)
         assert type(step.module).__name__ == kind
         step.run()
@@ -130,11 +130,11 @@ class TestTransformers:
     @pytest.mark.parametrize(
         ("config", "has_tokens"), [("t5", True), ("whisper", True), ("bert", True), ("vit", False)]
     )
-    def test_tokens_are_counted_where_the_model_has_them(self, config: str, has_tokens: bool) -> None:
+    def test_tokens_are_counted_if_the_model_has_them(self, config: str, has_tokens: bool) -> None:
         step = self.make_tiny(config, mode="inference")
         assert (step.has_tokens, step.has_samples) == (has_tokens, True)
 
-    def test_the_context_is_the_length_of_what_is_read_and_of_what_is_said(self) -> None:
+    def test_context_is_the_length_of_input_and_output(self) -> None:
         tokens = {}
         for context in (8, 16):
             step = self.make_tiny("t5", context=context)
@@ -143,14 +143,14 @@ class TestTransformers:
             tokens[context] = {inputs[name].shape for name in ("input_ids", "labels")}
         assert tokens == {8: {(2, 8)}, 16: {(2, 16)}}
 
-    def test_a_masked_model_is_asked_for_some_tokens_only(self) -> None:
+    def test_masked_model_predicts_only_some_tokens(self) -> None:
         inputs: dict[str, torch.Tensor] = {}
         self.make_tiny("bert")._call(lambda **given: inputs.update(given))
         asked = inputs["labels"] != -100
         assert 0 < asked.sum() < asked.numel() / 4
         assert torch.equal(inputs["labels"][asked], inputs["input_ids"][asked])
 
-    def test_the_head_is_the_one_that_a_config_file_names(self, tmp_path: Path) -> None:
+    def test_head_is_the_one_that_a_config_file_names(self, tmp_path: Path) -> None:
         fields = {**self.TINY_BERT, "model_type": "bert", "architectures": ["BertForSequenceClassification"]}
         (tmp_path / "config.json").write_text(json.dumps(fields))
         step = make(hf=str(tmp_path))
@@ -158,15 +158,13 @@ class TestTransformers:
         step.run()
 
     @pytest.mark.parametrize(("config", "is_as_before"), [("gpt2", True), ("bert", False)])
-    def test_only_decoders_have_the_digest_that_they_had_as_the_only_models(
-        self, config: str, is_as_before: bool
-    ) -> None:
-        """A `bert` was built as a decoder once: what was measured then is not what is measured now."""
+    def test_only_decoders_keep_their_earlier_digest(self, config: str, is_as_before: bool) -> None:
+        """A `bert` used to be built as a decoder: earlier measurements are not comparable."""
         spec = HuggingFace(config=config)
         before = hashlib.sha256(load_config(spec).to_json_string(use_diff=False).encode()).hexdigest()[:16]
         assert (check_config(Workload(model=spec), spec)[0] == before) == is_as_before
 
-    def test_a_folder_in_place_of_an_owner_is_no_name_on_the_hub(
+    def test_local_directory_is_not_mistaken_for_a_hub_name(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         (tmp_path / "configs").mkdir()
@@ -175,7 +173,7 @@ class TestTransformers:
             make(hf="configs/llama")
 
     @pytest.mark.parametrize("config", ["t5", "whisper", "vit"])
-    def test_layers_of_encoders_and_decoders_are_checkpointed(self, config: str) -> None:
+    def test_encoder_and_decoder_layers_are_checkpointed(self, config: str) -> None:
         plain, saved = (self.make_tiny(config, mode="forward-backward", checkpoint=one) for one in ("none", "block"))
         for step in (plain, saved):
             step.module.eval()  # dropout would draw other masks
@@ -183,18 +181,18 @@ class TestTransformers:
         for a, b in zip(plain.module.parameters(), saved.module.parameters(), strict=True):
             torch.testing.assert_close(a.grad, b.grad)
 
-    def test_a_pipe_is_refused_and_not_waited_for(self, tmp_path: Path) -> None:
+    def test_pipe_is_rejected_without_waiting(self, tmp_path: Path) -> None:
         os.mkfifo(tmp_path / "config.json")
         with pytest.raises(StepscopeError, match="not a transformers config") as refused:
             make(hf=str(tmp_path))
         assert "regular file" in refused.value.detail
 
-    def test_a_config_may_hold_infinity(self, tmp_path: Path) -> None:
+    def test_config_may_contain_infinity(self, tmp_path: Path) -> None:
         """As the configs of mamba2 do, written by transformers."""
         (tmp_path / "config.json").write_text('{"model_type": "mamba2", "time_step_limit": [0.0, Infinity]}')
         assert load_config(HuggingFace(config=str(tmp_path))).time_step_limit[1] == math.inf
 
-    def test_a_file_that_is_no_config(self, tmp_path: Path) -> None:
+    def test_file_that_is_not_a_config_raises(self, tmp_path: Path) -> None:
         (tmp_path / "config.json").write_text("{}")
         with pytest.raises(StepscopeError, match="not a transformers config"):
             make(hf=str(tmp_path / "config.json"))

@@ -1,4 +1,4 @@
-"""The timer, the memory marks and the doubts."""
+"""The timer, the peak memory and the quality checks."""
 
 import subprocess
 import sys
@@ -21,7 +21,7 @@ MS = 1_000_000
 
 @dataclass
 class Sleeper:
-    """Stands in for a step whose phases take a known time."""
+    """Replaces a step, with phases of a known duration."""
 
     phases: tuple[tuple[str, Callable[[], None]], ...]
     device: torch.device
@@ -58,7 +58,7 @@ def test_phases_add_up_to_the_step() -> None:
         assert backward >= 4 * MS
 
 
-def test_a_phase_that_repeats_counts_with_all_its_runs() -> None:
+def test_repeated_phase_counts_as_the_sum_of_its_runs() -> None:
     once = sleeper(forward=0.002, backward=0.004)
     again = Sleeper((*once.phases, *once.phases, ("optimizer", lambda: None)), once.device)
     found = time_steps(again, 2)  # type: ignore[arg-type]
@@ -69,13 +69,13 @@ def test_a_phase_that_repeats_counts_with_all_its_runs() -> None:
     assert min(found.phases_ns["backward"]) >= 8 * MS
 
 
-def test_what_happens_between_steps_is_off_the_clock() -> None:
+def test_work_between_steps_is_not_timed() -> None:
     began = time.perf_counter_ns()
     found = time_steps(sleeper(forward=0.001), 3, after_step=lambda: time.sleep(0.05))
     assert sum(found.step_ns) <= time.perf_counter_ns() - began - 3 * 50 * MS
 
 
-def test_a_quiet_run_is_not_doubted() -> None:
+def test_quiet_run_has_no_remarks() -> None:
     assert codes(samples(*[100 * MS] * 10)) == set()
 
 
@@ -89,20 +89,20 @@ def test_a_quiet_run_is_not_doubted() -> None:
         (samples(*[100 * MS] * 10, enqueue_ns=(100 * MS - 65_000,) * 10), "host-bound"),
     ],
 )
-def test_each_doubt_is_raised_by_its_cause_alone(found: Samples, code: str) -> None:
+def test_each_remark_has_exactly_one_cause(found: Samples, code: str) -> None:
     assert codes(found) == {code}
 
 
-def test_a_wait_of_microseconds_is_no_disagreement_of_clocks() -> None:
+def test_wait_of_microseconds_is_not_a_clock_disagreement() -> None:
     assert codes(samples(*[1 * MS] * 10, host_ns=(1 * MS + 60_000,) * 10, enqueue_ns=(MS // 2,) * 10)) == set()
 
 
-def test_a_host_held_up_by_a_full_launch_queue_is_not_the_bottleneck() -> None:
-    """It spends 98 % of the step in launches, but the device is still 2 ms behind when the last one is issued."""
+def test_cpu_blocked_by_a_full_launch_queue_is_not_the_bottleneck() -> None:
+    """It spends 98% of the step in launches, but the device is still 2 ms behind at the last launch."""
     assert codes(samples(*[100 * MS] * 10, enqueue_ns=(98 * MS,) * 10)) == set()
 
 
-def test_a_device_asked_for_is_there_or_is_an_error() -> None:
+def test_requested_device_exists_or_raises() -> None:
     assert resolve_device("cpu") == torch.device("cpu")
     if not torch.cuda.is_available():
         assert resolve_device("auto") == torch.device("cpu")
@@ -110,14 +110,14 @@ def test_a_device_asked_for_is_there_or_is_an_error() -> None:
             resolve_device("cuda")
 
 
-def test_a_cpu_has_a_peak_that_says_it_was_measured() -> None:
+def test_cpu_has_a_measured_peak() -> None:
     environment = describe(torch.device("cpu"), {"fp32"})
     assert environment.hardware.source == "measured"
     assert set(environment.hardware.peak_flops) == {"fp32"}
     assert 1e8 < environment.hardware.peak_flops["fp32"] < 1e14
 
 
-def test_a_torch_out_of_range_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unsupported_torch_version_raises(monkeypatch: pytest.MonkeyPatch) -> None:
     check_torch()
     for version in ("2.10.1", "2.14.0+cu130", "3.0.0"):
         monkeypatch.setattr(torch, "__version__", version)
@@ -125,7 +125,7 @@ def test_a_torch_out_of_range_is_refused(monkeypatch: pytest.MonkeyPatch) -> Non
             check_torch()
 
 
-def test_memory_failures_are_told_from_others() -> None:
+def test_oom_is_distinguished_from_other_failures() -> None:
     assert is_out_of_memory(MemoryError())
     assert is_out_of_memory(torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB."))
     assert is_out_of_memory(
@@ -137,13 +137,13 @@ def test_memory_failures_are_told_from_others() -> None:
 
 
 def in_a_process(code: str) -> str:
-    """Limits and high-water marks belong to a process; each test takes a new one."""
+    """Limits and peaks belong to a process; each test uses a new one."""
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=120)
     assert done.returncode == 0, done.stderr
     return done.stdout.strip()
 
 
-def test_peak_counts_what_was_freed_again_and_not_what_was_there() -> None:
+def test_peak_counts_freed_memory_but_not_what_was_there_before() -> None:
     out = in_a_process(
         "import torch\n"
         "before = torch.ones(50_000_000)\n"
@@ -157,7 +157,7 @@ def test_peak_counts_what_was_freed_again_and_not_what_was_there() -> None:
     assert 99e6 <= int(out) < 130e6
 
 
-def test_code_that_a_forked_process_maps_is_not_the_models() -> None:
+def test_library_code_mapped_by_a_forked_process_does_not_count() -> None:
     """A fork starts without the libraries' pages and faults them in as it runs: tens of megabytes for a tiny model."""
     out = in_a_process(
         "import os, torch\n"
@@ -172,7 +172,7 @@ def test_code_that_a_forked_process_maps_is_not_the_models() -> None:
     assert int(out) < 12e6
 
 
-def test_a_limit_lets_through_what_fits_and_stops_what_does_not() -> None:
+def test_memory_limit_allows_what_fits_and_stops_what_does_not() -> None:
     out = in_a_process(
         "import torch\n"
         "from stepscope.measure.failures import is_out_of_memory\n"

@@ -1,4 +1,4 @@
-"""The recorder of memory on a CPU, against counts that know nothing of it."""
+"""The memory recorder on a CPU, against independent counts."""
 
 import gc
 import weakref
@@ -32,14 +32,25 @@ def tiny(**settings: Any) -> Case:
 
 
 def record(case: Case, folder: Path) -> MemoryProfile:
-    gc.unfreeze()  # what the test before left behind
+    gc.unfreeze()  # left over from the previous test
     gc.collect()
     record_memory(case, torch.device("cpu"), folder=folder, on_stage=lambda _: None)
     return make_memory_profile(memory.read(folder / SNAPSHOT_NAME))
 
 
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> MemoryProfile:
+    """A recording that several tests read: it takes longer than they do."""
+    return record(tiny(), tmp_path_factory.mktemp("trained"))
+
+
+@pytest.fixture(scope="module")
+def mixed(tmp_path_factory: pytest.TempPathFactory) -> MemoryProfile:
+    return record(tiny(precision="bf16"), tmp_path_factory.mktemp("mixed"))
+
+
 class LiveStorages(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """The sum of all storages that are alive, after every operator: by looking at each of them again."""
+    """The sum of all live storages after every operator, recomputed from scratch."""
 
     def __init__(self, known: list[Tensor]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -65,12 +76,13 @@ class LiveStorages(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 @pytest.mark.parametrize("mode", ["inference", "train"])
-def test_the_timeline_is_the_sum_of_live_storages_at_every_operator(
+def test_timeline_is_the_sum_of_live_storages_at_every_operator(
     mode: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Both watch the same steps. What an operator takes for itself and gives back is in the timeline alone, so the
-    counter's sums are found in it in order, and every one of them. Numbers in the code (`x * 0.5`) become tensors that
-    no operator returns, so neither side counts what is as small as a number."""
+    """Both watch the same steps. An operator's temporary memory is only in the timeline, so the counter's sums must all
+    appear in it, in order. Numbers in the code (`x * 0.5`) become tensors that no operator returns, so neither side
+    counts anything as small as a number.
+    """
     from stepscope.measure.memory import recorder as memory_recorder
 
     counters: list[LiveStorages] = []
@@ -80,7 +92,7 @@ def test_the_timeline_is_the_sum_of_live_storages_at_every_operator(
         if not counters:
             gc.unfreeze()
             alive = (one for one in gc.get_objects() if type(one) in (Tensor, nn.Parameter))
-            # Those of other tests too, but for such as have no memory.
+            # Those of other tests too, except those without memory.
             counters.append(LiveStorages([one for one in alive if one.device.type == "cpu"]))
         with counters[0]:
             return run(self, number)
@@ -92,25 +104,23 @@ def test_the_timeline_is_the_sum_of_live_storages_at_every_operator(
     totals = [before, *sum_over_events(large, profile.num_events).tolist()]
     place = 0
     for value in counters[0].sums:
-        assert value in totals[place:], f"{value} bytes were alive, and the timeline never says so again"
+        assert value in totals[place:], f"{value} bytes were alive, but the timeline never shows that again"
         place = totals.index(value, place)
     assert max(counters[0].sums) == max(totals)
     assert profile.peak_bytes - max(totals) < 64 * NUMBER_BYTES
 
 
-def test_categories_add_up_after_every_event(tmp_path: Path) -> None:
-    profile = record(tiny(precision="bf16"), tmp_path)
-    for event in range(-1, profile.num_events):
-        assert sum(size for _, size in profile.categories_at(event)) == profile.allocated_at(event)
-    assert profile.totals.min() > 0
+def test_categories_add_up_after_every_event(mixed: MemoryProfile) -> None:
+    for event in range(-1, mixed.num_events):
+        assert sum(size for _, size in mixed.categories_at(event)) == mixed.allocated_at(event)
+    assert mixed.totals.min() > 0
 
 
-def test_training_holds_what_it_must_at_the_end_of_each_phase(tmp_path: Path) -> None:
+def test_training_holds_the_expected_memory_after_each_phase(trained: MemoryProfile) -> None:
     case = tiny()
-    profile = record(case, tmp_path)
-    parameters = profile.recording.allocations.filter(pl.col("category") == "parameters")["bytes"].sum()
+    parameters = trained.recording.allocations.filter(pl.col("category") == "parameters")["bytes"].sum()
     after = {
-        phase: dict(profile.categories_at(_last(profile, phase))) for phase in ("forward", "backward", "optimizer")
+        phase: dict(trained.categories_at(_last(trained, phase))) for phase in ("forward", "backward", "optimizer")
     }
     assert parameters == 4 * cost.parameters(case.workload.model).total  # type: ignore[arg-type]
     assert after["forward"]["activations"] == cost.saved_bytes(case.workload)
@@ -127,64 +137,54 @@ def _last(profile: MemoryProfile, phase: str) -> int:
     return span[1] - 1
 
 
-def test_a_backward_allocation_knows_its_module(tmp_path: Path) -> None:
-    profile = record(tiny(), tmp_path)
-    taken = profile.allocations.filter((pl.col("phase") == "backward") & (pl.col("step") == 2))
+def test_backward_allocation_has_its_module(trained: MemoryProfile) -> None:
+    taken = trained.allocations.filter((pl.col("phase") == "backward") & (pl.col("step") == 2))
     modules = set(taken["module"].drop_nulls())
     assert {"blocks.0.ffn.up", "blocks.1.attention.q_proj", "lm_head", "blocks.0.attention"} <= modules
     assert taken["layer"].null_count() < taken.height / 4
 
 
-def test_autocast_copies_are_told_from_activations(tmp_path: Path) -> None:
+def test_autocast_copies_are_not_activations(mixed: MemoryProfile) -> None:
     case = tiny(precision="bf16")
-    profile = record(case, tmp_path)
-    copies = profile.alive_at(_last(profile, "forward")).filter(pl.col("category") == "autocast copies")
+    copies = mixed.alive_at(_last(mixed, "forward")).filter(pl.col("category") == "autocast copies")
     assert "blocks.0.attention.q_proj.weight" in copies["name"].to_list()
     weights = cost.parameters(case.workload.model)  # type: ignore[arg-type]
     assert copies["bytes"].sum() == 2 * (weights.attention + weights.feed_forward + weights.head)
 
 
-def test_a_checkpointed_step_recomputes_its_activations_in_backward(tmp_path: Path) -> None:
-    plain = record(tiny(), _folder(tmp_path / "plain"))
-    profile = record(tiny(checkpoint="block"), _folder(tmp_path / "checkpointed"))
+def test_checkpointed_step_recomputes_its_activations_in_backward(trained: MemoryProfile, tmp_path: Path) -> None:
+    profile = record(tiny(checkpoint="block"), tmp_path)
     assert dict(profile.categories_at(_last(profile, "forward")))["activations"] == cost.saved_bytes(
         tiny(checkpoint="block").workload
     )
     recomputed = profile.allocations.filter((pl.col("name") == "recomputed") & (pl.col("step") == 2))
-    kept = plain.allocations.filter((pl.col("category") == "activations") & (pl.col("step") == 2))
+    kept = trained.allocations.filter((pl.col("category") == "activations") & (pl.col("step") == 2))
     in_blocks = int(kept.filter(pl.col("layer").is_not_null())["bytes"].sum())
     assert recomputed.filter(pl.col("phase") == "backward").height == recomputed.height
     assert 0.8 * in_blocks < int(recomputed["bytes"].sum()) <= in_blocks
 
 
-def _folder(path: Path) -> Path:
-    path.mkdir()
-    return path
-
-
-def test_stacks_lead_to_the_line_that_took_memory(tmp_path: Path) -> None:
-    profile = record(tiny(), tmp_path)
-    taken = profile.allocations.filter(
+def test_stacks_lead_to_the_line_that_allocated(trained: MemoryProfile) -> None:
+    taken = trained.allocations.filter(
         (pl.col("step") == 2) & (pl.col("module") == "lm_head") & (pl.col("op") == "aten::mm")
     )
     forward = taken.filter(pl.col("phase") == "forward")
-    assert profile.stack_text(forward["stack"][0]).startswith("stepscope/nn/functional.py:")
-    assert "/home" not in profile.stack_text(forward["stack"][0])
+    assert trained.stack_text(forward["stack"][0]).startswith("stepscope/nn/functional.py:")
+    assert "/home" not in trained.stack_text(forward["stack"][0])
 
 
-def test_the_first_step_makes_the_optimizer_state(tmp_path: Path) -> None:
-    profile = record(tiny(), tmp_path)
-    state = profile.allocations.filter(pl.col("category") == "optimizer state")
+def test_first_step_creates_the_optimizer_state(trained: MemoryProfile) -> None:
+    state = trained.allocations.filter(pl.col("category") == "optimizer state")
     assert state["step"].unique().to_list() == [0]
     assert state["phase"].unique().to_list() == ["optimizer"]
     assert state["end_event"].null_count() == state.height
-    first, last = (profile.span(step) for step in (0, 2))
+    first, last = (trained.span(step) for step in (0, 2))
     assert first is not None
     assert last is not None
-    assert profile.peak_between(*last)[1] - profile.peak_between(*first)[1] > 0
+    assert trained.peak_between(*last)[1] - trained.peak_between(*first)[1] > 0
 
 
-def test_a_compiled_step_is_recorded_too(tmp_path: Path) -> None:
+def test_compiled_step_is_recorded(tmp_path: Path) -> None:
     profile = record(tiny(compile=True), tmp_path)
     after = dict(profile.categories_at(_last(profile, "backward")))
     assert after["gradients"] == dict(profile.categories_at(-1))["parameters"]
@@ -225,7 +225,7 @@ def own_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Case:
     return build_case({"model": "ranged_model:build", "device": "cpu", "steps": 2})
 
 
-def test_a_range_is_no_operator(own_model: Case, tmp_path: Path) -> None:
+def test_range_is_not_an_operator(own_model: Case, tmp_path: Path) -> None:
     profile = record(own_model, tmp_path)
     taken = profile.allocations.filter(pl.col("bytes") == 4000)
     assert "mine" not in profile.allocations["op"].to_list()
@@ -249,15 +249,15 @@ def entry(action: str, address: int, note: str) -> dict[str, Any]:
 
 
 def joined(trace: list[dict[str, Any]], happenings: list[Happening]) -> tuple[list[str], list[str]]:
-    """The notes on a history of CUDA's allocator after it was joined with what the profiler saw from mark 4 on."""
+    """The labels on a history of CUDA's allocator after joining it with what the profiler saw from mark 4 on."""
     recorder = object.__new__(_OnCuda)
     recorder.notes = []
     recorder._join(trace, 4, happenings)
     return [one["user_metadata"] for one in trace], recorder.notes
 
 
-def test_the_allocators_history_is_joined_where_the_profiler_watched() -> None:
-    """Steps take the same addresses over and over, so the same sequence stands before the watched step too."""
+def test_allocator_history_is_joined_where_the_profiler_watched() -> None:
+    """Steps reuse the same addresses, so the same sequence also occurs before the watched step."""
     earlier = [entry("alloc", 1, "2"), entry("free_requested", 1, "2"), entry("alloc", 2, "2")]
     watched = [entry("alloc", 1, "5"), entry("free_requested", 1, "1"), entry("alloc", 2, "1"), entry("alloc", 3, "5")]
     notes, said = joined(
@@ -267,13 +267,13 @@ def test_the_allocators_history_is_joined_where_the_profiler_watched() -> None:
     assert said == []
 
 
-def test_two_stories_of_one_step_are_said() -> None:
+def test_disagreement_of_profiler_and_allocator_is_noted() -> None:
     notes, said = joined([entry("alloc", 1, "5")], [happening(1, 7), happening(9, 8)])
     assert notes == ["5:7"]
     assert len(said) == 1
 
 
-def test_tensors_without_memory_are_passed_over(tmp_path: Path) -> None:
+def test_tensors_without_memory_are_ignored(tmp_path: Path) -> None:
     with FakeTensorMode():
         traced = torch.empty(1 << 20)
     profile = record(tiny(mode="inference"), tmp_path)

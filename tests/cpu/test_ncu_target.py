@@ -1,4 +1,4 @@
-"""The program that runs under Nsight Compute, where there is no GPU to count on."""
+"""The program that runs under Nsight Compute, on a machine without a GPU."""
 
 from pathlib import Path
 
@@ -16,7 +16,7 @@ from stepscope.step import build
 from tests.unit.ncu_files import StandIn
 
 
-def test_the_program_itself_says_when_there_is_no_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_program_reports_a_missing_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = tmp_path / "bin"
     folder.mkdir()
     monkeypatch.setenv("PATH", str(folder))
@@ -27,7 +27,7 @@ def test_the_program_itself_says_when_there_is_no_gpu(tmp_path: Path, monkeypatc
 
 
 @pytest.mark.parametrize("attention", ["naive", "sdpa", "flash"])
-def test_operations_are_those_of_the_closed_form_with_all_of_attention(attention: str) -> None:
+def test_flops_match_the_formula_with_full_attention(attention: str) -> None:
     shape: dict[str, Scalar] = {"size": "nano", "num_layers": 2, "num_kv_heads": 2, "context": 32}
     workload = build_case({**shape, "attention": attention, "mode": "inference", "device": "cpu"}).workload
     assert isinstance(workload.model, ModelShape)
@@ -38,7 +38,7 @@ def test_operations_are_those_of_the_closed_form_with_all_of_attention(attention
     assert counted.get("attention") == (None if attention == "naive" else 2 * half)
 
 
-def test_a_model_with_too_many_layers_is_refused_when_it_is_seen() -> None:
+def test_model_with_too_many_layers_raises_once_built() -> None:
     def model(layers: int) -> nn.Module:
         return nn.ModuleDict({"layers": nn.ModuleList(nn.Linear(2, 2) for _ in range(layers)), "head": nn.Linear(2, 2)})
 

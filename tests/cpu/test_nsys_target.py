@@ -1,4 +1,4 @@
-"""The program that runs under Nsight Systems, where there is no GPU for it to record."""
+"""The program that runs under Nsight Systems, on a machine without a GPU."""
 
 from pathlib import Path
 
@@ -10,7 +10,7 @@ from stepscope.spec import build_case
 from tests.unit.nsys_files import StandIn, training_step
 
 
-def test_the_program_itself_says_when_there_is_no_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_program_reports_a_missing_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = tmp_path / "bin"
     folder.mkdir()
     monkeypatch.setenv("PATH", str(folder))

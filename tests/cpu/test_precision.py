@@ -1,4 +1,4 @@
-"""Dtypes as they are, errors against a truth that deserves the name, and autocast's lists as PyTorch has them."""
+"""The dtypes in use, errors against a real truth, and autocast's lists as PyTorch registers them."""
 
 import sys
 from collections.abc import Callable
@@ -28,7 +28,7 @@ def compare(*precisions: Precision, **settings: object) -> PrecisionComparison:
 
 @pytest.fixture
 def own(monkeypatch: pytest.MonkeyPatch) -> Callable[..., PrecisionComparison]:
-    """Compares a model that the test makes: `own(build, "bf16")`."""
+    """Compares a model that the test defines: `own(build, "bf16")`."""
 
     def compare_own(build: Callable[..., object], *precisions: Precision) -> PrecisionComparison:
         module = ModuleType("made_by_a_test")
@@ -45,7 +45,7 @@ def dtypes(run: PrecisionRun) -> dict[str, str]:
 
 
 @pytest.mark.parametrize("low", ["bf16", "fp16"])
-def test_the_toy_model_s_dtypes_on_a_cpu(low: Precision) -> None:
+def test_dtypes_of_the_toy_model_on_a_cpu(low: Precision) -> None:
     wide, narrow = compare("fp32", low, model="stepscope.step.toy:build").runs
     assert set(dtypes(wide).values()) == {"fp32"}
     expected = dict.fromkeys(("fc1", "relu", "ln", "fc2", "logits"), str(low)) | {"loss": "fp32"}
@@ -56,13 +56,13 @@ def test_the_toy_model_s_dtypes_on_a_cpu(low: Precision) -> None:
     assert (mean.loss.dtype, mean.loss.operation) == (low, "mean")
 
 
-def test_a_loss_that_nobody_knows_is_refused() -> None:
+def test_unknown_loss_raises() -> None:
     with pytest.raises(StepscopeError, match="unknown loss: `meen`") as caught:
         compare("fp32", model="stepscope.step.toy:build", set={"loss": "meen"})
     assert caught.value.hint == "--set loss=mean"
 
 
-def test_the_built_in_model_is_seen_through_views_and_casts() -> None:
+def test_built_in_model_is_seen_through_views_and_casts() -> None:
     run = compare("bf16", **TINY).runs[0]
     found = {one.name: (one.dtype, one.operation) for one in run.outputs}
     assert found["embedding"] == ("fp32", "index_select")
@@ -74,7 +74,7 @@ def test_the_built_in_model_is_seen_through_views_and_casts() -> None:
     assert "type promotion of fp32 and bf16" in reasons["blocks.0"]
 
 
-def test_fewer_bits_cost_more_and_the_truth_is_better_than_fp32() -> None:
+def test_fewer_bits_cost_accuracy_and_the_truth_beats_fp32() -> None:
     comparison = compare("fp32", "bf16", "fp16", **TINY)
     errors = {run.precision: run.gradient_error or 0.0 for run in comparison.runs}
     assert 1e-8 < errors["fp32"] < 1e-6
@@ -85,7 +85,7 @@ def test_fewer_bits_cost_more_and_the_truth_is_better_than_fp32() -> None:
         assert {one.module for one in run.gradients} >= {"embedding", "lm_head", "blocks.1.ffn.up", "final_norm"}
 
 
-def test_the_truth_is_float64_also_where_a_model_asks_for_fp32(own: Callable[..., PrecisionComparison]) -> None:
+def test_truth_is_float64_even_if_a_model_asks_for_fp32(own: Callable[..., PrecisionComparison]) -> None:
     class Narrowing(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -109,7 +109,7 @@ def test_the_truth_is_float64_also_where_a_model_asks_for_fp32(own: Callable[...
     assert comparison.runs[0].loss_error != 0
 
 
-def test_what_stays_narrow_in_the_truth_is_reported(own: Callable[..., PrecisionComparison]) -> None:
+def test_narrow_dtypes_in_the_truth_are_reported(own: Callable[..., PrecisionComparison]) -> None:
     class Odd(nn.Linear):
         def forward(self, x: Tensor) -> Tensor:
             return super().forward(x.type("torch.FloatTensor").to(x))
@@ -120,7 +120,7 @@ def test_what_stays_narrow_in_the_truth_is_reported(own: Callable[..., Precision
     assert own(build, "fp32").truth.narrowed == ("1",)
 
 
-def test_weights_or_inputs_that_differ_are_refused(own: Callable[..., PrecisionComparison]) -> None:
+def test_different_weights_or_inputs_raise(own: Callable[..., PrecisionComparison]) -> None:
     numbers = count()
 
     def other_weights(batch: int) -> object:
@@ -137,7 +137,7 @@ def test_weights_or_inputs_that_differ_are_refused(own: Callable[..., PrecisionC
         own(other_inputs, "fp32")
 
 
-def test_dropout_is_no_error_and_calls_are_counted(own: Callable[..., PrecisionComparison]) -> None:
+def test_dropout_is_disabled_and_calls_are_counted(own: Callable[..., PrecisionComparison]) -> None:
     class Twice(nn.Module):
         def __init__(self, dropout: float) -> None:
             super().__init__()
@@ -157,11 +157,11 @@ def test_dropout_is_no_error_and_calls_are_counted(own: Callable[..., PrecisionC
     assert run.gradient_error is not None
     assert run.gradient_error < 1e-6
     assert {one.name: one.calls for one in run.outputs} == {"inside": 2, "dropout": 1}
-    # A dropout that does nothing did not make its output.
+    # A dropout that does nothing is not the origin of its output.
     assert next(one.operation for one in run.outputs if one.name == "dropout") == "linear"
 
 
-def test_small_gradients_vanish_in_fp16_unless_the_loss_is_scaled(own: Callable[..., PrecisionComparison]) -> None:
+def test_small_gradients_underflow_in_fp16_unless_the_loss_is_scaled(own: Callable[..., PrecisionComparison]) -> None:
     def build(batch: int) -> object:
         return nn.Linear(16, 16), torch.ones(batch, 16), lambda output: output.float().mean() * 1e-7
 
@@ -172,7 +172,7 @@ def test_small_gradients_vanish_in_fp16_unless_the_loss_is_scaled(own: Callable[
     assert fp16.loss_scale == 2.0**16
 
 
-def test_an_overflow_is_counted_and_its_scale_not_chosen(own: Callable[..., PrecisionComparison]) -> None:
+def test_overflow_is_counted_and_its_scale_not_chosen(own: Callable[..., PrecisionComparison]) -> None:
     def build(batch: int) -> object:
         return nn.Linear(16, 16), torch.ones(batch, 16), lambda output: output.mean()  # an fp16 loss
 
@@ -184,15 +184,15 @@ def test_an_overflow_is_counted_and_its_scale_not_chosen(own: Callable[..., Prec
     assert fp16.gradient_error is not None
 
 
-def test_rounding_left_over_in_float64_is_not_a_gradient() -> None:
-    """The first token looks at itself alone: its query's true gradient is zero, and nothing can be lost there."""
+def test_rounding_error_of_float64_is_not_a_gradient() -> None:
+    """The first token attends only to itself: its query's true gradient is zero, and nothing can be lost there."""
     run = compare("fp32", **TINY, attention="sdpa").runs[0]
     queries = next(one for one in run.backwards[0].modules if one.module == "blocks.0.attention.q_proj")
     assert queries.outputs <= 2 * 7 * 16
     assert run.backwards[0].total.outputs_zero == 0
 
 
-def test_a_model_without_gradients_has_nothing_to_compare(own: Callable[..., PrecisionComparison]) -> None:
+def test_model_without_gradients_raises(own: Callable[..., PrecisionComparison]) -> None:
     def build(batch: int) -> object:
         return nn.Identity(), torch.ones(batch, 4, requires_grad=True), lambda output: output.sum()
 
@@ -200,14 +200,14 @@ def test_a_model_without_gradients_has_nothing_to_compare(own: Callable[..., Pre
         own(build, "fp32")
 
 
-def test_the_sums_are_what_ieee_makes_of_them() -> None:
+def test_sums_follow_ieee_arithmetic() -> None:
     found = [f"{one.result:.4f}" for one in add_up()]
     assert found == ["10.0001", "9.9531", "10.0021", "10.0021", "4.0000", "10.0098"]
     assert add_up()[2].stored_term == 0.01000213623046875
     assert add_up()[4].stopped_at == 350
 
 
-def test_fp16_norms_fail_by_range_and_bf16_norms_by_digits() -> None:
+def test_fp16_norms_fail_by_range_and_bf16_norms_by_precision() -> None:
     found = {(one.norm, one.part, one.dtype, one.input_scale): one.error or 0 for one in measure_norm_parts(768)}
     for norm in ("RMSNorm", "LayerNorm"):
         for part in (RUNNING, ONCE, INVERSE, ALL):
@@ -218,7 +218,7 @@ def test_fp16_norms_fail_by_range_and_bf16_norms_by_digits() -> None:
 
 
 @pytest.mark.parametrize(("device", "key"), [("cpu", "AutocastCPU"), ("cuda", "AutocastCUDA")])
-def test_the_lists_name_what_pytorch_has_registered(device: str, key: str) -> None:
+def test_lists_match_what_pytorch_registers(device: str, key: str) -> None:
     registered = {
         name.removeprefix("aten::").partition(".")[0]
         for name in torch._C._dispatch_get_all_op_names()
@@ -250,7 +250,7 @@ OPERATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 @pytest.mark.parametrize("name", OPERATIONS)
-def test_a_cpu_does_what_its_list_says(name: str) -> None:
+def test_cpu_follows_its_list(name: str) -> None:
     policy = find_policy(name, "cpu")
     for given in (torch.float32, torch.bfloat16):
         with torch.autocast("cpu", dtype=torch.bfloat16):

@@ -1,4 +1,4 @@
-"""A recorded run: a trace of whole annotated steps, and honest times beside it."""
+"""A recorded run: a trace of complete annotated steps, with unprofiled times next to it."""
 
 import gzip
 import json
@@ -42,7 +42,7 @@ def span(event: dict[str, Any]) -> tuple[float, float]:
     return event["ts"], event["ts"] + event["dur"]
 
 
-def test_ranges_are_the_users_annotations_in_the_trace(tmp_path: Path) -> None:
+def test_ranges_are_user_annotations_in_the_trace(tmp_path: Path) -> None:
     run(tmp_path)
     names = Counter(event["name"] for event in events(tmp_path, "user_annotation"))
     assert [name for name in names if name.startswith("step:")] == ["step:0", "step:1"]
@@ -53,7 +53,7 @@ def test_ranges_are_the_users_annotations_in_the_trace(tmp_path: Path) -> None:
     assert not [event for event in events(tmp_path, "cpu_op") if event["name"].startswith(("module:", "phase:"))]
 
 
-def test_every_operator_lies_in_a_step_and_the_products_in_their_modules(tmp_path: Path) -> None:
+def test_every_operator_is_in_a_step_and_every_matmul_in_its_module(tmp_path: Path) -> None:
     run(tmp_path)
     ranges = events(tmp_path, "user_annotation")
     steps = [span(event) for event in ranges if event["name"].startswith("step:")]
@@ -74,7 +74,7 @@ def test_shapes_are_recorded(tmp_path: Path) -> None:
     assert [[8, 16], [16, 32]] in shapes
 
 
-def test_times_without_the_recorder_are_those_of_bench(tmp_path: Path) -> None:
+def test_unprofiled_times_match_bench(tmp_path: Path) -> None:
     found = run(tmp_path)
     assert found.clock == "host"
     assert list(found.phases_ns) == ["forward", "backward", "optimizer"]
@@ -84,7 +84,7 @@ def test_times_without_the_recorder_are_those_of_bench(tmp_path: Path) -> None:
     assert "few" in {doubt.code for doubt in found.doubts}
 
 
-def test_plain_steps_run_without_any_range_or_profiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unprofiled_steps_run_without_ranges_or_profiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[tuple[bool, bool]] = []
     time_steps = timing.time_steps
 
@@ -101,7 +101,7 @@ def test_plain_steps_run_without_any_range_or_profiler(tmp_path: Path, monkeypat
     assert seen == [(False, False), (False, False), *turns, (True, True)]
 
 
-def test_a_function_that_never_runs_is_said(tmp_path: Path) -> None:
+def test_function_that_never_runs_is_reported(tmp_path: Path) -> None:
     found = run(tmp_path, functions=("stepscope.nn.functional:causal_mask",))
     assert found.notes == ()
     assert "function:causal_mask" in {event["name"] for event in events(tmp_path, "user_annotation")}
@@ -110,13 +110,13 @@ def test_a_function_that_never_runs_is_said(tmp_path: Path) -> None:
     assert "rope_tables" in found.notes[0]
 
 
-def test_a_wrong_function_is_refused_before_anything_is_built(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wrong_function_raises_before_anything_is_built(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(profiler, "build")
     with pytest.raises(StepscopeError, match="cannot annotate"):
         run(tmp_path, functions=("stepscope.nn.functional:nothing",))
     assert list(tmp_path.iterdir()) == []
 
 
-def test_the_worker_loads_no_tables() -> None:
+def test_worker_does_not_load_polars() -> None:
     code = "import sys, stepscope.measure.profiler, stepscope.jobs.workers.worker; sys.exit('polars' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -1,4 +1,4 @@
-"""What autograd keeps is read off the graph without changing it, and is what the closed forms say, to the byte."""
+"""Tensors saved for backward are read from the graph without changing it, and match the formulas to the byte."""
 
 import shutil
 from typing import Any
@@ -50,7 +50,7 @@ def audit_module(module: nn.Module, x: Tensor) -> tuple[SavedTensor, ...]:
     return audit_forward(step)
 
 
-# --- Against the closed forms ---------------------------------------------------------------------------------------
+# --- Against the formulas -------------------------------------------------------------------------------------------
 
 
 @given(
@@ -64,7 +64,7 @@ def audit_module(module: nn.Module, x: Tensor) -> tuple[SavedTensor, ...]:
     tied=st.booleans(),
 )
 @settings(max_examples=40, deadline=None)
-def test_any_shape_keeps_what_its_closed_form_says(
+def test_any_shape_saves_what_the_formula_says(
     batch: int, context: int, head_dim: int, groups: int, heads_per_group: int, d_ff: int, num_layers: int, tied: bool
 ) -> None:
     heads = groups * heads_per_group
@@ -85,7 +85,7 @@ def test_any_shape_keeps_what_its_closed_form_says(
 @pytest.mark.parametrize("attention", ["naive", "sdpa"])
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("batch", [1, 3])
-def test_every_part_keeps_what_its_closed_form_says(attention: str, precision: str, batch: int) -> None:
+def test_every_part_saves_what_the_formula_says(attention: str, precision: str, batch: int) -> None:
     chosen = case(attention=attention, precision=precision, batch=batch)
     table = saved_beside_closed_form(saved_by(chosen.workload), cost.activations_of(chosen.workload))
     assert [row[0] for row in table.rows if row[-1] != 0] == []
@@ -93,20 +93,20 @@ def test_every_part_keeps_what_its_closed_form_says(attention: str, precision: s
 
 @pytest.mark.parametrize("checkpoint_setting", ["block", "2", "3", "nested:2"])
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_a_checkpoint_is_seen_to_hold_its_inputs_alone(checkpoint_setting: str, precision: str) -> None:
+def test_checkpoint_holds_only_its_inputs(checkpoint_setting: str, precision: str) -> None:
     chosen = case(num_layers=5, checkpoint=checkpoint_setting, precision=precision)
     assert activation_bytes(saved_by(chosen.workload)) == cost.saved_bytes(chosen.workload)
 
 
-def test_a_feed_forward_alone_keeps_what_is_counted_by_hand() -> None:
+def test_feed_forward_saves_what_is_counted_by_hand() -> None:
     shape: dict[str, Any] = {"batch": 10, "context": 200, "d_model": 512, "d_ff": 1344}
     rows = frame_of(audit_module(SwiGLU(512, 1344), torch.ones(10, 200, 512)))
-    # In a model its input is what the norm before it made.
+    # In a model its input is the output of the previous norm.
     rows = rows.with_columns(kind=pl.col("kind").replace("input", "activation"))
     assert activation_bytes(rows) == cost.total_bytes(cost.feed_forward_activations(**shape)) == 57_856_000
 
 
-# --- What a row says ------------------------------------------------------------------------------------------------
+# --- Contents of a row ----------------------------------------------------------------------------------------------
 
 
 def test_rows_name_node_module_and_owner() -> None:
@@ -132,7 +132,7 @@ def test_tensors_of_one_storage_share_its_number() -> None:
     assert inputs["storage_bytes"].unique().to_list() == [2 * 16 * 32 * 4]
 
 
-def test_looking_changes_nothing() -> None:
+def test_reading_changes_nothing() -> None:
     plain, watched = (build(case(checkpoint="2", num_layers=4, mode="train").workload, CPU) for _ in range(2))
     plain.run()
     before = [dict(vars(module)) for module in watched.module.modules()]
@@ -148,13 +148,13 @@ def test_looking_changes_nothing() -> None:
         assert torch.equal(a, b)
 
 
-def test_without_a_graph_there_is_nothing_to_read() -> None:
+def test_without_a_graph_reading_raises() -> None:
     with pytest.raises(ValueError, match="no graph"):
         audit(build(case().workload, CPU))
 
 
 class Doubled(torch.autograd.Function):
-    """Saves one tensor as it should, and hangs two on its context."""
+    """Saves one tensor correctly, and attaches two to its context."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -178,7 +178,7 @@ class Custom(nn.Module):
         return result
 
 
-def test_a_python_functions_context_is_looked_through() -> None:
+def test_context_of_a_python_function_is_searched() -> None:
     found = [(row.argument, row.kind, row.bytes) for row in audit_module(Custom(), torch.ones(2, 4)) if "Dou" in row.op]
     assert found == [
         ("tensors[0]", "activation", 32),
@@ -188,7 +188,7 @@ def test_a_python_functions_context_is_looked_through() -> None:
 
 
 class ByName(nn.Module):
-    """Gives a checkpoint one argument by place and one by name."""
+    """Gives a checkpoint one positional and one named argument."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -200,7 +200,7 @@ class ByName(nn.Module):
         return result
 
 
-def test_a_checkpoint_holds_its_arguments_by_place_and_by_name() -> None:
+def test_checkpoint_holds_positional_and_named_arguments() -> None:
     rows = [row for row in audit_module(ByName(), torch.ones(2, 4)) if row.op == "checkpoint"]
     assert [(row.argument, row.bytes, row.kind) for row in rows] == [
         ("input[0]", 32, "activation"),
@@ -218,7 +218,7 @@ class Packed(nn.Module):
             return (x * self.weight).exp()
 
 
-def test_what_a_users_hook_packs_is_what_is_held() -> None:
+def test_tensor_packed_by_a_user_hook_is_what_is_held() -> None:
     rows = audit_module(Packed(), torch.ones(2, 4))
     assert {(row.op, row.dtype, row.bytes) for row in rows} == {
         ("MulBackward0", "float16", 16),
@@ -230,7 +230,7 @@ def test_what_a_users_hook_packs_is_what_is_held() -> None:
 
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a C++ compiler on a CPU")
-def test_a_compiled_graph_keeps_less_and_is_one_node() -> None:
+def test_compiled_graph_saves_less_and_is_one_node() -> None:
     eager, compiled = saved(num_layers=1), saved(num_layers=1, compile=True)
     inside = compiled.filter(pl.col("op") == "CompiledFunctionBackward")
     assert inside["module"].unique().to_list() == ["(TransformerLM)"]
@@ -259,7 +259,7 @@ class Outer(nn.Module):
         return inner.cos()
 
 
-def test_a_node_belongs_to_the_innermost_call_that_made_it() -> None:
+def test_node_belongs_to_the_innermost_call_that_created_it() -> None:
     found = {row.op: row.module for row in audit_module(Outer(), torch.ones(4))}
     assert found == {
         "MulBackward0": "(Outer)",
@@ -269,7 +269,7 @@ def test_a_node_belongs_to_the_innermost_call_that_made_it() -> None:
     }
 
 
-def test_nodes_outside_of_all_calls_have_no_module() -> None:
+def test_nodes_outside_all_calls_have_no_module() -> None:
     parts = Parts(module=Outer(), call=lambda run: run(torch.ones(4)), loss=lambda out: out.sum())  # type: ignore[attr-defined]
     step = Step(Workload(model=Factory(target="own:model"), mode="forward", device="cpu"), parts, CPU)
     before = (torch.ones(2, requires_grad=True) * 2).grad_fn

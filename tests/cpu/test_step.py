@@ -1,4 +1,4 @@
-"""A step of any model, in any mode, is the same sequence of phases and does what it says."""
+"""A step of any model, in any mode, is the same sequence of phases and does what it claims."""
 
 import math
 import subprocess
@@ -128,7 +128,7 @@ def test_modes_are_sequences_of_phases(mode: str, phases: list[str]) -> None:
     assert moved == (mode == "train")
 
 
-def test_gradients_of_one_step_do_not_add_to_the_next() -> None:
+def test_gradients_do_not_accumulate_across_steps() -> None:
     step = make(**TINY, mode="forward-backward")
     step.run()
     first = [p.grad.clone() for p in step.module.parameters() if p.grad is not None]
@@ -163,13 +163,13 @@ def test_fp16_scales_the_loss_and_skips_updates_with_infinite_gradients() -> Non
     assert all(torch.equal(a, b) for a, b in zip(before, step.module.parameters(), strict=True))
 
 
-def test_the_same_seed_is_the_same_run_and_another_is_not() -> None:
+def test_same_seed_gives_the_same_run_and_another_does_not() -> None:
     assert loss_of(make(**TINY, seed=1)) == loss_of(make(**TINY, seed=1))
     assert loss_of(make(**TINY, seed=1)) != loss_of(make(**TINY, seed=2))
 
 
 @pytest.mark.parametrize("kv_heads", [4, 2, 1])
-def test_sdpa_is_the_same_model_as_naive(kv_heads: int) -> None:
+def test_sdpa_and_naive_are_the_same_model(kv_heads: int) -> None:
     naive, fused = (
         make(**TINY, num_kv_heads=kv_heads, attention=a, mode="forward-backward") for a in ("naive", "sdpa")
     )
@@ -201,7 +201,7 @@ def test_checkpointing_changes_memory_not_gradients() -> None:
 
 @pytest.mark.parametrize("factory", ["build", "as_dict", "as_tuple", "no_loss"])
 @pytest.mark.parametrize("checkpoint", ["none", "block"])
-def test_an_own_model_trains(own_module: str, factory: str, checkpoint: str) -> None:
+def test_custom_model_trains(own_module: str, factory: str, checkpoint: str) -> None:
     step = make(model=f"{own_module}:{factory}", checkpoint=checkpoint)
     step.run()
     assert math.isfinite(loss_of(step))
@@ -234,7 +234,7 @@ def test_set_reaches_the_factory(own_module: str) -> None:
         ("trained", {"set": {"kind": "LBFGS"}}, "requires a closure"),
     ],
 )
-def test_a_factory_off_the_contract_is_told_what_is_wrong(
+def test_invalid_factory_says_what_is_wrong(
     own_module: str, factory: str, settings: dict[str, Scalar], said: str
 ) -> None:
     with pytest.raises(StepscopeError) as raised:
@@ -242,27 +242,27 @@ def test_a_factory_off_the_contract_is_told_what_is_wrong(
     assert said in str(raised.value)
 
 
-def test_a_model_that_is_itself_a_list_of_layers_is_checkpointed(own_module: str) -> None:
+def test_model_that_is_a_list_of_layers_is_checkpointed(own_module: str) -> None:
     step = make(model=f"{own_module}:stack", checkpoint="block")
     assert all(isinstance(layer.forward, partial) for layer in step.module.children())
     step.run()
 
 
-def test_a_model_without_parameters_runs_forward(own_module: str) -> None:
+def test_model_without_parameters_runs_forward(own_module: str) -> None:
     step = make(model=f"{own_module}:bare", mode="inference")
     step.run()
     assert step.parameters == 0
 
 
-def test_tokens_are_counted_only_where_the_factory_takes_batch_and_context(own_module: str) -> None:
+def test_tokens_are_counted_only_if_the_factory_takes_batch_and_context(own_module: str) -> None:
     assert make(model=f"{own_module}:build").has_tokens
     workload = build_case({"model": f"{own_module}:deaf", "device": "cpu"}).workload
     assert not build(workload, CPU).has_tokens
 
 
 @pytest.mark.parametrize("mode", ["forward", "inference"])
-def test_pytorchs_own_layers_are_counted_in_every_mode(own_module: str, mode: str) -> None:
-    """Without gradients they take one fused operator, which the counter does not know."""
+def test_pytorch_layers_are_counted_in_every_mode(own_module: str, mode: str) -> None:
+    """Without gradients they use one fused operator, which the counter does not support."""
     tokens, width, hidden = 2 * 16, 16, 32
     projections = 2 * tokens * (4 * width * width + 2 * width * hidden)
     attention = 2 * 2 * 2 * 16 * 16 * width
@@ -270,8 +270,8 @@ def test_pytorchs_own_layers_are_counted_in_every_mode(own_module: str, mode: st
     assert count_forward_flops(step) == projections + attention
 
 
-def test_the_digest_covers_every_file_of_the_user(tmp_path: Path) -> None:
-    """In processes of their own: what a process has imported stays imported."""
+def test_digest_covers_every_user_file(tmp_path: Path) -> None:
+    """In separate processes: what a process has imported stays imported."""
     (tmp_path / "factory.py").write_text("import layers\ndef build(batch, context): ...\n")
     code = (
         "from stepscope.spec import Factory; from stepscope.step.own import *\n"
@@ -287,12 +287,12 @@ def test_the_digest_covers_every_file_of_the_user(tmp_path: Path) -> None:
     assert digests[0] == digests[2] != digests[1]
 
 
-def test_a_loss_that_is_no_scalar_is_refused(own_module: str) -> None:
+def test_non_scalar_loss_raises(own_module: str) -> None:
     with pytest.raises(StepscopeError, match="must be a scalar tensor"):
         make(model=f"{own_module}:vector_loss").run()
 
 
-def test_the_optimizer_of_a_factory_updates_the_weights(own_module: str) -> None:
+def test_optimizer_of_a_factory_updates_the_weights(own_module: str) -> None:
     step = make(model=f"{own_module}:trained")
     assert step.optimizer_name == "SGD"
     weight = step.module.get_parameter("out.bias")
@@ -306,7 +306,7 @@ def test_the_optimizer_of_a_factory_updates_the_weights(own_module: str) -> None
     torch.testing.assert_close(weight.detach(), before - 0.5 * gradient)
 
 
-def test_the_state_of_a_factorys_optimizer_is_named_after_the_parameters(own_module: str) -> None:
+def test_state_of_a_factory_optimizer_is_named_after_the_parameters(own_module: str) -> None:
     step = make(model=f"{own_module}:trained", set={"kind": "Adam"})
     step.run()
     names = {name for name, _ in step.optimizer_state()}
@@ -317,7 +317,7 @@ def test_the_state_of_a_factorys_optimizer_is_named_after_the_parameters(own_mod
     ("settings", "kind"),
     [(TINY, AdamW), ({"model": "{own}:build"}, torch.optim.AdamW), ({"hf": "gpt2"}, torch.optim.AdamW)],
 )
-def test_only_the_built_in_model_is_trained_by_the_textbook_adamw(
+def test_only_the_built_in_model_uses_the_textbook_adamw(
     own_module: str, settings: dict[str, Scalar], kind: type
 ) -> None:
     tiny: dict[str, Scalar] = {"n_layer": 1, "n_embd": 8, "n_head": 1, "vocab_size": 9}
@@ -343,7 +343,7 @@ class TestFiles:
         self.forget(tmp_path)
 
     def forget(self, folder: Path) -> None:
-        """What a process has imported stays imported; a case has a process of its own."""
+        """What a process has imported stays imported; a case has its own process."""
         for name, module in list(sys.modules.items()):
             if str(getattr(module, "__file__", None)).startswith(str(folder)):
                 del sys.modules[name]
@@ -352,22 +352,22 @@ class TestFiles:
         return load_factory(Factory(target=target))()
 
     @pytest.mark.parametrize("place", [".", "./", "{}", "~"])
-    def test_a_path_works_as_for_python(self, folder: Path, place: str) -> None:
+    def test_path_works_as_for_python(self, folder: Path, place: str) -> None:
         assert self.call(f"{place.format(folder)}/models/my-model.py:build") == "ours"
 
-    def test_a_file_that_is_called_like_a_library_does_not_replace_it(self, folder: Path) -> None:
+    def test_file_named_like_a_library_does_not_replace_it(self, folder: Path) -> None:
         (folder / "models/torch.py").write_text("def build(): return 'not torch'\n")
         assert self.call("models/torch.py:build") == "not torch"
         assert sys.modules["torch"] is torch
 
-    def test_neighbours_of_one_file_are_not_those_of_another(self, folder: Path) -> None:
+    def test_neighbors_of_one_file_are_not_those_of_another(self, folder: Path) -> None:
         (folder / "others").mkdir()
         (folder / "others/my-model.py").write_text((folder / "models/my-model.py").read_text())
         (folder / "others/layers.py").write_text("NAME = 'theirs'\n")
         built = [self.call(f"{one}/my-model.py:build") for one in ("models", "others", "models")]
         assert built == ["ours", "theirs", "ours"]
 
-    def test_packages_in_the_folder_of_an_earlier_model_stay_imported(self, folder: Path) -> None:
+    def test_packages_next_to_an_earlier_model_stay_imported(self, folder: Path) -> None:
         packages = folder / ".venv/lib/python3/site-packages"
         packages.mkdir(parents=True)
         (packages / "installed_package.py").touch()
@@ -380,7 +380,7 @@ class TestFiles:
         assert sys.modules["installed_package"] is package
         assert "project" not in sys.modules
 
-    def test_the_digest_covers_the_file_and_its_neighbours(self, folder: Path) -> None:
+    def test_digest_covers_the_file_and_its_neighbors(self, folder: Path) -> None:
         digests = []
         for edited in ("", "layers.py", "models/layers.py", "models/my-model.py"):
             if edited:
@@ -403,7 +403,7 @@ class TestFiles:
             ("models/broken.py:build", "cannot import `no_such_package`, which"),
         ],
     )
-    def test_what_is_not_there_is_named(self, folder: Path, target: str, said: str) -> None:
+    def test_missing_file_is_named(self, folder: Path, target: str, said: str) -> None:
         (folder / "folder.py").mkdir()
         (folder / "models/broken.py").write_text("import no_such_package\n")
         with pytest.raises(StepscopeError) as raised:
@@ -411,7 +411,7 @@ class TestFiles:
         assert said in str(raised.value)
 
 
-def test_a_module_that_is_not_there_is_named() -> None:
+def test_missing_module_is_named() -> None:
     with pytest.raises(StepscopeError, match="no_such_module"):
         make(model="no_such_module:build")
 
@@ -424,7 +424,7 @@ def count_built(shape: ModelShape) -> int:
 
 
 @pytest.mark.parametrize("size", SIZES)
-def test_closed_form_equals_the_built_model_of_every_size(size: str) -> None:
+def test_formula_matches_the_built_model_of_every_size(size: str) -> None:
     assert cost.parameters(SIZES[size]).total == count_built(SIZES[size])
 
 
@@ -437,7 +437,7 @@ def test_closed_form_equals_the_built_model_of_every_size(size: str) -> None:
     vocab=st.integers(1, 99),
     tied=st.booleans(),
 )
-def test_closed_form_equals_the_built_model_of_any_shape(
+def test_formula_matches_the_built_model_of_any_shape(
     groups: int, heads_per_group: int, half_head: int, d_ff: int, num_layers: int, vocab: int, tied: bool
 ) -> None:
     heads = groups * heads_per_group
@@ -453,16 +453,16 @@ def test_closed_form_equals_the_built_model_of_any_shape(
     assert cost.parameters(shape).total == count_built(shape)
 
 
-def test_counting_agrees_with_the_closed_form_and_halves_causal_attention() -> None:
+def test_counting_agrees_with_the_formula_and_halves_causal_attention() -> None:
     fused, naive = make(**TINY, attention="sdpa"), make(**TINY)
     model = fused.workload.model
     assert isinstance(model, ModelShape)
     closed = cost.forward_flops(model, batch=2, context=16)
     assert count_forward_flops(fused) == closed
-    # Written out by hand, the mask is applied after the products: the full square is computed and counted.
+    # In unfused attention the mask is applied after the GEMMs: the full square is computed and counted.
     assert count_forward_flops(naive) == closed + 2 * 2 * 2 * 16 * 16 * 32
 
 
-def test_workload_from_python_needs_no_flags() -> None:
+def test_python_workload_needs_no_flags() -> None:
     shape = ModelShape(d_model=16, d_ff=32, num_layers=1, num_heads=2, num_kv_heads=2, vocab=20)
     build(Workload(model=shape, context=8, device="cpu"), CPU).run()

@@ -1,4 +1,4 @@
-"""The batch of a step follows from the seed and the step's number, and can be learned from."""
+"""The batch of a step follows from the seed and the step number, and can be learned."""
 
 import itertools
 from pathlib import Path
@@ -15,7 +15,7 @@ SHAPE = ModelShape(d_model=16, d_ff=16, num_layers=1, num_heads=1, num_kv_heads=
 MADE = Training(workload=Workload(model=SHAPE, batch=4, context=32))
 
 
-def test_a_step_has_one_batch_and_steps_differ() -> None:
+def test_step_has_one_batch_and_steps_differ() -> None:
     first, again = Tokens(MADE), Tokens(MADE)
     assert torch.equal(first.batch(3), again.batch(3))
     assert not torch.equal(first.batch(3), first.batch(4))
@@ -24,7 +24,7 @@ def test_a_step_has_one_batch_and_steps_differ() -> None:
     assert first.batch(1).shape == (4, 33)
 
 
-def test_most_made_tokens_follow_from_the_one_before() -> None:
+def test_most_generated_tokens_follow_from_the_previous_one() -> None:
     follows: dict[int, list[int]] = {}
     tokens = Tokens(MADE)
     for step in range(1, 30):
@@ -35,7 +35,7 @@ def test_most_made_tokens_follow_from_the_one_before() -> None:
     assert 0.8 < sum(often) / len(often) < 0.97
 
 
-def test_a_text_is_read_in_windows(tmp_path: Path) -> None:
+def test_text_is_read_in_windows(tmp_path: Path) -> None:
     text = bytes(range(256)) * 3
     (tmp_path / "text").write_bytes(text)
     tokens = Tokens(msgspec.structs.replace(MADE, data=str(tmp_path / "text")))
@@ -45,7 +45,7 @@ def test_a_text_is_read_in_windows(tmp_path: Path) -> None:
     assert len(starts) > 40
 
 
-def test_a_text_shorter_than_a_sequence_is_refused(tmp_path: Path) -> None:
+def test_text_shorter_than_a_sequence_raises(tmp_path: Path) -> None:
     (tmp_path / "text").write_bytes(b"x" * 33)
     assert Tokens(msgspec.structs.replace(MADE, data=str(tmp_path / "text"))).batch(1).shape == (4, 33)
     (tmp_path / "text").write_bytes(b"x" * 32)

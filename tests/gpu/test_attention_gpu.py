@@ -1,4 +1,4 @@
-"""Flash attention on a GPU: every backend of ours against float64, three ways, and the same bits a hundred times."""
+"""Flash attention on a GPU: each of our backends against float64, three ways, and bitwise equal a hundred times."""
 
 # B batch, H query heads, G key/value heads, L queries, K keys, D head dim.
 
@@ -19,7 +19,7 @@ LOW_DTYPES = (torch.bfloat16, torch.float16)
 either_mask = pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
 needs_hopper = pytest.mark.skipif(not IS_HOPPER, reason="needs a Hopper GPU")
 
-# B, H, G, L, K, D: whole tiles; odd lengths; grouped; more keys than queries; more queries than keys (blind rows).
+# B, H, G, L, K, D: full tiles; odd lengths; grouped; more keys than queries; more queries than keys (blind rows).
 SHAPES = [
     (1, 2, 2, 512, 512, 128),
     (2, 2, 1, 517, 517, 64),
@@ -28,7 +28,7 @@ SHAPES = [
     (2, 1, 1, 1, 400, 64),
     (3, 2, 2, 130, 129, 128),
 ]
-# Head sizes that no tile has, and the smallest and largest.
+# Head sizes without a tile of their own, and the smallest and largest.
 OTHER_HEADS = [(1, 2, 1, 333, 400, head_dim) for head_dim in (8, 40, 80, 160, 256)]
 
 
@@ -39,7 +39,7 @@ def make_inputs(shape: tuple[int, ...]) -> list[Tensor]:
 
 
 def on_gpu(backend: str | None, *, causal: bool, deterministic: bool = False) -> Op:
-    """Attention on the GPU of tensors that are on the CPU; the reference when no backend is named."""
+    """Attention on the GPU for tensors on the CPU; the reference if no backend is named."""
 
     def run(*inputs: Tensor) -> Tensor:
         q, k, v = (x.to(CUDA) for x in inputs)
@@ -74,7 +74,7 @@ def test_hopper_matches_the_reference(dtype: torch.dtype, shape: tuple[int, ...]
 
 @pytest.mark.parametrize("shape", OTHER_HEADS, ids=lambda shape: str(shape[-1]))
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
-def test_triton_takes_every_head_size(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+def test_triton_supports_every_head_size(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
     check("triton", make_inputs(shape), dtype=dtype, causal=True)
 
 
@@ -110,7 +110,7 @@ def test_strided_inputs_give_the_same_bits_as_dense_ones(backend: str, dtype: to
 
 @pytest.mark.parametrize("backend", ["triton", pytest.param("hopper", marks=needs_hopper)])
 def test_strided_inputs_have_the_gradients_of_dense_ones(backend: str) -> None:
-    """As a model's projections give them. The order of dq's sums is not fixed for hopper, so it is compared by size."""
+    """As from a model's projections. Hopper sums dq in no fixed order, so it is compared with a tolerance."""
     dense = [x.to(CUDA, torch.bfloat16) for x in make_inputs((2, 4, 4, 300, 300, 64))]
     strided = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in dense]
     do = normal(2, 4, 300, 64, seed=4).to(CUDA, torch.bfloat16)
@@ -180,7 +180,7 @@ def test_hopper_forward_and_deterministic_gradients_repeat_a_hundred_times(causa
         assert all(torch.equal(a, b) for a, b in zip(gradients(), expected, strict=True))
 
 
-def test_a_compiled_model_takes_it_whole_under_autocast() -> None:
+def test_compiles_without_a_graph_break_under_autocast() -> None:
     torch._dynamo.reset()
     leaves = [x.to(CUDA, torch.float32).requires_grad_() for x in make_inputs((2, 4, 2, 300, 300, 64))]
     compiled = torch.compile(lambda q, k, v: flash_attention(q * 2, k, v, causal=True), fullgraph=True)
@@ -194,7 +194,7 @@ def test_a_compiled_model_takes_it_whole_under_autocast() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["by descriptor", "by pointer"])
-def test_offsets_beyond_two_gigaelements_are_reached(dtype: torch.dtype) -> None:
+def test_offsets_beyond_two_billion_elements_work(dtype: torch.dtype) -> None:
     num_heads, length, head_dim = 36, 1 << 20, 64  # 2.4e9 elements: the last head starts beyond 2**31
     q = torch.zeros(1, num_heads, length, head_dim, dtype=dtype, device=CUDA)[:, :, :256]
     k = torch.randn(1, num_heads, 256, head_dim, device=CUDA).to(dtype)
@@ -204,7 +204,7 @@ def test_offsets_beyond_two_gigaelements_are_reached(dtype: torch.dtype) -> None
     assert torch.equal(o[:, -1:], expected)
 
 
-def test_tuning_keeps_tiles_that_are_then_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tuned_tiles_are_saved_and_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("STEPSCOPE_CACHE", str(tmp_path))
     triton_launch.tuned_tiles.cache_clear()
     problem = tune.TuneProblem(head_dim=64, dtype=torch.bfloat16, causal=True, length=1024)

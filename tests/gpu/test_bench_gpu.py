@@ -1,4 +1,4 @@
-"""What only a GPU can show: events against the host's clock, tf32, the allocator's cap, a sweep from end to end."""
+"""What only a GPU can show: events against the CPU clock, tf32, the allocator's limit, a sweep from end to end."""
 
 from pathlib import Path
 
@@ -29,7 +29,7 @@ def case(**settings: Scalar) -> Case:
     return build_case(TINY | settings)
 
 
-def test_weights_are_made_on_the_device() -> None:
+def test_weights_are_created_on_the_device() -> None:
     step = build(case().workload, CUDA)
     assert {parameter.device for parameter in step.module.parameters()} == {CUDA}
 
@@ -63,7 +63,7 @@ def test_fp32_is_fp32_and_tf32_is_not() -> None:
     assert error() < 1e-6
 
 
-def test_phases_add_up_on_the_device_and_events_agree_with_the_host() -> None:
+def test_phases_add_up_on_the_device_and_events_agree_with_the_cpu_clock() -> None:
     step = build(case(d_model=1024, num_heads=16, d_ff=4096, context=512).workload, CUDA)
     time_steps(step, 3)
     found = time_steps(step, 5)
@@ -79,7 +79,7 @@ def test_measurement_reads_the_allocator() -> None:
     assert measurement.clock == "cuda events"
     assert measurement.peak_kind == "cuda allocator"
     assert measurement.reserved_bytes is not None
-    # Weights, gradients and two moments of fp32 are the least a train step holds.
+    # Weights, gradients and two moments in fp32 are the least that a training step holds.
     assert 16 * measurement.parameters <= measurement.peak_bytes <= measurement.reserved_bytes
 
 
@@ -93,7 +93,7 @@ def test_counting_halves_causal_attention_in_every_fused_kernel() -> None:
         assert count_forward_flops(step) == cost.forward_flops(model, batch=4, context=128)
 
 
-def test_the_driver_answers() -> None:
+def test_driver_answers() -> None:
     assert nvml.driver_version()
     clocks = nvml.clocks(CUDA)
     assert clocks is not None
@@ -102,12 +102,12 @@ def test_the_driver_answers() -> None:
     assert nvml.other_processes(CUDA) == ()
 
 
-def test_more_memory_than_there_is_cannot_be_asked_for() -> None:
+def test_limit_above_the_device_memory_raises() -> None:
     with pytest.raises(Exception, match="exceeds the device's memory"):
         limit_memory(CUDA, 10**15)
 
 
-def test_a_sweep_with_an_oom_row(tmp_path: Path) -> None:
+def test_sweep_with_an_oom_row(tmp_path: Path) -> None:
     small = ["--size", "nano", "--steps", "2", "--warmup", "1", "--device", "cuda"]
     done = stepscope(tmp_path, "bench", *small, "--context", "64,2048", "--memory-limit", "700MB")
     assert done.returncode == 0, done.stderr
@@ -116,7 +116,7 @@ def test_a_sweep_with_an_oom_row(tmp_path: Path) -> None:
     assert "CUDA out of memory" in oom["reason"]
 
 
-def test_a_transformers_model_runs_compiled(tmp_path: Path) -> None:
+def test_transformers_model_runs_compiled(tmp_path: Path) -> None:
     arguments = ["--hf", "gpt2", "--set", "n_layer=2", "--set", "n_embd=128", "--set", "n_head=4"]
     done = stepscope(
         tmp_path, "bench", *arguments, "--precision", "bf16", "--compile", "--steps", "3", "--device", "cuda"

@@ -1,4 +1,4 @@
-"""`stepscope comm` on a GPU: NCCL with one rank, and gloo with tensors that go by way of the host's memory."""
+"""`stepscope comm` on a GPU: NCCL with one rank, and gloo with tensors copied through CPU memory."""
 
 from pathlib import Path
 
@@ -10,7 +10,7 @@ OUT = "runs/comm"
 
 
 @pytest.mark.parametrize(("backend", "ranks", "clock"), [("nccl", 1, "cuda events"), ("gloo", 2, "host")])
-def test_collectives_are_right_and_timed(tmp_path: Path, backend: str, ranks: int, clock: str) -> None:
+def test_collectives_are_correct_and_timed(tmp_path: Path, backend: str, ranks: int, clock: str) -> None:
     command = ["comm", "--device", "cuda", "--backend", backend, "--ranks", str(ranks), "--sizes", "1MB,16MB"]
     done = stepscope(tmp_path, *command, STEPSCOPE_CACHE=str(tmp_path / "cache"))
     assert done.returncode == 0, done.stderr
@@ -21,12 +21,12 @@ def test_collectives_are_right_and_timed(tmp_path: Path, backend: str, ranks: in
     assert (tmp_path / OUT / "links.json").exists() == (ranks > 1)
 
 
-def test_nccl_with_more_ranks_than_gpus_is_an_error_that_says_what_to_do(tmp_path: Path) -> None:
+def test_nccl_with_more_ranks_than_gpus_raises_with_a_hint(tmp_path: Path) -> None:
     import torch
 
     many = torch.cuda.device_count() + 1
     done = stepscope(tmp_path, "comm", "--device", "cuda", "--ranks", str(many))
     assert done.returncode == 2
-    assert f"`{many}` ranks over nccl" in done.stderr
+    assert f"`{many}` ranks with NCCL" in done.stderr
     assert "--backend gloo" in done.stderr
     assert not (tmp_path / "runs").exists()

@@ -1,4 +1,4 @@
-"""Hardware counters by a real Nsight Compute, where it is installed and permitted."""
+"""Hardware counters with a real Nsight Compute, if it is installed and permitted."""
 
 import shutil
 from pathlib import Path
@@ -15,7 +15,7 @@ TINY = ["--d-model", "128", "--d-ff", "256", "--num-layers", "1", "--num-heads",
 
 @pytest.mark.skipif(shutil.which("ncu") is None, reason="no ncu here")
 @pytest.mark.timeout(300)
-def test_a_grid_is_counted_and_goes_on(tmp_path: Path) -> None:
+def test_grid_is_counted_and_resumes(tmp_path: Path) -> None:
     arguments = ["profile", "--counters", *TINY, "--attention", "sdpa", "--precision", "bf16", "--context", "64,128"]
     done = stepscope(tmp_path, *arguments, "--format", "csv")
     if "ERR_NVGPUCTRPERM" in done.stderr:
@@ -26,7 +26,7 @@ def test_a_grid_is_counted_and_goes_on(tmp_path: Path) -> None:
     products = kernels.filter(kernels["class"] == "GEMM")
     assert products.height >= 7
     assert (products["tensor_ops"] + products["fp32_flops"] > 0).all()
-    # Whole tiles, so never fewer operations than the textbook's.
+    # Full tiles, so never fewer operations than the theoretical number.
     assert long.manifest.forward_flops is not None
     assert products["tensor_ops"].sum() >= long.manifest.forward_flops["GEMM"]
     assert {L1_HIT_RATE, L2_HIT_RATE} <= set(long.counters["metric"])
@@ -34,4 +34,4 @@ def test_a_grid_is_counted_and_goes_on(tmp_path: Path) -> None:
     assert short.manifest.forward_flops != long.manifest.forward_flops
     again = stepscope(tmp_path, *arguments, "--format", "csv")
     assert again.stdout == done.stdout
-    assert again.stderr.count("there already") == 2
+    assert again.stderr.count("already counted") == 2

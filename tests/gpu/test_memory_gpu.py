@@ -1,4 +1,4 @@
-"""The recorder of memory on a GPU, against the allocator's own figures."""
+"""The memory recorder on a GPU, against the allocator's own numbers."""
 
 import gc
 from pathlib import Path
@@ -45,7 +45,7 @@ CASES: tuple[dict[str, Any], ...] = (
 
 
 @pytest.mark.parametrize("settings", CASES, ids=str)
-def test_the_peak_is_the_allocators_to_the_byte(settings: dict[str, Any], tmp_path: Path) -> None:
+def test_peak_matches_the_allocator_to_the_byte(settings: dict[str, Any], tmp_path: Path) -> None:
     profile = record(tmp_path, **settings)
     facts = profile.recording.manifest.memory
     assert facts is not None
@@ -58,7 +58,7 @@ def test_the_peak_is_the_allocators_to_the_byte(settings: dict[str, Any], tmp_pa
     assert sum(size for _, size in profile.categories_at(profile.peak_event)) == profile.peak_bytes
 
 
-def test_phases_hold_what_they_must(tmp_path: Path) -> None:
+def test_phases_hold_the_expected_memory(tmp_path: Path) -> None:
     profile = record(tmp_path)
     for step in profile.steps[1:]:
         span = profile.span(step, "backward")
@@ -69,7 +69,7 @@ def test_phases_hold_what_they_must(tmp_path: Path) -> None:
         assert gradients == 4 * cost.parameters(shape).total  # type: ignore[arg-type]
 
 
-def test_backward_allocations_know_their_module(tmp_path: Path) -> None:
+def test_backward_allocations_have_their_module(tmp_path: Path) -> None:
     profile = record(tmp_path)
     taken = profile.allocations.filter((pl.col("phase") == "backward") & pl.col("step").is_in([1, 3]))
     for step in (1, 3):

@@ -1,4 +1,4 @@
-"""Strategies on a GPU: several ranks of gloo that share it, by way of the host's memory, and one rank of NCCL."""
+"""Strategies on a GPU: several gloo ranks that share it, through CPU memory, and one NCCL rank."""
 
 import os
 from pathlib import Path
@@ -42,7 +42,7 @@ class Silence:
 
 
 def _be_deterministic() -> None:
-    """Backward of an embedding adds with atomics unless told otherwise, in another order every time."""
+    """The backward pass of an embedding uses atomics by default, in a different order every time."""
     os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
     torch.use_deterministic_algorithms(mode=True)
 
@@ -75,9 +75,10 @@ def _single(folder: Path, **more: object) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("world", [2, 4])
-def test_ranks_that_share_a_gpu_train_as_one_process_does(world: int, tmp_path: Path) -> None:
-    """Against one process that adds up the ranks' parts of the batch, in the same order of sums for two ranks; further
-    apart than whole-batch training is from it, no strategy may be."""
+def test_ranks_that_share_a_gpu_train_like_one_process(world: int, tmp_path: Path) -> None:
+    """Compared with one process that accumulates the ranks' parts of the batch, in the same order of sums for two
+    ranks; no strategy may be further from it than whole-batch training is.
+    """
     parts = _single(tmp_path / "parts", accumulate=world)
     whole = _single(tmp_path / "whole")
     trainings = [msgspec.structs.replace(PLAIN, ranks=world, **way) for way in WAYS]
@@ -88,8 +89,8 @@ def test_ranks_that_share_a_gpu_train_as_one_process_does(world: int, tmp_path: 
         assert _distance(_weights(tmp_path / str(number)), parts) <= limit, way
 
 
-def test_a_run_goes_on_from_its_checkpoint(tmp_path: Path) -> None:
-    """State that was saved on the host goes to where the optimizer wants it, `fused` included."""
+def test_run_resumes_from_its_checkpoint(tmp_path: Path) -> None:
+    """State saved in CPU memory moves to where the optimizer needs it, including `fused`."""
     workload = msgspec.structs.replace(PLAIN.workload, optimizer="adamw-fused")
     whole = [msgspec.structs.replace(PLAIN, workload=workload, ranks=2, **way) for way in WAYS]
     run_ranks(_train, 2, whole, tmp_path / "whole", timeout_s=240)
@@ -113,7 +114,7 @@ def test_bf16_trains_under_every_strategy(tmp_path: Path) -> None:
 
 
 def _nccl(rank: int, world: int, folder: Path) -> list[tuple[int, int]]:
-    """Joins NCCL beside the gloo group that the harness made."""
+    """Joins NCCL in addition to the gloo group that the harness created."""
     from stepscope.measure.training import train
 
     _be_deterministic()
@@ -129,7 +130,7 @@ def _nccl(rank: int, world: int, folder: Path) -> list[tuple[int, int]]:
     return taken
 
 
-def test_one_rank_of_nccl_is_one_process(tmp_path: Path) -> None:
+def test_one_nccl_rank_matches_one_process(tmp_path: Path) -> None:
     alone = _single(tmp_path / "alone")
     (taken,) = run_ranks(_nccl, 1, tmp_path, timeout_s=240)
     for number, way in enumerate(WAYS):
@@ -153,7 +154,7 @@ class Chain(torch.nn.Module):
 
 
 def _measure_peak(rank: int, world: int) -> tuple[int, int, int, int]:
-    """FSDP's parameters in CUDA's allocator: what is there when nothing is gathered, and at most during a forward."""
+    """FSDP's parameters in CUDA's allocator: with nothing gathered, and at the peak of a forward pass."""
     torch.cuda.set_device(0)
     sharded = FSDP(Chain().cuda())
     x = torch.ones(1, 1024, device="cuda")
@@ -167,7 +168,7 @@ def _measure_peak(rank: int, world: int) -> tuple[int, int, int, int]:
     return idle, peak, sharded.ledger.peak_bytes, sharded.ledger.live_bytes
 
 
-def test_fsdp_holds_its_shard_and_two_layers_at_most() -> None:
+def test_fsdp_holds_its_shard_and_at_most_two_layers() -> None:
     layer = 1024 * 1024 * 4
     for idle, peak, gathered, live in run_ranks(_measure_peak, 2, timeout_s=120):
         assert gathered <= 2 * layer
@@ -185,13 +186,13 @@ def _wrap_cuda(rank: int, world: int) -> list[float]:
     return [*model.weight.flatten().tolist(), *model.weight.grad.flatten().tolist()]
 
 
-def test_ranks_begin_and_end_with_the_same_values() -> None:
+def test_ranks_start_and_end_with_the_same_values() -> None:
     first, second = run_ranks(_wrap_cuda, 2)
     assert first == second
     assert first[16:] == [3.0] * 16
 
 
-def test_memory_is_that_of_the_allocator(tmp_path: Path) -> None:
+def test_memory_matches_the_allocator(tmp_path: Path) -> None:
     run_ranks(_train, 2, [msgspec.structs.replace(PLAIN, ranks=2, strategy="fsdp", steps=1)], tmp_path)
     for row in read_memory(tmp_path / "0"):
         assert row.peak >= row.parameters + row.gradients + row.optimizer

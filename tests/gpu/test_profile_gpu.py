@@ -1,4 +1,4 @@
-"""What only a GPU can show of a recording: kernels and their launches inside of our ranges, and ranges as NVTX."""
+"""What only a GPU can show in a recording: kernels and their launches inside our ranges, and ranges as NVTX."""
 
 from pathlib import Path
 
@@ -26,7 +26,7 @@ def run(folder: Path, **settings: Scalar) -> tuple[RecordedRun, Recording]:
 
 
 def kernels_by_range(recording: Recording) -> dict[str, int]:
-    """How many kernels were launched inside of ranges of each name, on whatever thread of the same process."""
+    """How many kernels were launched inside ranges of each name, on any thread of the same process."""
     launched = recording.launches.join(
         recording.kernels.select("process", "correlation"), on=["process", "correlation"], how="semi"
     ).select("process", "thread", at="start_ns")
@@ -36,28 +36,28 @@ def kernels_by_range(recording: Recording) -> dict[str, int]:
     return dict(inside.group_by("name").len().rows())
 
 
-def test_kernels_are_launched_inside_of_phases_modules_and_parts(tmp_path: Path) -> None:
+def test_kernels_are_launched_inside_phases_modules_and_parts(tmp_path: Path) -> None:
     found, recording = run(tmp_path)
     assert found.clock == "cuda events"
     assert set(recording.kernels["kind"]) >= {"kernel"}
     counts = kernels_by_range(recording)
     assert counts["step:0"] == counts["step:1"] > 100
-    assert counts["module:blocks.0.attention.q_proj"] == 2  # one product a step
+    assert counts["module:blocks.0.attention.q_proj"] == 2  # one GEMM per step
     for name in ("phase:forward", "phase:loss", "phase:optimizer", "part:scores", "part:softmax", "part:values"):
         assert counts[name] > 0, name
     assert counts["part:values"] >= 2 * 2
 
 
-def test_every_kernel_of_a_whole_step_is_there(tmp_path: Path) -> None:
+def test_every_kernel_of_a_step_is_recorded(tmp_path: Path) -> None:
     """The profiler waits for the last kernel, and both steps do the same."""
     _, recording = run(tmp_path, mode="forward")
     counts = kernels_by_range(recording)
     kernels = recording.kernels.filter(pl.col("kind") == "kernel").height
     assert counts["step:0"] == counts["step:1"]
-    assert kernels >= counts["step:0"] + counts["step:1"] - 20  # some launches are of copies and fills
+    assert kernels >= counts["step:0"] + counts["step:1"] - 20  # some launches are copies and fills
 
 
-def test_what_checkpointing_computes_again_is_seen_on_the_thread_of_backward(tmp_path: Path) -> None:
+def test_recomputation_is_seen_on_the_backward_thread(tmp_path: Path) -> None:
     _, recording = run(tmp_path, checkpoint="block")
     backward = recording.ranges.filter(pl.col("name") == "phase:backward").row(0, named=True)
     again = recording.ranges.filter(
@@ -68,7 +68,7 @@ def test_what_checkpointing_computes_again_is_seen_on_the_thread_of_backward(tmp
     assert again["thread"][0] != backward["thread"]
 
 
-def test_a_compiled_step_keeps_its_outside_and_is_not_compiled_again(tmp_path: Path) -> None:
+def test_compiled_step_keeps_its_outer_ranges_and_is_not_recompiled(tmp_path: Path) -> None:
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
     # Not in fp32: Inductor warns that tf32 would be faster, and here a warning is an error.
@@ -79,7 +79,7 @@ def test_a_compiled_step_keeps_its_outside_and_is_not_compiled_again(tmp_path: P
     assert kernels_by_range(recording)["module:(TransformerLM)"] > 0
 
 
-def test_ranges_are_nvtx_ranges_for_a_recorder_that_takes_those(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranges_are_nvtx_ranges_for_a_profiler_that_uses_them(monkeypatch: pytest.MonkeyPatch) -> None:
     pushed: list[str] = []
     popped: list[object] = []
     push, pop = torch.cuda.nvtx.range_push, torch.cuda.nvtx.range_pop
@@ -101,7 +101,7 @@ def test_ranges_are_nvtx_ranges_for_a_recorder_that_takes_those(monkeypatch: pyt
     assert len(popped) == len(pushed)
 
 
-def test_the_verb_records_from_a_forked_process(tmp_path: Path) -> None:
+def test_command_records_from_a_forked_process(tmp_path: Path) -> None:
     done = stepscope(tmp_path, "profile", "--size", "nano", "--device", "cuda", "--precision", "bf16")
     assert done.returncode == 0, done.stderr
     recording = load(tmp_path / "runs/profile")

@@ -1,4 +1,4 @@
-"""Rows as `stepscope attention` would write them, for tests that need no kernel to run."""
+"""Rows as `stepscope attention` would write them, for tests without kernels."""
 
 from stepscope.cost.attention import need_of_attention
 from stepscope.recording.rows.attention_case import (

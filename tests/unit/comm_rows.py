@@ -1,4 +1,4 @@
-"""Rows as `stepscope comm` would write them, for tests that need no ranks."""
+"""Rows as `stepscope comm` would write them, for tests without ranks."""
 
 from stepscope.recording.rows.bench import Doubt, Status, case_key
 from stepscope.recording.rows.collective_case import CommCase, CommMeasurement, CommRow

@@ -87,12 +87,12 @@ class StandIn:
         (self._folder / "settings.json").write_text(msgspec.json.encode(self._settings).decode())
 
     def hear(self, stage: str) -> None:
-        """It stays at a stage until that was heard."""
+        """Wait at a stage until it was reported."""
         with (self._folder / "heard.txt").open("a") as heard:
             heard.write(f"{stage}\n")
 
     def calls(self) -> list[tuple[dict[str, str], list[str]]]:
-        """Its options and the program it was to run, one call after the other."""
+        """The options and the program of each call."""
         path = self._folder / "calls.jsonl"
         lines = path.read_text().splitlines() if path.exists() else []
         return [msgspec.json.decode(line, type=tuple[dict[str, str], list[str]]) for line in lines]

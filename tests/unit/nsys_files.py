@@ -221,7 +221,7 @@ else:
 
 
 class StandIn:
-    """An `nsys` in `folder` that is as strict about its arguments as the real one, hands back `export`, and does not
+    """An `nsys` in `folder` that is as strict about its arguments as the real one, writes `export`, and does not
     run the program unless told to."""
 
     def __init__(self, folder: Path, export: Path) -> None:

@@ -1,13 +1,13 @@
-"""Recordings of a made-up GPU, written down as a host would launch them.
+"""Recordings of a simulated GPU, written as a sequence of launches.
 
     timeline = Timeline()
     with timeline.step(), timeline.phase("forward"), timeline.module("blocks.0.ffn"):
         timeline.launch(GEMM_BF16, 100, op="aten::mm", shapes=[[4096, 1024], [1024, 4096]], dtypes=[BF16, BF16])
     recording = timeline.record()
 
-Times are in microseconds. The host needs `host_us` a launch; a kernel starts `LATENCY_US` after its launch or right
-after the one before it on its stream, whichever is later, as on a real device; with
-`queue` launches ahead of the device, a launch waits.
+Times are in microseconds. The CPU needs `host_us` per launch. A kernel starts `LATENCY_US` after its launch or right
+after the previous one on its stream, whichever is later, as on a real device. With `queue` pending launches, a launch
+waits.
 """
 
 import json
@@ -71,7 +71,7 @@ class Timeline:
         self._rows: dict[str, list[dict[str, object]]] = {name: [] for name in tables.SCHEMAS}
 
     def host(self, us: float) -> None:
-        """The host does something else."""
+        """The CPU does something else."""
         self._now += round(us * 1000)
 
     @contextmanager
@@ -126,7 +126,8 @@ class Timeline:
         call: str = "cudaLaunchKernel",
         **columns: object,
     ) -> None:
-        """One operator, its call and its kernel, which waits for its stream and for the one it is to come `after`."""
+        """One operator, its launch and its kernel, which waits for its stream and for the kernel `after` which it
+        runs."""
         start = self._now
         self._now += round(self.host_us * 1000 / 2)
         called, ended = self._now, self._now + CALL_US * 1000
@@ -160,7 +161,7 @@ class Timeline:
             self._add("ops", name=op, start_ns=start, end_ns=self._now, **texts, **self._place())
 
     def wait(self, *, op: str | None = None, call: str = "cudaStreamSynchronize") -> None:
-        """The host waits until the device is done."""
+        """The CPU waits until the device is done."""
         start = self._now
         self._now = max(self._now, *self._free.values()) + 1000
         self._add("launches", name=call, start_ns=start, end_ns=self._now, correlation=None, **self._place())

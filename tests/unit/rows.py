@@ -1,4 +1,4 @@
-"""Rows as a sweep would write them, for tests that need no model to run."""
+"""Rows as a sweep would write them, for tests without a model."""
 
 from stepscope.hardware import Hardware
 from stepscope.recording.rows.bench import BenchRow, Doubt, Environment, Measurement, Status, case_key

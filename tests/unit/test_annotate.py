@@ -1,4 +1,4 @@
-"""`stepscope.annotate` in its three forms, off and on, with a backend that writes down what it is told."""
+"""`stepscope.annotate` in its three forms, with and without a recorder."""
 
 import inspect
 import subprocess
@@ -11,12 +11,12 @@ import pytest
 
 import stepscope
 
-layer = sys.modules["stepscope.annotate"]  # the attribute of that name is what users call
+layer = sys.modules["stepscope.annotate"]  # the attribute of this name is the public object
 
 
 @contextmanager
 def recording() -> Iterator[list[str]]:
-    """A recorder of our own in place of the profiler's: `+name` when a range opens, `-name` when it closes."""
+    """A recorder that lists `+name` when a range opens and `-name` when it closes."""
     log: list[str] = []
 
     def open_range(name: str) -> Callable[[], None]:
@@ -35,12 +35,12 @@ def double(x: int, *, times: int = 1) -> int:
     return 2 * x * times
 
 
-def test_importing_it_takes_no_torch() -> None:
+def test_import_does_not_import_torch() -> None:
     code = "import sys, stepscope; stepscope.annotate('x'); sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
-def test_without_a_recorder_nothing_is_opened() -> None:
+def test_no_range_opens_without_a_recorder() -> None:
     assert double(2, times=3) == 12
     with stepscope.annotate("x"):
         stepscope.annotate.push("y")
@@ -56,7 +56,7 @@ def test_every_form_opens_and_closes_in_order() -> None:
     assert log == ["+outer", "+pushed", "+double", "-double", "-pushed", "-outer"]
 
 
-def test_a_decorated_function_keeps_its_name_signature_and_text() -> None:
+def test_decorated_function_keeps_its_name_signature_and_docstring() -> None:
     assert double.__name__ == "double"
     assert double.__doc__ == "Twice as much."
     assert list(inspect.signature(double).parameters) == ["x", "times"]
@@ -86,7 +86,7 @@ def test_one_range_nests_in_itself() -> None:
     assert log == ["+x", "+x", "-x", "-x"]
 
 
-def test_what_was_pushed_and_not_popped_is_closed_with_the_recorder() -> None:
+def test_ranges_without_a_pop_close_with_the_recorder() -> None:
     with recording() as log:
         stepscope.annotate.push("a")
         stepscope.annotate.push("b")
@@ -103,11 +103,11 @@ def test_a_pop_closes_only_what_its_own_thread_pushed() -> None:
         assert log == ["+main"]
 
 
-def test_a_range_without_a_name_is_refused() -> None:
+def test_range_without_a_name_is_rejected() -> None:
     with pytest.raises(TypeError, match="expects a name"):
         stepscope.annotate(double)  # type: ignore[arg-type]
 
 
-def test_two_recorders_at_once_are_our_mistake() -> None:
+def test_two_recorders_at_once_fail_an_assertion() -> None:
     with recording(), pytest.raises(AssertionError, match="two recorders"), layer.activate("nvtx"):
         pass

@@ -1,4 +1,4 @@
-"""Where caches are kept on machines without a home that can be written."""
+"""The cache directory on machines without a writable home."""
 
 import os
 import tempfile
@@ -19,23 +19,23 @@ def _machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "tmp"))
 
 
-def test_a_folder_that_is_named_is_taken_whatever_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_named_cache_directory_is_always_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "caches"))
     assert cache_folder() == tmp_path / "caches" / "stepscope"
     monkeypatch.setenv("STEPSCOPE_CACHE", "/dev/null/none")
     assert cache_folder() == Path("/dev/null/none")
 
 
-def test_the_home_is_taken_where_it_can_be_written(tmp_path: Path) -> None:
+def test_writable_home_is_used(tmp_path: Path) -> None:
     assert cache_folder() == tmp_path / "home" / ".cache" / "stepscope"
     assert not (tmp_path / "home" / ".cache").exists(), "asking makes nothing"
 
 
 @pytest.mark.parametrize("home", ["read-only", "file", "unknown"])
-def test_without_a_home_that_can_be_written_a_private_folder_is_taken(
+def test_private_temporary_directory_replaces_an_unwritable_home(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, home: str
 ) -> None:
-    if home == "read-only":  # root may write anywhere, so it is said to be
+    if home == "read-only":  # root can write anywhere, so this is simulated
         writable = os.access
         monkeypatch.setattr(os, "access", lambda path, mode: path != tmp_path / "home" and writable(path, mode))
     elif home == "file":
@@ -47,7 +47,7 @@ def test_without_a_home_that_can_be_written_a_private_folder_is_taken(
     assert folder.stat().st_mode & 0o777 == 0o700
 
 
-def test_a_folder_of_somebody_elses_making_is_not_trusted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_directory_of_another_user_is_not_trusted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Path, "home", _raise)
     monkeypatch.setattr(os, "getuid", lambda: 4242)
     (tmp_path / "tmp" / "stepscope-4242").mkdir()

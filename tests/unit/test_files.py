@@ -1,4 +1,4 @@
-"""Writing whole or not at all, and knowing what is ours."""
+"""Atomic writes, and recognizing files by stepscope."""
 
 import errno
 import os
@@ -26,12 +26,12 @@ from stepscope.files import (
     write_atomically,
 )
 
-# Newer Pythons warn of forking a process that has threads, as polars gives it. These children only write files.
+# Newer Pythons warn about forking a process with threads, which polars starts. These children only write files.
 pytestmark = pytest.mark.filterwarnings("ignore:.*multi-threaded.*:DeprecationWarning")
 
 
 def die_in(work: Callable[[], None]) -> None:
-    """Runs `work` in a process that is killed, as by SIGKILL, where it calls `kill`."""
+    """Run `work` in a process that dies, as by SIGKILL, where it calls `kill`."""
     child = os.fork()
     if not child:
         try:
@@ -61,7 +61,7 @@ def replace_folder(folder: Path, content: str) -> None:
         make_folder(new, content)
 
 
-def test_a_file_is_replaced_whole_and_nothing_stays_beside_it(tmp_path: Path) -> None:
+def test_file_is_replaced_atomically_without_leftovers(tmp_path: Path) -> None:
     path = tmp_path / "deep" / "file"
     write_atomically(path, b"first")
     write_atomically(path, b"second")
@@ -69,7 +69,7 @@ def test_a_file_is_replaced_whole_and_nothing_stays_beside_it(tmp_path: Path) ->
     assert names(path.parent) == ["file"]
 
 
-def test_an_error_leaves_the_old_file_and_nothing_beside_it(tmp_path: Path) -> None:
+def test_error_keeps_the_old_file_without_leftovers(tmp_path: Path) -> None:
     path = tmp_path / "file"
     path.write_text("old")
 
@@ -84,7 +84,7 @@ def test_an_error_leaves_the_old_file_and_nothing_beside_it(tmp_path: Path) -> N
     assert names(tmp_path) == ["file"]
 
 
-def test_what_a_killed_writer_left_goes_with_the_next_write(tmp_path: Path) -> None:
+def test_next_write_removes_leftovers_of_a_killed_writer(tmp_path: Path) -> None:
     path = tmp_path / "file"
 
     def write() -> None:
@@ -98,7 +98,7 @@ def test_what_a_killed_writer_left_goes_with_the_next_write(tmp_path: Path) -> N
     assert names(tmp_path) == ["file"]
 
 
-def test_what_a_living_writer_has_is_left_alone(tmp_path: Path) -> None:
+def test_files_of_a_running_writer_are_left_alone(tmp_path: Path) -> None:
     path = tmp_path / "file"
     with replacing(path) as slow:
         slow.write_text("slow")
@@ -109,7 +109,7 @@ def test_what_a_living_writer_has_is_left_alone(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("renames", [0, 1, 2])
-def test_a_folder_is_the_old_one_or_the_new_one_wherever_its_writer_is_killed(
+def test_killed_writer_leaves_the_old_or_the_new_directory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, renames: int
 ) -> None:
     """Killed before, between and after the two renames."""
@@ -135,7 +135,7 @@ def test_a_folder_is_the_old_one_or_the_new_one_wherever_its_writer_is_killed(
     assert (folder / "file").read_text() == "newer"
 
 
-def test_a_folder_is_not_taken_back_from_a_living_writer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_directory_of_a_running_writer_is_not_restored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = make_folder(tmp_path / "kept", "old")
     rename = Path.rename
     seen: list[bool] = []
@@ -153,7 +153,7 @@ def test_a_folder_is_not_taken_back_from_a_living_writer(tmp_path: Path, monkeyp
     assert (folder / "file").read_text() == "new"
 
 
-def test_a_refused_second_rename_brings_the_old_folder_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_second_rename_restores_the_old_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = make_folder(tmp_path / "kept", "old")
     rename = Path.rename
 
@@ -169,9 +169,7 @@ def test_a_refused_second_rename_brings_the_old_folder_back(tmp_path: Path, monk
     assert names(tmp_path) == ["kept"]
 
 
-def test_what_was_moved_aside_is_never_lost_to_what_came_meanwhile(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_moved_directory_survives_a_new_one_in_its_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = make_folder(tmp_path / "kept", "old")
     rename, left = Path.rename, [1]
 
@@ -202,7 +200,7 @@ def test_a_link_is_written_through(tmp_path: Path, dangling: bool) -> None:
     assert names(tmp_path) == ["link", "target"]
 
 
-def test_a_scratch_folder_that_a_kill_left_goes_with_the_next_one(tmp_path: Path) -> None:
+def test_next_scratch_directory_removes_an_abandoned_one(tmp_path: Path) -> None:
     def work() -> None:
         with scratch_folder(tmp_path) as folder:
             (folder / "large").write_text("much")
@@ -218,7 +216,7 @@ def test_a_scratch_folder_that_a_kill_left_goes_with_the_next_one(tmp_path: Path
     assert names(tmp_path) == []
 
 
-def test_folders_that_only_look_like_scratch_stay(tmp_path: Path) -> None:
+def test_directories_that_only_look_like_scratch_stay(tmp_path: Path) -> None:
     for name in (".stepscope.abcdefgh", "stepscope-abcdefgh", "a.abcdefgh.stepscope-scratch", ".stepscope.a.b"):
         (tmp_path / name).mkdir()
     elsewhere = make_folder(tmp_path / "elsewhere", "precious")
@@ -231,15 +229,13 @@ def test_folders_that_only_look_like_scratch_stay(tmp_path: Path) -> None:
 
 
 def leave_scratch(parent: Path, *, target: str = "") -> Path:
-    """As a killed process would have left it."""
+    """Create a scratch directory as a killed process leaves it."""
     folder, lock = files._make_locked(parent, target or "stepscope", target)
     os.close(lock)
     return folder
 
 
-def test_a_scratch_folder_of_another_host_stays_even_where_nobody_has_locked_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_unlocked_scratch_directory_of_another_host_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patch:
         patch.setattr(files, "_HOST", "another")
         theirs = leave_scratch(tmp_path)
@@ -258,7 +254,7 @@ def test_the_lock_is_on_a_regular_file(tmp_path: Path, monkeypatch: pytest.Monke
 
 
 @pytest.mark.parametrize("content", [None, "", "{}", '{"schema": "theirs/1", "host": "", "target": ""}'])
-def test_a_folder_with_the_name_of_scratch_and_without_its_mark_stays(tmp_path: Path, content: str | None) -> None:
+def test_directory_with_a_scratch_name_but_no_lock_file_stays(tmp_path: Path, content: str | None) -> None:
     folder = make_folder(tmp_path / ".stepscope.abcdefgh.stepscope-scratch", "precious")
     if content is not None:
         (folder / ".stepscope-lock").write_text(content)
@@ -268,7 +264,7 @@ def test_a_folder_with_the_name_of_scratch_and_without_its_mark_stays(tmp_path: 
     assert find_foreign(tmp_path, lambda _: False) == folder.name
 
 
-def test_a_scratch_folder_that_a_kill_left_before_it_was_marked_goes(tmp_path: Path) -> None:
+def test_scratch_directory_abandoned_before_its_lock_is_removed(tmp_path: Path) -> None:
     (tmp_path / ".stepscope.abcdefgh.stepscope-scratch").mkdir()
     assert find_foreign(tmp_path, lambda _: False) is None
     with scratch_folder(tmp_path):
@@ -276,9 +272,7 @@ def test_a_scratch_folder_that_a_kill_left_before_it_was_marked_goes(tmp_path: P
     assert names(tmp_path) == []
 
 
-def test_a_disk_that_is_too_full_for_the_mark_keeps_no_scratch_folder(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_full_disk_leaves_no_scratch_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: object) -> None:
         raise OSError(errno.ENOSPC, "full")
 
@@ -288,7 +282,7 @@ def test_a_disk_that_is_too_full_for_the_mark_keeps_no_scratch_folder(
     assert names(tmp_path) == []
 
 
-def test_scratch_that_replaces_nothing_is_never_moved_next_to_itself(tmp_path: Path) -> None:
+def test_scratch_without_a_target_is_never_moved_back(tmp_path: Path) -> None:
     folder = leave_scratch(tmp_path)
     (folder / "old").mkdir()
     (folder / "new").mkdir()
@@ -297,7 +291,7 @@ def test_scratch_that_replaces_nothing_is_never_moved_next_to_itself(tmp_path: P
     assert names(tmp_path) == []
 
 
-def test_what_was_moved_aside_goes_back_to_a_name_of_any_bytes(tmp_path: Path) -> None:
+def test_moved_directory_is_restored_to_a_name_of_any_bytes(tmp_path: Path) -> None:
     target = os.fsdecode(b"caf\xe9\n" + b"x" * 240)
     folder = leave_scratch(tmp_path, target=target)
     make_folder(folder / "old", "old")
@@ -307,7 +301,7 @@ def test_what_was_moved_aside_goes_back_to_a_name_of_any_bytes(tmp_path: Path) -
     assert (tmp_path / target / "file").read_text() == "old"
 
 
-def test_only_scratch_folders_are_passed_over(tmp_path: Path) -> None:
+def test_only_scratch_directories_are_ignored(tmp_path: Path) -> None:
     name = ".stepscope.abcdefgh.stepscope-scratch"
     with scratch_folder(tmp_path) as scratch:
         (scratch / "work").touch()
@@ -335,7 +329,7 @@ def test_a_file_keeps_its_permissions_when_it_is_replaced(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("code", [errno.EACCES, errno.EINVAL, errno.EIO])
-def test_a_folder_that_cannot_be_synced_is_no_reason_to_fail_and_a_broken_disk_is(
+def test_unsyncable_directory_is_fine_and_a_broken_disk_is_an_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int
 ) -> None:
     def refuse(_: Path) -> None:
@@ -348,7 +342,7 @@ def test_a_folder_that_cannot_be_synced_is_no_reason_to_fail_and_a_broken_disk_i
     assert path.read_bytes() == b"new"
 
 
-def test_a_pipe_is_neither_waited_for_nor_replaced(tmp_path: Path) -> None:
+def test_pipe_is_neither_read_nor_replaced(tmp_path: Path) -> None:
     pipe = tmp_path / "pipe"
     os.mkfifo(pipe)
     assert read_schema(pipe) == ""
@@ -368,7 +362,7 @@ def test_a_device_is_not_a_target() -> None:
         check_target(Path(os.devnull), force=True, flag="--perfetto")
 
 
-def test_without_locks_nothing_is_taken_for_abandoned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_counts_as_abandoned_without_locks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def no_locks(*_: object) -> None:
         raise OSError(errno.ENOLCK, "no locks")
 
@@ -378,13 +372,13 @@ def test_without_locks_nothing_is_taken_for_abandoned(tmp_path: Path, monkeypatc
     assert names(tmp_path) == []
 
 
-def test_there_is_nothing_to_restore_where_nothing_can_be(tmp_path: Path) -> None:
+def test_restore_ignores_impossible_paths(tmp_path: Path) -> None:
     for path in (Path("a\0b"), Path("x" * 300), tmp_path / "none" / "a", Path("/proc/1/none/a"), Path()):
         restore(path)
     assert names(tmp_path) == []
 
 
-def test_the_schema_of_a_document_and_of_lines_is_read_and_of_anything_else_is_none(tmp_path: Path) -> None:
+def test_schema_is_read_from_documents_and_lines_only(tmp_path: Path) -> None:
     path = tmp_path / "a"
     for content, expected in (
         (b'{\n "schema": "stepscope.x/1"\n}\n', "stepscope.x/1"),
@@ -400,7 +394,7 @@ def test_the_schema_of_a_document_and_of_lines_is_read_and_of_anything_else_is_n
     assert read_schema(tmp_path / "missing") == read_schema(tmp_path) == ""
 
 
-def test_a_result_is_known_by_the_command_that_made_it(tmp_path: Path) -> None:
+def test_result_is_recognized_by_its_command(tmp_path: Path) -> None:
     path = tmp_path / "a.json"
     path.write_text('{"schema": "stepscope.precision/1", "command": "stepscope precision --out a.json --force"}')
     assert is_result_of(path, "stepscope precision --out a.json")
@@ -412,7 +406,7 @@ def test_a_result_is_known_by_the_command_that_made_it(tmp_path: Path) -> None:
     assert not is_result_of(path, "stepscope precision --out a.json")
 
 
-def test_a_target_is_refused_where_it_could_not_or_should_not_be_written(tmp_path: Path) -> None:
+def test_invalid_target_is_rejected(tmp_path: Path) -> None:
     path = tmp_path / "a.json"
     check_target(path, force=False, flag="--out")
     path.write_text("precious")
@@ -434,7 +428,7 @@ def test_a_target_is_refused_where_it_could_not_or_should_not_be_written(tmp_pat
         b'<!DOCTYPE html><meta name="generator" content="stepscope in practice, a blog">',
     ],
 )
-def test_files_of_others_are_not_ours(tmp_path: Path, content: bytes) -> None:
+def test_foreign_files_are_not_ours(tmp_path: Path, content: bytes) -> None:
     path = tmp_path / "a"
     path.write_bytes(content)
     assert not is_ours(path)
@@ -446,7 +440,7 @@ def has_run(folder: Path) -> bool:
     return is_of_kind(folder / "run.json", "stepscope.train/1")
 
 
-def test_a_new_and_an_empty_folder_are_claimed_once_for_one_kind(tmp_path: Path) -> None:
+def test_new_and_empty_directories_are_claimed_for_one_kind(tmp_path: Path) -> None:
     for folder in (tmp_path / "new" / "folder", tmp_path / "empty"):
         if folder.name == "empty":
             folder.mkdir()
@@ -457,7 +451,7 @@ def test_a_new_and_an_empty_folder_are_claimed_once_for_one_kind(tmp_path: Path)
             claim(folder, "stepscope.comm/1")
 
 
-def test_a_folder_of_somebody_else_is_refused_and_not_touched(tmp_path: Path) -> None:
+def test_foreign_directory_is_rejected_and_unchanged(tmp_path: Path) -> None:
     (tmp_path / "notes.txt").write_text("mine")
     with pytest.raises(StepscopeError, match=r"notes\.txt"):
         claim(tmp_path, "stepscope.train/1", knows=has_run)
@@ -466,7 +460,7 @@ def test_a_folder_of_somebody_else_is_refused_and_not_touched(tmp_path: Path) ->
         claim(tmp_path / "notes.txt", "stepscope.train/1")
 
 
-def test_a_folder_of_an_earlier_version_is_known_by_a_document_in_it(tmp_path: Path) -> None:
+def test_directory_of_an_earlier_version_is_recognized_by_its_content(tmp_path: Path) -> None:
     (tmp_path / "run.json").write_text('{"name": "theirs"}')
     with pytest.raises(StepscopeError):
         claim(tmp_path, "stepscope.train/1", knows=has_run)
@@ -475,7 +469,7 @@ def test_a_folder_of_an_earlier_version_is_known_by_a_document_in_it(tmp_path: P
     assert names(tmp_path) == ["run.json"]
 
 
-def test_the_first_foreign_thing_is_named(tmp_path: Path) -> None:
+def test_first_foreign_entry_is_named(tmp_path: Path) -> None:
     (tmp_path / "own").mkdir()
     (tmp_path / "own" / "a").touch()
     assert find_foreign(tmp_path, {"own/", "own/a"}.__contains__) is None

@@ -1,4 +1,4 @@
-"""Driver names lead to the right data sheet, or to none."""
+"""Driver names map to the right data sheet, or to none."""
 
 import pytest
 
@@ -31,7 +31,7 @@ def test_known_devices_are_found(driver_name: str, card: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["NVIDIA L40", "NVIDIA GeForce RTX 3090 Ti", "NVIDIA GeForce RTX 4090 Laptop GPU", ""])
-def test_a_near_namesake_is_not_taken_for_it(name: str) -> None:
+def test_similar_device_name_does_not_match(name: str) -> None:
     assert find(name) is None
 
 

@@ -1,4 +1,4 @@
-"""The analysis half, and every help page, come up without torch."""
+"""The analysis code and every help page work without importing torch."""
 
 import subprocess
 import sys
@@ -33,6 +33,6 @@ LIGHT = [
 
 
 @pytest.mark.parametrize("module", LIGHT)
-def test_no_torch_behind(module: str) -> None:
+def test_module_does_not_import_torch(module: str) -> None:
     code = f"import sys, {module}; sys.exit('torch' in sys.modules or 'vl_convert' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -1,4 +1,4 @@
-"""The journal says which rank fell behind, and where."""
+"""The journal shows which rank fell behind, and where."""
 
 import os
 import subprocess
@@ -26,7 +26,7 @@ def test_the_rank_with_fewest_collectives_is_blamed(tmp_path: Path) -> None:
     assert blame(entries) == "rank 1 fell behind, after collective 3, all-reduce of bucket 2"
 
 
-def test_a_collective_that_has_not_ended_is_told_from_one_that_has(tmp_path: Path) -> None:
+def test_unfinished_collective_is_distinguished_from_a_finished_one(tmp_path: Path) -> None:
     first, second = _journals(tmp_path, 2, 1)
     first.begin("all-gather of layer 7")
     second.begin("all-gather of layer 6")
@@ -40,7 +40,7 @@ def test_a_rank_that_raised_comes_before_one_that_waits(tmp_path: Path) -> None:
     assert "rank 2 raised ValueError: no, after collective 4" in blame(read_journals(tmp_path))
 
 
-def test_a_rank_whose_process_is_gone_is_said_to_have_died(tmp_path: Path) -> None:
+def test_rank_without_a_process_is_reported_as_dead(tmp_path: Path) -> None:
     _journals(tmp_path, 4)
     code = "import sys; from pathlib import Path; from stepscope.parallel.journal import Journal\n"
     code += "journal = Journal(Path(sys.argv[1]), 1)\nfor _ in range(6): journal.begin('broadcast of x')\n"
@@ -48,7 +48,7 @@ def test_a_rank_whose_process_is_gone_is_said_to_have_died(tmp_path: Path) -> No
     assert blame(read_journals(tmp_path)) == "rank 1 died, in collective 6, broadcast of x"
 
 
-def test_ranks_that_are_level_are_all_listed(tmp_path: Path) -> None:
+def test_ranks_at_the_same_point_are_all_listed(tmp_path: Path) -> None:
     _journals(tmp_path, 2, 2)
     entries = read_journals(tmp_path)
     assert find_culprit(entries) is None
@@ -63,20 +63,20 @@ def test_names_of_any_length_fit(tmp_path: Path, name: str) -> None:
     assert len(entry.collective) >= min(len(name), 300)
 
 
-def test_a_journal_without_a_folder_knows_itself() -> None:
+def test_journal_without_a_directory_works() -> None:
     journal = Journal(None, 3)
     journal.begin("barrier start")
     (entry,) = journal.entries()
     assert (entry.rank, entry.last_collective) == (3, "in collective 1, barrier start")
 
 
-def test_a_journal_cut_short_reads_as_far_as_it_goes(tmp_path: Path) -> None:
+def test_truncated_journal_is_read_as_far_as_possible(tmp_path: Path) -> None:
     _journals(tmp_path, 1)
     (tmp_path / "1.journal").write_bytes(b"")
     assert [entry.issued for entry in read_journals(tmp_path)] == [1, 0]
 
 
-def test_a_rank_that_failed_for_anothers_sake_is_not_blamed(tmp_path: Path) -> None:
+def test_rank_that_failed_because_of_another_is_not_blamed(tmp_path: Path) -> None:
     first, _, third = _journals(tmp_path, 4, 3, 4)
     third.begin("all-gather of x")
     first.leave("CollectiveError: rank 0 could not finish")

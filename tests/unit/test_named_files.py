@@ -1,4 +1,4 @@
-"""Files that somebody names: regular ones, up to a bound, and documents whose damage is one kind of error."""
+"""Reading files named by users: only regular ones, up to a size limit, with one kind of error for damage."""
 
 import os
 import threading
@@ -30,7 +30,7 @@ def open_results(path: Path) -> None:
         pass
 
 
-# A document of ours, the name that it has in its folder, and who reads it.
+# A document, its file name, and the function that reads it.
 READERS: dict[str, tuple[str, Callable[[Path], object]]] = {
     "results": ("results.jsonl", lambda path: read_rows(path, BenchRow)),
     "results to resume": ("results.jsonl", open_results),
@@ -66,7 +66,7 @@ def test_a_damaged_document_is_an_error_that_names_it(tmp_path: Path, name: str,
 
 
 @pytest.mark.parametrize("name", sorted(set(READERS) - {"results to resume"}))
-def test_a_pipe_in_place_of_a_document_is_refused_at_once(tmp_path: Path, name: str) -> None:
+def test_pipe_instead_of_a_document_is_rejected_at_once(tmp_path: Path, name: str) -> None:
     file, read = READERS[name]
     os.mkfifo(tmp_path / file)
     done = threading.Event()
@@ -80,7 +80,7 @@ def test_a_pipe_in_place_of_a_document_is_refused_at_once(tmp_path: Path, name: 
     assert done.wait(60)
 
 
-def test_settings_are_read_from_a_file_that_ends(tmp_path: Path) -> None:
+def test_endless_settings_file_is_rejected(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
     for path, why in ((tmp_path / "pipe", "not a regular file"), (Path("/dev/zero"), "not a regular file")):
         with pytest.raises(StepscopeError, match="cannot read settings file") as raised:
@@ -97,7 +97,7 @@ def test_a_file_larger_than_the_bound_is_not_read(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("size", [0, 5])
-def test_a_file_that_is_longer_than_its_size_says_is_read_to_its_end_or_the_bound(
+def test_file_longer_than_its_size_is_read_to_its_end_or_the_bound(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, size: int
 ) -> None:
     path = tmp_path / "growing"
@@ -111,13 +111,13 @@ def test_a_file_that_is_longer_than_its_size_says_is_read_to_its_end_or_the_boun
         read_plain(path, most_bytes=10)
 
 
-def test_a_folder_and_a_device_are_no_regular_files(tmp_path: Path) -> None:
+def test_directory_and_device_are_not_regular_files(tmp_path: Path) -> None:
     for path in (tmp_path, Path("/dev/zero")):
         with pytest.raises(StepscopeError, match="cannot read a claim"), open_plain(path, what="a claim"):
             pass
 
 
-def test_only_what_may_be_cut_short_is_told_apart_from_other_damage() -> None:
+def test_truncation_is_distinguished_from_other_damage() -> None:
     with pytest.raises(msgspec.DecodeError) as raised:
         decode(b'{"a": "b', dict[str, str])
     assert not isinstance(raised.value, msgspec.ValidationError)

@@ -1,4 +1,4 @@
-"""What stands in two places says the same."""
+"""Versions that are declared twice agree."""
 
 import re
 import tomllib
@@ -13,7 +13,7 @@ def test_the_package_knows_its_version() -> None:
     assert stepscope.__version__ == PROJECT["version"]
 
 
-def test_the_range_of_torch_is_the_one_that_is_checked() -> None:
+def test_torch_range_matches_the_checked_one() -> None:
     source = (Path(stepscope.__file__).parent / "measure/environment.py").read_text()
     low, high = re.findall(r"\((\d+), (\d+)\)", re.search(r"TORCH_RANGE = (.*)", source)[1])  # type: ignore[index]
     (torch,) = (line for line in PROJECT["optional-dependencies"]["train"] if line.startswith("torch"))

@@ -19,7 +19,7 @@ from stepscope.cli.experiment import (
     typed_command,
     watch_sweep,
 )
-from stepscope.cli.options import RetryFlag
+from stepscope.cli.options import DetailFlag, FormatFlag, RetryFlag
 from stepscope.cli.output import show_tables
 from stepscope.jobs.experiments.flag_grids import AttentionGrid, grid_from_texts, refuse_texts
 from stepscope.recording.rows.attention_case import AttentionRow
@@ -58,8 +58,8 @@ def attention(
     table: Annotated[
         AttentionPart | None, typer.Option("--table", help="Show only this table.  [default for csv and json: all]")
     ] = None,
-    format_: Annotated[Format, typer.Option("--format", help="Output format.")] = Format.TEXT,
-    detail: Annotated[bool, typer.Option("--detail", help="Show all columns.")] = False,
+    format_: FormatFlag = Format.TEXT,
+    detail: DetailFlag = False,
     plot: Annotated[
         Path | None,
         typer.Option(metavar="FILE", help="Save a chart over sequence length as .png, .svg, .pdf or .html."),

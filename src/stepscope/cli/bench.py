@@ -16,7 +16,7 @@ from stepscope.cli.experiment import (
     typed_command,
     watch_sweep,
 )
-from stepscope.cli.options import RetryFlag, refuse_settings, takes_grid
+from stepscope.cli.options import FormatFlag, RetryFlag, refuse_settings, takes_grid
 from stepscope.cli.output import say, show, show_tables
 from stepscope.cli.slurm_options import SlurmChoice, refuse_slurm, takes_slurm, watching_jobs
 from stepscope.recording.rows.bench import BenchRow
@@ -36,7 +36,7 @@ def bench(
     out: OutFlag = Path("runs/bench"),
     from_: FromFlag = None,
     list_: Annotated[bool, typer.Option("--list", help="List the named model sizes and exit.")] = False,
-    format_: Annotated[Format, typer.Option("--format", help="Output format.")] = Format.TEXT,
+    format_: FormatFlag = Format.TEXT,
     detail: Annotated[bool, typer.Option("--detail", help="Show all statistics of every phase.")] = False,
     plot: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Save the chart as .png, .svg, .pdf or .html.")

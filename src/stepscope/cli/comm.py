@@ -19,7 +19,7 @@ from stepscope.cli.experiment import (
     typed_command,
     watch_sweep,
 )
-from stepscope.cli.options import RetryFlag
+from stepscope.cli.options import DetailFlag, FormatFlag, RetryFlag
 from stepscope.cli.output import say, show_tables
 from stepscope.jobs.experiments.flag_grids import CommGrid, grid_from_texts, refuse_texts
 from stepscope.recording.rows.collective_case import CommRow
@@ -40,8 +40,8 @@ def comm(
     texts: dict[str, str],
     out: OutFlag = Path("runs/comm"),
     from_: FromFlag = None,
-    format_: Annotated[Format, typer.Option("--format", help="Output format.")] = Format.TEXT,
-    detail: Annotated[bool, typer.Option("--detail", help="Show all columns.")] = False,
+    format_: FormatFlag = Format.TEXT,
+    detail: DetailFlag = False,
     plot: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Save a chart over message size as .png, .svg, .pdf or .html.")
     ] = None,

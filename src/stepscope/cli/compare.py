@@ -6,6 +6,7 @@ from typing import Annotated, Literal
 
 import typer
 
+from stepscope.cli.options import FormatFlag
 from stepscope.cli.output import say, show_tables
 from stepscope.errors import Exit
 from stepscope.render.formats import Format
@@ -23,7 +24,7 @@ def compare(
             "--fail-on", metavar="PERCENT", help="Exit with status 1 if B's step is slower by more than this."
         ),
     ] = None,
-    format_: Annotated[Format, typer.Option("--format", help="Output format.")] = Format.TEXT,
+    format_: FormatFlag = Format.TEXT,
     detail: Annotated[bool, typer.Option("--detail", help="Also show nanoseconds and full names.")] = False,
 ) -> None:
     """Show what changed between two recordings, the largest change first, and which changes are noise.

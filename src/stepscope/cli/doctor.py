@@ -1,16 +1,15 @@
 """`stepscope doctor`: check whether this machine can measure reliably."""
 
-from typing import Annotated
-
 import typer
 
+from stepscope.cli.options import FormatFlag
 from stepscope.cli.output import say, show, terminal_width
 from stepscope.errors import Exit
 from stepscope.render.formats import Format
 
 
 def doctor(
-    format_: Annotated[Format, typer.Option("--format", help="Output format.")] = Format.TEXT,
+    format_: FormatFlag = Format.TEXT,
 ) -> None:
     """Check whether this machine can measure reliably.
 

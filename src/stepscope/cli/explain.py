@@ -9,7 +9,7 @@ import typer
 
 from stepscope.api.display import RunPart
 from stepscope.cli.output import say
-from stepscope.cli.run_output import Stacked, check_view, draw, show_run
+from stepscope.cli.run_output import ByFlag, PlotFlag, ShareFlag, StepFlag, TopFlag, check_view, draw, show_run
 from stepscope.errors import StepscopeError
 from stepscope.render.formats import Format
 
@@ -23,10 +23,8 @@ def explain(
             "memory snapshot. Several files are the ranks of one run.",
         ),
     ],
-    table: Annotated[RunPart | None, typer.Option("--table", help="Print only this table.")] = None,
-    top: Annotated[
-        int, typer.Option(metavar="N", min=1, help="Number of rows in tables of kernels, modules or operators.")
-    ] = 20,
+    table: Annotated[RunPart | None, typer.Option("--table", help="Show only this table.")] = None,
+    top: TopFlag = 20,
     questions: Annotated[
         bool,
         typer.Option("--questions", help="Answer common questions about a step; --detail adds the evidence."),
@@ -34,20 +32,10 @@ def explain(
     format_: Annotated[
         Format, typer.Option("--format", help="Output format; json without --table prints the whole analysis.")
     ] = Format.TEXT,
-    detail: Annotated[
-        str | None,
-        typer.Option(
-            "--detail",
-            metavar="[SHARE]",
-            help="Show all columns. A share such as 10% sets the smallest tensor that --plot labels.",
-        ),
-    ] = None,
-    plot: Annotated[
-        Path | None,
-        typer.Option(metavar="FILE", help="Draw memory over time: .html (interactive), .png, .svg or .pdf."),
-    ] = None,
-    by: Annotated[Stacked, typer.Option("--by", help="What --plot stacks by.")] = "category",
-    step: Annotated[str, typer.Option("--step", metavar="last|all|N", help="The step that --plot draws.")] = "last",
+    detail: ShareFlag = None,
+    plot: PlotFlag = None,
+    by: ByFlag = "category",
+    step: StepFlag = "last",
     save: Annotated[
         Path | None, typer.Option(metavar="DIR", help="Save it as a recording, which loads faster.")
     ] = None,

@@ -4,6 +4,7 @@ from typing import Annotated
 
 import typer
 
+from stepscope.cli.options import FormatFlag
 from stepscope.cli.output import show, terminal_width
 from stepscope.render.formats import Format
 
@@ -13,7 +14,7 @@ def kernel(
         str,
         typer.Argument(metavar="NAME", help="A kernel name from a profiler, mangled or not. Quote it for the shell."),
     ],
-    format_: Annotated[Format, typer.Option("--format", help="Output format.")] = Format.TEXT,
+    format_: FormatFlag = Format.TEXT,
 ) -> None:
     """Decode a GPU kernel's name: library, operation, tile, dtype, and what each part of the name means.
 

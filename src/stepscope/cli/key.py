@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from stepscope.cli.options import FormatFlag
 from stepscope.cli.output import say, show, terminal_width
 from stepscope.render.formats import Format
 
@@ -23,7 +24,7 @@ def key(
     force: Annotated[
         bool, typer.Option("--force", help="Overwrite an existing key. The old key cannot be recovered.")
     ] = False,
-    format_: Annotated[Format, typer.Option("--format", help="Output format.")] = Format.TEXT,
+    format_: FormatFlag = Format.TEXT,
 ) -> None:
     """Create an Ed25519 key pair for signing reports. Only you can read the private key file.
 

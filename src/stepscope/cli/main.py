@@ -17,27 +17,26 @@ from stepscope.cli.options import fill_bare_flags
 from stepscope.cli.output import prepare_streams, say
 from stepscope.errors import Exit, StepscopeError
 
-# In the order of `--help`. Each verb is a function in the module of the same name.
-VERBS = (
-    "report",
-    "bench",
-    "profile",
-    "memory",
-    "precision",
-    "attention",
-    "comm",
-    "train",
-    "tune",
-    "explain",
-    "recover",
-    "verify",
-    "key",
-    "compare",
-    "kernel",
-    "rule",
-    "doctor",
-)
-
+# In the order of `--help`, each with its line there. A verb is a function in the module of the same name.
+VERBS = {
+    "report": "Write one HTML page about a model, a trace or two runs.",
+    "bench": "Time forward, backward and optimizer over a grid of settings.",
+    "profile": "Record a few training steps, kernel by kernel.",
+    "memory": "Show where memory goes and when it peaks.",
+    "precision": "Show dtypes under autocast and errors against float64.",
+    "attention": "Compare the time and memory of attention implementations.",
+    "comm": "Measure the latency and bandwidth of collectives.",
+    "train": "Train the built-in model on one or more ranks.",
+    "tune": "Find the fastest Triton attention tiles for this GPU.",
+    "explain": "Explain where the time or memory of a recorded step goes.",
+    "recover": "Infer which model ran from GPU counters or a trace.",
+    "verify": "Check whether a run matches a claimed model.",
+    "key": "Create an Ed25519 key pair for signing reports.",
+    "compare": "Show what changed between two recordings.",
+    "kernel": "Decode the name of a GPU kernel.",
+    "rule": "Explain a finding and how to fix it.",
+    "doctor": "Check whether this machine can measure reliably.",
+}
 _LONGEST_SHOWN = 100  # characters of a path in an error
 
 app = typer.Typer(
@@ -49,8 +48,8 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-for verb in VERBS:
-    app.command(verb)(getattr(import_module(f"stepscope.cli.{verb}"), verb))
+for verb, summary in VERBS.items():
+    app.command(verb, short_help=summary)(getattr(import_module(f"stepscope.cli.{verb}"), verb))
 
 
 @app.callback(invoke_without_command=True)

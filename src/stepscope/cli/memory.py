@@ -11,7 +11,7 @@ from stepscope.api.display import MemoryPart
 from stepscope.cli.experiment import ForceFlag, FromFlag, TimeoutFlag, read_results, typed_command, watch_sweep
 from stepscope.cli.options import RetryFlag, refuse_settings, takes_grid
 from stepscope.cli.output import say, show_tables
-from stepscope.cli.run_output import Stacked, check_view, draw, show_run
+from stepscope.cli.run_output import ByFlag, PlotFlag, ShareFlag, StepFlag, TopFlag, check_view, draw, show_run
 from stepscope.errors import StepscopeError
 from stepscope.recording.rows.memory_summary import MemoryRow
 from stepscope.render.formats import Format
@@ -26,24 +26,18 @@ def memory(
         "runs/memory"
     ),
     from_: FromFlag = None,
-    table: Annotated[MemoryPart | None, typer.Option("--table", help="Show a single table of one case.")] = None,
-    top: Annotated[int, typer.Option(metavar="N", min=1, help="Number of rows in long tables.")] = 20,
+    table: Annotated[
+        MemoryPart | None, typer.Option("--table", help="Show only this table; needs a single case.")
+    ] = None,
+    top: TopFlag = 20,
     questions: Annotated[bool, typer.Option("--questions", help="Answer common questions about memory.")] = False,
     format_: Annotated[
         Format, typer.Option("--format", help="Output format; json of one case is the whole document.")
     ] = Format.TEXT,
-    detail: Annotated[
-        str | None,
-        typer.Option(
-            "--detail", metavar="[SHARE]", help="Show all columns; 10%: draw the largest 10% of allocations one by one."
-        ),
-    ] = None,
-    plot: Annotated[
-        Path | None,
-        typer.Option(metavar="FILE", help="Plot memory over time: .html (interactive), .png, .svg or .pdf."),
-    ] = None,
-    by: Annotated[Stacked, typer.Option("--by", help="Stack the plot by category or module.")] = "category",
-    step: Annotated[str, typer.Option("--step", metavar="last|all|N", help="The step to plot.")] = "last",
+    detail: ShareFlag = None,
+    plot: PlotFlag = None,
+    by: ByFlag = "category",
+    step: StepFlag = "last",
     checkpoint_study: Annotated[
         bool, typer.Option("--checkpoint-study", help="Compare activation checkpointing settings.")
     ] = False,

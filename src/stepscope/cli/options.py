@@ -12,6 +12,7 @@ import typer
 from stepscope.cli.run_output import SHARE
 from stepscope.errors import StepscopeError
 from stepscope.recording.rows.bench import Retry
+from stepscope.render.formats import Format
 from stepscope.spec import (
     RUN_SETTINGS,
     SETTINGS,
@@ -34,6 +35,8 @@ RetryFlag = Annotated[
         "--retry", help="Rerun failed cases, or cases with unreliable timings.  [default without a value: failed]"
     ),
 ]
+FormatFlag = Annotated[Format, typer.Option("--format", help="Output format.")]
+DetailFlag = Annotated[bool, typer.Option("--detail", help="Show all columns.")]
 _WITH_SHARES = ("memory", "explain")
 
 

@@ -20,7 +20,7 @@ from stepscope.spec import Grid
 def precision(
     *,
     grid: Grid,
-    table: Annotated[PrecisionPart | None, typer.Option("--table", help="Show a single table.")] = None,
+    table: Annotated[PrecisionPart | None, typer.Option("--table", help="Show only this table.")] = None,
     format_: Annotated[
         Format, typer.Option("--format", help="Output format; json without --table is the whole document.")
     ] = Format.TEXT,

@@ -6,6 +6,7 @@ from typing import Annotated
 
 import typer
 
+from stepscope.cli.options import FormatFlag
 from stepscope.cli.output import say, show, show_parts, show_tables
 from stepscope.errors import Exit, StepscopeError
 from stepscope.render.formats import Format
@@ -47,7 +48,7 @@ def recover(
         str | None, typer.Option("--gpu-uuid", help="With --sign: the UUID of the GPU to record.")
     ] = None,
     force: Annotated[bool, typer.Option("--force", help="Overwrite an existing report.")] = False,
-    format_: Annotated[Format, typer.Option("--format", help="Output format.")] = Format.TEXT,
+    format_: FormatFlag = Format.TEXT,
 ) -> None:
     """Infer which model ran from GPU counters or a trace: num_layers, d_model, num_heads, num_kv_heads, d_head, d_ff,
     vocab_size, batch, context, dtype and parameters. Shows which values are certain and what else the others could be.

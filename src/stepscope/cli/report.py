@@ -1,4 +1,4 @@
-"""`stepscope report`: one page that tells the whole story of a training step."""
+"""`stepscope report`: everything about a training step on one page."""
 
 import shlex
 import sys
@@ -12,6 +12,7 @@ from stepscope.cli.output import say, show
 from stepscope.errors import Exit, StepscopeError
 from stepscope.findings import STAGES
 from stepscope.spec import Grid
+from stepscope.units import count_noun
 
 if TYPE_CHECKING:
     from stepscope.api.report import ReportPage
@@ -23,35 +24,34 @@ def report(
         list[Path] | None,
         typer.Argument(
             metavar="FILE…",
-            help="Recordings, foreign traces, results and folders of earlier reports, in place of running anything; "
-            "two runs are compared.",
+            help="Recordings, traces, results or directories of earlier reports to show instead of measuring. Two runs "
+            "are compared.",
         ),
     ] = None,
     *,
     grid: Grid,
-    out: Annotated[Path, typer.Option(metavar="FILE.html", help="The page.")] = Path("report.html"),
+    out: Annotated[Path, typer.Option(metavar="FILE.html", help="The page to write.")] = Path("report.html"),
     data: Annotated[
         Path | None,
-        typer.Option(metavar="FOLDER", help="Where stages are kept and resumed from.  [default: runs/report/CASE]"),
+        typer.Option(metavar="DIR", help="Keep results here and resume from them.  [default: runs/report/CASE]"),
     ] = None,
     export: Annotated[
-        Path | None, typer.Option(metavar="FOLDER", help="Its figures and tables as files, for a paper.")
+        Path | None, typer.Option(metavar="DIR", help="Also write all figures and tables as files, for a paper.")
     ] = None,
     without: Annotated[
         str | None,
-        typer.Option(metavar="STAGE,…", help=f"Leave out some of {', '.join(STAGES)}."),
+        typer.Option(metavar="STAGE,…", help=f"Skip stages: {', '.join(STAGES)}."),
     ] = None,
-    fresh: Annotated[bool, typer.Option("--fresh", help="Run everything again.")] = False,
+    fresh: Annotated[bool, typer.Option("--fresh", help="Run all stages again.")] = False,
     force: Annotated[
-        bool, typer.Option("--force", help="Replace a file at --out that stepscope did not write.")
+        bool, typer.Option("--force", help="Replace the file at --out even if stepscope did not write it.")
     ] = False,
-    cache: Annotated[bool, typer.Option(help="Keep what large files were read into, for the next look.")] = True,
+    cache: Annotated[bool, typer.Option(help="Cache parsed large files for the next run.")] = True,
 ) -> None:
-    """Where do the time and the memory of a step go, and what would help? All of it on one page, opened by a double
-    click.
+    """Show where a step's time and memory go and what would make it faster, on one self-contained HTML page.
 
-    Runs bench, profile, memory, precision and attention on the one case that the settings from --size on make. Ctrl-C
-    leaves a page of what is done; the same command goes on. With files, nothing is run.
+    Measures one case with bench, profile, memory, precision and attention. Ctrl-C leaves a page of the finished stages,
+    and the same command resumes. With files, nothing is measured.
     """
     if export is not None:
         from stepscope.render.export import check_folder
@@ -59,7 +59,7 @@ def report(
         check_folder(export)
     if files:
         _refuse_flags({"--data": data, "--without": without, "--fresh": fresh})
-        refuse_settings(grid, "the report is of the files, and nothing is run")
+        refuse_settings(grid, "a report of files does not measure anything")
         _read(files, out, export, force=force, cached=cache)
     else:
         _run(grid, out, export, data=data, without=without, fresh=fresh, force=force)
@@ -68,7 +68,7 @@ def report(
 def _refuse_flags(flags: dict[str, object]) -> None:
     for flag in (flag for flag, given in flags.items() if given not in (None, False)):
         raise StepscopeError(
-            f"`{flag}` does nothing here", detail="the report is of the files, and nothing is run", hint="leave it out"
+            f"`{flag}` has no effect here", detail="a report of files does not measure anything", hint=f"remove {flag}"
         )
 
 
@@ -95,8 +95,8 @@ def _run(
                 grid, out, force=force, data=data, without=left_out, fresh=fresh, progress=watcher, command=_words()
             )
     except Interrupted as interrupted:
-        where = f"the page so far is {interrupted.page}" if interrupted.page else f"{out} is as it was"
-        say(f"interrupted: {where}; to go on: {interrupted.go_on}")
+        where = f"finished stages are in {interrupted.page}" if interrupted.page else f"{out} was not changed"
+        say(f"interrupted: {where}; resume with: {interrupted.go_on}")
         raise
     except NothingMeasuredError as error:
         say(error.message)
@@ -110,7 +110,7 @@ def _run(
     if page.num_done:
         _end(page, export, next_=f"stepscope {next_}")
     else:
-        say("every stage failed, and the page says why")
+        say("every stage failed; the page has the reasons")
         _end(page, export, next_="stepscope doctor")
         raise typer.Exit(Exit.GATE_FAILED)
 
@@ -118,7 +118,7 @@ def _run(
 def _end(page: "ReportPage", export: Path | None, *, next_: str) -> None:
     show(f"{page.path}\n")
     if export is not None:
-        say(f"exported: {len(page.export(export))} files in {export}")
+        say(f"exported {count_noun(len(page.export(export)), 'file')} to {export}")
     say(f"next: {next_}")
 
 

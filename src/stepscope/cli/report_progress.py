@@ -1,5 +1,4 @@
-"""What a person sees while a report is made: on a terminal a line a stage with the time left, elsewhere a line when one
-is done."""
+"""Progress of a report: on a terminal a live line per stage with the time left, elsewhere a line per finished stage."""
 
 import sys
 import time
@@ -14,7 +13,7 @@ from stepscope.render.formats import visible
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
 
-_WIDTH = 10  # of a stage's name
+_WIDTH = 10  # of the stage names
 
 
 @contextmanager
@@ -34,7 +33,7 @@ def watching() -> Iterator[Watcher]:
 
 
 class Lines:
-    """A line a stage, as it is done."""
+    """Prints a line per finished stage."""
 
     def plan(self, expected_s: Mapping[str, float]) -> None:
         pass
@@ -54,15 +53,15 @@ def _say_ending(ending: Ending, outcome: str) -> str:
         case Ending.DONE:
             return outcome
         case Ending.REUSED:
-            return f"{outcome} (done before; --fresh runs it again)"
+            return f"{outcome} (reused; --fresh runs it again)"
         case Ending.FAILED:
             return f"failed: {outcome}"
         case Ending.LEFT_OUT:
-            return f"left out: {outcome}" if not outcome.startswith("left out") else outcome
+            return f"skipped: {outcome}" if not outcome.startswith("skipped") else outcome
 
 
 class Forecast:
-    """How long the rest will take: what was expected, corrected by how long the stages so far took against that."""
+    """The time left: the expected time, scaled by how long earlier stages took compared with theirs."""
 
     def __init__(self) -> None:
         self._expected_s: dict[str, float] = {}
@@ -78,7 +77,7 @@ class Forecast:
             self._expected_so_far_s += expected_s
 
     def left_s(self, stage: str, elapsed_s: float) -> float:
-        """While `stage` has run for `elapsed_s`. One that takes longer than expected is expected to end at once."""
+        """The time left after `stage` has run for `elapsed_s`. An overdue stage is expected to end any moment."""
         factor = self._took_s / self._expected_so_far_s if self._expected_so_far_s else 1.0
         left = {name: factor * expected_s for name, expected_s in self._expected_s.items()}
         current = max(0.0, left.pop(stage, 0.0) - elapsed_s)
@@ -86,7 +85,7 @@ class Forecast:
 
 
 class Display:
-    """A line a stage: done ones with their figure, the one that runs with what it does, those to come."""
+    """A line per stage: finished ones with their result, the running one with its activity, then the waiting ones."""
 
     def __init__(self, console: "Console") -> None:
         self._console = console
@@ -130,7 +129,7 @@ class Display:
             elapsed_s = time.monotonic() - self._since
             name = self._stage or "…"
             lines.append(Text(f"{name:<{_WIDTH}} {visible(self._doing)}  {elapsed_s:.0f} s", style="cyan"))
-            lines += [Text(f"{stage:<{_WIDTH}} to come", style="dim") for stage in self._waiting]
+            lines += [Text(f"{stage:<{_WIDTH}} waiting", style="dim") for stage in self._waiting]
             lines.append(Text(self._say_time()))
         for line in lines:
             line.truncate(self._console.width, overflow="ellipsis")
@@ -139,6 +138,6 @@ class Display:
     def _say_time(self) -> str:
         gone_s = time.monotonic() - self._began
         if self._forecast is None:
-            return f"{gone_s:.0f} s so far"
+            return f"{gone_s:.0f} s elapsed"
         left_s = self._forecast.left_s(self._stage, time.monotonic() - self._since)
-        return f"{gone_s:.0f} s so far, about {left_s:.0f} s left"
+        return f"{gone_s:.0f} s elapsed, about {left_s:.0f} s left"

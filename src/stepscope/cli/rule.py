@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from stepscope.cli.options import FormatFlag
 from stepscope.cli.output import show, terminal_width
 from stepscope.render.formats import Format
 
@@ -18,7 +19,7 @@ def rule(
     code: Annotated[
         str | None, typer.Argument(metavar="CODE", help="A finding's code, such as SS007. Lists all rules if omitted.")
     ] = None,
-    format_: Annotated[Format, typer.Option("--format", help="Output format.")] = Format.TEXT,
+    format_: FormatFlag = Format.TEXT,
 ) -> None:
     """Explain a finding: what it means, how to fix it, and how it is detected."""
     from stepscope.explain.rules import describe_rule, find_rule, tabulate_rules

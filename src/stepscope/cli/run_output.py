@@ -2,7 +2,9 @@
 
 import re
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
+
+import typer
 
 from stepscope.cli.output import say, show, show_tables, terminal_width
 from stepscope.errors import StepscopeError
@@ -13,6 +15,19 @@ if TYPE_CHECKING:
     from stepscope.api.run import Run
 
 Stacked = Literal["category", "module"]  # what each area of a figure stands for
+TopFlag = Annotated[int, typer.Option(metavar="N", min=1, help="Number of rows in long tables.")]
+ShareFlag = Annotated[
+    str | None,
+    typer.Option(
+        "--detail", metavar="[SHARE]", help="Show all columns; 10%: plot the largest 10% of allocations one by one."
+    ),
+]
+PlotFlag = Annotated[
+    Path | None,
+    typer.Option(metavar="FILE", help="Save a chart of memory over time as .html (interactive), .png, .svg or .pdf."),
+]
+ByFlag = Annotated[Stacked, typer.Option("--by", help="Stack the chart by category or module.")]
+StepFlag = Annotated[str, typer.Option("--step", metavar="last|all|N", help="Step to plot.")]
 DEFAULT_DETAIL = 0.1
 SHARE = re.compile(r"(\d+(?:\.\d+)?)\s*%?")
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from stepscope.cli.experiment import ForceFlag
-from stepscope.cli.options import refuse_settings, takes_workload
+from stepscope.cli.options import DetailFlag, FormatFlag, refuse_settings, takes_workload
 from stepscope.cli.output import say, show_tables
 from stepscope.cli.slurm_options import SlurmChoice, refuse_slurm, run_on_slurm, takes_slurm
 from stepscope.errors import Exit
@@ -79,8 +79,8 @@ def train(
     memory: Annotated[
         bool, typer.Option("--memory", help="Show the memory of each rank, measured and predicted.")
     ] = False,
-    format_: Annotated[Format, typer.Option("--format", help="Output format.")] = Format.TEXT,
-    detail: Annotated[bool, typer.Option("--detail", help="Show all columns.")] = False,
+    format_: FormatFlag = Format.TEXT,
+    detail: DetailFlag = False,
     plot: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Save a chart of the loss as .png, .svg, .pdf or .html.")
     ] = None,

@@ -4,6 +4,7 @@ from typing import Annotated
 
 import typer
 
+from stepscope.cli.options import FormatFlag
 from stepscope.cli.output import say, show, showing_stages, terminal_width
 from stepscope.render.formats import Format
 from stepscope.spec import Precision
@@ -19,7 +20,7 @@ def tune(
     ] = "bf16",
     causal: Annotated[bool, typer.Option("--causal/--no-causal", help="Use a causal mask.")] = True,
     length: Annotated[int, typer.Option(metavar="N", min=128, help="Sequence length to measure at.")] = 4096,
-    format_: Annotated[Format, typer.Option("--format", help="Output format.")] = Format.TEXT,
+    format_: FormatFlag = Format.TEXT,
 ) -> None:
     """Find the fastest Triton attention tiles for this GPU.
 

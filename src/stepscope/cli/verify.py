@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from stepscope.cli.options import FormatFlag
 from stepscope.cli.output import say, show, show_parts, show_tables
 from stepscope.errors import Exit, StepscopeError
 from stepscope.render.formats import Format
@@ -58,7 +59,7 @@ def verify(
         typer.Option("--public-key", metavar="KEY", help="With --signed: the signer's .pub file, or its one line."),
     ] = None,
     force: Annotated[bool, typer.Option("--force", help="Overwrite an existing report.")] = False,
-    format_: Annotated[Format, typer.Option("--format", help="Output format.")] = Format.TEXT,
+    format_: FormatFlag = Format.TEXT,
 ) -> None:
     """Check whether a run matches a claimed model. Predicts the work of every kernel from the claim and compares it
     with the evidence. Counters show the shape of the work, not the weights or the data.

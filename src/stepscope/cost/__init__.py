@@ -1,5 +1,4 @@
-"""Closed forms: what a model has, what a step of it must compute, and what one operator computes and moves. The only
-place such formulas live."""
+"""Cost formulas of models, steps and operators: parameters, FLOPs, bytes and communication. All formulas live here."""
 
 from stepscope.cost.activations import (
     activations_of,

@@ -1,23 +1,23 @@
-"""Attention alone: the operations of forward and backward, and the memory each way of computing it takes on top of its
-inputs, q, k, v and the gradient of the output.
+"""Cost of attention: the FLOPs of forward and backward, and the memory of each implementation in addition to its inputs
+(q, k, v and the gradient of the output).
 
-Two moments are counted: between forward and backward, when what autograd keeps is there, and the highest one. The
-output counts at both, as in a model, where the next layer holds it.
+Two moments are counted: between forward and backward, with the tensors saved for backward, and the peak. The output
+counts in both, as in a model, where the next layer holds it.
 
 | symbol | | symbol | |
 | --- | --- | --- | --- |
 | B | batch | L | length |
-| H | heads | D | width of a head |
-| | | P | length rounded up to whole tiles of rows |
+| H | heads | D | head dimension |
+| | | P | length rounded up to full tiles |
 
-What is exact: for `naive`, both moments, on any device, as the reference is written out in PyTorch's operators and each
-of them takes what its result takes. For `tiled`, `triton` and `hopper`, what they keep, the output and a number a
-query; and the peaks of `triton` and `hopper`, whose launchers take what is listed here and whose kernels take nothing.
-CUDA's allocator adds its rounding, 512 bytes a tensor and up to 1 MiB a large one.
+Exact values: both moments of `naive` on any device, because the reference consists of PyTorch operators that allocate
+only their results; the tensors that `tiled`, `triton` and `hopper` save (the output and one number per query); and the
+peaks of `triton` and `hopper`, whose launchers allocate what is listed here and whose kernels allocate nothing. CUDA's
+allocator rounds up, by up to 512 bytes per tensor and 1 MiB per large one.
 
-What is a lower bound: everything else. The tiles of `tiled` come on top. PyTorch's kernels behind `sdpa` keep at least
-what ours do, and their backwards take workspaces that depend on their versions. A compiler may keep the softmax's
-result or its input, but one of them: products are not computed again.
+Everything else is a lower bound. The tiles of `tiled` come on top. PyTorch's kernels behind `sdpa` save at least as
+much as ours, and their backward passes use workspaces that depend on the version. A compiler may save either the
+softmax's result or its input, because GEMMs are not recomputed.
 """
 
 from collections.abc import Sequence
@@ -34,9 +34,7 @@ from stepscope.spec.backends import BACKENDS, Workspace
 Bound = Literal["exact", "at least"]
 EXACT_BEFORE_BACKWARD = tuple(name for name, backend in BACKENDS.items() if "before backward" in backend.exact)
 EXACT_PEAK = tuple(name for name, backend in BACKENDS.items() if "peak" in backend.exact)
-ATTENTION_CONVENTION = (
-    "2 operations a multiply-add, matrix products only, causal as half; backward is five products where forward is two"
-)
+ATTENTION_CONVENTION = "2 operations per multiply-add, GEMMs only, causal as half; backward has five GEMMs, forward two"
 
 
 class AttentionFlops(msgspec.Struct, frozen=True, kw_only=True):
@@ -49,7 +47,7 @@ class AttentionFlops(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class AttentionNeed(msgspec.Struct, frozen=True, kw_only=True):
-    """The tensors at both moments, with whether there can be more."""
+    """The tensors at both moments, and whether they are exact or a lower bound."""
 
     before_backward: tuple[Term, ...]
     before_backward_bound: Bound
@@ -86,7 +84,7 @@ def flops_of_attention(case: AttentionCase) -> AttentionFlops:
 
 
 def need_of_attention(case: AttentionCase) -> AttentionNeed:
-    """What the case's implementation takes on top of its inputs."""
+    """Return the memory that an implementation needs in addition to its inputs."""
     backend = BACKENDS[case.implementation]
     count = _TermMaker(case, rounded_to=backend.rounded_to)
     match backend.keeps:
@@ -121,36 +119,36 @@ class _TermMaker:
 
 
 def _written_out(count: _TermMaker) -> tuple[Sequence[Term], Sequence[Term]]:
-    """As `nn.functional.attention` does it, softmax in fp32. The peak is in the backward of the softmax's division: its
-    gradient and the exponentials, and on the way to the two gradients of the division four more of their size. The
-    weights are gone by then, and the gradient of v is there."""
+    """Unfused attention as in `nn.functional.attention`, with softmax in fp32. The peak is in the backward of the
+    softmax's division: its gradient, the exponentials, and four temporary tensors of the same size. By then the weights
+    are freed, and the gradient of v exists."""
     shared = [
         count.output(),
-        count.term("scaled queries", "B·H·L·D·w", "product"),
-        *([count.term("causal mask", "L·L", "where no gradient goes")] if count.causal else []),
-        count.term("scale", "8", "a number is kept as a tensor of its own"),
+        count.term("scaled queries", "B·H·L·D·w", "input of a GEMM"),
+        *([count.term("causal mask", "L·L", "masks the gradient")] if count.causal else []),
+        count.term("scale", "8", "a scalar is saved as a tensor"),
         count.term("sums of the exponentials", "B·H·L·4", "division"),
     ]
-    exponentials = count.term("exponentials", "B·H·L·L·4", "exp keeps its result, and the division reads the same")
-    kept = [*shared, exponentials, count.term("attention weights", "B·H·L·L·w", "product")]
+    exponentials = count.term("exponentials", "B·H·L·L·4", "exp saves its result, and the division reads it too")
+    kept = [*shared, exponentials, count.term("attention weights", "B·H·L·L·w", "input of a GEMM")]
     peak = [
         *shared,
         exponentials,
         count.term("gradients in the division's backward", "B·H·L·L·4", "the softmax is computed in fp32", 5),
-        count.term("gradient of v", "B·H·L·D·w", "the product's backward came first"),
+        count.term("gradient of v", "B·H·L·D·w", "its backward ran before"),
     ]
     return kept, peak
 
 
 def _keeping_weights(count: _TermMaker) -> tuple[Sequence[Term], Sequence[Term]]:
-    weights = count.term("attention weights", "B·H·L·L·w", "product")
-    gradient = count.term("gradient of the weights", "B·H·L·L·w", "a product's result")
+    weights = count.term("attention weights", "B·H·L·L·w", "input of a GEMM")
+    gradient = count.term("gradient of the weights", "B·H·L·L·w", "result of a GEMM")
     return [count.output(), weights], [count.output(), weights, gradient]
 
 
 def _recomputing(count: _TermMaker, workspaces: Sequence[Workspace]) -> tuple[Sequence[Term], Sequence[Term]]:
-    """Flash attention: weights are made again from the log-sum-exp, tile by tile."""
-    kept = [count.output(), count.term("log-sum-exp", "B·H·L·4", "scores and these give the weights again")]
+    """Flash attention: weights are recomputed from the log-sum-exp, tile by tile."""
+    kept = [count.output(), count.term("log-sum-exp", "B·H·L·4", "recomputes the weights from the scores")]
     peak = [*kept, count.term("gradients of q, k and v", "B·H·L·D·w", "the result of backward", 3)]
     peak += [count.term(one.tensor, one.bytes_formula, one.why, one.count) for one in workspaces]
     return kept, peak

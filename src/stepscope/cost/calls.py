@@ -1,5 +1,4 @@
-"""An operator's call as PyTorch's profiler writes it down: the tensors it was given, by place, and the other arguments
-as text."""
+"""An operator call as PyTorch's profiler records it: its tensors by position, and the other arguments as text."""
 
 import math
 from collections.abc import Sequence
@@ -7,7 +6,7 @@ from typing import Any
 
 import msgspec
 
-# Sizes by the names that the profiler writes.
+# Sizes by the profiler's names.
 BYTES = {
     "double": 8,
     "float": 4,
@@ -48,7 +47,7 @@ class OperatorCost(msgspec.Struct, frozen=True, kw_only=True):
 
 class Tensor(msgspec.Struct, frozen=True):
     dims: Dims
-    kind: str  # as the profiler calls it
+    kind: str  # the profiler's name of the dtype
 
     @property
     def elements(self) -> int:
@@ -60,11 +59,11 @@ class Tensor(msgspec.Struct, frozen=True):
 
 
 class Call(msgspec.Struct, frozen=True):
-    """An operator's arguments, by place; a place that holds no tensor is None."""
+    """An operator's arguments by position; None for a position without a tensor."""
 
     name: str  # without namespace and overload
     tensors: tuple[Tensor | None, ...]
-    lists: tuple[tuple[Dims, ...], ...]  # of each place that holds a list of tensors, else empty
+    lists: tuple[tuple[Dims, ...], ...]  # for each position: the shapes of a list of tensors, otherwise empty
     arguments: tuple[str, ...]
 
     def tensor(self, place: int) -> Tensor:
@@ -82,7 +81,7 @@ class Call(msgspec.Struct, frozen=True):
 
 
 class UnknownCost(Exception):  # noqa: N818 - it is an answer, not a fault
-    """The texts do not say enough."""
+    """The recorded arguments are not sufficient."""
 
 
 def parse_call(name: str, shapes: str, dtypes: str, arguments: str | None) -> Call:

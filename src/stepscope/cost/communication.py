@@ -1,14 +1,13 @@
-"""What collectives cost: the line of each, by the ring's closed form or fitted to what was measured.
+"""Cost of collectives: a latency and a bandwidth each, from the ring formula or fitted to measurements.
 
-A message is counted as NVIDIA's nccl-tests count it: the whole tensor of an all-reduce and of a broadcast, all ranks'
-parts together of an all-gather and of a reduce-scatter. Algorithm bandwidth is message over time. Bus bandwidth is what
-a wire carries for it if the collective is done in the best way there is, so that it can be compared with the wire's own
-and between numbers of ranks.
+Message sizes follow NVIDIA's nccl-tests: the whole tensor for an all-reduce or a broadcast, the parts of all ranks
+together for an all-gather or a reduce-scatter. Algorithm bandwidth is message size over time. Bus bandwidth is what a
+link carries in an optimal collective, so it can be compared with the link's own bandwidth and across numbers of ranks.
 
-Around a ring of n ranks, with a delay and a bandwidth from each to the next, an all-gather and a reduce-scatter take
-n − 1 steps of an n-th of the message each, an all-reduce is the one after the other, and a broadcast sends the message
-in pieces, so that it costs its bytes once and the delay n − 1 times. All four are lines in the size of the message, as
-a fitted link is: whoever predicts need not know which of the two it was given.
+In a ring of n ranks, with a delay and a bandwidth between neighbors, an all-gather and a reduce-scatter take n − 1 hops
+with 1/n of the message each. An all-reduce is one after the other. A broadcast sends the message in pieces, so it costs
+its bytes once and the delay n − 1 times. All four are linear in the message size, as is a fitted link, so predictions
+work with either.
 """
 
 from collections.abc import Sequence
@@ -17,7 +16,7 @@ from stepscope.recording.rows.links import COLLECTIVES, Collective, Link, LinkPl
 
 
 def bus_factor(collective: Collective, ranks: int) -> float:
-    """Bus bandwidth over algorithm bandwidth: the messages that the busiest wire must carry."""
+    """Return bus bandwidth over algorithm bandwidth: the messages that the busiest link must carry."""
     match collective:
         case "all-reduce":
             return 2 * (ranks - 1) / ranks
@@ -28,7 +27,8 @@ def bus_factor(collective: Collective, ranks: int) -> float:
 
 
 def ring_links(place: LinkPlace, *, delay_ns: float, wire_bytes_per_s: float) -> Links:
-    """The links of a ring, from the delay and the bandwidth between neighbours: for a network that is not here."""
+    """Return the links of a ring from the delay and bandwidth between neighbors, for a network that cannot be
+    measured."""
     links = {
         collective: Link(
             latency_ns=ring_steps(collective, place.ranks) * delay_ns,
@@ -41,16 +41,16 @@ def ring_links(place: LinkPlace, *, delay_ns: float, wire_bytes_per_s: float) ->
 
 
 def ring_steps(collective: Collective, ranks: int) -> int:
-    """How often a rank waits for its neighbour."""
+    """Return how often a rank waits for its neighbor."""
     return (2 if collective == "all-reduce" else 1) * (ranks - 1)
 
 
 def fit_link(points: Sequence[tuple[int, float]]) -> Link | None:
-    """The line through (bytes, nanoseconds) with the least squares of the relative error, or None below two sizes.
+    """Fit a line through (bytes, nanoseconds) by least squares of the relative error; None with fewer than two sizes.
 
-    Relative, because the times span three orders of magnitude, and the absolute error of the largest would leave
-    nothing for a latency to be seen in. A latency below zero, which a cache that large messages fall out of can make,
-    is none, and the line goes through the origin.
+    Relative, because times span three orders of magnitude, and the absolute error of the largest would hide the
+    latency. A negative latency, which occurs if large messages do not fit into a cache, becomes zero, and the line goes
+    through the origin.
     """
     if len({size for size, _ in points}) < 2:
         return None
@@ -69,7 +69,7 @@ def fit_link(points: Sequence[tuple[int, float]]) -> Link | None:
 
 
 def _weighted_line(points: Sequence[tuple[int, float]]) -> tuple[float, float]:
-    """Intercept and slope. Errors are divided by the time, so weights are one over its square."""
+    """Return intercept and slope. Errors are divided by the time, so weights are one over its square."""
     weights = [time_ns**-2 for _, time_ns in points]
     total = sum(weights)
     mean_x = sum(weight * size for weight, (size, _) in zip(weights, points, strict=True)) / total
@@ -82,5 +82,5 @@ def _weighted_line(points: Sequence[tuple[int, float]]) -> tuple[float, float]:
 
 
 def _weighted_slope(points: Sequence[tuple[int, float]]) -> float:
-    """Of the line through the origin."""
+    """Return the slope of the line through the origin."""
     return sum(size / time_ns for size, time_ns in points) / sum((size / time_ns) ** 2 for size, time_ns in points)

@@ -1,28 +1,26 @@
-"""Closed forms: what a model has and what a step of it must compute. The only place such formulas live.
+"""Parameters and FLOPs of a model, from its shape.
 
 Conventions, the same everywhere in stepscope:
-- A multiply and an add are two operations. Only matrix products are counted: what is left (norms, softmax, activations)
-  is under one per cent of the operations, though often a large part of the time.
-- Causal attention is counted as half of the square, because no kernel needs to compute the other half. Tools that count
-  the full square report up to twice the utilisation at long contexts.
-- The backward pass is twice the forward: one product for the inputs' gradient, one for the weights'.
-- Operations redone by activation checkpointing do not count: they are the method's cost, not the model's work.
+- A multiply and an add are two operations. Only GEMMs are counted: the rest (norms, softmax, activations) is under 1%
+  of the operations, though often a large part of the time.
+- Causal attention counts as half of the square, because no kernel needs to compute the other half. Tools that count the
+  full square report up to 2× the utilization at long contexts.
+- The backward pass counts as 2× forward: one GEMM for the gradient of the inputs, one for that of the weights.
+- Operations repeated by activation checkpointing do not count: they are overhead, not work of the model.
 """
 
 import msgspec
 
 from stepscope.spec import Mode, ModelShape
 
-FLOP_CONVENTION = (
-    "2 operations a multiply-add, matrix products only, causal attention as half, backward as twice the forward"
-)
+FLOP_CONVENTION = "2 operations per multiply-add, GEMMs only, causal attention as half, backward as 2× forward"
 COUNTED_CONVENTION = (
-    "2 operations a multiply-add, counted in a forward pass: matrix products and fused attention (causal as half), "
-    "attention written out by hand in full; backward as twice the forward"
+    "2 operations per multiply-add, counted in a forward pass: GEMMs and fused attention (causal as half), unfused "
+    "attention in full; backward as 2× forward"
 )
 
-# What an update moves a parameter, in fp32, each read and write once: AdamW reads weight, gradient and two averages and
-# writes all but the gradient; SGD reads weight and gradient and writes the weight.
+# Bytes that an update moves per parameter, in fp32, with each read and write once: AdamW reads weight, gradient and two
+# averages and writes all but the gradient; SGD reads weight and gradient and writes the weight.
 ADAM_BYTES, SGD_BYTES = 28, 12
 
 
@@ -53,17 +51,17 @@ def parameters(shape: ModelShape) -> ParameterCount:
 
 
 def forward_flops(shape: ModelShape, *, batch: int, context: int) -> int:
-    """Operations of one forward pass: every weight matrix against every token, and the two products inside
+    """Return the operations of one forward pass: every weight matrix for every token, and the two GEMMs of
     attention."""
     counted = parameters(shape)
     weights = counted.attention + counted.feed_forward + shape.vocab * shape.d_model
-    # Scores and weighted values: 2 · 2 · context² · width a layer, halved because the mask is a triangle.
+    # Scores and weighted values: 2 · 2 · context² · d_model per layer, halved because the mask is a triangle.
     attention = shape.num_layers * 2 * context * context * shape.d_model
     return batch * (2 * context * weights + attention)
 
 
 def step_flops(forward: int, mode: Mode) -> int:
-    """Operations of a whole step whose forward pass takes `forward`. The optimizer's are not matrix products."""
+    """Return the operations of a step whose forward pass takes `forward`. The optimizer runs no GEMMs."""
     return forward * (3 if mode in ("forward-backward", "train") else 1)
 
 
@@ -71,8 +69,8 @@ def step_flops(forward: int, mode: Mode) -> int:
 
 
 class DecoderShape(msgspec.Struct, frozen=True, kw_only=True):
-    """`query_width` and `key_width` are those of all heads together. By default the matrices alone, with one table for
-    the embedding and the head."""
+    """`query_width` and `key_width` are summed over all heads. By default only matrices, with one table for embedding
+    and head."""
 
     num_layers: int
     d_model: int

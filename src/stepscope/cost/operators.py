@@ -1,11 +1,10 @@
-"""What one operator computes and moves, from what PyTorch's profiler writes beside its name.
+"""FLOPs and bytes of one operator, from its shapes, dtypes and arguments in PyTorch's profiler.
 
-FLOPs follow the convention of `model.py`: two operations a multiply-add, matrix products only, causal attention as
-half. Bytes are the least that must move: every input read once, every output written once. A kernel that reads a
-tensor twice moves more, and one that finds its input in the cache moves less; the first shows as a low share of the
-bandwidth, the second as one above 100 %.
+FLOPs follow the convention of `model.py`: two operations per multiply-add, GEMMs only, causal attention as half. Bytes
+are the minimum: every input read once, every output written once. A kernel that reads a tensor twice moves more, which
+shows as a low share of the bandwidth; one that finds its input in the cache moves less, which shows as over 100%.
 
-An operator that is not known, or whose texts do not say enough, has no cost: None, not zero.
+The cost of an unknown operator, or of one with insufficient data, is None, not zero.
 """
 
 from typing import Any
@@ -17,16 +16,16 @@ from stepscope.cost.calls import OperatorCost, UnknownCost, parse_call
 from stepscope.cost.products import Form
 
 SOFTMAX_OPERATIONS = 5
-_MOST = 2**56  # operations or bytes of one call: hours on any device. Anything above is not a cost
+_MOST = 2**56  # operations or bytes per call: hours on any device. Anything above is not plausible
 SOFTMAX_CONVENTION = (
-    "5 operations an element of a softmax: compare for the maximum, subtract it, exponential, add, divide. Where the "
-    "notes of a course count 3 (exponential, add, divide), theirs is 3/5 of ours. It is no part of the FLOPs of a step"
+    "5 operations per softmax element: compare for the maximum, subtract it, exponential, add, divide. A common "
+    "convention of 3 (exponential, add, divide) gives 3/5 of that. Softmax does not count in the FLOPs of a step"
 )
 
 
 def operator_cost(name: str, shapes: str | None, dtypes: str | None, arguments: str | None) -> OperatorCost | None:
-    """What a call of `name` computes and moves. The other three are JSON as recorded: `Input Dims`, `Input type` and
-    `Concrete Inputs`. None where the operator is not known or they do not say."""
+    """Return the cost of a call of `name`. The other arguments are JSON as recorded: `Input Dims`, `Input type` and
+    `Concrete Inputs`. None if the operator is unknown or they are not sufficient."""
     bare = name.rpartition("::")[2].partition(".")[0]
     form = _FORMS.get(bare)
     if form is None or not shapes or not dtypes:
@@ -39,17 +38,17 @@ def operator_cost(name: str, shapes: str | None, dtypes: str | None, arguments: 
 
 
 def softmax_flops(elements: int) -> int:
-    """By `SOFTMAX_CONVENTION`."""
+    """Return the operations of a softmax, by `SOFTMAX_CONVENTION`."""
     return SOFTMAX_OPERATIONS * elements
 
 
 def attention_flops(*, batch: int, heads: int, queries: int, keys: int, head_dim: int, causal: bool) -> int:
-    """Of one forward: scores and values."""
+    """Return the operations of one forward pass: scores and values."""
     return 2 * 2 * batch * heads * queries * keys * head_dim // (2 if causal else 1)
 
 
 def product_dims(name: str, shapes: str | None) -> tuple[int, int, int, int] | None:
-    """Batch, M, N and K of a matrix product, None for anything else."""
+    """Return batch, M, N and K of a GEMM, None for any other operator."""
     places = {"mm": (0, 1), "addmm": (1, 2), "bmm": (0, 1), "baddbmm": (1, 2), "_scaled_mm": (0, 1)}
     bare = name.rpartition("::")[2].partition(".")[0]
     if bare not in places or not shapes:

@@ -1,13 +1,13 @@
-"""What a data-parallel step takes, from the time of its parts and the links between ranks: how much communication there
-is, and how much of it is not hidden behind computing.
+"""Predict the time of a data-parallel step from the time of its parts and the links between ranks: the communication
+time, and how much of it is exposed.
 
-A strategy is a short program for one rank: compute so long, issue a collective, wait for one. Collectives go over one
-channel, one at a time in the order in which they are issued, as gloo and NCCL do it within a group. What such a program
-takes is then no longer a matter of opinion.
+A strategy is a short program for one rank: compute for some time, issue a collective, wait for one. Collectives use one
+channel, one at a time in the order of issue, as gloo and NCCL do within a group. The time of such a program can be
+computed exactly.
 
-Communication needs a processor too, for copying and adding up. Where ranks compute on all cores there is none to
-spare (training on CPUs), and computing loses what communication uses meanwhile: `processor_share` of the time that it
-is under way. With NCCL it is close to zero.
+Communication also needs a processor, for copying and adding. If ranks compute on all cores (training on CPUs), compute
+slows down meanwhile: it loses `processor_share` of the time that communication is running. With NCCL this is close to
+zero.
 """
 
 from collections.abc import Sequence
@@ -25,15 +25,15 @@ BUCKET_BYTES, EDGE_BYTES = 25 << 20, 1 << 20
 
 
 class Gradient(msgspec.Struct, frozen=True, kw_only=True):
-    """One parameter's gradient: its size, and when it is there, counted from the start of backward."""
+    """The gradient of one parameter: its size, and when it is ready, from the start of backward."""
 
     num_bytes: int
     ready_ns: float
 
 
 class Layer(msgspec.Struct, frozen=True, kw_only=True):
-    """What FSDP gathers at once: the bytes of its parameters as they are computed with, those of its gradients as they
-    are sent, and its own parts of forward and backward."""
+    """A unit that FSDP gathers at once: the bytes of its parameters in the compute dtype, of its gradients as they are
+    sent, and its share of forward and backward."""
 
     parameter_bytes: int
     gradient_bytes: int
@@ -42,7 +42,7 @@ class Layer(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Compute(msgspec.Struct, frozen=True, kw_only=True):
-    """What a step takes on one rank that talks to nobody."""
+    """The time of a step on one rank without communication."""
 
     forward_ns: float
     backward_ns: float
@@ -50,7 +50,7 @@ class Compute(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class StepTime(msgspec.Struct, frozen=True, kw_only=True):
-    """A step as predicted. `exposed_ns` is what it is longer than without communication."""
+    """A predicted step. `exposed_ns` is how much longer it is than without communication."""
 
     communication_ns: float
     exposed_ns: float
@@ -65,8 +65,9 @@ class StepTime(msgspec.Struct, frozen=True, kw_only=True):
 def ready_in_order(
     sizes_bytes: Sequence[int], backward_ns: float, weights: Sequence[float] | None = None
 ) -> tuple[Gradient, ...]:
-    """Gradients in the order in which they are ready, each after its share of the backward pass. `weights` are the
-    operations that lead to each; by default they go as the sizes, which holds for matrices against the same tokens."""
+    """Return gradients in the order in which they become ready, each after its share of the backward pass. `weights`
+    are the operations that produce each; the default is proportional to size, which holds for matrices with the same
+    tokens."""
     chosen = list(sizes_bytes) if weights is None else list(weights)
     if len(chosen) != len(sizes_bytes):
         raise ValueError(f"`weights` has {len(chosen)} entries for {len(sizes_bytes)} gradients")
@@ -79,7 +80,7 @@ def ready_in_order(
 
 
 def model_gradients(shape: ModelShape, backward_ns: float, *, element_bytes: int = 4) -> tuple[Gradient, ...]:
-    """Those of the built-in model, from the head back to the embedding, which is looked up and costs no product."""
+    """Return the gradients of the built-in model, from the head back to the embedding, which needs no GEMM."""
     sizes, weights = [], []
     for number, layer in reversed(list(enumerate(layer_sizes(shape)))):
         for elements in (*reversed(layer.matrices), *layer.vectors):
@@ -89,10 +90,10 @@ def model_gradients(shape: ModelShape, backward_ns: float, *, element_bytes: int
 
 
 def fill_buckets(gradients: Sequence[Gradient], bucket_bytes: int = BUCKET_BYTES) -> list[list[Gradient]]:
-    """Neighbours together while they fit, as `parallel.DDP` does it; one that is larger than a bucket has its own.
+    """Group neighboring gradients into buckets, as `parallel.DDP` does; one larger than a bucket gets its own.
 
-    Buckets grow from a small first one, so that communication starts early, and towards the end each holds half of what
-    is left, so that little is left to wait for.
+    The first bucket is small, so that communication starts early. Towards the end each bucket has half of the remaining
+    gradients, so that there is little to wait for after backward.
     """
     edge_bytes = min(EDGE_BYTES, bucket_bytes)
     buckets: list[list[Gradient]] = []
@@ -118,7 +119,7 @@ def predict_ddp(
     bucket_bytes: int = BUCKET_BYTES,
     processor_share: float = 0.0,
 ) -> StepTime:
-    """A step of DDP. `gradients` stand in the order in which they are ready."""
+    """Predict a step of DDP. `gradients` are in the order in which they become ready."""
     if strategy not in DDP_STRATEGIES:
         raise ValueError(f"`strategy` must be one of {', '.join(DDP_STRATEGIES)}, not {strategy!r}")
     rank = _Rank(processor_share)
@@ -136,8 +137,7 @@ def predict_ddp(
 
 
 def predict_sharded_optimizer(ddp: StepTime, compute: Compute, links: Links, parameter_bytes: int) -> StepTime:
-    """On top of a step of DDP: each rank updates its share, and afterwards everybody's go to everybody, as in an
-    all-gather."""
+    """Predict a step of DDP in which each rank updates its share of the parameters, followed by an all-gather."""
     sharing_ns = links.time_ns("all-gather", parameter_bytes)
     saved_ns = compute.optimizer_ns * (1 - 1 / links.place.ranks)
     return StepTime(
@@ -156,9 +156,9 @@ def predict_fsdp(
     replicated_bytes: int = 0,
     processor_share: float = 0.0,
 ) -> StepTime:
-    """A step of FSDP. `layers` stand in the order of forward. Parameters are gathered one layer ahead of use, in
-    forward and again in backward, gradients reduce-scattered as they appear, those of replicated parameters all-reduced
-    at the end. `optimizer_ns` is the update of all parameters on one rank; here each has an n-th of it."""
+    """Predict a step of FSDP. `layers` are in forward order. Parameters are gathered one layer ahead of use, in forward
+    and again in backward; gradients are reduce-scattered as they appear, and those of replicated parameters all-reduced
+    at the end. `optimizer_ns` is the update of all parameters on one rank; here each rank updates 1/n of them."""
     rank = _Rank(processor_share)
     gathers = [links.time_ns("all-gather", layer.parameter_bytes) for layer in layers]
     reduces = [links.time_ns("reduce-scatter", layer.gradient_bytes) for layer in layers]
@@ -171,8 +171,8 @@ def predict_fsdp(
 
 
 def _reduce_as_ready(rank: "_Rank", buckets: Sequence[Sequence[Gradient]], compute: Compute, links: Links) -> None:
-    """Each as soon as its last gradient is there, but never before the one ahead of it: ranks must agree on an
-    order."""
+    """Reduce each bucket once its last gradient is ready, and never before the previous bucket,
+    because ranks must agree on an order."""
     done_ns = 0.0
     for bucket in buckets:
         ready_ns = max(done_ns, *(one.ready_ns for one in bucket))
@@ -184,7 +184,7 @@ def _reduce_as_ready(rank: "_Rank", buckets: Sequence[Sequence[Gradient]], compu
 
 
 def _run_gathered(rank: "_Rank", gathers: Sequence[float], works: Sequence[float], reduces: Sequence[float]) -> None:
-    """Layers in turn. When one begins, the next one's parameters are asked for; when it ends, its gradients go out."""
+    """Run the layers in turn. Each start requests the next layer's parameters, and each end sends its gradients."""
     gathered = rank.issue(gathers[0]) if gathers else 0.0
     for number, (work_ns, reduce_ns) in enumerate(zip(works, reduces, strict=True)):
         rank.wait(gathered)
@@ -203,15 +203,15 @@ class _Rank:
         self._share = processor_share
         self._now_ns = 0.0
         self._worked_ns = 0.0
-        self._spans: list[tuple[float, float]] = []  # of the channel; in order, and apart from or next to each other
+        self._spans: list[tuple[float, float]] = []  # when the channel is busy: sorted, without overlap
 
     @property
     def channel_free_ns(self) -> float:
-        """When all that was issued is done."""
+        """When all issued collectives are done."""
         return self._spans[-1][1] if self._spans else 0.0
 
     def issue(self, duration_ns: float) -> float:
-        """A collective, behind those under way; when it will be done."""
+        """Queue a collective behind those already issued, and return when it will be done."""
         if not duration_ns:
             return self._now_ns
         start_ns = max(self._now_ns, self.channel_free_ns)
@@ -222,7 +222,7 @@ class _Rank:
         self._now_ns = max(self._now_ns, until_ns)
 
     def work(self, work_ns: float) -> None:
-        """Computing, slower while the channel is busy."""
+        """Compute, more slowly while the channel is busy."""
         self._worked_ns += work_ns
         for start_ns, end_ns in self._spans:
             if end_ns <= self._now_ns or work_ns <= 0:

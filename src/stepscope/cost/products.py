@@ -1,4 +1,4 @@
-"""What is made of matrix products: products themselves, attention and convolution."""
+"""Costs of operators that consist of GEMMs: GEMMs themselves, attention and convolution."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -7,16 +7,17 @@ import msgspec
 
 from stepscope.cost.calls import Call, OperatorCost, Tensor, UnknownCost, broadcast, make_cost, numbers
 
-BACKWARD_PRODUCTS = 2.5  # attention's backward makes five products (one of them again) where the forward makes two
+BACKWARD_PRODUCTS = 2.5  # the backward of attention has five GEMMs (one recomputed), forward two
 
 Form = Callable[[Call], OperatorCost]
 
 
-# --- Matrix products
+# --- GEMMs
 
 
 def product(first: int, *, added: int | None = None) -> Form:
-    """A product of the tensors at `first` and after it, of two or three dimensions, with one at `added` on top."""
+    """Return the cost of a GEMM of the tensors at `first` and the next position, with two or three dimensions, plus the
+    tensor at `added`."""
 
     def cost(call: Call) -> OperatorCost:
         left, right = call.tensor(first), call.tensor(first + 1)
@@ -55,14 +56,14 @@ def matmul(call: Call) -> OperatorCost:
 
 
 def attention(causal_at: int, *, backward: bool = False, heads_first: bool = True) -> Form:
-    """`causal_at` is the place of `is_causal`, or of the mask's kind where that is 0 for none. Where the arguments were
-    not recorded, nothing says that half is masked, and the full square counts."""
+    """Return the cost of attention. `causal_at` is the position of `is_causal`, or of the kind of mask, where 0 means
+    none. If the arguments were not recorded, the full square counts."""
 
     def cost(call: Call) -> OperatorCost:
         start = 1 if backward else 0
         q, k, v = (call.tensor(start + place) for place in range(3))
         if not len(q.dims) == len(k.dims) == len(v.dims) == 4:
-            raise UnknownCost  # sequences of several lengths in one: only their sum is known
+            raise UnknownCost  # packed sequences of different lengths: only their sum is known
         length_at, heads_at = (2, 1) if heads_first else (1, 2)
         batch, heads, queries, keys = q.dims[0], q.dims[heads_at], q.dims[length_at], k.dims[length_at]
         square = 2 * batch * heads * queries * keys * (q.dims[3] + v.dims[3])
@@ -79,7 +80,7 @@ def attention(causal_at: int, *, backward: bool = False, heads_first: bool = Tru
 
 
 def convolution(padding_at: int, stride_at: int, groups_at: int, transposed_at: int | None = None) -> Form:
-    """The dilation stands between padding or stride and what follows: always at 5, or one place after the last."""
+    """The dilation follows padding or stride: always at position 5, or one position after the last."""
     dilation_at = max(padding_at, stride_at) + 1
 
     def cost(call: Call) -> OperatorCost:
@@ -96,7 +97,8 @@ def convolution(padding_at: int, stride_at: int, groups_at: int, transposed_at: 
             for size, kernel, step, pad, gap in zip(x.dims[2:], weight.dims[2:], steps, pads, spread, strict=True)
         )
         result = Tensor((x.dims[0], weight.dims[0], *out), x.kind)
-        # A weight is (out, in / groups, *kernel): each element of the result is as many multiply-adds as its row has.
+        # A weight is (out, in / groups, *kernel): each output element takes as many multiply-adds as its row has
+        # elements.
         if x.dims[1] != weight.dims[1] * groups:
             raise UnknownCost
         return make_cost(2 * result.elements * math.prod(weight.dims[1:]), [x, weight], [result])

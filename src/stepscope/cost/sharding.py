@@ -1,6 +1,6 @@
-"""What training keeps on each rank: parameters, gradients and optimizer state, whole or shared out.
+"""Memory of training per rank: parameters, gradients and optimizer state, replicated or sharded.
 
-Counted in elements that are known before anything runs. Activations are not here; `cost.activations` has them.
+Everything is known before a run. Activations are in `cost.activations`.
 """
 
 import math
@@ -13,13 +13,13 @@ from stepscope.spec import ModelShape
 
 Sharding = Literal["none", "optimizer", "fsdp"]
 SHARDINGS: tuple[Sharding, ...] = get_args(Sharding)
-ADAM_STATE_BYTES = 8  # two averages in fp32, for each parameter
-GATHERED_LAYERS = 2  # FSDP has one in use and the next one on its way
+ADAM_STATE_BYTES = 8  # two averages in fp32 per parameter
+GATHERED_LAYERS = 2  # FSDP holds one layer in use and prefetches the next
 
 
 class LayerSize(msgspec.Struct, frozen=True, kw_only=True):
-    """The elements of each parameter that is used together: matrices, which FSDP shards, and vectors, which it does
-    not."""
+    """The number of elements of each parameter in a layer: matrices, which FSDP shards, and vectors, which it
+    replicates."""
 
     matrices: tuple[int, ...] = ()
     vectors: tuple[int, ...] = ()
@@ -30,7 +30,7 @@ class LayerSize(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TrainingBytes(msgspec.Struct, frozen=True, kw_only=True):
-    """On one rank, at most. `gathered` comes and goes: whole layers that FSDP puts together, where it has most."""
+    """The maximum on one rank. `gathered` is temporary: the largest full layers that FSDP holds at once."""
 
     parameters: int
     gradients: int
@@ -43,7 +43,8 @@ class TrainingBytes(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def layer_sizes(shape: ModelShape) -> tuple[LayerSize, ...]:
-    """The built-in model's: embedding, blocks, final norm and head. A tied head has no parameters of its own."""
+    """Return the layers of the built-in model: embedding, blocks, final norm and head. A tied head has no
+    parameters."""
     d, kv_width = shape.d_model, shape.num_kv_heads * shape.head_dim
     block = LayerSize(matrices=(d * d, d * kv_width, d * kv_width, d * d, *[d * shape.d_ff] * 3), vectors=(d, d))
     embedding = LayerSize(matrices=(shape.vocab * d,))
@@ -60,16 +61,16 @@ def training_bytes(
     compute_bytes: int | None = None,
     state_bytes: int = ADAM_STATE_BYTES,
 ) -> TrainingBytes:
-    """The largest that any rank keeps. Gradients have the dtype of the parameters, of `parameter_bytes` an element;
-    `compute_bytes` is what FSDP gathers them in, and `state_bytes` what the optimizer keeps for each element.
+    """Return the maximum over ranks. Parameters and gradients take `parameter_bytes` per element; FSDP gathers
+    parameters with `compute_bytes`, and the optimizer keeps `state_bytes` per element.
 
-    Matrices are cut into equal parts, so a shard is rounded up. An optimizer's state is shared out by whole parameters:
-    the largest share is an n-th and at most one parameter more.
+    Matrices are split evenly, so a shard is rounded up. Optimizer state is sharded by whole parameters: the largest
+    share is 1/n plus at most one parameter.
     """
     if sharding not in SHARDINGS:
-        raise ValueError(f"`sharding` must be one of {', '.join(SHARDINGS)}, not {sharding!r}")
+        raise ValueError(f"`sharding`: expected one of {', '.join(SHARDINGS)}, got `{sharding}`")
     if ranks < 1:
-        raise ValueError(f"`ranks` must be positive, not {ranks}")
+        raise ValueError(f"`ranks`: expected at least 1, got `{ranks}`")
     elements = sum(layer.elements for layer in layers)
     if sharding == "fsdp":
         kept = sum(math.ceil(one / ranks) for layer in layers for one in layer.matrices)
@@ -88,7 +89,7 @@ def training_bytes(
 
 
 def _gathered_elements(layers: Sequence[LayerSize]) -> int:
-    """The two neighbours that are largest together."""
+    """Return the size of the two largest neighboring layers."""
     sizes = [sum(layer.matrices) for layer in layers if layer.matrices]
     return max((sum(sizes[at : at + GATHERED_LAYERS]) for at in range(len(sizes))), default=0)
 

@@ -1,4 +1,4 @@
-"""What moves bytes and multiplies no matrices: arithmetic by element, sums, norms, copies and rows by index."""
+"""Costs of operators without GEMMs: elementwise operations, sums, norms, copies and indexing."""
 
 import msgspec
 
@@ -18,21 +18,21 @@ _COMPARISONS = {"eq", "ne", "lt", "le", "gt", "ge", "isnan", "isinf", "isfinite"
 
 
 def elementwise(call: Call) -> OperatorCost:
-    """The result has the inputs' joint shape; one in place has the first one's."""
+    """The result has the broadcast shape of the inputs; an in-place operation has that of the first."""
     tensors = call.given
     if not tensors:
         raise UnknownCost
     if call.name.endswith("_"):
         return make_cost(0, tensors, [tensors[0]])
     shape = broadcast(*(tensor.dims for tensor in tensors))
-    # A number in the code is recorded as a tensor without dimensions, and does not widen the result.
+    # A scalar is recorded as a tensor without dimensions and does not change the shape of the result.
     wide = [tensor for tensor in tensors if tensor.dims] or tensors
     kind = max((tensor.kind for tensor in wide), key=lambda kind: (kind in PRECISION, BYTES[kind]))
     return make_cost(0, tensors, [Tensor(shape, "bool" if call.name in _COMPARISONS else kind)])
 
 
 def like_first(call: Call) -> OperatorCost:
-    """Reads all, writes something of the first one's size: softmax, norms and their backwards."""
+    """Reads all inputs and writes a tensor of the first one's size: softmax, norms and their backward passes."""
     return make_cost(0, call.given, [call.tensor(0)])
 
 
@@ -59,7 +59,7 @@ def reduction(call: Call) -> OperatorCost:
 
 
 def _reduced(text: str, rank: int) -> set[int]:
-    """The dimensions that an argument names; all where it names none."""
+    """Return the dimensions that an argument names, all if it names none."""
     if text.lstrip("-").isdigit():
         return {int(text) % max(1, rank)}
     named = numbers(text) if text.startswith("[") else []

@@ -66,15 +66,16 @@ def name_model(model: Model) -> str:
 def describe_model(model: Model, *, parameters: int | None = None, layers: int | None = None) -> str:
     """The name and the sizes that are known. `parameters` and `layers` were measured; the settings of a model come
     first."""
+    d_model: int | None
     if isinstance(model, ModelShape):
-        sizes = {"layers": model.num_layers, "d_model": model.d_model}
+        layers, d_model = model.num_layers, model.d_model
         parameters = parameters or count_parameters(model).total
     else:
         given = dict(model.arguments)
-        sizes = {"layers": _find(given, _LAYERS) or layers, "d_model": _find(given, _WIDTHS)}
+        layers, d_model = _find(given, _LAYERS) or layers, _find(given, _WIDTHS)
     words = [name_model(model)]
-    words += [count_noun(sizes["layers"], "layer")] if sizes["layers"] else []
-    words += [f"d_model {sizes['d_model']}"] if sizes["d_model"] else []
+    words += [count_noun(layers, "layer")] if layers else []
+    words += [f"d_model {d_model}"] if d_model else []
     words += [f"{say_parameters(parameters)} parameters"] if parameters else []
     return ", ".join(words)
 

@@ -38,7 +38,7 @@ from stepscope.units import count_noun
 
 _LIMITS = (
     "a signature proves who signed the report and that it is unchanged, not that it is true or when it was made",
-    "counters show the shape of the work, not the weights, the data or its purpose: see docs/trust.md",
+    "counters show the shape of the work, not the weights, the data or whether it was useful: docs/trust.md",
 )
 _LONGEST = 200
 

@@ -15,6 +15,7 @@ from stepscope.recover.claims.verdict import ClaimVerdict, Verification, describ
 from stepscope.recover.claims.verification import verify
 from stepscope.recover.evidence.order import NoTransformerError
 from stepscope.recover.evidence.recording import KernelEvidence
+from stepscope.units import count_noun
 
 _EXITS = {
     ClaimVerdict.CONSISTENT: Exit.OK,
@@ -79,7 +80,7 @@ def describe(verified: Verified, paths: Sequence[Path]) -> Iterator[str | Table]
     answer = verified.verification
     yield f"{', '.join(path.name for path in paths)}: {answer.verdict.value}\n  {answer.why}\n"
     yield (
-        f"  {answer.kernels:,} kernels: {answer.kernels_compared:,} compared with exact predictions, "
+        f"  {count_noun(answer.kernels, 'kernel')}: {answer.kernels_compared:,} compared with exact predictions, "
         f"{answer.kernels_counted:,} compared by element count\n\n"
     )
     tables = [_fields_table(answer), _comparison_table(answer)]

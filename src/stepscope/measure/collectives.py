@@ -23,7 +23,7 @@ from stepscope.parallel.communicator import Communicator, Pending
 from stepscope.parallel.group import choose_device
 from stepscope.recording.rows.bench import Clock, Doubt
 from stepscope.recording.rows.collective_case import CommCase, CommMeasurement, CommOutcome
-from stepscope.units import GIB
+from stepscope.units import GIB, count_noun
 
 OnStage = Callable[[Literal["checking", "timing"]], None]
 
@@ -218,4 +218,4 @@ def _doubt(case: CommCase, measurement: CommMeasurement) -> Iterator[Doubt]:
     yield from doubt_spread(measurement.slowest_ns, of="repetitions")
     here, cores = case.ranks // case.hosts, os.cpu_count() or 1
     if case.backend == "gloo" and here > cores:
-        yield Doubt(code="crowded", text=f"{here} ranks share {cores} cores")
+        yield Doubt(code="crowded", text=f"{here} ranks share {count_noun(cores, 'core')}")

@@ -17,6 +17,7 @@ from stepscope.measure import nvml
 from stepscope.measure.instructions import read_limits, say_limits
 from stepscope.recording.rows.bench import DeviceState, Environment, Inspection
 from stepscope.spec import Precision
+from stepscope.units import count_noun
 
 # Differences between the versions in this range are handled here and nowhere else. So far there are none.
 TORCH_RANGE = ((2, 11), (2, 14))
@@ -48,7 +49,7 @@ def resolve_device(name: str) -> torch.device:
     index = device.index or 0
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if index >= count:
-        found = f"{count} CUDA device{'s' if count != 1 else ''}" if count else "no CUDA device"
+        found = count_noun(count, "CUDA device") if count else "no CUDA device"
         raise StepscopeError(f"device not found: `{name}`", detail=f"torch sees {found}", hint="stepscope doctor")
     return torch.device("cuda", index)
 

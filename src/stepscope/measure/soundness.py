@@ -15,6 +15,7 @@ from stepscope.explain.statistics import summarise
 from stepscope.measure import nvml
 from stepscope.measure.timing import Samples
 from stepscope.recording.rows.bench import Doubt
+from stepscope.units import count_noun
 
 SPREAD_LIMIT = 0.10  # of the middle 60% of steps, relative to the median
 FEWEST_STEPS = 5
@@ -58,8 +59,12 @@ class MachineWatch:
             at = f" (SM clock {clocks.sm_mhz} of {clocks.max_sm_mhz} MHz)" if clocks else ""
             doubts.append(Doubt(code="throttled", text=f"clocks throttled: {', '.join(sorted(self._reasons))}{at}"))
         if self._others:
-            count = len(self._others)
-            doubts.append(Doubt(code="shared", text=f"{count} other process{'es' * (count > 1)} on the GPU"))
+            doubts.append(
+                Doubt(
+                    code="shared",
+                    text=f"{count_noun(len(self._others), 'other process', 'other processes')} on the GPU",
+                )
+            )
         return doubts
 
     def _doubt_load(self) -> list[Doubt]:
@@ -75,7 +80,7 @@ def doubt_spread(*timings: Sequence[int], of: str) -> list[Doubt]:
     """At most one, for the worst of the timings: too few samples, or a spread that is too large."""
     fewest = min(map(len, timings))
     if fewest < FEWEST_STEPS:
-        return [Doubt(code="few", text=f"{fewest} {of}: too few to estimate the spread")]
+        return [Doubt(code="few", text=f"{count_noun(fewest, of.removesuffix('s'))}: too few to estimate the spread")]
     spread = max(summarise(samples).spread for samples in timings)
     if spread > SPREAD_LIMIT:
         return [Doubt(code="spread", text=f"the middle 60% of {of} spread over {spread:.0%} of the median")]
@@ -88,7 +93,7 @@ def doubt_samples(samples: Samples, *, warmup: int, waits: bool = False) -> list
     doubts = doubt_spread(samples.step_ns, of="steps")
     if len(samples.step_ns) > 1 and samples.step_ns[0] > COLD_RATIO * step.median:
         first = samples.step_ns[0] / step.median
-        after = f"after {warmup} warm-up steps" if warmup else "without warm-up steps"
+        after = f"after {count_noun(warmup, 'warm-up step')}" if warmup else "without warm-up steps"
         doubts.append(Doubt(code="cold", text=f"the first step {after} took {first:.1f}× the median"))
     return doubts + _doubt_clocks(samples, step.median, waits=waits)
 

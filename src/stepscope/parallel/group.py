@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 from stepscope.errors import StepscopeError
 from stepscope.parallel.communicator import Communicator
+from stepscope.units import count_noun
 
 VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
@@ -122,7 +123,7 @@ def choose_backend(name: str, device: str, world: int) -> str:
     local, count = int(os.environ.get("LOCAL_WORLD_SIZE", world)), torch.cuda.device_count()
     if local > count:
         raise StepscopeError(
-            f"NCCL requires one GPU per rank: got `{local}` ranks and {count} GPU{'s' if count != 1 else ''}",
+            f"NCCL requires one GPU per rank: got `{local}` ranks and {count_noun(count, 'GPU')}",
             detail="with gloo, several ranks can share a GPU; it copies through CPU memory",
             hint=f"--ranks {count}, or --backend gloo",
         )

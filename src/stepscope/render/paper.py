@@ -172,8 +172,8 @@ def _tabulate_advice(advice: Sequence[Advice]) -> Table:
         columns=(
             Column(key="code", label="code"),
             Column(key="finding", label="finding"),
-            Column(key="saving_ms", label="saves ms", kind="ms"),
-            Column(key="share", label="of step", kind="share"),
+            Column(key="saving_ms", label="saving ms", kind="ms"),
+            Column(key="share", label="share of step", kind="share"),
             Column(key="fix", label="what to do"),
             Column(key="evidence", label="evidence", detail=True),
             Column(key="to_copy", label="code to copy", detail=True),

@@ -188,7 +188,7 @@ def _wrap(text: str, width: int | None) -> str:
 
 
 def render_page(page: Page, *, width: int | None) -> str:
-    """Render the headline, the tables, and the findings with their fixes."""
+    """Return a page as text: the headline, the tables, and the findings with their fixes."""
     parts = ["\n".join(one_line(line) for line in page.headline.splitlines())]
     # Tables often repeat their notes; only the last table of a page shows them.
     parts += [
@@ -210,9 +210,14 @@ def _render_findings(findings: tuple[Finding, ...], width: int | None) -> str:
     cards = [one for one in findings if not one.is_remark]
     remarks = [one for one in findings if one.is_remark]
     lines = ["Findings"] if cards else []
+    printed: dict[str, str] = {}
     for one in cards[:_ON_A_PAGE]:
         lines.append(_head_finding(one))
         lines.extend(_indented(one.evidence, width))
+        if one.fix in printed:
+            lines.append(f"       Same fix as {printed[one.fix]}")
+            continue
+        printed[one.fix] = one.code
         lines.extend(_indented(f"{one.action}:", width))
         # A command or code is for pasting: it keeps its lines.
         lines.extend(f"         {visible(line)}" for line in one.fix.splitlines())

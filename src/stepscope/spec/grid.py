@@ -155,7 +155,9 @@ def grid_from_toml(path: Path) -> Grid:
     try:
         fields = tomllib.loads(read_plain(path).decode())
     except OSError as error:
-        raise SpecError(f"cannot read settings file: `{path}`", detail=error.strerror or "") from None
+        raise SpecError(
+            f"cannot read settings file: `{path}`", detail=error.strerror or "", hint="--config FILE.toml"
+        ) from None
     except (ValueError, RecursionError) as error:
         raise SpecError(f"not a valid TOML file: `{path}`", detail=str(error)) from None
     if not isinstance(fields.get("set", {}), dict):

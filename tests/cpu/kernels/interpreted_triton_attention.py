@@ -1,9 +1,9 @@
-"""The Triton kernels in Triton's interpreter: what they compute, for every kind of input, without a GPU.
+"""The Triton kernels in Triton's interpreter: their results, for every kind of input, without a GPU.
 
-`test_triton_attention.py` runs this file in a process of its own, with TRITON_INTERPRET in the environment: the
-variable is read when a kernel is decorated, and a process has either interpreted kernels or compiled ones. The
-interpreter takes milliseconds for every step of every tile, so shapes are small and tiles are smaller than a GPU's,
-for several of them to meet.
+`test_triton_attention.py` runs this file in its own process, with TRITON_INTERPRET in the environment: the variable is
+read when a kernel is decorated, and a process has either interpreted kernels or compiled ones. The interpreter takes
+milliseconds for every step of every tile, so shapes are small and tiles are smaller than on a GPU, so that several of
+them are used.
 """
 
 # B batch, H query heads, G key/value heads, L queries, K keys, D head dim.
@@ -32,7 +32,7 @@ DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 every_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=str)
 either_mask = pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
 
-# B, H, G, L, K, D: whole tiles; odd lengths; more keys than queries; more queries than keys (blind rows when causal).
+# B, H, G, L, K, D: full tiles; odd lengths; more keys than queries; more queries than keys (blind rows when causal).
 SHAPES = [(1, 1, 1, 64, 64, 128), (2, 1, 1, 37, 37, 16), (1, 2, 1, 33, 70, 40), (1, 2, 1, 50, 33, 80)]
 every_shape = pytest.mark.parametrize("shape", SHAPES, ids=str)
 
@@ -54,14 +54,14 @@ class _Attention(torch.autograd.Function):
 
 @pytest.fixture(autouse=True)
 def quiet_overflow() -> Iterator[None]:
-    """exp2 of a score that a mask hides may overflow, on a GPU silently."""
+    """exp2 of a masked score may overflow, silently on a GPU."""
     with np.errstate(over="ignore"):
         yield
 
 
 @pytest.fixture(autouse=True)
 def unwritten_memory_is_nan() -> Iterator[None]:
-    """So that nobody reads what nobody wrote, and gets away with it."""
+    """Fill memory with NaN, so that reads of unwritten memory are noticed."""
     torch.use_deterministic_algorithms(mode=True)
     yield
     torch.use_deterministic_algorithms(mode=False)
@@ -73,7 +73,7 @@ def sources(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(launch, "has_copy_engine", lambda _: request.param == "descriptors")
 
 
-# Not the same for the two backward kernels, of which one reads what the other writes.
+# Different for the two backward kernels, of which one reads what the other writes.
 SMALL_TILES = {
     "forward": Tile(32, 32, 4, 2),
     "backward_queries": Tile(32, 64, 4, 2),
@@ -93,7 +93,7 @@ def make_inputs(shape: tuple[int, ...]) -> list[Tensor]:
 
 
 def check(inputs: list[Tensor], *, dtype: torch.dtype, causal: bool, scale: float | None = None) -> None:
-    """Output and all gradients, three ways."""
+    """Compare the output and all gradients, three ways."""
     scale = inputs[0].shape[-1] ** -0.5 if scale is None else scale
 
     def ours(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -121,7 +121,7 @@ def test_outputs_and_gradients_match_the_reference(shape: tuple[int, ...], causa
 
 @pytest.mark.parametrize(("shape", "causal"), list(zip(SHAPES, [False, True, False, True], strict=True)), ids=str)
 @pytest.mark.usefixtures("small_tiles")
-def test_descriptors_give_the_bits_that_pointers_give(
+def test_descriptors_and_pointers_give_the_same_bits(
     shape: tuple[int, ...], causal: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     q, k, v = (x.to(torch.bfloat16) for x in make_inputs(shape))
@@ -136,8 +136,8 @@ def test_shipped_tiles_match_the_reference() -> None:
     check(make_inputs((1, 2, 1, 150, 200, 64)), dtype=torch.bfloat16, causal=True)
 
 
-# Two keys at least: with one, the gradients of q and k are zero, and no limit could fail. Nothing is shrunk: a failure
-# is small already, and the interpreter takes minutes to make it smaller.
+# At least two keys: with one, the gradients of q and k are zero, and no limit could fail. Nothing is shrunk: a failure
+# is small already, and the interpreter takes minutes to shrink it.
 @settings(
     deadline=None,
     derandomize=True,
@@ -161,7 +161,7 @@ def test_any_small_shape_matches_the_reference(
 
 @either_mask
 @pytest.mark.usefixtures("small_tiles")
-def test_log_sum_exp_is_natural_and_as_accurate_as_torchs(causal: bool) -> None:
+def test_log_sum_exp_is_natural_and_as_accurate_as_torch(causal: bool) -> None:
     q, k, v = (x.float() for x in make_inputs((1, 2, 1, 40, 60, 40)))
     _, ours = launch.forward(q, k, v, causal=causal, scale=0.2, tf32=False)
 
@@ -175,7 +175,7 @@ def test_log_sum_exp_is_natural_and_as_accurate_as_torchs(causal: bool) -> None:
 
 
 @pytest.mark.usefixtures("small_tiles")
-def test_rows_that_see_nothing_give_zero_and_no_gradient() -> None:
+def test_rows_that_see_no_key_return_zero_and_zero_gradients() -> None:
     q, k, v = (x.float() for x in make_inputs((1, 1, 1, 40, 3, 16)))
     o, lse = launch.forward(q, k, v, causal=True, scale=1.0, tf32=False)
     assert not o[:, :, :37].any()
@@ -188,7 +188,7 @@ def test_rows_that_see_nothing_give_zero_and_no_gradient() -> None:
 
 
 @pytest.mark.usefixtures("small_tiles", "sources")
-def test_strided_inputs_are_read_in_place_and_results_follow_their_order() -> None:
+def test_strided_inputs_are_read_in_place_and_results_keep_their_layout() -> None:
     fused = normal(2, 37, 4, 2, 16).float()
     strided = [x.transpose(1, 2) for x in fused.unbind(2)]
     results = run(*strided, causal=True)
@@ -198,7 +198,7 @@ def test_strided_inputs_are_read_in_place_and_results_follow_their_order() -> No
 
 
 @pytest.mark.usefixtures("small_tiles")
-def test_the_last_stride_may_be_any_and_a_gradient_may_be_expanded() -> None:
+def test_last_stride_may_differ_from_one_and_gradient_may_be_expanded() -> None:
     q, k, v = (x.float().transpose(-2, -1).contiguous().transpose(-2, -1) for x in make_inputs((1, 2, 2, 40, 35, 24)))
     results = run(q, k, v, torch.ones(()).expand(q.shape), causal=False)
     expected = run(q.contiguous(), k.contiguous(), v.contiguous(), torch.ones(q.shape), causal=False)
@@ -208,8 +208,8 @@ def test_the_last_stride_may_be_any_and_a_gradient_may_be_expanded() -> None:
 @pytest.mark.parametrize("bits", [0x7FFFFFFF, 0x7FC00000], ids=["of the hardware", "of PyTorch"])
 @pytest.mark.parametrize("where", range(4), ids=["q", "k", "v", "do"])
 @pytest.mark.usefixtures("small_tiles")
-def test_no_nan_is_lost(where: int, bits: int) -> None:
-    """A step that went wrong must be seen to. The two have other bits, and fp32 is taken apart by its bits."""
+def test_nan_is_never_lost(where: int, bits: int) -> None:
+    """A step that went wrong must be visible. The two NaNs have different bits, and fp32 is split by its bits."""
     tensors = [x.float() for x in (*make_inputs((1, 1, 1, 20, 20, 16)), normal(1, 1, 20, 16, seed=4))]
     tensors[where][0, 0, 7, 3] = torch.tensor([bits], dtype=torch.int32).view(torch.float32)
     results = run(tensors[0], tensors[1], tensors[2], tensors[3], causal=False)

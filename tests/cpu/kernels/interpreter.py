@@ -1,8 +1,8 @@
-"""bf16 in Triton's interpreter, repaired for the tests that run kernels in it.
+"""bf16 in Triton's interpreter, fixed for the tests that run kernels in it.
 
-The interpreter of triton 3.7.1 keeps bf16 as bit patterns in 16-bit integers. A product of two bf16 tiles multiplies
-the patterns as if they were integers, without a word, and a cast from fp32 cuts off instead of rounding. Kernels that
-compute in fp32 and keep bf16 for loads, stores and the operands of `tl.dot` need no more than what is here.
+The interpreter of triton 3.7.1 keeps bf16 as bit patterns in 16-bit integers. A matmul of two bf16 tiles silently
+multiplies the patterns as if they were integers, and a cast from fp32 truncates instead of rounding. Kernels that
+compute in fp32 and use bf16 only for loads, stores and the operands of `tl.dot` need no more than this.
 """
 
 from typing import Any
@@ -19,13 +19,14 @@ _Builder = interpreter.InterpreterBuilder
 
 
 def prepare() -> None:
-    """Call once, with TRITON_INTERPRET in the environment since before triton was imported."""
+    """Call once, with TRITON_INTERPRET set since before triton was imported."""
     _repair_bf16()
     _hasten_calls()
 
 
 def _hasten_calls() -> None:
-    """A launch replaces Triton's language by one that computes, and a call within it does so again: half of all time.
+    """A launch replaces Triton's language with one that computes, and a call within it does so again: half of the run
+    time.
 
     It is needed once for Triton's own functions, which know the language under another name than kernels do.
     """

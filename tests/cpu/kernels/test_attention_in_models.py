@@ -1,4 +1,4 @@
-"""Our attention inside of models: the built-in one by `--attention`, and those of `transformers` by its name there."""
+"""Our attention inside models: the built-in one through `--attention`, and those of `transformers` by name."""
 
 from typing import Any, get_args
 
@@ -58,39 +58,39 @@ def assert_close(ours: list[Tensor], theirs: list[Tensor], limit: float) -> None
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("attention", ON_CPU)
-def test_the_built_in_model_trains_the_same_with_any_attention(attention: str, precision: str) -> None:
+def test_built_in_model_trains_the_same_with_any_attention(attention: str, precision: str) -> None:
     ours = gradients(make(attention, **BUILT_IN, precision=precision))
     theirs = gradients(make("naive", **BUILT_IN, precision=precision))
     assert_close(ours, theirs, 1e-4 if precision == "fp32" else 0.1)
 
 
-def test_flash_records_what_it_took() -> None:
+def test_flash_records_the_chosen_backend() -> None:
     before = chosen_backends().get(("sdpa", ""), 0)
     make("flash", **BUILT_IN).run()
     assert chosen_backends()["sdpa", ""] == before + 2
 
 
 @pytest.mark.parametrize("attention", ["triton", "hopper"])
-def test_a_kernel_that_cannot_run_here_says_so(attention: str) -> None:
+def test_kernel_that_cannot_run_here_raises(attention: str) -> None:
     with pytest.raises(ValueError, match=f"`{attention}` cannot run this: it requires .* but the tensors are on cpu"):
         make(attention, **BUILT_IN).run()
 
 
 @pytest.mark.parametrize("attention", ["tiled", "flash"])
-def test_operations_are_counted_as_for_sdpa(attention: str) -> None:
+def test_flops_are_counted_as_for_sdpa(attention: str) -> None:
     assert count_forward_flops(make(attention, **BUILT_IN)) == count_forward_flops(make("sdpa", **BUILT_IN))
 
 
 @pytest.mark.parametrize("attention", ["tiled", "flash"])
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_what_is_kept_for_backward_is_the_closed_form(attention: str, precision: str) -> None:
+def test_saved_bytes_match_the_formula(attention: str, precision: str) -> None:
     chosen = build_case({**BUILT_IN, "attention": attention, "precision": precision})
     table = saved_beside_closed_form(saved_by(chosen.workload), cost.activations_of(chosen.workload))
     assert [row[0] for row in table.rows if row[-1] != 0] == []
 
 
 @pytest.mark.parametrize("attention", get_args(Attention))
-def test_every_attention_has_a_name_for_transformers(attention: str) -> None:
+def test_every_attention_has_a_name_in_transformers(attention: str) -> None:
     step = make(attention, **SMALL, hf="llama", set=LLAMA)
     name = step.module.config._attn_implementation  # type: ignore[union-attr]
     assert name == {"naive": "eager", "sdpa": "sdpa", "flash": "stepscope"}.get(attention, f"stepscope-{attention}")
@@ -109,7 +109,7 @@ def model_of(kind: str, attention: str, **fields: Any) -> nn.Module:
 
 
 @pytest.mark.parametrize("backend", ["auto", "tiled"])
-def test_a_llama_trains_as_with_sdpa(backend: str) -> None:
+def test_llama_trains_as_with_sdpa(backend: str) -> None:
     name = register(backend)
     losses = []
     for attention in ("sdpa", name):
@@ -120,8 +120,8 @@ def test_a_llama_trains_as_with_sdpa(backend: str) -> None:
     assert_close(losses[1], losses[0], 1e-4)
 
 
-def test_a_llama_decodes_as_with_sdpa() -> None:
-    """One token at a time, and several at once behind a cache: the mask is level with the last key."""
+def test_llama_decodes_as_with_sdpa() -> None:
+    """One token at a time, and several at once with a cache: the mask is aligned with the last key."""
     whole = model_of("llama", "sdpa", **LLAMA)(input_ids=IDS_BL).logits
     model = model_of("llama", register("tiled"), **LLAMA)
     cache, parts = None, []
@@ -132,7 +132,7 @@ def test_a_llama_decodes_as_with_sdpa() -> None:
     assert_close([torch.cat(parts, dim=1)], [whole], 1e-4)
 
 
-def test_a_scale_of_the_models_own_is_kept() -> None:
+def test_scale_of_the_model_is_kept() -> None:
     fields = {**LLAMA, "attention_multiplier": 8.0}  # 1/sqrt(D) is 0.35
     ours, theirs = (
         model_of("granite", name, **fields)(input_ids=IDS_BL).logits for name in (register("tiled"), "sdpa")
@@ -140,7 +140,7 @@ def test_a_scale_of_the_models_own_is_kept() -> None:
     assert_close([ours], [theirs], 1e-4)
 
 
-def test_a_mask_that_hides_nothing_is_no_mask() -> None:
+def test_mask_that_hides_nothing_is_ignored() -> None:
     model = model_of("llama", register("tiled"), **LLAMA)
     plain = model(input_ids=IDS_BL).logits
     assert torch.equal(model(input_ids=IDS_BL, attention_mask=torch.ones_like(IDS_BL)).logits, plain)
@@ -170,7 +170,7 @@ def written_out() -> dict[str, Tensor]:
         (written_out, "not support `attention_mask`"),
     ],
 )
-def test_masks_are_refused_and_never_dropped(arguments: Any, message: str) -> None:
+def test_masks_raise_and_are_never_dropped(arguments: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         model_of("llama", register(), **LLAMA)(input_ids=IDS_BL, **arguments())
 
@@ -183,12 +183,12 @@ def test_masks_are_refused_and_never_dropped(arguments: Any, message: str) -> No
         ("llama", {**LLAMA, "attention_dropout": 0.1}, "not support dropout, but the model requires 0.1"),
     ],
 )
-def test_what_we_do_not_have_is_refused(kind: str, fields: dict[str, Any], message: str) -> None:
+def test_unsupported_features_raise(kind: str, fields: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         model_of(kind, register(), **fields)(input_ids=IDS_BL)
 
 
-def test_a_compiled_llama_checks_its_positions_as_it_runs() -> None:
+def test_compiled_llama_checks_positions_at_run_time() -> None:
     torch._dynamo.reset()
     model = model_of("llama", register("tiled"), **{**LLAMA, "num_hidden_layers": 1})
     compiled = torch.compile(model, fullgraph=True, backend="eager")

@@ -1,4 +1,4 @@
-"""Which backend is taken, and what each refuses: with tensors that claim to be on a GPU, as CI has none."""
+"""Backend selection and what each backend does not support: with tensors that claim to be on a GPU, as CI has none."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -38,7 +38,7 @@ def problem(
 
 
 @pytest.mark.usefixtures("gpu")
-def test_hopper_takes_what_it_can() -> None:
+def test_hopper_runs_what_it_supports() -> None:
     assert backends.refusal("hopper", problem()) is None
     assert backends.choose(problem()) == "hopper"
 
@@ -54,7 +54,7 @@ def test_hopper_takes_what_it_can() -> None:
     ],
     ids=str,
 )
-def test_hopper_refuses(options: dict[str, Any], reason: str) -> None:
+def test_hopper_rejects_unsupported_problems(options: dict[str, Any], reason: str) -> None:
     assert (backends.refusal("hopper", problem(**options)) or "").startswith(reason)
 
 
@@ -68,7 +68,7 @@ def test_hopper_refuses(options: dict[str, Any], reason: str) -> None:
         ("is_tma_able", lambda _: False, "the copy engine cannot read `q`"),
     ],
 )
-def test_hopper_refuses_on_other_machines(gpu: pytest.MonkeyPatch, name: str, value: Any, reason: str) -> None:
+def test_hopper_rejects_other_machines(gpu: pytest.MonkeyPatch, name: str, value: Any, reason: str) -> None:
     gpu.setattr(backends, name, value)
     assert (backends.refusal("hopper", problem()) or "").startswith(reason)
 
@@ -80,7 +80,7 @@ def test_hopper_refuses_on_other_machines(gpu: pytest.MonkeyPatch, name: str, va
         ("triton_version", lambda: None, "triton is not installed"),
     ],
 )
-def test_triton_refuses_on_other_machines(gpu: pytest.MonkeyPatch, name: str, value: Any, reason: str) -> None:
+def test_triton_rejects_other_machines(gpu: pytest.MonkeyPatch, name: str, value: Any, reason: str) -> None:
     assert backends.has_kernel(torch.device("cuda"), torch.float16)
     gpu.setattr(backends, name, value)
     assert backends.refusal("triton", problem()) == reason
@@ -88,12 +88,12 @@ def test_triton_refuses_on_other_machines(gpu: pytest.MonkeyPatch, name: str, va
 
 
 @pytest.mark.usefixtures("gpu")
-def test_triton_has_no_float64() -> None:
+def test_triton_does_not_support_float64() -> None:
     assert backends.refusal("triton", problem(dtype=torch.float64)) == "float64 is not supported"
     assert backends.choose(problem(dtype=torch.float64)) == "sdpa"
 
 
-def test_triton_runs_on_a_cpu_in_its_interpreter_only(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_triton_runs_on_a_cpu_only_in_its_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     assert backends.refusal("triton", problem(device="cpu")) == "it requires a CUDA GPU, but the tensors are on cpu"
     monkeypatch.setenv("TRITON_INTERPRET", "1")
@@ -106,7 +106,7 @@ def test_triton_runs_on_a_cpu_in_its_interpreter_only(monkeypatch: pytest.Monkey
 
 
 @pytest.mark.usefixtures("gpu")
-def test_a_deterministic_backward_is_not_hoppers() -> None:
+def test_deterministic_backward_does_not_run_on_hopper() -> None:
     before = dict(chosen_backends())
     assert backends.choose(problem(), deterministic=True) == "triton"
     new = {key: count for key, count in chosen_backends().items() if before.get(key) != count}
@@ -114,7 +114,7 @@ def test_a_deterministic_backward_is_not_hoppers() -> None:
 
 
 @pytest.mark.usefixtures("gpu")
-def test_what_is_promised_to_repeat_is_not_left_to_sdpa() -> None:
+def test_deterministic_backward_does_not_run_on_sdpa() -> None:
     wide = problem(dtype=torch.float64)
     assert backends.choose(wide, deterministic=True) == "tiled"
     with pytest.raises(ValueError, match="`sdpa` cannot run this: its backward pass is deterministic only under"):
@@ -127,7 +127,7 @@ def test_what_is_promised_to_repeat_is_not_left_to_sdpa() -> None:
         torch.use_deterministic_algorithms(mode=False)
 
 
-def test_the_record_says_what_auto_took_and_why_not_the_better() -> None:
+def test_record_has_the_choice_of_auto_and_the_reasons_against_others() -> None:
     x = torch.zeros(1, 1, 3, 4)
     before = dict(chosen_backends())
     flash_attention(x, x, x, causal=True)
@@ -139,13 +139,13 @@ def test_the_record_says_what_auto_took_and_why_not_the_better() -> None:
     assert new == {("sdpa", ""): 2, ("tiled", reason): 1}
 
 
-def test_the_record_cannot_be_written_to() -> None:
+def test_record_is_read_only() -> None:
     with pytest.raises(TypeError):
         chosen_backends()["hopper", ""] = 1  # type: ignore[index]
 
 
 @pytest.mark.parametrize("backend", ["sdpa", "sdpa-flash", "sdpa-math"])
-def test_sdpa_refuses_a_causal_mask_over_unequal_lengths(backend: str) -> None:
+def test_sdpa_rejects_a_causal_mask_over_unequal_lengths(backend: str) -> None:
     reason = backends.refusal(backend, problem(device="cpu", lengths=(2, 3), causal=True))
     assert reason == "it aligns causal masks at the start, which requires as many queries as keys"
     assert backends.refusal(backend, problem(device="cpu", lengths=(2, 3))) is None
@@ -153,25 +153,25 @@ def test_sdpa_refuses_a_causal_mask_over_unequal_lengths(backend: str) -> None:
 
 @pytest.mark.parametrize("backend", ["auto", "sdpa", "sdpa-flash", "sdpa-math", "naive", "tiled"])
 def test_a_single_query_sees_every_key(backend: str) -> None:
-    """As in decoding: the mask hides nothing then, and SDPA can be asked without it."""
+    """As in decoding: the mask hides nothing then, and SDPA runs without it."""
     q, k, v = torch.randn(1, 2, 1, 8), torch.randn(1, 2, 5, 8), torch.randn(1, 2, 5, 8)
     plain = functional.attention(q, k, v, causal=False)
     assert (flash_attention(q, k, v, causal=True, backend=backend) - plain).abs().max() < 1e-5
 
 
 @pytest.mark.parametrize("backend", ["sdpa", "sdpa-flash", "sdpa-math", "naive", "compiled"])
-def test_without_keys_only_the_tiles_run(backend: str) -> None:
+def test_without_keys_only_tiled_runs(backend: str) -> None:
     assert "without keys" in (backends.refusal(backend, problem(device="cpu", lengths=(2, 0))) or "")
     x = torch.ones(1, 1, 2, 4)
     assert not flash_attention(x, x[:, :, :0], x[:, :, :0]).any()
 
 
 @pytest.mark.parametrize("backend", ["sdpa-efficient", "sdpa-cudnn"])
-def test_kernels_that_only_a_gpu_has(backend: str) -> None:
+def test_some_kernels_exist_only_on_a_gpu(backend: str) -> None:
     assert backends.refusal(backend, problem(device="cpu")) == "PyTorch has no such kernel for cpu"
 
 
-def test_pytorchs_own_reasons_are_passed_on(gpu: pytest.MonkeyPatch) -> None:
+def test_reasons_of_pytorch_are_passed_on(gpu: pytest.MonkeyPatch) -> None:
     def refuse(_: object, debug: bool = False) -> bool:
         if debug:
             import warnings
@@ -197,11 +197,11 @@ def blank(*shape: int) -> Tensor:
         (blank(2, 4, 8, 68)[..., :64], False),  # rows of 136 bytes
         (blank(2, 4, 8, 72)[..., 4:68], False),  # starts at byte 8
         (blank(2, 4, 64, 8).mT, False),
-        (blank(1, 1, 1, 64).as_strided((1, 1, 1, 64), (3, 3, 3, 1)), True),  # never stepped over
+        (blank(1, 1, 1, 64).as_strided((1, 1, 1, 64), (3, 3, 3, 1)), True),  # its stride is never used
         (blank(1, 1, 8, 64).expand(2, 4, 8, 64), False),
         (blank(1).expand(2, 4, 8, 64), False),
     ],
     ids=["dense", "BLHD", "padded", "odd rows", "shifted", "columns", "ones", "expanded", "one number"],
 )
-def test_what_the_copy_engine_reads(x: Tensor, able: bool) -> None:
+def test_which_tensors_the_copy_engine_can_read(x: Tensor, able: bool) -> None:
     assert is_tma_able(x) is able

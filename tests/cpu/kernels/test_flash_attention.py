@@ -1,6 +1,6 @@
-"""`flash_attention` and its autograd functions: shapes, arguments, and everything of PyTorch's that wraps around them.
+"""`flash_attention` and its autograd functions: shapes, arguments, and their use with other PyTorch features.
 
-What the kernels compute is tested with each of them; here the tiles stand for all, as they run on a CPU.
+The results of the kernels are tested with each of them; here `tiled` represents all, because it runs on a CPU.
 """
 
 # B batch, H query heads, G key/value heads, L queries, K keys, D head dim.
@@ -105,7 +105,7 @@ def test_batch_dimensions_that_no_view_can_flatten_are_copied() -> None:
 
 @pytest.mark.parametrize("shape", [(2, 9, 8), (2, 3, 9, 8), (9, 8)], ids=str)
 @pytest.mark.parametrize("causal", [False, True])
-def test_the_function_keeps_q_k_v_o_and_the_log_sum_exp(shape: tuple[int, ...], causal: bool) -> None:
+def test_function_saves_q_k_v_o_and_the_log_sum_exp(shape: tuple[int, ...], causal: bool) -> None:
     q, k, v = qkv(*shape)
     output: Tensor = FlashAttentionTiled.apply(q, k, v, causal)  # type: ignore[no-untyped-call]
     *kept, lse = output.grad_fn.saved_tensors  # type: ignore[union-attr]
@@ -117,7 +117,7 @@ def test_the_function_keeps_q_k_v_o_and_the_log_sum_exp(shape: tuple[int, ...], 
     assert error(lse, scores.logsumexp(-1)) < 1e-5
 
 
-def test_the_function_is_not_causal_unless_told() -> None:
+def test_function_is_not_causal_by_default() -> None:
     q, k, v = qkv(2, 9, 8)
     assert torch.equal(FlashAttentionTiled.apply(q, k, v), TILED(q, k, v))  # type: ignore[no-untyped-call]
     assert torch.equal(
@@ -127,7 +127,7 @@ def test_the_function_is_not_causal_unless_told() -> None:
 
 
 @pytest.mark.parametrize("shape", [(2, 9, 8), (2, 3, 9, 8), (2, 2, 3, 9, 8)], ids=str)
-def test_bytes_kept_for_backward_are_the_closed_form(shape: tuple[int, ...]) -> None:
+def test_saved_bytes_match_the_formula(shape: tuple[int, ...]) -> None:
     q, k, v = qkv(*shape, dtype=torch.bfloat16)
     kept: dict[int, int] = {}
 
@@ -141,7 +141,7 @@ def test_bytes_kept_for_backward_are_the_closed_form(shape: tuple[int, ...]) -> 
     assert {x.untyped_storage().data_ptr() for x in (q, k, v)} <= kept.keys()
 
 
-def test_gradients_are_made_for_what_asks_for_them() -> None:
+def test_only_required_gradients_are_computed() -> None:
     q, k, v = qkv(1, 1, 9, 8, requires_grad=False)
     go_back(TILED(q, k.requires_grad_(), v))
     assert q.grad is None
@@ -149,14 +149,14 @@ def test_gradients_are_made_for_what_asks_for_them() -> None:
     assert k.grad is not None
 
 
-def test_an_output_without_a_graph_may_be_changed_in_place() -> None:
+def test_output_without_a_graph_may_be_changed_in_place() -> None:
     q, k, v = qkv(2, 9, 8, requires_grad=False)
     output = TILED(q, k, v)
     output += torch.ones(8, requires_grad=True)
     assert output.requires_grad
 
 
-def test_an_output_that_was_changed_in_place_is_noticed() -> None:
+def test_output_changed_in_place_is_detected() -> None:
     output = TILED(*qkv(2, 9, 8))
     output += 1
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
@@ -164,7 +164,7 @@ def test_an_output_that_was_changed_in_place_is_noticed() -> None:
 
 
 @pytest.mark.parametrize("backend", ["naive", "sdpa-math"])
-def test_the_second_derivative_says_what_has_one(backend: str) -> None:
+def test_second_derivative_raises_and_names_backends_with_one(backend: str) -> None:
     q, k, v = qkv(1, 1, 5, 4, dtype=torch.float64)
 
     def second(backend: str) -> Tensor:
@@ -177,7 +177,7 @@ def test_the_second_derivative_says_what_has_one(backend: str) -> None:
     assert second(backend).isfinite().all()
 
 
-def test_the_first_derivative_is_right_where_a_graph_of_it_is_asked_for() -> None:
+def test_first_derivative_is_right_with_create_graph() -> None:
     q, k, v = qkv(1, 1, 5, 4)
     output = TILED(q, k, v)
     plain = torch.autograd.grad(output.sum(), (q, k, v), retain_graph=True)
@@ -185,7 +185,7 @@ def test_the_first_derivative_is_right_where_a_graph_of_it_is_asked_for() -> Non
     assert all(torch.equal(a, b) for a, b in zip(plain, graphed, strict=True))
 
 
-# --- PyTorch around it ---
+# --- With other PyTorch features ---
 
 
 @pytest.mark.parametrize("backend", ON_CPU)
@@ -201,7 +201,7 @@ def test_autocast_casts_as_it_does_for_sdpa(backend: str) -> None:
     assert error(ours, theirs.double()) < 0.02
 
 
-def test_inside_of_autocast_sums_stay_in_fp32() -> None:
+def test_sums_stay_in_fp32_under_autocast() -> None:
     rounded = [x.detach().bfloat16() for x in qkv(1, 1, 300, 8)]
     outside = run_with_gradients(TILED, rounded, torch.ones(1))
     with torch.autocast("cpu", dtype=torch.bfloat16):
@@ -230,7 +230,7 @@ def test_activation_checkpointing_gives_the_same_gradients(use_reentrant: bool) 
         assert torch.equal(a.grad, b.grad)
 
 
-def test_without_gradients_nothing_is_kept() -> None:
+def test_nothing_is_saved_without_gradients() -> None:
     kept: list[Tensor] = []
     with torch.no_grad(), saved_tensors_hooks(kept.append, lambda x: x):
         output = TILED(*qkv(1, 1, 9, 8))
@@ -240,12 +240,12 @@ def test_without_gradients_nothing_is_kept() -> None:
 
 @pytest.fixture
 def fresh_compiler() -> None:
-    """It keeps only so many versions of one function, and `flash_attention` is one function."""
+    """Dynamo keeps a limited number of versions of one function, and `flash_attention` is one function."""
     torch._dynamo.reset()
 
 
 @pytest.mark.usefixtures("fresh_compiler")
-def test_the_compiler_takes_it_whole_and_gives_the_same() -> None:
+def test_compiles_without_a_graph_break_to_the_same_result() -> None:
     def block(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return TILED(q * 2, k, v, causal=True).sin()
 
@@ -257,8 +257,8 @@ def test_the_compiler_takes_it_whole_and_gives_the_same() -> None:
 
 
 @pytest.mark.usefixtures("fresh_compiler")
-def test_the_compiler_takes_it_whole_under_autocast(monkeypatch: pytest.MonkeyPatch) -> None:
-    # Whether there is autocast at all is a question that the compiler of torch 2.11 cannot trace.
+def test_compiles_without_a_graph_break_under_autocast(monkeypatch: pytest.MonkeyPatch) -> None:
+    # The compiler of torch 2.11 cannot trace whether autocast is active.
     untraceable = torch._dynamo.disable(torch.amp.is_autocast_available)  # type: ignore[no-untyped-call]
     monkeypatch.setattr(torch.amp, "is_autocast_available", untraceable)
     q, k, v = (x.detach() for x in qkv(1, 2, 20, 8))
@@ -269,7 +269,7 @@ def test_the_compiler_takes_it_whole_under_autocast(monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.usefixtures("fresh_compiler")
-def test_a_scale_may_change_from_call_to_call_of_compiled_code() -> None:
+def test_scale_may_change_between_calls_of_compiled_code() -> None:
     q, k, v = (x.detach() for x in qkv(1, 2, 5, 8))
     compiled = torch.compile(lambda scale: TILED(q, k, v, scale=scale), fullgraph=True, backend="eager")
     for scale in (0.1, 0.2, 0.3):
@@ -286,7 +286,7 @@ def set_by_the_newer_name(tf32: bool) -> None:
 
 @pytest.mark.usefixtures("fresh_compiler")
 @pytest.mark.parametrize("allow", [set_by_the_older_name, set_by_the_newer_name])
-def test_fp32_goes_by_pytorchs_switch_compiled_or_not(
+def test_fp32_follows_the_switch_of_pytorch_compiled_or_not(
     allow: Callable[[bool], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked: list[bool] = []
@@ -311,7 +311,7 @@ def test_fp32_goes_by_pytorchs_switch_compiled_or_not(
 
 @pytest.mark.usefixtures("fresh_compiler")
 @pytest.mark.parametrize("backend", ["auto", "tiled"])
-def test_lengths_may_change_without_compiling_anew(backend: str) -> None:
+def test_lengths_may_change_without_recompiling(backend: str) -> None:
     count = CompileCounter()
     run = partial(flash_attention, causal=True, backend=backend)
     compiled = torch.compile(run, fullgraph=True, dynamic=True, backend=count)
@@ -330,7 +330,7 @@ def test_other_backends_compile_too(backend: str) -> None:
     assert error(compiled(*inputs), reference(*inputs, causal=True).double()) < 1e-5
 
 
-def test_the_operators_are_what_pytorch_expects_of_operators() -> None:
+def test_operators_pass_opcheck() -> None:
     q, k, v = (normal(2, 7, heads, 8, seed=heads).transpose(1, 2) for heads in (4, 2, 2))
     settings = (True, 0.3, "tiled", False, False)
     o, lse = operators.forward_operator(q, k, v, *settings)
@@ -338,7 +338,7 @@ def test_the_operators_are_what_pytorch_expects_of_operators() -> None:
     opcheck(operators.forward_operator, (*(x.requires_grad_() for x in (q, k, v)), *settings))
 
 
-def test_the_operator_is_differentiable_by_itself() -> None:
+def test_operator_is_differentiable() -> None:
     inputs = qkv(2, 2, 7, 8)
     output, lse = operators.forward_operator(*inputs, True, 8**-0.5, "tiled", False, False)  # noqa: FBT003
     assert output.requires_grad
@@ -349,7 +349,7 @@ def test_the_operator_is_differentiable_by_itself() -> None:
 
 
 @pytest.mark.parametrize(("causal", "share"), [(False, 1), (True, 2)])
-def test_operations_are_counted_with_a_causal_mask_as_half(causal: bool, share: int) -> None:
+def test_flops_count_a_causal_mask_as_half(causal: bool, share: int) -> None:
     q, k, v = qkv(2, 4, 16, 8)
     counter = FlopCounterMode(display=False)
     with counter:
@@ -363,8 +363,8 @@ def test_operations_are_counted_with_a_causal_mask_as_half(causal: bool, share: 
 
 
 @pytest.mark.parametrize("operator", [operators.forward_operator, operators.backward_operator], ids=str)
-def test_a_trace_of_the_operators_says_what_they_compute(operator: Any) -> None:
-    """From the place of each argument, as a profiler writes them."""
+def test_trace_of_the_operators_gives_their_cost(operator: Any) -> None:
+    """From the position of each argument, as a profiler writes them."""
     shapes = {"grad": (2, 4, 16, 8), "q": (2, 4, 16, 8), "k": (2, 2, 24, 8), "v": (2, 2, 24, 8), "lse": (2, 4, 16)}
     names = [argument.name for argument in operator._schema.arguments]
     found = operator_cost(
@@ -378,7 +378,7 @@ def test_a_trace_of_the_operators_says_what_they_compute(operator: Any) -> None:
     assert found.flops == products * 2 * 2 * 4 * 16 * 24 * 8 / 2
 
 
-# --- What cannot be ---
+# --- Invalid arguments ---
 
 
 def tensor(*shape: int, **options: Any) -> Tensor:
@@ -458,25 +458,25 @@ BAD: dict[str, tuple[tuple[Any, Any, Any], dict[str, Any], type[Exception], str]
 
 @pytest.mark.parametrize("backend", ["auto", "tiled"])
 @pytest.mark.parametrize("case", BAD)
-def test_a_bad_argument_is_named(case: str, backend: str) -> None:
+def test_bad_argument_is_named(case: str, backend: str) -> None:
     tensors, options, kind, message = BAD[case]
     with pytest.raises(kind, match=message):
         flash_attention(*tensors, **{"backend": backend, **options})
 
 
-def test_the_gpu_function_says_that_it_needs_a_gpu() -> None:
+def test_gpu_function_requires_a_gpu() -> None:
     with pytest.raises(ValueError, match="triton: it requires a CUDA GPU, but the tensors are on cpu"):
         FlashAttention.apply(*qkv(1, 1, 3, 4))  # type: ignore[no-untyped-call]
 
 
 @pytest.mark.parametrize("backend", ["sdpa", "trito"])
-def test_the_gpu_function_takes_flash_backends_alone(backend: str) -> None:
+def test_gpu_function_only_takes_flash_backends(backend: str) -> None:
     with pytest.raises(ValueError, match=f"unknown `backend` `{backend}`"):
         FlashAttention.apply(*qkv(1, 1, 3, 4), False, None, backend)  # type: ignore[no-untyped-call]  # noqa: FBT003
 
 
 @pytest.mark.parametrize("backend", ["auto", "tiled", "sdpa", "naive"])
-def test_a_scale_of_zero_averages_what_is_seen(backend: str) -> None:
+def test_zero_scale_averages_the_visible_values(backend: str) -> None:
     q, k, v = qkv(1, 2, 5, 8)
     out = flash_attention(q, k, v, causal=True, scale=0, backend=backend)
     expected = v.cumsum(-2) / torch.arange(1, 6)[:, None]
@@ -486,7 +486,7 @@ def test_a_scale_of_zero_averages_what_is_seen(backend: str) -> None:
 
 @pytest.mark.parametrize("backend", ["auto", "tiled", "sdpa", "naive"])
 @pytest.mark.parametrize(("num_queries", "num_keys"), [(0, 5), (5, 0), (0, 0)])
-def test_no_queries_and_no_keys_are_lengths_too(num_queries: int, num_keys: int, backend: str) -> None:
+def test_empty_queries_and_keys_are_allowed(num_queries: int, num_keys: int, backend: str) -> None:
     q, k = torch.ones(2, 2, num_queries, 8), torch.ones(2, 2, num_keys, 8)
     if num_keys == 0 and backend in ("sdpa", "naive"):
         with pytest.raises(ValueError, match="without keys"):
@@ -498,12 +498,12 @@ def test_no_queries_and_no_keys_are_lengths_too(num_queries: int, num_keys: int,
 
 
 @pytest.mark.parametrize("backend", ["auto", "tiled", "sdpa", "naive"])
-def test_shapes_come_out_where_there_is_no_memory(backend: str) -> None:
+def test_meta_tensors_give_shapes(backend: str) -> None:
     q, k, v = (x.detach().to("meta") for x in qkv(2, 3, 5, 8))
     assert flash_attention(q, k, v, causal=True, backend=backend).shape == q.shape
 
 
 @pytest.mark.parametrize("backend", sorted(set(BACKENDS) - {*ON_CPU, "compiled"}))
-def test_a_backend_asked_for_by_name_never_runs_as_another(backend: str) -> None:
+def test_named_backend_never_runs_as_another(backend: str) -> None:
     with pytest.raises(ValueError, match=f"`backend` `{backend}` cannot run this: "):
         flash_attention(*qkv(1, 1, 3, 4), backend=backend)

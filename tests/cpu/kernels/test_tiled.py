@@ -41,13 +41,13 @@ def compare(tensors: list[Tensor], *, causal: bool, dtype: torch.dtype, scale: f
     [(2, 2, 2, 37, 37, 16), (1, 6, 2, 33, 33, 24), (2, 4, 1, 5, 41, 8), (1, 2, 2, 41, 5, 8), (1, 1, 1, 2, 2, 1)],
     ids=["odd", "grouped", "decoding", "blind", "tiny"],
 )
-def test_tiles_give_the_reference(shape: tuple[int, ...], causal: bool, dtype: torch.dtype) -> None:
+def test_tiled_matches_the_reference(shape: tuple[int, ...], causal: bool, dtype: torch.dtype) -> None:
     compare(inputs(*shape), causal=causal, dtype=dtype)
 
 
 @pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
 @pytest.mark.parametrize("lengths", [(300, 300), (257, 600), (600, 257), (512, 256)], ids=str)
-def test_several_tiles_give_the_reference(lengths: tuple[int, int], causal: bool) -> None:
+def test_several_tiles_match_the_reference(lengths: tuple[int, int], causal: bool) -> None:
     compare(inputs(1, 2, 1, *lengths, 8), causal=causal, dtype=torch.float32)
 
 
@@ -79,7 +79,7 @@ def test_any_shape_in_any_tiles(
 
 
 @pytest.mark.parametrize("scale", [0.0, 0.3, 40.0])
-def test_a_scale_of_ones_own(scale: float) -> None:
+def test_custom_scale(scale: float) -> None:
     tensors = inputs(1, 2, 2, 20, 20, 8)
     ours = run_with_gradients(partial(TILED, scale=scale), tensors, tensors[0])
     truth = run_with_gradients(partial(functional.attention, causal=False, scale=scale), tensors, tensors[0])
@@ -87,7 +87,7 @@ def test_a_scale_of_ones_own(scale: float) -> None:
     assert error(ours[0], TILED(*tensors)) > 1e-3
 
 
-def test_log_sum_exp_is_natural_and_infinite_where_nothing_is_seen() -> None:
+def test_log_sum_exp_is_natural_and_infinite_without_visible_keys() -> None:
     q_BHLD, k_BGKD, v_BGKD = inputs(1, 2, 1, 7, 4, 8)
     _, lse_BHL = tiled.forward(q_BHLD, k_BGKD, v_BGKD, causal=True, scale=0.25, tf32=False)
     scores_BHLK = 0.25 * q_BHLD @ k_BGKD.mT
@@ -96,7 +96,7 @@ def test_log_sum_exp_is_natural_and_infinite_where_nothing_is_seen() -> None:
     assert torch.equal(lse_BHL[:, :, :3], torch.full((1, 2, 3), math.inf, dtype=torch.float64))
 
 
-def test_queries_that_see_nothing_give_zero_and_get_zero() -> None:
+def test_queries_that_see_no_key_return_zero_and_zero_gradients() -> None:
     tensors = inputs(1, 1, 1, 6, 2, 4)
     output, dq, dk, dv = run_with_gradients(partial(TILED, causal=True), tensors, torch.ones(1, dtype=torch.float64))
     assert not output[:, :, :4].any()
@@ -115,7 +115,7 @@ def test_empty_lengths(queries: int, keys: int) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-def test_sums_are_kept_in_fp32(dtype: torch.dtype) -> None:
+def test_sums_are_accumulated_in_fp32(dtype: torch.dtype) -> None:
     """4096 equal weights of values that a running 16-bit sum would lose."""
     q = torch.zeros(1, 1, 1, 8, dtype=dtype)
     v = torch.full((1, 1, 4096, 8), 1.0, dtype=dtype)
@@ -130,7 +130,7 @@ def test_large_scores_do_not_overflow() -> None:
 
 
 class Largest(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """The largest tensor that any operation makes."""
+    """The largest tensor that any operation creates."""
 
     elements = 0
 
@@ -158,7 +158,7 @@ def memory_order(x: Tensor) -> list[int]:
     [lambda x: x, lambda x: x.transpose(1, 2).contiguous().transpose(1, 2), lambda x: x.mT.contiguous().mT],
     ids=["BHLD", "BLHD", "BHDL"],
 )
-def test_results_lie_in_memory_as_the_inputs_do(arrange: Callable[[Tensor], Tensor]) -> None:
+def test_results_have_the_memory_layout_of_the_inputs(arrange: Callable[[Tensor], Tensor]) -> None:
     q, k, v = (arrange(x) for x in inputs(2, 4, 2, 5, 6, 8))
     o, lse = tiled.forward(q, k, v, causal=False, scale=1.0, tf32=False)
     gradients = tiled.backward(torch.ones_like(o), q, k, v, o, lse, causal=False, scale=1.0, tf32=False)

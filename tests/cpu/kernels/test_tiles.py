@@ -1,4 +1,4 @@
-"""The table of tiles, what a user's own tuning puts over it, and the choice that tuning makes."""
+"""The table of tiles, a user's own tuning on top of it, and the choice that tuning makes."""
 
 from itertools import product
 from pathlib import Path
@@ -22,7 +22,7 @@ def cache_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def test_every_kind_of_problem_has_tiles_that_the_kernels_take() -> None:
+def test_every_problem_has_tiles_that_the_kernels_accept() -> None:
     for stage, arithmetic, width, causal, architecture in product(
         PASSES, ARITHMETICS, WIDTHS, (False, True), ARCHITECTURES
     ):
@@ -39,18 +39,18 @@ def test_heads_are_padded_to_a_power_of_two(head_dim: int, width: int) -> None:
 
 
 @pytest.mark.parametrize(("capability", "expected"), [((9, 0), "hopper"), ((8, 0), "ampere"), ((12, 0), "ampere")])
-def test_a_gpu_without_hoppers_shared_memory_gets_small_tiles(capability: tuple[int, int], expected: str) -> None:
+def test_gpu_without_the_shared_memory_of_hopper_gets_small_tiles(capability: tuple[int, int], expected: str) -> None:
     assert tiles.architecture(capability) == expected
 
 
-def test_tuned_tiles_come_back_for_the_same_gpu_only(cache_folder: Path) -> None:
+def test_tuned_tiles_apply_to_the_same_gpu_only(cache_folder: Path) -> None:
     path = triton_launch.keep_tuned("NVIDIA H200", {KEY: Tile(64, 32, 4, 2)})
     assert path == cache_folder / "tiles.json"
     assert triton_launch.tuned_tiles("NVIDIA H200") == {KEY: Tile(64, 32, 4, 2)}
     assert triton_launch.tuned_tiles("NVIDIA A100") == {}
 
 
-def test_tiles_that_cannot_be_kept_are_an_error_with_a_hint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tiles_that_cannot_be_saved_are_an_error_with_a_hint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "file").touch()
     monkeypatch.setenv("STEPSCOPE_CACHE", str(tmp_path / "file"))
     with pytest.raises(StepscopeError) as failed:
@@ -68,13 +68,13 @@ def test_a_second_tuning_replaces_its_keys_and_keeps_the_others(cache_folder: Pa
 
 
 @pytest.mark.parametrize("content", [b"not JSON", b"[{}]", b'[{"gpu": 3}]', b'[{"gpu": "\xff"}]', b"[" * 100_000])
-def test_a_damaged_file_is_an_error_and_not_passed_over(cache_folder: Path, content: bytes) -> None:
+def test_damaged_file_is_an_error_and_not_ignored(cache_folder: Path, content: bytes) -> None:
     (cache_folder / "tiles.json").write_bytes(content)
     with pytest.raises(StepscopeError, match="cannot read the tuned tiles"):
         triton_launch.tuned_tiles("NVIDIA H200")
 
 
-def test_a_tuned_tile_comes_before_the_tables(cache_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tuned_tile_takes_precedence_over_the_table(cache_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "NVIDIA H200")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
     triton_launch.keep_tuned("NVIDIA H200", {KEY: Tile(16, 16, 1, 1)})
@@ -86,7 +86,7 @@ def test_a_tuned_tile_comes_before_the_tables(cache_folder: Path, monkeypatch: p
         triton_launch.tile_for.cache_clear()
 
 
-def test_tuning_takes_the_fastest_that_ran() -> None:
+def test_tuning_chooses_the_fastest_that_ran() -> None:
     trials = [
         Trial(key=KEY, tile=Tile(16, 16, 4, 1), milliseconds=2.0),
         Trial(key=KEY, tile=Tile(32, 16, 4, 1), milliseconds=None, problem="too large"),
@@ -96,7 +96,7 @@ def test_tuning_takes_the_fastest_that_ran() -> None:
     assert tune.fastest(trials) == {KEY: Tile(64, 16, 4, 1)}
 
 
-def test_tuning_needs_a_gpu() -> None:
+def test_tuning_requires_a_gpu() -> None:
     problem = TuneProblem(head_dim=64, dtype=torch.bfloat16, causal=True)
     with pytest.raises(ValueError, match=r"`device` must be a CUDA GPU, but got `cpu`"):
         tune.tune(problem, device=torch.device("cpu"))

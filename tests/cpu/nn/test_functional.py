@@ -18,7 +18,7 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 LOW_DTYPES = (torch.bfloat16, torch.float16)
 every_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=str)
 every_low_dtype = pytest.mark.parametrize("dtype", LOW_DTYPES, ids=str)
-# Deterministic, so that a failure in CI is the failure on the desk.
+# Deterministic, so that a CI failure can be reproduced locally.
 properties = settings(deadline=None, derandomize=True, max_examples=40)
 
 
@@ -30,13 +30,13 @@ def test_linear_matches_torch(dtype: torch.dtype, leading: tuple[int, ...]) -> N
 
 
 @every_dtype
-def test_embedding_matches_torch_also_where_ids_repeat(dtype: torch.dtype) -> None:
+def test_embedding_matches_torch_with_repeated_ids(dtype: torch.dtype) -> None:
     ids = torch.tensor([[3, 0, 3], [10, 3, 1]])
     assert_three_way(functional.embedding, F.embedding, [ids, normal(11, 5)], dtype=dtype)
 
 
 @pytest.mark.parametrize("bad_id", [-1, 11])
-def test_embedding_refuses_an_id_outside_the_vocabulary(bad_id: int) -> None:
+def test_embedding_rejects_an_id_outside_the_vocabulary(bad_id: int) -> None:
     with pytest.raises(IndexError):
         functional.embedding(torch.tensor([[0, bad_id]]), normal(11, 5))
 
@@ -65,7 +65,7 @@ def test_rms_norm_squares_in_fp32_where_fp16_would_overflow() -> None:
 
 
 def _rotate_as_complex(x: Tensor, context: int = 9, theta: float = 100.0) -> Tensor:
-    """RoPE another way: each pair is a complex number, multiplied by exp(i * angle)."""
+    """RoPE computed differently: each pair is a complex number, multiplied by exp(i * angle)."""
     head_dim = x.shape[-1]
     frequency = torch.tensor([theta ** (-2 * i / head_dim) for i in range(head_dim // 2)], dtype=torch.float64)
     angle = torch.arange(context, dtype=torch.float64)[:, None] * frequency
@@ -85,7 +85,7 @@ def test_rope_rotates_interleaved_pairs(dtype: torch.dtype, head_dim: int) -> No
     assert_three_way(_rope, _rotate_as_complex, [normal(2, 3, 9, head_dim)], dtype=dtype)
 
 
-def test_rope_scores_depend_on_distance_alone() -> None:
+def test_rope_scores_depend_only_on_distance() -> None:
     cos, sin = functional.rope_tables(8, 64, 10000.0, dtype=torch.float64)
     q, k = normal(1, 8), normal(1, 8, seed=2)
     near = functional.rope(q, cos[5:6], sin[5:6]) @ functional.rope(k, cos[2:3], sin[2:3]).T
@@ -103,7 +103,7 @@ def test_rope_tables_are_exact_to_the_last_fp32_digit_at_long_contexts() -> None
     assert sin[-1, 0].item() == pytest.approx(math.sin(100_000), rel=1e-6)
 
 
-def test_rope_tables_refuse_an_odd_head_dim() -> None:
+def test_rope_tables_reject_an_odd_head_dim() -> None:
     with pytest.raises(ValueError, match=r"even .*but got 7"):
         functional.rope_tables(7, 4, 10000.0)
 
@@ -141,7 +141,7 @@ def test_softmax_gives_masked_scores_no_weight_and_a_finite_gradient() -> None:
 
 
 @every_dtype
-def test_softmax_keeps_one_tensor_of_the_scores_size_for_backward(dtype: torch.dtype) -> None:
+def test_softmax_saves_one_tensor_of_the_scores_size_for_backward(dtype: torch.dtype) -> None:
     kept: dict[int, int] = {}
 
     def pack(tensor: Tensor) -> Tensor:
@@ -168,7 +168,7 @@ def test_softmax_is_a_distribution_that_a_shift_does_not_change(rows: list[list[
 
 
 def _bottom_right(num_queries: int, num_keys: int) -> Tensor:
-    """True where query i may see key j, spelled out one pair at a time."""
+    """True if query i may see key j, one pair at a time."""
     rows = [[j <= i + num_keys - num_queries for j in range(num_keys)] for i in range(num_queries)]
     return torch.tensor(rows)
 
@@ -179,7 +179,7 @@ def _sdpa(q_BHLD: Tensor, k_BGLD: Tensor, v_BGLD: Tensor, *, causal: bool, scale
 
 
 def _plain_attention(q_BHLD: Tensor, k_BGLD: Tensor, v_BGLD: Tensor, *, causal: bool, scale: float) -> Tensor:
-    """PyTorch's own matmul and softmax, composed. SDPA keeps its scores in fp32: another operation."""
+    """PyTorch's own matmul and softmax, composed. SDPA keeps its scores in fp32, which is a different operation."""
     repeats = q_BHLD.shape[1] // k_BGLD.shape[1]
     k_BHLD, v_BHLD = k_BGLD.repeat_interleave(repeats, 1), v_BGLD.repeat_interleave(repeats, 1)
     scores = (q_BHLD @ k_BHLD.mT) * scale
@@ -221,7 +221,7 @@ def test_attention_takes_a_scale_and_values_of_another_width(dtype: torch.dtype)
     )
 
 
-def test_attention_gives_zero_to_queries_that_see_no_key() -> None:
+def test_queries_that_see_no_key_return_zero() -> None:
     inputs = [normal(1, 2, 5, 4), normal(1, 1, 3, 4, seed=2), normal(1, 1, 3, 4, seed=3)]
     upstream = normal(1, 2, 5, 4, seed=4)
     ours = run_with_gradients(lambda q, k, v: functional.attention(q, k, v, causal=True), inputs, upstream)
@@ -249,7 +249,7 @@ def test_attention_handles_any_lengths_and_groups(num_queries: int, num_keys: in
     assert error(ours[:, :, blind:], _sdpa(q[:, :, blind:], k, v, causal=True)) < 1e-12
 
 
-def test_attention_refuses_groups_that_do_not_divide_the_heads() -> None:
+def test_attention_rejects_groups_that_do_not_divide_the_heads() -> None:
     with pytest.raises(ValueError, match=r"query heads .3. must be divisible by .*.2."):
         functional.attention(normal(1, 3, 4, 2), normal(1, 2, 4, 2), normal(1, 2, 4, 2), causal=True)
 
@@ -273,7 +273,7 @@ def test_cross_entropy_of_equal_logits_is_the_logarithm_of_the_vocabulary() -> N
     assert loss.item() == pytest.approx(math.log(10), rel=1e-6)
 
 
-def test_cross_entropy_of_a_sure_and_right_model_is_zero() -> None:
+def test_cross_entropy_of_a_certain_and_correct_model_is_zero() -> None:
     logits = torch.tensor([[1e4, 0.0, -1e4]], dtype=torch.bfloat16)
     loss, gradient = run_with_gradients(functional.cross_entropy, [logits, torch.tensor([0])], torch.ones(()))
     assert loss.item() == 0
@@ -281,18 +281,18 @@ def test_cross_entropy_of_a_sure_and_right_model_is_zero() -> None:
 
 
 @pytest.mark.parametrize("bad_target", [-1, 3])
-def test_cross_entropy_refuses_a_target_outside_the_vocabulary(bad_target: int) -> None:
+def test_cross_entropy_rejects_a_target_outside_the_vocabulary(bad_target: int) -> None:
     with pytest.raises(RuntimeError, match="out of bounds"):
         functional.cross_entropy(normal(1, 3), torch.tensor([bad_target]))
 
 
-def test_cross_entropy_refuses_another_number_of_targets() -> None:
+def test_cross_entropy_rejects_a_mismatched_number_of_targets() -> None:
     with pytest.raises(ValueError, match="one target per row"):
         functional.cross_entropy(normal(4, 3), torch.tensor([1]))
 
 
 @every_low_dtype
-def test_under_autocast_products_are_low_and_sums_are_fp32(dtype: torch.dtype) -> None:
+def test_autocast_computes_matmuls_in_low_precision_and_sums_in_fp32(dtype: torch.dtype) -> None:
     x, weight = normal(2, 4, 8).float(), normal(8, 8, seed=2).float()
     with torch.autocast("cpu", dtype=dtype):
         projected = functional.linear(x, weight)

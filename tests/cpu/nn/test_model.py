@@ -1,4 +1,4 @@
-"""The reference model against a second one, written from PyTorch's own operations on the same parameters."""
+"""The reference model against a second one, written with PyTorch's own operations on the same parameters."""
 
 # B batch, L length, M model width, H query heads, G key/value heads, D head dim, P rotated pairs.
 
@@ -114,7 +114,7 @@ def _gradients(model: TransformerLM) -> list[Tensor]:
 
 
 def _stack(runs: list[list[Tensor]]) -> list[Tensor]:
-    """Value by value, the runs as one tensor: the error of one scalar or small tensor alone is luck."""
+    """Compare each value over all runs as one tensor: the error of a single scalar or small tensor is luck."""
     return [torch.stack(values) for values in zip(*runs, strict=True)]
 
 
@@ -126,7 +126,7 @@ def _assert_model_as_accurate(
 
 
 def _vary_norms(model: TransformerLM) -> TransformerLM:
-    """Gains of one would hide a norm that is skipped or given another's weight."""
+    """Gains of one would hide a norm that is skipped or uses the wrong weight."""
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if "norm" in name:
@@ -155,7 +155,7 @@ def test_autocast_is_as_accurate_as_torch_and_keeps_fp32_gradients(dtype: torch.
     _assert_model_as_accurate(ours, plain, truth, dtype)
 
 
-def test_a_model_built_in_bf16_keeps_fp32_rope_tables_and_loss() -> None:
+def test_bf16_model_keeps_fp32_rope_tables_and_loss() -> None:
     models = [_vary_norms(_build(seed=seed, dtype=torch.bfloat16)) for seed in range(4)]
     ours = _stack([_gradients(model) for model in models])
     assert models[0].rope_cos.dtype == torch.float32
@@ -165,14 +165,14 @@ def test_a_model_built_in_bf16_keeps_fp32_rope_tables_and_loss() -> None:
     _assert_model_as_accurate(ours, plain, truth, torch.bfloat16)
 
 
-def test_a_float64_model_is_exact_throughout() -> None:
+def test_float64_model_is_exact_throughout() -> None:
     model = _vary_norms(_build(dtype=torch.float64))
     for ours, truth in zip(_gradients(model), _plain_gradients(model, torch.float64), strict=True):
         assert error(ours, truth) < 1e-12
 
 
 @pytest.mark.parametrize("position", [0, 3, 6])
-def test_a_token_changes_no_logits_before_its_position(position: int) -> None:
+def test_token_changes_no_logits_before_its_position(position: int) -> None:
     model = _build()
     changed_BL = IDS_BL.clone()
     changed_BL[:, position] = (changed_BL[:, position] + 1) % VOCAB
@@ -194,7 +194,7 @@ def test_loss_goes_through_the_operations() -> None:
 
 
 @pytest.mark.parametrize("name", [field.name for field in dataclasses.fields(Operations)])
-def test_every_operation_of_the_table_is_the_one_that_runs(name: str) -> None:
+def test_every_operation_of_the_table_is_used(name: str) -> None:
     calls = 0
     reference = getattr(REFERENCE, name)
 
@@ -254,13 +254,13 @@ def test_a_seed_reproduces_the_parameters_and_another_does_not() -> None:
 
 def _assert_truncated_normal(weight: Tensor, std: float) -> None:
     bound = 3 * std
-    # Cutting at three standard deviations takes 1.3% off the standard deviation; 1% is for chance.
+    # Truncation at three standard deviations reduces the standard deviation by 1.3%; 1% is for chance.
     assert weight.std().item() == pytest.approx(0.987 * std, rel=0.01)
     assert abs(weight.mean().item()) < 0.02 * std
     assert 0.97 * bound < weight.abs().max().item() <= bound
 
 
-def test_matrices_start_as_normals_cut_at_three_sigma_and_gains_at_one() -> None:
+def test_matrices_start_as_truncated_normals_and_gains_at_one() -> None:
     torch.manual_seed(0)
     _assert_truncated_normal(Linear(150, 250).weight, math.sqrt(2 / 400))
     _assert_truncated_normal(Embedding(300, 200).weight, 1.0)
@@ -268,7 +268,7 @@ def test_matrices_start_as_normals_cut_at_three_sigma_and_gains_at_one() -> None
 
 
 class _DevicesSeen(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """The device of every tensor that any operation makes."""
+    """The device of every tensor that any operation creates."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -281,7 +281,7 @@ class _DevicesSeen(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 @pytest.mark.parametrize("how", ["argument", "ambient"])
-def test_everything_is_created_on_its_device_without_a_detour(how: str) -> None:
+def test_everything_is_created_directly_on_its_device(how: str) -> None:
     with _DevicesSeen() as seen:
         if how == "argument":
             _build(device="meta")
@@ -291,7 +291,7 @@ def test_everything_is_created_on_its_device_without_a_detour(how: str) -> None:
     assert seen.devices == {"meta"}
 
 
-def test_a_whole_step_runs_on_meta_so_nothing_reads_a_value_back() -> None:
+def test_whole_step_runs_on_meta_so_nothing_reads_a_value_back() -> None:
     model = _build(device="meta")
     optimizer = AdamW(model.parameters())
     torch.autograd.backward(model.loss(IDS_BL.to("meta"), TARGETS_BL.to("meta")))
@@ -319,14 +319,14 @@ def test_the_model_compiles_into_one_graph_with_the_same_gradients(dynamic: bool
     model = _build()
     eager = [model.loss(IDS_BL, TARGETS_BL)]
     eager += torch.autograd.grad(eager[0], list(model.parameters()))
-    # aot_eager traces forward and backward as the default does, and spares the C++ compiler.
+    # aot_eager traces forward and backward as the default does, without the C++ compiler.
     compiled = torch.compile(model.loss, backend="aot_eager", fullgraph=True, dynamic=dynamic)
     loss = compiled(IDS_BL, TARGETS_BL)
     for ours, expected in zip([loss, *torch.autograd.grad(loss, list(model.parameters()))], eager, strict=True):
         assert error(ours, expected) <= 1e-6 * (1 + expected.abs().max().item())
 
 
-def test_blocks_are_a_module_list_of_the_asked_length() -> None:
+def test_blocks_are_a_module_list_of_the_requested_length() -> None:
     model = _build(num_layers=3)
     assert isinstance(model.blocks, nn.ModuleList)
     assert [type(block) for block in model.blocks] == [Block] * 3
@@ -347,17 +347,17 @@ def test_blocks_are_a_module_list_of_the_asked_length() -> None:
         ({"max_context": 0}, "max_context must be positive, but got 0"),
     ],
 )
-def test_impossible_shapes_are_refused(changes: dict[str, Any], message: str) -> None:
+def test_invalid_shapes_raise(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         _build(**changes)
 
 
-def test_a_theta_that_is_not_positive_is_refused() -> None:
+def test_non_positive_theta_raises() -> None:
     with pytest.raises(ValueError, match="rope_theta must be positive, but got 0"):
         TransformerLM(vocab=4, d_model=4, d_ff=4, num_layers=1, num_heads=1, max_context=4, rope_theta=0)
 
 
-def test_parts_stand_alone_and_check_their_own_shapes() -> None:
+def test_parts_check_their_own_shapes() -> None:
     with pytest.raises(ValueError, match=r"d_model .8. must be divisible by num_heads .3."):
         CausalAttention(8, 3)
     with pytest.raises(ValueError, match="out_features must be positive, but got 0"):
@@ -366,7 +366,7 @@ def test_parts_stand_alone_and_check_their_own_shapes() -> None:
         Linear(2, 3, weight=nn.Parameter(torch.zeros(2, 3)))
 
 
-def test_a_context_that_is_too_long_is_refused_with_both_numbers() -> None:
+def test_too_long_context_raises_with_both_numbers() -> None:
     model = _build(max_context=6)
     model(IDS_BL[:, :6])
     with pytest.raises(ValueError, match="got 7 tokens, but max_context is 6"):

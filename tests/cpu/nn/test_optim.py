@@ -1,4 +1,4 @@
-"""AdamW and clipping against PyTorch's own; the schedule against a table worked out by hand."""
+"""AdamW and clipping against PyTorch's own; the schedule against a table computed by hand."""
 
 import copy
 import math
@@ -73,7 +73,7 @@ def test_adamw_in_float64_follows_torch_to_the_last_digits() -> None:
         torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
 
 
-def test_adamw_leaves_a_parameter_without_gradient_alone() -> None:
+def test_adamw_skips_a_parameter_without_gradient() -> None:
     params = _parameters(torch.float32)
     optimizer = AdamW(params, lr=0.1, weight_decay=0.5)
     _train(params, optimizer, range(STEPS))
@@ -83,14 +83,14 @@ def test_adamw_leaves_a_parameter_without_gradient_alone() -> None:
     assert [optimizer.state[p]["step"] for p in params[:-1]] == [STEPS, STEPS - 3, STEPS]
 
 
-def test_adamw_decays_weights_apart_from_the_gradient() -> None:
+def test_adamw_decays_weights_separately_from_the_gradient() -> None:
     param = nn.Parameter(torch.tensor([2.0, -4.0]))
     param.grad = torch.zeros(2)
     AdamW([param], lr=0.1, weight_decay=0.5).step()
     assert param.tolist() == pytest.approx([2.0 * 0.95, -4.0 * 0.95])
 
 
-def test_adamw_first_step_is_the_learning_rate_whatever_the_gradient() -> None:
+def test_first_adamw_step_is_the_learning_rate_for_any_gradient() -> None:
     param = nn.Parameter(torch.zeros(3, dtype=torch.float64))
     param.grad = torch.tensor([1e-3, -5.0, 1e4], dtype=torch.float64)
     AdamW([param], lr=0.1, weight_decay=0.0).step()
@@ -108,7 +108,7 @@ def test_adamw_gives_each_group_its_own_settings() -> None:
         torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
 
 
-def test_adamw_continues_from_its_state_dict_as_if_never_stopped() -> None:
+def test_adamw_resumes_from_its_state_dict_as_if_never_stopped() -> None:
     through, stopped = _parameters(torch.float32), _parameters(torch.float32)
     _train(through, AdamW(through, lr=0.1), range(STEPS))
 
@@ -152,7 +152,7 @@ def test_adamw_runs_a_closure_with_gradients_and_returns_its_loss() -> None:
     [{"lr": -1.0}, {"eps": -1e-8}, {"weight_decay": -0.1}, {"betas": (1.0, 0.9)}, {"betas": (0.9, -0.1)}],
     ids=str,
 )
-def test_adamw_refuses_impossible_settings(kwargs: dict[str, Any]) -> None:
+def test_adamw_rejects_invalid_settings(kwargs: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=next(iter(kwargs))):
         AdamW(_parameters(torch.float32), **kwargs)
 
@@ -182,7 +182,7 @@ def test_clipping_is_as_accurate_as_torch(dtype: torch.dtype, max_norm: float) -
         assert_as_accurate(*values, name=f"gradient {index}")
 
 
-def test_clipping_returns_the_norm_before_and_leaves_max_norm_behind() -> None:
+def test_clipping_returns_the_norm_before_and_leaves_max_norm() -> None:
     params = _with_gradients(torch.float64)
     before = math.sqrt(sum(grad.square().sum().item() for grad in _gradients(params)))
     assert clip_grad_norm(iter(params), 0.5).item() == pytest.approx(before)
@@ -196,7 +196,7 @@ def test_clipping_in_float64_follows_torch_to_the_last_digits() -> None:
         torch.testing.assert_close(a, b, rtol=1e-14, atol=0)
 
 
-def test_small_gradients_are_left_exactly_as_they_are() -> None:
+def test_small_gradients_are_unchanged() -> None:
     params, untouched = _with_gradients(torch.float32), _with_gradients(torch.float32)
     clip_grad_norm(params, 1e3)
     assert all(torch.equal(a, b) for a, b in zip(_gradients(params), _gradients(untouched), strict=True))
@@ -209,7 +209,7 @@ def test_the_norm_of_fp16_gradients_does_not_overflow() -> None:
     assert param.grad.tolist() == pytest.approx([0.5] * 4, rel=1e-3)
 
 
-def test_zero_and_missing_gradients_clip_to_zero() -> None:
+def test_zero_and_missing_gradients_have_norm_zero() -> None:
     param = nn.Parameter(torch.ones(3))
     assert clip_grad_norm([param], 1.0).item() == 0
     param.grad = torch.zeros(3)
@@ -217,7 +217,7 @@ def test_zero_and_missing_gradients_clip_to_zero() -> None:
     assert param.grad.tolist() == [0, 0, 0]
 
 
-def test_clipping_refuses_a_norm_that_is_not_positive() -> None:
+def test_clipping_rejects_a_non_positive_norm() -> None:
     with pytest.raises(ValueError, match="max_norm must be positive, but got 0"):
         clip_grad_norm([], 0.0)
 
@@ -244,7 +244,7 @@ def test_schedule_follows_the_table(step: int, rate: float) -> None:
     assert ours == pytest.approx(rate, abs=1e-6)
 
 
-def test_schedule_without_warmup_or_without_decay() -> None:
+def test_schedule_without_rise_or_without_decay() -> None:
     assert cosine_schedule(0, max_lr=2.0, min_lr=1.0, warmup_steps=0, total_steps=10) == 2.0
     assert cosine_schedule(2, max_lr=2.0, min_lr=1.0, warmup_steps=4, total_steps=4) == 1.0
     assert cosine_schedule(4, max_lr=2.0, min_lr=1.0, warmup_steps=4, total_steps=4) == 1.0
@@ -271,7 +271,7 @@ def test_schedule_rises_then_falls_and_stays_in_range(warmup: int, decay: int, s
         ({"min_lr": 2.0}, "min_lr must be between 0 and max_lr .1.0., but got 2.0"),
     ],
 )
-def test_schedule_refuses_impossible_arguments(changes: dict[str, Any], message: str) -> None:
+def test_schedule_rejects_invalid_arguments(changes: dict[str, Any], message: str) -> None:
     arguments: dict[str, Any] = {
         "step": 0,
         "max_lr": 1.0,

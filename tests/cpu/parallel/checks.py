@@ -1,7 +1,7 @@
-"""Many checks in one start of ranks, each a test of its own: starting ranks costs more than most checks.
+"""Many checks in one start of ranks, each a separate test: starting ranks costs more than most checks.
 
-A check is a function of rank and world that asserts, on every rank. They run in order; after one that fails the ranks
-are out of step, so the others count as not run.
+A check is a function of rank and world that asserts, on every rank. They run in order; after one fails the ranks are
+out of step, so the remaining ones count as not run.
 """
 
 import traceback
@@ -13,7 +13,7 @@ Check = Callable[[int, int], None]
 
 
 class Outcome:
-    """Which checks every rank passed, and what was raised by the first that one did not."""
+    """Return which checks every rank passed, and the error of the first that failed."""
 
     def __init__(self, answers: list[tuple[list[str], str]]) -> None:
         self._passed = set.intersection(*(set(names) for names, _ in answers))

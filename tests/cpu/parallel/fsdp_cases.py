@@ -1,4 +1,4 @@
-"""Models and training runs that FSDP is tried on, by all ranks and by one process alone."""
+"""Models and training runs for FSDP tests, on all ranks and in one process."""
 
 # B batch, L length, M model width.
 
@@ -25,7 +25,7 @@ MakeOptimizer = Callable[[Iterable[nn.Parameter]], Optimizer]
 
 
 class Expert(nn.Module):
-    """One of several, of which the data choose. Its second matrix is odd-sized, so slices cut through it."""
+    """One of several experts, chosen by the data. Its second matrix has an odd size, so slices cut through it."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -39,8 +39,9 @@ class Expert(nn.Module):
 
 class Own(nn.Module):
     """What users do: experts chosen by data, a layer called twice, an embedding whose weight the head reads, attention
-    that hands its weights to a function, a convolution, two layers that share a matrix, a part that is never used and a
-    gain that is used at times."""
+    that passes its weights to a function, a convolution, two layers that share a matrix, a part that is never used and
+    a gain that is sometimes used.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -109,7 +110,7 @@ def loss_of(model: nn.Module, step: int, part: int, parts: int) -> Tensor:
 def train_alone(
     model: nn.Module, parts: int, optimizer: Optimizer | None = None, *, first: int = 0, last: int = STEPS
 ) -> Params:
-    """One process, which adds up the gradients of the batch's parts."""
+    """One process, which accumulates the gradients of the batch's parts."""
     optimizer = optimizer or make_adamw(model.parameters())
     for step in range(first, last):
         for part in range(parts):
@@ -126,7 +127,7 @@ def params_of(model: nn.Module) -> Params:
 def train_sharded(
     model: FSDP, optimizer: Optimizer, rank: int, world: int, *, first: int = 0, last: int = STEPS, micro: int = 1
 ) -> None:
-    """Each rank on its part, which it takes in `micro` pieces."""
+    """Each rank trains on its part, in `micro` micro-batches."""
     for step in range(first, last):
         for piece in range(micro):
             with model.no_sync() if piece < micro - 1 else nullcontext():
@@ -144,7 +145,7 @@ def checkpoint_inside(model: nn.Module) -> nn.Module:
 
 
 def checkpoint_outside(model: FSDP, how: str) -> None:
-    """FSDP inside of the recomputed block: recomputing gathers."""
+    """FSDP inside the recomputed block: recomputing gathers."""
     if how == "reentrant":
         for block in repeated_blocks(model.module):
             block.forward = partial(checkpoint, block.forward, use_reentrant=True)
@@ -155,6 +156,6 @@ def checkpoint_outside(model: FSDP, how: str) -> None:
 
 
 def differing(left: Params, right: Params) -> list[str]:
-    """Names under which the two are not the same to the bit."""
+    """Names under which the two are not bitwise equal."""
     assert left.keys() == right.keys(), left.keys() ^ right.keys()
     return [name for name in left if not torch.equal(left[name], right[name])]

@@ -15,7 +15,9 @@ _CONTEXT.set_forkserver_preload(["torch._dynamo", "stepscope.parallel.group", "s
 
 
 def run_ranks(function: Callable[..., Any], world: int, *arguments: object, timeout_s: float = 240) -> list[Any]:
-    """`function(rank, world, *arguments)` in `world` processes of one gloo group; what each returned, in order."""
+    """Run `function(rank, world, *arguments)` in `world` processes of one gloo group; return the results in rank
+    order.
+    """
     with start_ranks(function, world, *arguments, timeout_s=timeout_s) as (_, pipes):
         return _collect({pipe: rank for rank, pipe in enumerate(pipes)}, timeout_s)
 
@@ -24,7 +26,7 @@ def run_ranks(function: Callable[..., Any], world: int, *arguments: object, time
 def start_ranks(
     function: Callable[..., Any], world: int, *arguments: object, timeout_s: float = 240
 ) -> Iterator[tuple[list[Any], list[Connection]]]:
-    """The processes, for tests that do something to them, and the pipes over which they tell how it went."""
+    """Yield the processes, for tests that act on them, and the pipes over which they report."""
     with tempfile.TemporaryDirectory() as folder:
         meeting = Path(folder) / "meet"
         processes, pipes = [], []
@@ -84,4 +86,4 @@ def _serve(
             answers.send(("", answer))
     except BaseException:  # noqa: BLE001  # the process boundary: the test raises it again
         answers.send((traceback.format_exc(), None))
-        os._exit(1)  # threads that wait for a dead peer would hold the end up
+        os._exit(1)  # threads that wait for a dead peer would delay the exit

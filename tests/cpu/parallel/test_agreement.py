@@ -1,4 +1,4 @@
-"""Which rank is said to differ, and where."""
+"""Which rank is reported as different, and the first difference."""
 
 import pytest
 import torch
@@ -10,7 +10,7 @@ from stepscope.parallel.communicator import Communicator
 
 
 class FakeRanks(Communicator):
-    """All ranks' answers, known beforehand."""
+    """The answers of all ranks, known in advance."""
 
     def __init__(self, descriptions: list[list[str]]) -> None:
         self._descriptions = descriptions
@@ -30,7 +30,7 @@ class FakeRanks(Communicator):
         ([["a"], ["a", "x"]], 1, 0, ("nothing", "x")),
     ],
 )
-def test_the_rank_that_differs_from_most_is_named(
+def test_rank_that_differs_from_most_is_named(
     descriptions: list[list[str]], odd: int, right: int, lines: tuple[str, str]
 ) -> None:
     with pytest.raises(StepscopeError, match=f"thing mismatch: rank `{odd}` differs from rank `{right}`") as caught:
@@ -38,11 +38,11 @@ def test_the_rank_that_differs_from_most_is_named(
     assert caught.value.detail.splitlines()[1:] == [f"rank {right}: {lines[0]}", f"rank {odd}: {lines[1]}"]
 
 
-def test_ranks_that_agree_say_nothing() -> None:
+def test_ranks_that_agree_do_not_raise() -> None:
     require_agreement(FakeRanks([["a"], ["a"]]), ["a"], "thing", hint="look")
 
 
-def test_a_model_is_described_under_each_of_its_names() -> None:
+def test_model_is_described_under_each_of_its_names() -> None:
     module = nn.Module()
     module.a = nn.Parameter(torch.zeros(2, 3).t())
     module.b = module.a
@@ -56,7 +56,7 @@ def test_a_model_is_described_under_each_of_its_names() -> None:
     ]
 
 
-def test_inputs_are_found_in_whatever_holds_them() -> None:
+def test_inputs_are_found_in_any_container() -> None:
     x = torch.zeros(2)
     assert describe_inputs((x, 3, [x, {"k": x}]), {"mask": None, "y": (x,)}) == [
         "argument `0`: float32 (2,)",

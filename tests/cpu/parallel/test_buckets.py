@@ -22,7 +22,7 @@ def test_buckets_hold_every_gradient_once_and_one_kind(sizes: list[tuple[str, in
 
 
 @given(GRADIENTS)
-def test_the_ends_of_the_range_are_all_apart_and_all_together(sizes: list[tuple[str, int]]) -> None:
+def test_extreme_sizes_give_one_bucket_each_or_one_for_all(sizes: list[tuple[str, int]]) -> None:
     counted = [(kind, size + 1) for kind, size in sizes]
     assert len(plan_buckets(counted, SEPARATE)) == len(sizes)
     assert len(plan_buckets(counted, TOGETHER)) == len({kind for kind, _ in sizes})

@@ -1,4 +1,4 @@
-"""Collectives through the communicator: what they compute, count, and say when a rank is missing."""
+"""Collectives through the communicator: their results, counts, and errors when a rank is missing."""
 
 import time
 from pathlib import Path
@@ -64,14 +64,15 @@ def _scatter_sums(rank: int, world: int) -> tuple[list[float], list[float]]:
     return shard.tolist(), in_order.chunk(world)[rank].tolist()
 
 
-def test_a_reduce_scatter_adds_in_the_order_of_ranks_to_the_bit() -> None:
+def test_reduce_scatter_sums_in_rank_order_to_the_bit() -> None:
     for found, wanted in run_ranks(_scatter_sums, 4):
         assert found == wanted
 
 
 def _wait_late(rank: int, world: int, issued: Path) -> tuple[int, int, int]:
     """Rank 0 works for 0.2 s while rank 1 is 0.4 s late: half of the collective is hidden. Rank 1 starts counting when
-    rank 0 has begun, which a busy machine may delay."""
+    rank 0 has begun, which a busy machine may delay.
+    """
     comm = Communicator.default()
     comm.all_reduce(torch.ones(1), "warm-up").wait()
     comm.barrier("begin")
@@ -92,13 +93,13 @@ def _wait_late(rank: int, world: int, issued: Path) -> tuple[int, int, int]:
     return taken.busy_ns, taken.exposed_ns, elapsed_ns
 
 
-def test_what_is_hidden_is_under_way_and_not_waited_for(tmp_path: Path) -> None:
+def test_hidden_communication_is_counted_but_not_exposed(tmp_path: Path) -> None:
     (busy_ns, exposed_ns, elapsed_ns), _ = run_ranks(_wait_late, 2, tmp_path / "issued")
     assert 0.35e9 < busy_ns <= elapsed_ns, "two at once are not two in turn"
     assert exposed_ns < busy_ns - 0.15e9
 
 
-def test_spans_that_overlap_count_once() -> None:
+def test_overlapping_spans_count_once() -> None:
     from stepscope.parallel.clocks import _union_ns
 
     assert _union_ns([(0, 10), (5, 15), (20, 30), (22, 25)]) == 25

@@ -1,4 +1,4 @@
-"""DDP in four ways, whatever a rank does not use, accumulates or runs twice. All of it on two ranks, in one start."""
+"""DDP with all four strategies, whatever a rank skips, accumulates or runs twice. All on two ranks, in one start."""
 
 import gc
 from collections.abc import Callable
@@ -47,7 +47,7 @@ def _assert_equal(ours: dict[str, Tensor | None], theirs: dict[str, Tensor | Non
 
 
 def _assert_close(ours: dict[str, Tensor | None], theirs: dict[str, Tensor | None]) -> None:
-    """For sums that one process adds up in another order."""
+    """For sums that one process computes in another order."""
     for name, grad in ours.items():
         torch.testing.assert_close(grad, theirs[name], msg=f"{name}: {grad} and {theirs[name]}")
 
@@ -55,7 +55,7 @@ def _assert_close(ours: dict[str, Tensor | None], theirs: dict[str, Tensor | Non
 def _run_alone(
     passes: Callable[[nn.Module, int], None], world: int, make: Callable[[], nn.Module] = routed
 ) -> dict[str, Tensor | None]:
-    """One process that does the backward passes of all ranks; the average is exact, for two ranks."""
+    """One process that runs the backward passes of all ranks; the average is exact for two ranks."""
     module = make()
     for rank in range(world):
         passes(module, rank)
@@ -110,7 +110,7 @@ def accumulated_gradients_are_sent_once(rank: int, world: int) -> None:
 
 
 def _count_messages(ddp: DDP) -> Callable[[], int]:
-    """All-reduces since this was called; what is sent only once, after the first step, is not one."""
+    """All-reduces since this was called; what is sent only once, after the first step, does not count."""
     ddp._communicator.take_time()
     return lambda: ddp._communicator.take_time().issued
 
@@ -137,7 +137,7 @@ def _stack() -> nn.Module:
 
 
 def several_backward_passes_add_up(rank: int, world: int) -> None:
-    """Two losses of one forward pass, a third on rank 0 alone, and not all reach all parameters."""
+    """Two losses of one forward pass, a third only on rank 0, and not all reach all parameters."""
 
     def passes(model: nn.Module, rank_: int) -> None:
         inner = model.module if isinstance(model, DDP) else model
@@ -156,7 +156,7 @@ def several_backward_passes_add_up(rank: int, world: int) -> None:
             passes(ddp, rank)
             ddp.finish_gradient_synchronization()
             _assert_close(_gradients(ddp.module), expected)
-            # The first time it is not known that more will come, and all buckets go round twice.
+            # The first time it is not known that more gradients will come, and all buckets are reduced twice.
             rounds = 2 if overlapped and step == 0 else 1
             assert issued() == rounds * len(ddp._averager.buckets), (strategy, step)
             ddp.zero_grad()
@@ -290,7 +290,7 @@ def a_forward_pass_before_finishing_is_refused(rank: int, world: int) -> None:
 
 
 def orders_of_use_that_differ_do_not_hang(rank: int, world: int) -> None:
-    """Rank 1 uses layers in the reverse order. From the second step on buckets are in rank 0's order."""
+    """Rank 1 uses layers in the reverse order. From the second step on, buckets are in rank 0's order."""
 
     class Either(nn.Module):
         def __init__(self) -> None:
@@ -456,7 +456,7 @@ def unlike_inputs_are_refused(rank: int, world: int) -> None:
     step(DDP(Takes(), check_inputs=False), torch.zeros(2 + rank, WIDTH), mask)
     ddp = DDP(Takes())
     if rank == 0:
-        # Whoever evaluates alone waits for nobody.
+        # A rank that evaluates on its own waits for nobody.
         ddp.eval()(((torch.zeros(1, WIDTH)), 1), mask=mask)
     step(ddp.train(), torch.zeros(2, WIDTH), mask)
     ddp = DDP(Takes())

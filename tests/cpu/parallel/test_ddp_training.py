@@ -1,4 +1,4 @@
-"""Every strategy of DDP beside one process that trains on the batch of all ranks."""
+"""Every DDP strategy compared with one process that trains on the batch of all ranks."""
 
 from typing import NamedTuple
 
@@ -40,7 +40,7 @@ def _train_together(model: nn.Module, strategy: str, rank: int, world: int) -> n
 
 
 def _train_apart(model: nn.Module, rank: int, world: int) -> nn.Module:
-    """What forgetting to average would give."""
+    """The result of forgetting to average."""
     optimizer = make_optimizer(model)
     for step in range(STEPS):
         inputs, target = part_of(batch_of(model, step, world * ROWS_PER_RANK), rank)
@@ -50,8 +50,10 @@ def _train_apart(model: nn.Module, rank: int, world: int) -> nn.Module:
 
 
 class Comparison(NamedTuple):
-    """Parameters after training, beside those of one process: equal to the bit where it accumulates the ranks' parts of
-    the batch? How many times as far from a float64 run as where it has the whole batch at once?"""
+    """Compare the parameters after training with those of one process: are they bitwise equal if it accumulates the
+    ranks' parts of the batch? How far are they from a float64 run, relative to one process with the whole batch at
+    once?
+    """
 
     equal: bool
     relative_error: float
@@ -61,7 +63,7 @@ Comparisons = dict[tuple[str, str], Comparison]
 
 
 def _compare_with_one_process(rank: int, world: int) -> tuple[list[list[float]], Comparisons]:
-    """Every rank's parameters, and on rank 0 how they compare, for each model and strategy."""
+    """Every rank's parameters, and on rank 0 the comparison, for each model and strategy."""
     trained: dict[tuple[str, str], Tensor] = {}
     for name, make in MODELS.items():
         for strategy in STRATEGIES:
@@ -92,16 +94,16 @@ def compared() -> dict[int, Comparisons]:
 
 
 @pytest.mark.parametrize("model", MODELS)
-def test_two_ranks_train_what_one_process_trains_to_the_bit(model: str, compared: dict[int, Comparisons]) -> None:
+def test_two_ranks_match_one_process_bitwise(model: str, compared: dict[int, Comparisons]) -> None:
     assert all(compared[2][model, strategy].equal for strategy in STRATEGIES), compared[2]
     assert not compared[2][model, "apart"].equal
 
 
 @pytest.mark.parametrize("world", [2, 4])
 @pytest.mark.parametrize("model", MODELS)
-def test_parameters_are_as_near_to_the_truth_as_those_of_one_process(
+def test_parameters_are_as_close_to_the_truth_as_those_of_one_process(
     model: str, world: int, compared: dict[int, Comparisons]
 ) -> None:
     for strategy in STRATEGIES:
         assert compared[world][model, strategy].relative_error <= 2, (strategy, compared[world])
-    assert compared[world][model, "apart"].relative_error > 2, "the limit would pass ranks that never spoke"
+    assert compared[world][model, "apart"].relative_error > 2, "the limit would pass ranks that never communicated"

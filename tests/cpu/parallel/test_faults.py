@@ -1,4 +1,4 @@
-"""A rank that raises, dies or hangs: the others stop, and say which rank it was and what it did last."""
+"""A rank that raises, dies or hangs: the others stop, and name the rank and its last collective."""
 
 import os
 import time
@@ -35,7 +35,7 @@ def _fail(rank: int, world: int, fault: str) -> None:
         ("hangs", "rank 1 fell behind, after collective 3, all-reduce of bucket 2"),
     ],
 )
-def test_the_others_name_the_rank_and_its_last_collective(fault: str, said: str) -> None:
+def test_other_ranks_name_the_failed_rank_and_its_last_collective(fault: str, said: str) -> None:
     with start_ranks(_fail, 3, fault, timeout_s=20 if fault == "hangs" else 240) as (_, pipes):
         for rank in (0, 2):
             failure, _ = pipes[rank].recv()
@@ -60,13 +60,13 @@ def _disagree(rank: int, world: int) -> list[str]:
     return told
 
 
-def test_ranks_that_differ_are_told_before_anything_is_updated() -> None:
+def test_mismatched_ranks_raise_before_anything_is_updated() -> None:
     for told in run_ranks(_disagree, 2):
         assert all("mismatch: rank `1`" in line for line in told)
         assert [line.partition(":")[0] for line in told] == ["DDP model", "DDP batch", "FSDP model", "FSDP batch"]
 
 
-def test_a_model_is_not_wrapped_without_a_group() -> None:
+def test_wrapping_requires_a_process_group() -> None:
     from stepscope.errors import StepscopeError
     from stepscope.parallel import DDP
 

@@ -1,4 +1,4 @@
-"""FSDP against one process on the whole batch: to the bit where the sums are the same, else as near to float64."""
+"""FSDP against one process on the whole batch: bitwise if the sums are the same, else as close to float64."""
 
 from typing import Any
 
@@ -41,10 +41,10 @@ def _train(rank: int, world: int, model: FSDP, last: int = STEPS) -> Params:
 
 
 def _compare_with_one_process(rank: int, world: int) -> dict[str, list[str]]:
-    """Of each case the parameters that are not those of one process, to the bit."""
+    """For each case, the parameters that are not bitwise those of one process."""
     found = {}
     for kind in KINDS:
-        # Another seed on other ranks: rank 0's parameters are taken.
+        # Another seed on other ranks: rank 0's parameters are used.
         ours = _train(rank, world, FSDP(build(kind, seed=rank)))
         found[kind] = differing(ours, train_alone(build(kind), world))
     few = {kind: train_alone(build(kind), world, last=FEW) for kind in ("built-in", "tied", "frozen")}
@@ -59,7 +59,7 @@ def _compare_with_one_process(rank: int, world: int) -> dict[str, list[str]]:
 
 
 def _train_inner(rank: int, world: int) -> Params:
-    """Calling the module inside, as its own `loss` does, is calling the model."""
+    """Calling the module inside, as its own `loss` does, counts as calling the model."""
     model = FSDP(build("built-in"))
     optimizer = make_adamw(model.parameters())
     train_sharded(_Inner(model), optimizer, rank, world, last=FEW)  # type: ignore[arg-type]
@@ -74,7 +74,7 @@ class _Inner(nn.Module):
         self.forward = model.module.forward
 
 
-def test_two_ranks_train_what_one_process_trains_to_the_bit() -> None:
+def test_two_ranks_match_one_process_bitwise() -> None:
     for rank, found in enumerate(run_ranks(_compare_with_one_process, 2)):
         assert found == {case: [] for case in found}, f"rank {rank}"
 
@@ -94,7 +94,7 @@ def _train_with_momentum(model: nn.Module, parts: int) -> Params:
     return train_alone(model, parts, make_momentum(model.parameters()))
 
 
-def test_four_ranks_are_as_near_to_float64_as_one_process() -> None:
+def test_four_ranks_are_as_close_to_float64_as_one_process() -> None:
     trained = run_ranks(_train_four, 4)[2]
     for kind, micro in CASES_OF_FOUR:
         # One process on the whole batch at once, unless the batch's parts choose what is computed.

@@ -32,12 +32,12 @@ OPTIMIZERS: dict[str, MakeOptimizer] = {"ours": make_adamw, "torch": _make_torch
 
 
 def _continue_training(rank: int, world: int, saved: bytes | None, first: int, last: int) -> bytes:
-    """From a checkpoint, if there is one, to the next. All of it from and to one rank's memory, as a file would be."""
+    """Train from a checkpoint, if given, to the next. All of it from and to one rank's memory, as with a file."""
     loaded = torch.load(io.BytesIO(saved)) if saved else {}
     kept = {}
     for kind in KINDS:
         for name, make_optimizer in OPTIMIZERS.items():
-            # Without a checkpoint the values of rank 0 are taken; with one, those do not matter.
+            # Without a checkpoint rank 0's values are used; with one, they do not matter.
             model = FSDP(build(kind, seed=first))
             optimizer = make_optimizer(model.parameters())
             if loaded:
@@ -56,10 +56,10 @@ def _load(saved: bytes) -> dict[tuple[str, str], Any]:
     return loaded
 
 
-def test_a_checkpoint_goes_from_two_ranks_to_four_to_one() -> None:
+def test_checkpoint_moves_from_two_ranks_to_four_to_one() -> None:
     saved = run_ranks(_continue_training, 2, None, 0, 2)[0]
     moved = run_ranks(_continue_training, 4, saved, 2, 2)[0]
-    # Four ranks that train nothing hand on to the bit what they were given.
+    # Four ranks that train nothing return bitwise what they loaded.
     for case, (params, state) in _load(saved).items():
         moved_params, moved_state = _load(moved)[case]
         assert differing(params, moved_params) == []
@@ -76,7 +76,7 @@ def test_a_checkpoint_goes_from_two_ranks_to_four_to_one() -> None:
 
 
 def _describe(state: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
-    """Comparable with ==, to the bit."""
+    """Comparable with ==, bit by bit."""
     return {
         name: {
             key: (value.shape, value.dtype, value.flatten().tolist()) if isinstance(value, torch.Tensor) else value
@@ -91,7 +91,7 @@ def _refuse_wrong_names(rank: int, world: int) -> None:
     params = model.gather_full_params()
     assert params.keys() == params_of(build("tied")).keys()
     assert params["lm_head.weight"] is params["embedding.weight"]
-    # Either name of a tied one will do.
+    # Either name of a tied parameter suffices.
     model.load_full_params({name: tensor for name, tensor in params.items() if name != "lm_head.weight"})
     with pytest.raises(ValueError, match=r"missing key in `params`: `final_norm\.weight`"):
         model.load_full_params({name: tensor for name, tensor in params.items() if name != "final_norm.weight"})
@@ -105,5 +105,5 @@ def _refuse_wrong_names(rank: int, world: int) -> None:
         model.load_full_state(make_adamw(model.parameters()), {"other": {}})
 
 
-def test_names_and_shapes_must_fit_the_model() -> None:
+def test_names_and_shapes_must_match_the_model() -> None:
     run_ranks(_refuse_wrong_names, 1)

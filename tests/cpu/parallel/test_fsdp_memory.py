@@ -13,7 +13,7 @@ from tests.cpu.parallel.ranks import run_ranks
 
 
 class _Watching(Communicator):
-    """A communicator that notes what is gathered, and how much there is when it begins."""
+    """A communicator that records what is gathered, and how much memory is gathered when it begins."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -23,13 +23,13 @@ class _Watching(Communicator):
 
     def all_gather(self, whole: Tensor, shard: Tensor, name: str) -> Pending:
         self.events.append(name.removeprefix("parameters of "))
-        # The storage that is about to be filled has been allocated, so this is when there is most.
+        # The storage that is about to be filled is allocated already, so this is the peak.
         self.seen_bytes.append(_storage_bytes(self.model) if self.model else 0)
         return super().all_gather(whole, shard, name)
 
 
 def _storage_bytes(model: FSDP) -> int:
-    """Of gathered parameters, by the storages themselves."""
+    """Bytes of gathered parameters, from the storages themselves."""
     return sum(flat.storage_bytes for unit in model._units for flat in unit.flats)
 
 
@@ -63,7 +63,7 @@ def _check_memory(rank: int, world: int, model: FSDP, watching: _Watching) -> No
         loss_of(model, 0, rank, world)
     largest = sorted((unit.gathered_bytes for unit in model._units), reverse=True)
     assert max(watching.seen_bytes) == model.ledger.peak_bytes == largest[0] + largest[1]
-    # No layer comes after the head, and those before it are gone.
+    # No layer comes after the head, and those before it are freed.
     assert set(at_head_bytes) == {model._units[0].gathered_bytes}
     assert _storage_bytes(model) == 0 == model.ledger.live_bytes
     names = [unit.name for unit in model._units]
@@ -77,13 +77,15 @@ def _forward_gathers(units: list[str]) -> list[str]:
 
 
 def _expected_gathers(units: list[str]) -> list[str]:
-    """In backward without the last of forward, which is still there, and the embedding, which is not needed."""
+    """In backward, without the last layer of forward, which is still gathered, and the embedding, which is not
+    needed.
+    """
     forward = _forward_gathers(units)
     return forward + forward[-2:0:-1]
 
 
 def _shard_bytes(model: FSDP) -> int:
-    """What this rank keeps of matrices, by the storages that its pieces lie in."""
+    """What this rank keeps of matrices, from the storages of its shards."""
     storages = {piece.untyped_storage()._cdata: piece for piece in model.parameters() if piece.dim() == 1}
     vectors = {member.parameter.untyped_storage()._cdata for member in model._vectors}
     return sum(piece.untyped_storage().nbytes() for key, piece in storages.items() if key not in vectors)
@@ -105,7 +107,7 @@ def test_at_most_two_layers_are_gathered_and_none_stays() -> None:
 
 
 def _overlap(rank: int, world: int) -> None:
-    """Each gather but the first is under way before the layer before it computes."""
+    """Each gather but the first starts before the previous layer computes."""
     model, watching = _wrap(build("built-in"))
     train_sharded(model, make_adamw(model.parameters()), rank, world, last=1)
     events = watching.events = []
@@ -125,5 +127,5 @@ def _note(events: list[str], event: str, *_: Any) -> None:
     events.append(event)
 
 
-def test_the_next_layer_is_sent_for_before_this_one_computes() -> None:
+def test_next_layer_is_gathered_before_this_one_computes() -> None:
     run_ranks(_overlap, 2)

@@ -23,12 +23,12 @@ from tests.cpu.parallel.ranks import run_ranks
 
 
 def _gradients(model: FSDP) -> dict[str, Tensor | None]:
-    """Of this rank: its pieces' and its vectors'."""
+    """Gradients of this rank's shards and vectors."""
     return {name: parameter.grad for name, parameter in model.named_parameters()}
 
 
 def _gradients_after(passes: Callable[[FSDP], None]) -> dict[str, Tensor | None]:
-    """Of two steps: what the first one leaves behind would show in the second."""
+    """Two steps: leftovers of the first one would show in the second."""
     model = FSDP(build("built-in"))
     found: dict[str, Tensor | None] = {}
     for step in range(2):
@@ -72,7 +72,7 @@ def _accumulate_in_many_ways(rank: int, world: int) -> None:
             loss_of(model, 4, rank, world)
         one_not_sent(model)
         del unused_loss
-        # A part of the model by itself: its units are gathered for that.
+        # A part of the model called directly: its units are gathered for that.
         model.module.get_submodule("blocks.0")(torch.zeros(1, 2, 24), *torch.ones(2, 2, 6))
 
     ways: list[Callable[[FSDP], None]] = [
@@ -93,12 +93,12 @@ def _accumulate_in_many_ways(rank: int, world: int) -> None:
                 torch.testing.assert_close(gradient, expected, rtol=1e-5, atol=1e-7, msg=f"{way.__name__}: {name}")
 
 
-def test_gradients_of_several_passes_add_up_however_they_are_sent() -> None:
+def test_gradients_of_several_passes_add_up_with_or_without_sync() -> None:
     run_ranks(_accumulate_in_many_ways, 2)
 
 
 class _Either(nn.Module):
-    """One of two layers, by rank, and one that nobody uses."""
+    """One of two layers, by rank, and one that no rank uses."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -124,7 +124,7 @@ def _use_one_each(rank: int, world: int) -> None:
             assert gradient is None or torch.equal(gradient, torch.ones_like(gradient)), name
 
 
-def test_what_one_rank_uses_is_averaged_and_what_none_uses_has_no_gradient() -> None:
+def test_used_on_one_rank_is_averaged_and_unused_has_no_gradient() -> None:
     run_ranks(_use_one_each, 2)
 
 
@@ -142,7 +142,7 @@ def _compute_in_bf16(rank: int, world: int) -> dict[str, list[str]]:
 
 
 def _train_rounded(model: nn.Module, parts: int) -> Params:
-    """One process whose weights are rounded for each pass, and whose gradients are added up in fp32."""
+    """One process whose weights are rounded for each pass, and whose gradients are accumulated in fp32."""
 
     class Rounded(nn.Module):
         def __init__(self) -> None:
@@ -158,9 +158,9 @@ def _train_rounded(model: nn.Module, parts: int) -> Params:
     return {name.removeprefix("inner."): tensor for name, tensor in trained.items()}
 
 
-def test_bf16_trains_what_one_process_with_rounded_weights_trains() -> None:
+def test_bf16_matches_one_process_with_rounded_weights() -> None:
     for found in run_ranks(_compute_in_bf16, 2):
-        # A vector that is read twice has its two gradients added up in fp32 here, and in bf16 by one process.
+        # The two gradients of a vector that is read twice are summed in fp32 here, and in bf16 by one process.
         assert found == {kind: [] for kind in KINDS} | {"own": ["experts.3.up.bias"]}
 
 
@@ -193,7 +193,7 @@ def _require_raises(call: Callable[[], object], kind: type[BaseException]) -> No
     raise AssertionError(f"no {kind.__name__}")
 
 
-def test_a_failed_pass_leaves_nothing_behind_and_misuse_is_refused() -> None:
+def test_failed_pass_leaves_nothing_gathered_and_misuse_raises() -> None:
     run_ranks(_recover_and_refuse, 2)
 
 
@@ -212,7 +212,7 @@ def _clip_and_freeze(rank: int, world: int) -> None:
         if gradient is not None and expected is not None and gradient.shape == expected.shape:
             torch.testing.assert_close(gradient, expected, rtol=1e-5, atol=1e-9)
 
-    # Thawed after wrapping, then frozen again.
+    # Unfrozen after wrapping, then frozen again.
     model = FSDP(build("frozen"))
     for trained in (True, False):
         for parameter in model.module.get_submodule("blocks.1").parameters():
@@ -224,5 +224,5 @@ def _clip_and_freeze(rank: int, world: int) -> None:
             assert (parameter.grad is not None) == (parameter.requires_grad and parameter.numel() > 0), name
 
 
-def test_norms_are_over_all_ranks_and_frozen_parameters_thaw() -> None:
+def test_norms_cover_all_ranks_and_frozen_parameters_can_be_unfrozen() -> None:
     run_ranks(_clip_and_freeze, 2)

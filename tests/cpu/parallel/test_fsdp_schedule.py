@@ -29,7 +29,7 @@ def _written(operations: list[Operation]) -> str:
 
 
 def _run(operations: list[Operation], opened: str) -> str:
-    """What a rank does that opens these units, each followed by a look ahead, and then ends the round."""
+    """What a rank does that opens these units, each followed by a prefetch, and then ends the round."""
     done: list[Operation] = []
     track = ScheduleRound(operations, done.append)
     for use in _uses(opened):
@@ -40,12 +40,12 @@ def _run(operations: list[Operation], opened: str) -> str:
     return _written(done)
 
 
-def test_gradients_leave_after_the_gather_that_follows_the_last_use() -> None:
+def test_gradients_are_sent_after_the_gather_that_follows_the_last_use() -> None:
     assert _written(backward_operations(_uses("dcba"), set(), 4)) == "dcDbCaBA"
     assert _written(backward_operations(_uses("acba"), set(), 4)) == "acbCaBAD"
 
 
-def test_a_use_that_needs_no_weights_gathers_nothing() -> None:
+def test_use_without_weights_gathers_nothing() -> None:
     tied = [Use(0, 1), *_uses("cba")]
     assert _written(backward_operations(tied, {Use(0, 0)}, 3)) == "acbCBA"
 
@@ -57,7 +57,7 @@ def test_ranks_that_skip_different_layers_do_the_same_in_the_same_order(skipped:
         assert {_run(operations, each) for each in opened} == {_written(operations)}
 
 
-def test_a_layer_out_of_order_begins_another_round() -> None:
+def test_layer_out_of_order_begins_another_round() -> None:
     done: list[Operation] = []
     track = ScheduleRound(forward_operations(_uses("abc")), done.append)
     assert track.reach(1)
@@ -67,12 +67,12 @@ def test_a_layer_out_of_order_begins_another_round() -> None:
     assert not track.reach(3)
 
 
-def test_what_was_assumed_is_kept_unless_all_ranks_did_something_else() -> None:
+def test_assumed_order_is_kept_unless_all_ranks_did_something_else() -> None:
     assert agree([_uses("ac"), _uses("bc")], _uses("abc"), NAMES) == _uses("abc")
     assert agree([_uses("cab"), _uses("cab")], _uses("abc"), NAMES) == _uses("cab")
     with pytest.raises(StepscopeError, match="rank `1` runs the layers"):
         agree([_uses("abc"), _uses("cab")], _uses("abc"), NAMES)
 
 
-def test_a_unit_used_twice_in_a_row_is_gathered_once() -> None:
+def test_unit_used_twice_in_a_row_is_gathered_once() -> None:
     assert without_repeats(_uses("aabba")) == _uses("aba")

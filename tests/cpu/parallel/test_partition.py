@@ -1,4 +1,4 @@
-"""Who owns what: balanced by bytes, and the same for whoever computes it."""
+"""Parameter ownership: balanced by bytes, and the same on every rank."""
 
 import pytest
 from hypothesis import given
@@ -17,13 +17,13 @@ def _loads(sizes: list[int], owners: list[int], world: int) -> list[int]:
 
 
 @given(SIZES, st.integers(1, 9))
-def test_no_rank_has_more_than_an_even_share_and_the_largest_parameter(sizes: list[int], world: int) -> None:
+def test_no_rank_exceeds_an_even_share_plus_the_largest_parameter(sizes: list[int], world: int) -> None:
     loads = _loads(sizes, assign_owners(sizes, [0] * world), world)
     assert max(loads) <= sum(sizes) / world + max(sizes, default=0)
 
 
 @given(SIZES, SIZES, st.integers(1, 9))
-def test_parameters_that_come_later_keep_the_balance(first: list[int], second: list[int], world: int) -> None:
+def test_later_parameters_keep_the_balance(first: list[int], second: list[int], world: int) -> None:
     loads = _loads(first, assign_owners(first, [0] * world), world)
     added = _loads(second, assign_owners(second, loads), world)
     largest = max([*first, *second], default=0)

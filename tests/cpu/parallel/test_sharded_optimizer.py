@@ -1,4 +1,4 @@
-"""The sharded optimizer: bitwise the plain one, with a share of its state."""
+"""The sharded optimizer: bitwise equal to the unsharded one, with a share of its state."""
 
 import copy
 import io
@@ -26,7 +26,7 @@ from tests.cpu.parallel.training import (
     values_of,
 )
 
-# One is large enough to be broadcast from where it lies.
+# One is large enough to be broadcast in place.
 SHAPES = ((300, 300), (5, 3), (7,), (), (2, 3, 4), (40, 40), (0, 2), (9,))
 STEPS = 4
 
@@ -46,7 +46,7 @@ def _params(dtype: torch.dtype = torch.float32) -> list[nn.Parameter]:
 
 
 def _set_gradients(params: list[nn.Parameter], step: int) -> None:
-    """The second has none at first, the last never."""
+    """The second has none at first, the last one never."""
     for index, param in enumerate(params[:-1]):
         late = index == 1 and step < 2
         param.grad = None if late else normal(*param.shape, seed=100 * step + index).to(param.dtype)
@@ -144,7 +144,7 @@ def memory_that_others_look_at_stays_where_it_is(rank: int, world: int) -> None:
     assert [param.data_ptr() for param in ours] == addresses
     assert len({param.untyped_storage().data_ptr() for param in ours[:2]}) <= world
     if rank == 1:
-        # Whoever moves a parameter away on one rank alone.
+        # A parameter is moved away on one rank only.
         ours[0].data = ours[0].data.clone()
         ours[1].data = ours[1].data.clone()
     _train(plain, plain_optimizer, range(2 * STEPS))
@@ -343,7 +343,7 @@ def test_on_four_ranks(check: Callable[[int, int], None], checked: dict[int, Out
 
 
 def _save_or_resume(rank: int, world: int, saved: bytes | None) -> bytes:
-    """Train and save; or load that, go on, and give the parameters."""
+    """Train and save; or load that, continue, and return the parameters."""
     params = _params()
     optimizer = ShardedOptimizer(params, torch.optim.AdamW)
     file = io.BytesIO(saved or b"")
@@ -359,7 +359,7 @@ def _save_or_resume(rank: int, world: int, saved: bytes | None) -> bytes:
     return repr([param.tolist() for param in params]).encode()
 
 
-def test_a_saved_state_goes_on_with_another_number_of_ranks() -> None:
+def test_saved_state_loads_on_another_number_of_ranks() -> None:
     saved = run_ranks(_save_or_resume, 2, None)[0]
     plain = _params()
     _train(plain, torch.optim.AdamW(plain), range(2 * STEPS))

@@ -1,4 +1,4 @@
-"""Training runs across ranks: the same under every strategy, resumed bit for bit, and whole after any kill."""
+"""Training runs on several ranks: the same under every strategy, resumed bit for bit, and intact after any kill."""
 
 import os
 import random
@@ -83,8 +83,8 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_every_strategy_trains_the_same_bits_on_two_ranks(undisturbed: Path, tmp_path: Path) -> None:
-    """A sum of two has one order. The last is one process that adds up the two halves of the batch."""
+def test_every_strategy_is_bitwise_equal_on_two_ranks(undisturbed: Path, tmp_path: Path) -> None:
+    """A sum of two has one order. The last one is one process that accumulates the two halves of the batch."""
     ways = [with_ranks(2, "naive"), with_ranks(2, "flat", shard_optimizer=True), with_ranks(2, "fsdp")]
     ways += [with_ranks(1, "single", accumulate=2)]
     for number, training in enumerate(ways):
@@ -95,7 +95,7 @@ def test_every_strategy_trains_the_same_bits_on_two_ranks(undisturbed: Path, tmp
 
 
 def test_micro_batches_train_the_same_under_every_strategy(tmp_path: Path) -> None:
-    """By SGD, whose updates grow with the gradients as AdamW's do not."""
+    """With SGD, whose updates scale with the gradients, unlike AdamW's."""
     whole = msgspec.structs.replace(PLAIN.workload, optimizer="sgd")
     split = msgspec.structs.replace(whole, grad_accumulation=2)
     train_on(with_ranks(1, "single", workload=whole, learning_rate=0.5), tmp_path / "whole")
@@ -113,8 +113,8 @@ def test_the_loss_falls(undisturbed: Path) -> None:
 
 
 @pytest.mark.parametrize("change", [{}, {"strategy": "fsdp"}, {"shard_optimizer": True}])
-def test_a_run_made_longer_goes_on_bit_for_bit(undisturbed: Path, tmp_path: Path, change: dict[str, object]) -> None:
-    """Half of the steps in one way, the rest in another."""
+def test_extended_run_resumes_bit_for_bit(undisturbed: Path, tmp_path: Path, change: dict[str, object]) -> None:
+    """Half of the steps with one strategy, the rest with another."""
     half = with_ranks(2, "bucketed", steps=4)
     train_on(half, tmp_path)
     train_on(msgspec.structs.replace(half, steps=PLAIN.steps, **change), tmp_path)
@@ -122,8 +122,10 @@ def test_a_run_made_longer_goes_on_bit_for_bit(undisturbed: Path, tmp_path: Path
     assert losses(tmp_path) == losses(undisturbed)
 
 
-def test_another_number_of_ranks_goes_on_from_the_same_bits(tmp_path: Path) -> None:
-    """The state that four ranks and one begin with is what two had saved; after it the sums have other orders."""
+def test_another_number_of_ranks_resumes_from_the_same_bits(tmp_path: Path) -> None:
+    """The state that four ranks and one start with is what two had saved; after that the sums have a different
+    order.
+    """
     train_on(with_ranks(2, "bucketed", steps=4), tmp_path)
     before = state_of(tmp_path)
     for ranks, strategy in ((4, "fsdp"), (1, "single"), (4, "naive")):
@@ -152,7 +154,7 @@ def _digest(state: dict[str, Any]) -> list[tuple[str, float]]:
 
 
 def test_twenty_kills_change_nothing(tmp_path: Path) -> None:
-    """A rank chosen at random is killed at a random moment, twenty times; the other stops by itself each time."""
+    """A random rank is killed at a random moment, twenty times; the other stops on its own each time."""
     training = with_ranks(2, "bucketed", shard_optimizer=True, steps=120, save_every=2)
     train_on(training, tmp_path / "undisturbed")
     folder = tmp_path / "killed"
@@ -174,8 +176,8 @@ def test_twenty_kills_change_nothing(tmp_path: Path) -> None:
             kills += 1
             for process in processes:
                 process.join(240)
-                assert process.exitcode is not None, "a rank waits for one that is dead"
-            assert processes[victim].exitcode == -signal.SIGKILL, "the run was over before it could be killed"
+                assert process.exitcode is not None, "a rank waits for a dead one"
+            assert processes[victim].exitcode == -signal.SIGKILL, "the run ended before it could be killed"
             assert processes[1 - victim].exitcode != 0
     assert_same_bits(state_of(folder), state_of(tmp_path / "undisturbed"))
     assert losses(folder) == losses(tmp_path / "undisturbed")
@@ -183,14 +185,14 @@ def test_twenty_kills_change_nothing(tmp_path: Path) -> None:
 
 
 def _wait_until_joined(folder: Path) -> None:
-    """Before it, gloo has timeouts of its own, and whoever started the ranks ends them."""
+    """Before that, gloo has timeouts of its own, and the parent ends the ranks."""
     deadline = time.monotonic() + 240
     while len(list((folder / "journal").glob("*.journal"))) < 2:
         assert time.monotonic() < deadline, "the ranks did not meet"
         time.sleep(0.002)
 
 
-def test_memory_is_accounted_for_by_rank(undisturbed: Path, tmp_path: Path) -> None:
+def test_memory_is_counted_per_rank(undisturbed: Path, tmp_path: Path) -> None:
     train_on(with_ranks(2, "bucketed", shard_optimizer=True, steps=1), tmp_path / "sharded")
     train_on(with_ranks(2, "fsdp", steps=1), tmp_path / "fsdp")
     plain = {(row.rank, row.moment): row for row in read_memory(undisturbed)}
@@ -207,7 +209,7 @@ def test_memory_is_accounted_for_by_rank(undisturbed: Path, tmp_path: Path) -> N
         assert fsdp[rank, "after the update"].gathered > 0
 
 
-def test_the_learning_rate_rises_and_stays(tmp_path: Path) -> None:
+def test_learning_rate_rises_and_then_stays_constant(tmp_path: Path) -> None:
     train_on(with_ranks(1, "single", warmup_steps=4, steps=6), tmp_path)
     rates = [row.learning_rate for row in read_log(tmp_path / LOG_NAME)[0]]
     assert rates == pytest.approx([0.0025, 0.005, 0.0075, 0.01, 0.01, 0.01])
@@ -220,7 +222,7 @@ def _count_messages(rank: int, world: int) -> list[int]:
     for accumulate in (1, 2):
         communicator = Communicator()
         learner = Learner(with_ranks(2, "flat", accumulate=accumulate), communicator, torch.device("cpu"))
-        for _ in range(2):  # the first step compares inputs besides
+        for _ in range(2):  # the first step also compares inputs
             communicator.take_time()
             for number in range(accumulate):
                 learner.add_gradients(torch.zeros(1, 9, dtype=torch.long), is_last=number == accumulate - 1)
@@ -230,7 +232,7 @@ def _count_messages(rank: int, world: int) -> list[int]:
     return counts
 
 
-def test_passes_that_accumulate_send_nothing() -> None:
+def test_accumulating_passes_send_nothing() -> None:
     assert run_ranks(_count_messages, 2) == [[1, 1], [1, 1]]
 
 
@@ -244,7 +246,7 @@ def _train_with_other_settings(rank: int, world: int, folder: Path) -> str:
     return ""
 
 
-def test_ranks_with_other_settings_are_told_at_the_start(tmp_path: Path) -> None:
+def test_mismatched_settings_raise_at_the_start(tmp_path: Path) -> None:
     for said in run_ranks(_train_with_other_settings, 2, tmp_path):
         assert "training mismatch: rank `1` differs from rank `0`" in said
         assert "learning_rate: 0.2" in said

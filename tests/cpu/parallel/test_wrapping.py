@@ -1,4 +1,4 @@
-"""What would train wrongly without a word is refused: two wrappers, pieces for whole parameters, updates too early."""
+"""What would silently train wrongly raises: two wrappers, shards passed as whole parameters, updates too early."""
 
 from collections.abc import Callable
 
@@ -26,7 +26,7 @@ def _refuse_all(rank: int, world: int) -> None:
             with pytest.raises(ValueError, match=r"is already wrapped in (DDP|FSDP)"):
                 outer(nn.Sequential(module))
     module = _make()
-    DDP(module)  # gone at once
+    DDP(module)  # freed immediately
     DDP(module)
     sharded = FSDP(_make())
     with pytest.raises(ValueError, match="number 0 is a shard of an FSDP model"):
@@ -35,7 +35,7 @@ def _refuse_all(rank: int, world: int) -> None:
         with pytest.raises(StepscopeError, match=r"state_dict\(\) is not supported"):
             model.state_dict()
     _update_too_early(sharded)
-    Communicator.default().barrier("the end")  # gradients are still on their way, and need both ranks
+    Communicator.default().barrier("the end")  # gradients are still being sent, which needs both ranks
 
 
 def _update_too_early(sharded: FSDP) -> None:
@@ -47,5 +47,5 @@ def _update_too_early(sharded: FSDP) -> None:
         sharded(torch.ones(2, 8))
 
 
-def test_what_would_train_wrongly_is_refused() -> None:
+def test_silent_training_errors_raise() -> None:
     run_ranks(_refuse_all, 2)

@@ -14,7 +14,9 @@ ROWS_PER_RANK = 3
 
 
 class Routed(nn.Module):
-    """A user's own: each row goes to one of two experts, so a batch may leave one unused. No row goes to the third."""
+    """A custom model: each row goes to one of two experts, so a batch may leave one unused. No row goes to the
+    third.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -60,7 +62,9 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
 
 
 def batch_of(model: nn.Module, step: int, rows: int) -> tuple[Tensor, Tensor]:
-    """The whole batch of a step. In some all rows of `Routed` go to one expert, in some rank 0 has one to itself."""
+    """The whole batch of a step. In some, all rows of `Routed` go to one expert; in some, one expert is only used by
+    rank 0.
+    """
     if isinstance(model, TransformerLM):
         generator = torch.Generator().manual_seed(step)
         ids = torch.randint(VOCAB, (rows, LENGTH + 1), generator=generator)
@@ -88,14 +92,14 @@ def differentiate(loss: Tensor, *, retain_graph: bool = False, create_graph: boo
 
 
 def make_optimizer(model: nn.Module) -> torch.optim.Optimizer:
-    # eps is large, or Adam turns the rounding errors of gradients that are nearly zero into steps of full size. Weight
-    # decay moves a parameter whose gradient is zero, and not one that has none.
+    # eps is large, or Adam would turn rounding errors of gradients near zero into full-sized steps. Weight decay moves
+    # a parameter whose gradient is zero, but not one without a gradient.
     trained = [param for param in model.parameters() if param.requires_grad]
     return torch.optim.AdamW(trained, lr=0.05, eps=1e-2, weight_decay=0.1, fused=True)
 
 
 def train_alone(model: nn.Module, world: int, *, parts: bool, steps: int = STEPS) -> nn.Module:
-    """One process, with the batch of all ranks: at once, or accumulated over the parts that the ranks would have."""
+    """One process, with the batch of all ranks: at once, or accumulated over the ranks' parts."""
     optimizer = make_optimizer(model)
     for step in range(steps):
         batch = batch_of(model, step, world * ROWS_PER_RANK)
@@ -107,11 +111,11 @@ def train_alone(model: nn.Module, world: int, *, parts: bool, steps: int = STEPS
 
 
 def finish_step(optimizer: torch.optim.Optimizer, step: int) -> None:
-    """Gradients become None or zero by turns; only the first leaves a parameter without a gradient alone."""
+    """Gradients alternate between None and zero; only None leaves a parameter unchanged."""
     optimizer.step()
     optimizer.zero_grad(set_to_none=step % 2 == 0)
 
 
 def values_of(model: nn.Module) -> Tensor:
-    """All parameters, one after the other."""
+    """All parameters, concatenated."""
     return torch.cat([param.detach().flatten() for param in model.parameters()])

@@ -1,4 +1,4 @@
-"""Files for a report: what each is, and which run it goes to."""
+"""The input files of a report: their kinds, and the runs they belong to."""
 
 import shutil
 from pathlib import Path
@@ -26,7 +26,7 @@ OTHER_MEMORY = RESULTS / "memory_h200/large-train-bf16"
 
 
 def record(folder: Path, *, rank: int | None = None, world_size: int | None = None, **settings: Scalar) -> Path:
-    """A recording of time in `folder`."""
+    """Save a trace in `folder`."""
     timeline = Timeline()
     with timeline.step(), timeline.phase("forward"), timeline.module("head"):
         timeline.launch(GEMM_BF16, 100, op="aten::mm")
@@ -37,7 +37,7 @@ def record(folder: Path, *, rank: int | None = None, world_size: int | None = No
 
 
 def write_rows(path: Path, *rows: Row, device: str = "NVIDIA H200") -> Path:
-    """As measured on `device`, which is that of recordings, too."""
+    """Write rows measured on `device`, which is also the device of recordings."""
     environment = msgspec.structs.replace(ENVIRONMENT, driver_name=device)
     moved = (msgspec.structs.replace(one, environment=environment) for one in rows)
     path.write_bytes(b"".join(msgspec.json.encode(one) + b"\n" for one in moved))
@@ -68,7 +68,7 @@ def test_files_of_every_kind_make_one_run(tmp_path: Path) -> None:
     assert run.name.startswith("small batch 4")
 
 
-def test_two_recordings_are_two_runs_and_other_files_go_to_them_in_order(tmp_path: Path) -> None:
+def test_other_files_are_assigned_to_two_runs_in_order(tmp_path: Path) -> None:
     a, b = read(record(tmp_path / "one"), MEMORY, record(tmp_path / "two"), OTHER_MEMORY, PRECISION)
     assert a.profile is not None
     assert b.profile is not None
@@ -79,11 +79,11 @@ def test_two_recordings_are_two_runs_and_other_files_go_to_them_in_order(tmp_pat
     assert a.name != b.name
 
 
-def test_two_recordings_of_memory_are_two_runs() -> None:
+def test_two_memory_snapshots_are_two_runs() -> None:
     assert [run.memory is not None for run in read(MEMORY, OTHER_MEMORY)] == [True, True]
 
 
-def test_ranks_of_one_run_are_one_run_in_their_order(tmp_path: Path) -> None:
+def test_ranks_of_one_run_are_sorted(tmp_path: Path) -> None:
     (run,) = read(record(tmp_path / "x", rank=1, world_size=2), record(tmp_path / "y", rank=0, world_size=2))
     assert [one.recording.manifest.rank for one in run.ranks] == [0, 1]
     assert run.profile is run.ranks[0]
@@ -98,12 +98,12 @@ def test_recordings_that_are_not_ranks_of_one_run_are_compared(
     assert len(read(first, record(tmp_path / "y", rank=rank, world_size=world_size))) == 2
 
 
-def test_a_rank_beyond_the_number_of_ranks_is_no_rank_of_that_run(tmp_path: Path) -> None:
+def test_rank_outside_the_world_size_makes_a_second_run(tmp_path: Path) -> None:
     runs = read(record(tmp_path / "x", rank=0, world_size=2), record(tmp_path / "y", rank=2, world_size=2))
     assert len(runs) == 2
 
 
-def test_runs_that_were_loaded_apart_are_compared(tmp_path: Path) -> None:
+def test_runs_loaded_separately_are_compared(tmp_path: Path) -> None:
     files = [record(tmp_path / "x", rank=0, world_size=2), record(tmp_path / "y", rank=1, world_size=2)]
     apart = read_runs([load(file) for file in files], command="", cached=False)
     assert [one.ranks for one in apart] == [(), ()]
@@ -111,7 +111,7 @@ def test_runs_that_were_loaded_apart_are_compared(tmp_path: Path) -> None:
     assert len(together.ranks) == 2
 
 
-def test_files_of_another_device_are_refused(tmp_path: Path) -> None:
+def test_files_from_another_device_are_rejected(tmp_path: Path) -> None:
     recording = record(tmp_path / "one")
     bench = write_rows(tmp_path / "b.jsonl", row(size="small"), device="a CPU")
     attention = write_rows(tmp_path / "a.jsonl", attend(), device="a CPU")
@@ -125,7 +125,7 @@ def test_files_of_another_device_are_refused(tmp_path: Path) -> None:
     assert run.attention
 
 
-def test_three_runs_are_refused(tmp_path: Path) -> None:
+def test_three_runs_are_rejected(tmp_path: Path) -> None:
     error = refuse(*(record(tmp_path / name) for name in "abc"))
     assert error.message.startswith("got 3 runs")
     assert "a: no rank" in error.detail
@@ -136,7 +136,7 @@ def test_a_second_file_of_a_kind_needs_a_second_run(tmp_path: Path) -> None:
     assert error.message.endswith("is another memory snapshot")
 
 
-def test_the_row_of_a_results_file_is_that_of_the_recorded_case(tmp_path: Path) -> None:
+def test_results_row_matches_the_recorded_case(tmp_path: Path) -> None:
     bench = write_rows(tmp_path / "b.jsonl", *(row(size="small", context=context) for context in (128, 256, 512)))
     (run,) = read(bench, record(tmp_path / "one", size="small", context=256, device="cuda:0"))
     assert [one.case.workload.context for one in run.bench] == [256]
@@ -151,14 +151,14 @@ def test_precisions_of_one_case_need_no_recording(tmp_path: Path) -> None:
     assert [one.case.workload.precision for one in run.bench] == ["bf16", "tf32"]
 
 
-def test_a_folder_with_results_stands_for_them(tmp_path: Path) -> None:
+def test_directory_is_read_through_its_results_file(tmp_path: Path) -> None:
     write_rows(tmp_path / "results.jsonl", row(size="small"))
     (run,) = read(tmp_path)
     assert len(run.bench) == 1
 
 
 def keep(folder: Path, *done: str) -> Path:
-    """A folder as a report leaves it."""
+    """Create the directory of a report."""
     bench = row(size="small")
     for stage in ("bench", "attention"):
         (folder / stage).mkdir(parents=True)
@@ -178,7 +178,7 @@ def keep(folder: Path, *done: str) -> Path:
     return folder
 
 
-def test_the_folder_of_a_report_is_a_run(tmp_path: Path) -> None:
+def test_report_directory_is_a_run(tmp_path: Path) -> None:
     (run,) = read(keep(tmp_path / "data", "bench", "profile", "precision", "attention"))
     assert [one.case.workload.model.name for one in run.bench] == ["small"]
     assert [one.case.length for one in run.attention] == [2048]
@@ -188,7 +188,7 @@ def test_the_folder_of_a_report_is_a_run(tmp_path: Path) -> None:
     assert run.absent["memory"].command == "stepscope report --size small"
 
 
-def test_a_folder_of_a_report_is_completed_by_other_files(tmp_path: Path) -> None:
+def test_other_files_complete_a_report_directory(tmp_path: Path) -> None:
     data = keep(tmp_path / "data", "bench", "profile")
     (run,) = read(data, MEMORY)
     assert run.memory is not None
@@ -199,7 +199,7 @@ def test_a_folder_of_a_report_is_completed_by_other_files(tmp_path: Path) -> Non
     assert refuse(whole, PRECISION).message.endswith("is another `stepscope precision` result")
 
 
-def test_what_is_gone_from_a_folder_is_said(tmp_path: Path) -> None:
+def test_missing_files_of_a_report_directory_are_reported(tmp_path: Path) -> None:
     data = keep(tmp_path / "data", "bench", "precision")
     (data / "precision.json").unlink()
     (run,) = read(data)
@@ -208,7 +208,7 @@ def test_what_is_gone_from_a_folder_is_said(tmp_path: Path) -> None:
     assert error.message.endswith("has no finished stages")
 
 
-def test_what_a_report_cannot_take_is_refused(tmp_path: Path) -> None:
+def test_unsupported_inputs_are_rejected(tmp_path: Path) -> None:
     assert "is given twice" in refuse(MEMORY, MEMORY).message
     assert "not found" in refuse(tmp_path / "nothing").message
     (tmp_path / "text").write_text("some text")
@@ -220,5 +220,5 @@ def test_what_a_report_cannot_take_is_refused(tmp_path: Path) -> None:
     assert "is not a recording" in refuse(tmp_path / "empty").message
 
 
-def test_failed_rows_alone_are_no_run(tmp_path: Path) -> None:
+def test_file_with_only_failed_rows_is_rejected(tmp_path: Path) -> None:
     assert "has no successful cases" in refuse(write_rows(tmp_path / "b.jsonl", row("oom", size="small"))).message

@@ -1,4 +1,4 @@
-"""The public Python API on recordings: what `stepscope` exports, and what a run answers."""
+"""The public Python API on recordings."""
 
 import pickle
 import subprocess
@@ -30,7 +30,7 @@ def memory() -> stepscope.Run:
     return stepscope.load(MEMORY)
 
 
-def test_every_exported_name_is_there_and_listed() -> None:
+def test_every_exported_name_exists_and_is_listed() -> None:
     for name in stepscope.__all__:
         assert getattr(stepscope, name) is not None
     assert set(stepscope.__all__) <= set(dir(stepscope))
@@ -38,14 +38,14 @@ def test_every_exported_name_is_there_and_listed() -> None:
         _ = stepscope.nothing  # type: ignore[attr-defined]
 
 
-def test_importing_it_imports_nothing_heavy() -> None:
+def test_import_is_light() -> None:
     heavy = ("torch", "polars", "numpy", "vl_convert", "typer", "rich", "msgspec")
     code = f"import sys, stepscope; stepscope.annotate; print([name for name in {heavy} if name in sys.modules])"
     assert subprocess.check_output([sys.executable, "-c", code], text=True).strip() == "[]"
 
 
 @pytest.mark.parametrize("before", ["", "import stepscope.render.tables; ", "from stepscope.render import figures; "])
-def test_report_is_the_function_whatever_was_imported_before(before: str) -> None:
+def test_report_is_always_the_function(before: str) -> None:
     code = (
         before + "import stepscope; from stepscope import report; print(callable(stepscope.report), report.__module__)"
     )
@@ -66,7 +66,7 @@ def test_a_run_has_its_figures_and_frames(run: stepscope.Run) -> None:
     assert run.table("kernels", top=2).frame.height == 2
 
 
-def test_the_document_is_the_one_that_explain_prints(run: stepscope.Run) -> None:
+def test_document_equals_explain_json(run: stepscope.Run) -> None:
     assert run.to_dict()["schema"] == "stepscope.explain/2"
     assert run.to_json().endswith("}\n")
     assert msgspec.json.decode(run.to_json()) == run.to_dict()
@@ -98,7 +98,7 @@ def test_runs_are_compared(run: stepscope.Run) -> None:
     assert "pass" in change.verdict(0.03)
 
 
-def test_a_recording_of_memory_is_a_run_too(memory: stepscope.Run, tmp_path: Path) -> None:
+def test_memory_snapshot_is_a_run_too(memory: stepscope.Run, tmp_path: Path) -> None:
     categories = memory.table("categories").frame
     assert categories.filter(pl.col("category") == "total")["bytes"].item() == memory.peak_bytes
     assert memory.to_dict()["peak_bytes"] == memory.peak_bytes
@@ -107,7 +107,7 @@ def test_a_recording_of_memory_is_a_run_too(memory: stepscope.Run, tmp_path: Pat
     assert saved.stat().st_size > 1000
 
 
-def test_time_and_memory_are_told_apart(run: stepscope.Run, memory: stepscope.Run) -> None:
+def test_traces_and_memory_snapshots_have_different_tables(run: stepscope.Run, memory: stepscope.Run) -> None:
     with pytest.raises(stepscope.StepscopeError, match="requires a memory snapshot"):
         _ = run.peak_bytes
     with pytest.raises(stepscope.StepscopeError, match="`leaks` requires a memory snapshot"):
@@ -126,7 +126,7 @@ def test_time_and_memory_are_told_apart(run: stepscope.Run, memory: stepscope.Ru
         memory.figure(by="nothing")  # type: ignore[arg-type]
 
 
-def test_a_trace_in_bounded_memory_has_the_same_breakdown(run: stepscope.Run, tmp_path: Path) -> None:
+def test_bounded_trace_has_the_same_breakdown(run: stepscope.Run, tmp_path: Path) -> None:
     bounded = stepscope.load(TRACE, bounded=True)
     assert bounded.step_ms == run.step_ms
     assert bounded.classes.equals(run.classes)
@@ -165,7 +165,7 @@ def test_nothing_to_load_is_an_error(tmp_path: Path) -> None:
 # --- Reports ----------------------------------------------------------------------------------------------------------
 
 
-def test_a_report_of_a_run_is_that_of_its_file(run: stepscope.Run, tmp_path: Path) -> None:
+def test_report_of_a_run_equals_report_of_its_file(run: stepscope.Run, tmp_path: Path) -> None:
     page = stepscope.report(run, tmp_path / "a.html")
     assert page.path == tmp_path / "a.html"
     assert page.path.read_text() == page.html
@@ -177,7 +177,7 @@ def test_two_runs_make_one_report(run: stepscope.Run) -> None:
     assert stepscope.report([run, TRACE], cache=False).report.runs == ("before", "after")
 
 
-def test_a_page_of_somebody_else_is_not_replaced(run: stepscope.Run, tmp_path: Path) -> None:
+def test_foreign_page_is_not_overwritten(run: stepscope.Run, tmp_path: Path) -> None:
     mine = tmp_path / "mine.html"
     mine.write_text("mine")
     with pytest.raises(stepscope.StepscopeError):
@@ -186,7 +186,7 @@ def test_a_page_of_somebody_else_is_not_replaced(run: stepscope.Run, tmp_path: P
     assert mine.read_text() != "mine"
 
 
-def test_a_report_that_measures_needs_a_file() -> None:
+def test_measuring_a_report_requires_a_file() -> None:
     with pytest.raises(ValueError, match="out is required"):
         stepscope.report(stepscope.workload(size="nano"))
 
@@ -194,7 +194,7 @@ def test_a_report_that_measures_needs_a_file() -> None:
 # --- Workloads --------------------------------------------------------------------------------------------------------
 
 
-def test_workloads_are_made_of_settings() -> None:
+def test_workloads_are_built_from_settings() -> None:
     made = stepscope.workload(size="small", context=1024, precision="bf16", compile=True, attention=None)
     assert (made.context, made.precision, made.compile) == (1024, "bf16", True)
     assert made == stepscope.Workload(model=made.model, context=1024, precision="bf16", compile=True)
@@ -202,7 +202,7 @@ def test_workloads_are_made_of_settings() -> None:
     assert own.model.name == "mine.py:build(depth=4)"
 
 
-def test_results_name_the_command_that_measures_the_same() -> None:
+def test_results_store_the_equivalent_command() -> None:
     one = stepscope.workload(size="small", context=1024, precision="bf16")
     assert name_command("bench", make_grid(one, steps=3, memory_limit="1KB")) == (
         "stepscope bench --size small --context 1024 --precision bf16 --steps 3 --memory-limit 1000"
@@ -224,7 +224,7 @@ def test_a_grid_is_the_product_of_its_lists() -> None:
     ("settings", "named"),
     [({"sise": "small"}, "sise"), ({"size": "smal"}, "smal"), ({"steps": 3}, "steps"), ({"set": 3}, "set")],
 )
-def test_wrong_settings_are_errors_of_the_user(settings: dict[str, object], named: str) -> None:
+def test_wrong_settings_are_user_errors(settings: dict[str, object], named: str) -> None:
     with pytest.raises(stepscope.StepscopeError, match=named):
         stepscope.workload(**settings)
 
@@ -245,7 +245,7 @@ def test_errors_name_parameters_instead_of_flags(settings: dict[str, object], hi
     assert "--" not in caught.value.message
 
 
-def test_what_is_not_a_workload_is_refused() -> None:
+def test_values_that_are_not_workloads_are_rejected() -> None:
     with pytest.raises(ValueError, match=r"stepscope\.grid"):
         stepscope.workload(context=[128, 256])
     with pytest.raises(ValueError, match=r"stepscope\.Workload"):
@@ -263,7 +263,7 @@ def test_what_is_not_a_workload_is_refused() -> None:
 # --- Results and notebooks --------------------------------------------------------------------------------------------
 
 
-def test_kept_results_are_read() -> None:
+def test_saved_results_are_read() -> None:
     timed = stepscope.BenchResults.read(ROOT / "bench/results/bench_h200.jsonl")
     assert len(timed) == timed.frame.height > 10
     assert timed.frame.schema["context"] == pl.Int64
@@ -279,7 +279,7 @@ def test_kept_results_are_read() -> None:
         assert "<table>" in one._repr_html_()
 
 
-def test_a_table_shows_itself() -> None:
+def test_table_has_a_rich_display() -> None:
     columns = (Column(key="name", label="name"), Column(key="ms", label="ms", kind="ms"))
     table = stepscope.DataTable.of(Table(title="<b>", columns=columns, rows=(("<script>", 1.5), (None, None))))
     assert table.frame.rows() == [("<script>", 1.5), (None, None)]
@@ -292,14 +292,14 @@ def test_a_table_shows_itself() -> None:
     assert empty.frame.schema == table.frame.schema
 
 
-def test_a_picture_shows_itself(memory: stepscope.Run) -> None:
+def test_picture_has_a_rich_display(memory: stepscope.Run) -> None:
     points = tuple(Point(panel="", series="a", x=x, y=x) for x in (1.0, 2.0))
     figure = Figure(title="", subtitle="", x=Axis(label="x"), y=Axis(label="y"), points=points)
     assert "<svg" in stepscope.Picture(figure)._repr_html_()
     assert memory.figure()._repr_html_().startswith("<iframe srcdoc=")
 
 
-def test_a_run_shows_its_page_in_a_frame(run: stepscope.Run, memory: stepscope.Run) -> None:
+def test_run_displays_its_page_in_a_frame(run: stepscope.Run, memory: stepscope.Run) -> None:
     for one in (run, memory):
         shown = one._repr_html_()
         assert shown.startswith('<iframe srcdoc="&lt;!DOCTYPE html&gt;')
@@ -334,10 +334,10 @@ WRONG: dict[str, Callable[[Any], object]] = {
 
 
 @pytest.mark.parametrize("wrong", WRONG.values(), ids=WRONG)
-def test_a_wrong_argument_is_refused_before_anything_runs(run: stepscope.Run, wrong: Callable[[Any], object]) -> None:
+def test_wrong_argument_is_rejected_before_anything_runs(run: stepscope.Run, wrong: Callable[[Any], object]) -> None:
     with pytest.raises(ValueError, match=r"."):
         wrong(run)
 
 
-def test_a_run_that_was_looked_at_can_be_pickled(run: stepscope.Run) -> None:
+def test_used_run_can_be_pickled(run: stepscope.Run) -> None:
     assert run.step_ms == pickle.loads(pickle.dumps(run)).step_ms

@@ -86,6 +86,18 @@ def test_an_interrupt_exits_with_130_anywhere(monkeypatch: pytest.MonkeyPatch) -
     assert run(monkeypatch, lambda: None) == Exit.INTERRUPTED
 
 
+def test_the_list_of_verbs_fits_on_a_terminal(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.setattr(sys, "argv", ["stepscope", "--help"])
+    with pytest.raises(SystemExit):
+        cli.main()
+    lines = capsys.readouterr().out.partition("Commands:\n")[2].splitlines()
+    assert [line.split()[0] for line in lines] == list(cli.VERBS)
+    assert all(line.endswith(".") and not line.endswith("...") for line in lines)
+
+
 def run(monkeypatch: pytest.MonkeyPatch, verb: Callable[[], None]) -> object:
     app = typer.Typer()
     app.command("verb")(lambda: verb())

@@ -1,4 +1,4 @@
-"""Flags that may stand alone."""
+"""Flags that may be given without a value."""
 
 import pytest
 
@@ -18,5 +18,5 @@ from stepscope.cli.options import fill_bare_flags
         ([], []),
     ],
 )
-def test_a_bare_flag_has_a_value(given: list[str], meant: list[str]) -> None:
+def test_flag_without_a_value_gets_its_default(given: list[str], meant: list[str]) -> None:
     assert fill_bare_flags(given) == meant

@@ -1,4 +1,4 @@
-"""What verbs print: one JSON document, CSV that a spreadsheet only reads, and nothing that a terminal obeys."""
+"""What verbs print: one JSON document, CSV without formulas, and no terminal control sequences."""
 
 import csv
 import gzip
@@ -109,7 +109,7 @@ def test_no_cell_of_csv_is_a_formula(
 
 
 @pytest.mark.parametrize("format_", [Format.TEXT, Format.MD, Format.LATEX])
-def test_a_name_from_a_file_is_shown_without_what_a_terminal_obeys(
+def test_names_from_files_are_escaped_for_the_terminal(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], format_: Format
 ) -> None:
     for command in ("explain b.json --table kernels", "attention --from attention.jsonl"):
@@ -136,7 +136,7 @@ def test_a_file_name_in_an_error_is_escaped(
     assert "\\u001b[31m" in said
 
 
-def test_what_is_escaped_reads_back_as_it_was() -> None:
+def test_escaped_text_reads_back_unchanged() -> None:
     assert json.loads(visible(json.dumps(HOSTILE, ensure_ascii=False))) == HOSTILE
     plain = "a\tb\n– é 木 \N{NO-BREAK SPACE}½ 🙂"
     assert visible(plain) == plain

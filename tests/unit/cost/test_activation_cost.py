@@ -1,4 +1,4 @@
-"""What autograd keeps, against counting by hand. That real graphs hold the same is in tests/cpu."""
+"""Saved activations compared with counts by hand. tests/cpu compares them with real graphs."""
 
 from typing import Any
 
@@ -10,7 +10,7 @@ from stepscope.cost.activations import PARTS
 from stepscope.spec import SIZES, HuggingFace, ModelShape, Precision, Scalar, Workload, build_case
 
 MIB = 2**20
-# The sizes of a feed-forward that is counted by hand below.
+# The sizes of a feed-forward layer, counted by hand below.
 FEED_FORWARD: dict[str, Any] = {"batch": 10, "context": 200, "d_model": 512, "d_ff": 1344}
 
 
@@ -18,7 +18,7 @@ def workload(**settings: Scalar) -> Workload:
     return build_case(settings).workload
 
 
-def test_a_feed_forward_keeps_three_times_what_its_products_read() -> None:
+def test_feed_forward_saves_three_times_the_inputs_of_its_gemms() -> None:
     terms = cost.feed_forward_activations(**FEED_FORWARD)
     assert {term.tensor: term.bytes for term in terms} == {
         "input of gate and up": 10 * 200 * 512 * 4,
@@ -39,7 +39,7 @@ def test_autocast_halves_a_feed_forward_but_copies_its_input_twice() -> None:
     assert cost.total_bytes(terms) == 2 * 10 * 200 * (2 * 512 + 5 * 1344)
 
 
-def test_a_model_small_enough_to_count_by_hand() -> None:
+def test_small_model_matches_a_count_by_hand() -> None:
     # One sequence of two tokens; one block of width 4, feed-forward 3, two heads of 2 that share one key/value head.
     shape = ModelShape(d_model=4, d_ff=3, num_layers=1, num_heads=2, num_kv_heads=1, vocab=5)
     kept = cost.saved_activations(shape, batch=1, context=2)
@@ -62,25 +62,25 @@ def test_parts_add_up_and_scale_with_the_batch(precision: Precision, attention: 
     assert two.bytes - fixed == 2 * (one.bytes - fixed)
 
 
-def test_fused_attention_keeps_nothing_of_the_length_squared() -> None:
+def test_fused_attention_saves_nothing_quadratic_in_length() -> None:
     kept = cost.activations_of(workload(size="small", attention="sdpa"))
     assert not any("L·L" in term.formula for term in kept.block)
 
 
-def test_copies_of_weights_are_two_bytes_a_parameter_of_every_product() -> None:
+def test_copies_of_weights_take_two_bytes_per_parameter() -> None:
     counted = cost.parameters(SIZES["medium"])
     kept = cost.activations_of(workload(size="medium", precision="bf16"))
     assert kept.part_bytes("weights") == 2 * (counted.attention + counted.feed_forward + counted.head)
     assert cost.activations_of(workload(size="medium")).part_bytes("weights") == 0
 
 
-def test_a_formula_shows_blocks_and_the_rest() -> None:
+def test_formula_shows_blocks_and_the_rest() -> None:
     kept = cost.activations_of(workload())
     assert kept.part_formula("norm") == "N·(4·B·L·d·4 + 2·B·L·4) + 2·B·L·d·4 + B·L·4"
     assert kept.part_formula("rope") == "0"
 
 
-def test_a_checkpoint_keeps_the_inputs_of_its_groups() -> None:
+def test_checkpoint_saves_the_inputs_of_its_groups() -> None:
     residual = cost.residual_bytes(SIZES["nano"], batch=4, context=128)
     assert residual == 4 * 128 * 128 * 4
     outside = cost.activations_of(workload()).outside_bytes
@@ -88,12 +88,12 @@ def test_a_checkpoint_keeps_the_inputs_of_its_groups() -> None:
         assert cost.saved_bytes(workload(checkpoint=setting)) == groups * residual + outside + 4 * 8
 
 
-def test_a_peak_names_its_moment() -> None:
+def test_peak_names_its_moment() -> None:
     assert cost.step_peak(workload(size="small", mode="forward")).moment == "forward"
     assert cost.step_peak(workload(size="nano")).moment == "loss"
-    # Many weights and few tokens: gradients of all blocks stand beside the activations of the first.
+    # Many weights and few tokens: all gradients exist together with the activations of the first block.
     assert cost.step_peak(workload(size="medium", vocab=100, batch=8, checkpoint="block")).moment == "blocks.0"
-    # Few weights and many tokens: the inputs of all blocks stand beside the activations of the last.
+    # Few weights and many tokens: all inputs exist together with the activations of the last block.
     many = workload(size="nano", vocab=10, num_layers=12, batch=64, checkpoint="block")
     assert cost.step_peak(many).moment == "blocks.11"
     plain = workload(size="2.7B", vocab=10, batch=1, context=8)
@@ -101,14 +101,14 @@ def test_a_peak_names_its_moment() -> None:
     assert cost.step_peak(plain).gradient_bytes == 4 * cost.parameters(SIZES["2.7B"]).total - 2 * 9990 * 2560 * 4
 
 
-def test_state_and_gradients_are_there_when_the_mode_has_them() -> None:
+def test_state_and_gradients_depend_on_the_mode() -> None:
     trained, plain = (cost.step_peak(workload(size="small", mode=mode)) for mode in ("train", "forward-backward"))
     assert trained.optimizer_bytes == 2 * trained.parameter_bytes
     assert plain.optimizer_bytes == cost.step_peak(workload(size="small", optimizer="sgd")).optimizer_bytes == 0
     assert trained.bytes - plain.bytes == trained.optimizer_bytes
 
 
-def test_micro_batches_hold_fewer_activations_beside_all_gradients() -> None:
+def test_micro_batches_hold_fewer_activations_and_all_gradients() -> None:
     split, small = workload(batch=8, grad_accumulation=4), workload(batch=2)
     assert cost.activations_of(split) == cost.activations_of(small)
     assert cost.saved_bytes(split) == cost.saved_bytes(small)
@@ -116,7 +116,7 @@ def test_micro_batches_hold_fewer_activations_beside_all_gradients() -> None:
     assert cost.step_peak(split).activation_bytes == cost.step_peak(small).activation_bytes
 
 
-def test_the_best_group_is_small_and_nesting_pays_for_many_tokens_and_blocks() -> None:
+def test_best_group_is_small_and_nesting_pays_for_many_tokens_and_blocks() -> None:
     few = cost.best_checkpoint(workload(size="medium", vocab=100, batch=8, context=256))
     assert few.checkpoint == "block"
     many = workload(num_layers=48, vocab=10, batch=512, attention="sdpa")
@@ -126,10 +126,10 @@ def test_the_best_group_is_small_and_nesting_pays_for_many_tokens_and_blocks() -
     assert best.bytes < cost.step_peak(msgspec.structs.replace(many, checkpoint="block")).bytes
 
 
-def test_without_blocks_worth_it_nothing_is_recomputed() -> None:
+def test_nothing_is_recomputed_if_it_does_not_pay() -> None:
     assert cost.best_checkpoint(workload(size="2.7B", num_layers=1, vocab=10, batch=1, context=8)).checkpoint == "none"
 
 
-def test_other_models_have_no_closed_form() -> None:
-    with pytest.raises(ValueError, match="not of `gpt2`"):
+def test_other_models_have_no_formula() -> None:
+    with pytest.raises(ValueError, match="got `gpt2`"):
         cost.activations_of(Workload(model=HuggingFace(config="gpt2")))

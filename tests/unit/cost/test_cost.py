@@ -1,4 +1,4 @@
-"""Closed forms against counting by hand."""
+"""Formulas compared with counts by hand."""
 
 import pytest
 
@@ -15,14 +15,14 @@ PARAMETERS = {
 
 
 @pytest.mark.parametrize(("size", "expected"), PARAMETERS.items())
-def test_named_sizes_have_the_parameters_everybody_quotes(size: str, expected: int) -> None:
+def test_named_sizes_have_their_published_parameter_counts(size: str, expected: int) -> None:
     assert cost.parameters(SIZES[size]).total == expected
 
 
-def test_forward_flops_of_a_model_small_enough_to_count_by_hand() -> None:
+def test_forward_flops_match_a_count_by_hand() -> None:
     # One layer, width 2, feed-forward 3, one head, vocabulary 5; two tokens.
     shape = ModelShape(d_model=2, d_ff=3, num_layers=1, num_heads=1, num_kv_heads=1, vocab=5)
-    projections = 4 * (2 * 2 * 2 * 2)  # four 2x2 matrices against two tokens, 2 operations each
+    projections = 4 * (2 * 2 * 2 * 2)  # four 2x2 matrices times two tokens, 2 operations each
     feed_forward = 3 * (2 * 2 * 2 * 3)
     head = 2 * 2 * 2 * 5
     attention = 2 * (2 * 2 * 2 * 2) // 2  # scores and values over a 2x2 square, half of it masked
@@ -30,7 +30,7 @@ def test_forward_flops_of_a_model_small_enough_to_count_by_hand() -> None:
     assert cost.forward_flops(shape, batch=3, context=2) == 3 * cost.forward_flops(shape, batch=1, context=2)
 
 
-def test_grouped_heads_and_tied_embeddings_shrink_what_they_should() -> None:
+def test_grouped_heads_and_tied_embeddings_save_parameters() -> None:
     full = ModelShape(d_model=64, d_ff=128, num_layers=2, num_heads=8, num_kv_heads=8, vocab=100)
     grouped = ModelShape(d_model=64, d_ff=128, num_layers=2, num_heads=8, num_kv_heads=2, vocab=100)
     tied = ModelShape(d_model=64, d_ff=128, num_layers=2, num_heads=8, num_kv_heads=8, vocab=100, tie_embeddings=True)

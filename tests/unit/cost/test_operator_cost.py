@@ -1,4 +1,4 @@
-"""Operators' FLOPs and bytes, counted by hand from what the profiler writes."""
+"""FLOPs and bytes of operators compared with counts by hand."""
 
 import json
 
@@ -51,7 +51,7 @@ def test_convolution_and_its_backward() -> None:
         assert cost("convolution_backward", backward, kinds, arguments).flops == times * forward.flops
 
 
-def test_groups_of_a_convolution_see_their_own_channels() -> None:
+def test_convolution_groups_use_their_own_channels() -> None:
     shapes = [[1, 4, 8, 8], [4, 1, 3, 3], *[[]] * 7]
     arguments = ["", "", "", "[1, 1]", "[1, 1]", "[1, 1]", "False", "[0, 0]", "4"]
     found = cost("convolution", shapes, [F, F, *[""] * 7], arguments)
@@ -104,7 +104,7 @@ def test_attention_with_the_length_before_the_heads() -> None:
         ("gather", [[8, 100], [], [8, 1]], [F, "Scalar", I64], ["", "-1", ""], 4 * 8 + 64, 4 * 8),
     ],
 )  # fmt: skip
-def test_what_only_moves_bytes(
+def test_operators_that_only_move_bytes(
     name: str, shapes: object, dtypes: object, arguments: object, read: int, written: int
 ) -> None:
     found = cost(name, shapes, dtypes, arguments)
@@ -128,11 +128,11 @@ def test_what_only_moves_bytes(
         ("aten::_flash_attention_forward", "[[9, 4, 8], [9, 4, 8], [9, 4, 8]]", '["float", "float", "float"]'),
     ],
 )
-def test_what_is_not_known_has_no_cost(name: str, shapes: str | None, dtypes: str | None) -> None:
+def test_unknown_operators_have_no_cost(name: str, shapes: str | None, dtypes: str | None) -> None:
     assert operator_cost(name, shapes, dtypes, None) is None
 
 
-def test_sizes_of_products() -> None:
+def test_sizes_of_gemms() -> None:
     assert product_dims("aten::addmm", "[[5], [2, 3], [3, 5]]") == (1, 2, 5, 3)
     assert product_dims("aten::bmm", "[[4, 2, 3], [4, 3, 5]]") == (4, 2, 5, 3)
     assert product_dims("aten::mm", "[[2], [3]]") is None
@@ -140,5 +140,5 @@ def test_sizes_of_products() -> None:
     assert product_dims("aten::add", "[[2, 3], [3, 5]]") is None
 
 
-def test_a_softmax_is_five_operations_an_element() -> None:
+def test_softmax_takes_five_operations_per_element() -> None:
     assert softmax_flops(100) == 500

@@ -1,4 +1,4 @@
-"""What a data-parallel step takes: by hand on a link of 1 byte a nanosecond, and what must hold for any."""
+"""Predicted data-parallel steps: by hand on a link of 1 byte per nanosecond, and properties of any link."""
 
 from collections.abc import Sequence
 
@@ -51,7 +51,7 @@ THREE = (
         ("bucketed", 45 + 65, 115 + 65 - 100, 2),
     ],
 )
-def test_three_gradients_by_hand(
+def test_three_gradients_match_a_count_by_hand(
     strategy: DdpStrategy, communication_ns: float, exposed_ns: float, collectives: int
 ) -> None:
     step = predict_ddp(strategy, THREE, COMPUTE, make_links(latency_ns=5), bucket_bytes=40)
@@ -80,7 +80,7 @@ def test_gradients_are_ready_in_proportion_to_their_operations() -> None:
         ready_in_order([1, 2], 10, weights=[1])
 
 
-def test_the_built_in_models_gradients_come_from_the_head_back_to_the_embedding() -> None:
+def test_built_in_model_gradients_run_from_head_to_embedding() -> None:
     shape = ModelShape(d_model=4, d_ff=6, num_layers=1, num_heads=2, num_kv_heads=2, vocab=10)
     gradients = model_gradients(shape, 304 + 12)
     sizes = [one.num_bytes for one in gradients]
@@ -92,11 +92,11 @@ def test_the_built_in_models_gradients_come_from_the_head_back_to_the_embedding(
     assert gradients[-1].ready_ns == gradients[-2].ready_ns == pytest.approx(316)
 
 
-def test_buckets_hold_neighbours_and_a_large_gradient_has_its_own() -> None:
+def test_buckets_group_neighbors_and_a_large_gradient_gets_its_own() -> None:
     assert cut([5, 5, 50, 4, 4], 10) == [[5, 5], [50], [4, 4]]
 
 
-def test_buckets_grow_at_first_and_halve_what_is_left_in_the_end() -> None:
+def test_buckets_grow_at_first_and_halve_the_rest_at_the_end() -> None:
     mb = 1 << 20
     assert [len(bucket) for bucket in cut([mb] * 20, 6 * mb)] == [1, 1, 2, 4, 6, 3, 1, 1, 1]
     assert cut([3 * mb], 2 * mb) == [[3 * mb]]
@@ -117,7 +117,7 @@ def test_the_sharded_optimizer_trades_its_update_for_an_all_gather() -> None:
     assert step.collectives == 2
 
 
-def test_fsdp_by_hand() -> None:
+def test_fsdp_matches_a_count_by_hand() -> None:
     # Two layers of 10 bytes, forward 20 and 30, backward 40 and 60. Gathered: 10; the next one's is hidden behind 20.
     layers = [
         Layer(parameter_bytes=10, gradient_bytes=10, forward_ns=20, backward_ns=40),
@@ -132,13 +132,13 @@ def test_fsdp_by_hand() -> None:
     assert step.collectives == 6
 
 
-def test_fsdp_waits_where_the_next_layer_is_not_there_yet() -> None:
+def test_fsdp_waits_for_the_next_layer() -> None:
     layers = [Layer(parameter_bytes=50, gradient_bytes=0, forward_ns=20, backward_ns=0)] * 2
     step = predict_fsdp(layers, make_links())
     assert step.exposed_ns == pytest.approx(50 + 30 + 2 * 50)
 
 
-# --- What holds for any model and link --------------------------------------------------------------------------------
+# --- Properties of any model and link --------------------------------------------------------------------------------
 
 sizes_bytes = st.lists(st.integers(1, 10**9), min_size=1, max_size=20)
 spans_ns = st.floats(0, 1e9)
@@ -148,7 +148,7 @@ shares = st.floats(0, 1)
 @given(
     sizes=sizes_bytes, backward_ns=spans_ns, latency_ns=st.floats(0, 1e6), bucket=st.integers(1, 10**9), share=shares
 )
-def test_no_more_is_exposed_than_is_communicated(
+def test_exposed_time_is_at_most_the_communication_time(
     sizes: list[int], backward_ns: float, latency_ns: float, bucket: int, share: float
 ) -> None:
     gradients = ready_in_order(sizes, backward_ns)
@@ -172,7 +172,7 @@ def test_without_latency_overlap_is_never_slower_than_waiting(
 
 
 @given(sizes=sizes_bytes, backward_ns=spans_ns, latency_ns=st.floats(0, 1e6))
-def test_the_more_latency_the_longer(sizes: list[int], backward_ns: float, latency_ns: float) -> None:
+def test_more_latency_takes_longer(sizes: list[int], backward_ns: float, latency_ns: float) -> None:
     gradients = ready_in_order(sizes, backward_ns)
     for strategy in DDP_STRATEGIES:
         some = predict(strategy, gradients, backward_ns, latency_ns, 10**7, 0).step_ns
@@ -204,12 +204,12 @@ def predict(
 
 
 @pytest.mark.parametrize("share", [-0.1, 1.1])
-def test_a_share_of_a_processor_is_a_share(share: float) -> None:
+def test_processor_share_must_be_a_share(share: float) -> None:
     with pytest.raises(ValueError, match="processor_share"):
         predict_ddp("overlap", THREE, COMPUTE, make_links(), processor_share=share)
 
 
-def test_a_collective_that_was_not_measured_is_not_guessed() -> None:
+def test_unmeasured_collective_is_not_guessed() -> None:
     links = Links(place=make_links().place, links={"broadcast": Link(latency_ns=0, bytes_per_s=1e9)})
     with pytest.raises(ValueError, match="`all-reduce`"):
         predict_ddp("naive", THREE, COMPUTE, links)

@@ -1,4 +1,4 @@
-"""What training keeps on each rank, against counting by hand."""
+"""Memory per rank compared with counts by hand."""
 
 import pytest
 from hypothesis import given
@@ -15,7 +15,7 @@ LAYERS = (
 )
 
 
-def test_plain_training_keeps_everything() -> None:
+def test_unsharded_training_keeps_everything() -> None:
     kept = training_bytes(LAYERS, ranks=4, sharding="none")
     assert (kept.parameters, kept.gradients, kept.optimizer, kept.gathered) == (852, 852, 1704, 0)
     assert kept.total == 852 * 4
@@ -38,7 +38,7 @@ def test_fsdp_shards_matrices_replicates_vectors_and_gathers_two_layers() -> Non
 
 @pytest.mark.parametrize("size", ["nano", "small"])
 @pytest.mark.parametrize("tied", [False, True])
-def test_layers_of_the_built_in_model_have_all_of_its_parameters(size: str, tied: bool) -> None:
+def test_layers_cover_all_parameters_of_the_built_in_model(size: str, tied: bool) -> None:
     shape = SIZES[size]
     if tied:
         shape = ModelShape(
@@ -66,6 +66,6 @@ def test_sharding_never_keeps_more(matrices: list[list[int]], vector: int, ranks
 
 
 @pytest.mark.parametrize(("named", "given_"), [("ranks", {"ranks": 0}), ("sharding", {"sharding": "half"})])
-def test_arguments_are_named_where_they_cannot_be(named: str, given_: dict[str, object]) -> None:
+def test_invalid_arguments_are_named(named: str, given_: dict[str, object]) -> None:
     with pytest.raises(ValueError, match=f"`{named}`"):
         training_bytes(LAYERS, **({"ranks": 2, "sharding": "none"} | given_))  # type: ignore[arg-type]

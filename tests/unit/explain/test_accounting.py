@@ -1,4 +1,4 @@
-"""Time that adds up, to the nanosecond, whatever runs beside what."""
+"""Device time adds up to the nanosecond, whatever overlaps."""
 
 from itertools import pairwise
 
@@ -15,19 +15,19 @@ def frame(*rows: tuple[str, int, int]) -> pl.DataFrame:
     return pl.DataFrame(list(rows), schema=SCHEMA, orient="row")
 
 
-def test_side_by_side_is_overlap_and_counted_once() -> None:
+def test_overlap_counts_once() -> None:
     result = account(frame(("GEMM", 10, 30), ("communication", 20, 50), ("copy", 60, 70)), (0, 100))
     assert result.classes == {"GEMM": 10, "communication": 20, "copy": 10}
     assert (result.overlap_ns, result.idle_ns, result.busy_ns) == (10, 50, 50)
     assert (result.communication_hidden_ns, result.communication_exposed_ns) == (10, 20)
 
 
-def test_two_of_one_class_at_once_are_overlap_too() -> None:
+def test_two_kernels_of_one_class_overlap_too() -> None:
     result = account(frame(("GEMM", 0, 10), ("GEMM", 5, 15)), (0, 15))
     assert (result.classes, result.overlap_ns, result.idle_ns) == ({"GEMM": 10}, 5, 0)
 
 
-def test_what_touches_does_not_overlap() -> None:
+def test_adjacent_kernels_do_not_overlap() -> None:
     result = account(frame(("GEMM", 0, 10), ("copy", 10, 20), ("copy", 10, 10)), (0, 20))
     assert (result.classes, result.overlap_ns, result.idle_ns) == ({"GEMM": 10, "copy": 10}, 0, 0)
 
@@ -52,7 +52,7 @@ def test_every_nanosecond_is_in_one_row(drawn: list[tuple[str, int, int]]) -> No
     assert sum(result.classes.values()) + result.overlap_ns + result.idle_ns == result.wall_ns
 
 
-def test_each_stream_adds_up_by_itself() -> None:
+def test_each_stream_adds_up() -> None:
     rows = frame(("GEMM", 10, 30), ("communication", 20, 50)).with_columns(
         process=pl.lit(1), device=pl.lit(0), stream=pl.Series([7, 20])
     )
@@ -64,9 +64,7 @@ def test_each_stream_adds_up_by_itself() -> None:
 
 
 @given(kernels, st.sets(st.integers(1, 99), max_size=4))
-def test_portions_swept_one_by_one_give_the_same_as_all_at_once(
-    drawn: list[tuple[str, int, int]], borders: set[int]
-) -> None:
+def test_batches_give_the_same_result_as_one_sweep(drawn: list[tuple[str, int, int]], borders: set[int]) -> None:
     rows = [(name, start, start + length) for name, start, length in drawn]
     placed = frame(*rows).with_columns(process=pl.lit(1), device=pl.lit(0), stream=pl.col("start_ns") % 3)
     sweep = DeviceSweep()

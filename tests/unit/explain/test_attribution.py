@@ -1,4 +1,4 @@
-"""Kernels find their operator, module, layer, phase and step, backward included."""
+"""Kernels are attributed to operator, module, layer, phase and step, including backward."""
 
 from pathlib import Path
 
@@ -29,54 +29,54 @@ def test_phases(step: Profile) -> None:
     assert list(found.values()) == ["forward", "forward", "loss", "backward", "backward", "optimizer"]
 
 
-def test_backward_belongs_to_the_module_whose_forward_made_it(step: Profile) -> None:
+def test_backward_belongs_to_the_module_of_its_forward(step: Profile) -> None:
     found = facts(step, "module")
     assert found["ampere_sgemm_128x64_tn"] == found["ampere_sgemm_128x64_nn"] == ("Block_0.Linear_0",)
     assert found["vectorized_relu_kernel"] == ("Block_0",)
 
 
-def test_a_gradient_is_added_up_for_the_module_that_produced_it(step: Profile) -> None:
+def test_gradient_accumulation_belongs_to_the_module_that_produced_it(step: Profile) -> None:
     added = step.kernels.filter(pl.col("class") == "elementwise", pl.col("phase") == "backward")
     assert added["module"].to_list() == ["Block_0.Linear_0"]
 
 
-def test_what_is_no_module_is_named_and_what_is_not_known_is_null(step: Profile) -> None:
+def test_work_outside_modules_is_named_and_unknown_work_is_null(step: Profile) -> None:
     found = facts(step, "module", "launched")
     assert found["void at::native::multi_tensor_apply_kernel<x>"] == ("(optimizer)", "op")
     assert found["nll_loss_forward_reduce_cuda_kernel_2d"] == ("(loss)", "op")
     assert found["ampere_sgemm_128x64_nt"] == (None, "before")
 
 
-def test_the_launch_decides_the_step(step: Profile) -> None:
+def test_launch_time_decides_the_step(step: Profile) -> None:
     found = facts(step, "step")
     assert found["ampere_sgemm_128x64_nn"] == (5,)
     assert found["ampere_sgemm_128x64_nt"] == (None,)
 
 
-def test_the_innermost_operator_is_the_one_that_launched(step: Profile) -> None:
+def test_kernel_belongs_to_the_innermost_operator(step: Profile) -> None:
     found = facts(step, "op")
     assert found["ampere_sgemm_128x64_tn"] == ("aten::mm",)
     shapes = step.ops["shapes"].gather(step.kernels["op_row"])
     assert shapes.drop_nulls().to_list() == ["[[4, 8], [8, 16]]"]
 
 
-def test_without_arrows_the_sequence_number_is_enough(tmp_path: Path) -> None:
+def test_sequence_numbers_suffice_without_flow_arrows(tmp_path: Path) -> None:
     found = facts(profile(tmp_path, [one for one in training_step() if '"fwdbwd"' not in one]), "module")
     assert found["ampere_sgemm_128x64_nn"] == ("Block_0.Linear_0",)
 
 
-def test_without_modules_none_is_invented(tmp_path: Path) -> None:
+def test_modules_are_not_invented(tmp_path: Path) -> None:
     without = profile(tmp_path, [one for one in training_step() if "nn.Module" not in one])
     assert without.kernels["module"].null_count() == without.kernels.height
     assert without.coverage()["module"] == 0
 
 
-def test_coverage_is_of_time_not_of_kernels(step: Profile) -> None:
+def test_coverage_counts_time_not_kernels(step: Profile) -> None:
     unknown = 7_000 / step.gpu_time_ns
     assert step.coverage()["phase"] == pytest.approx(1 - unknown)
 
 
-def test_a_module_run_again_inside_backward_is_recomputed(tmp_path: Path) -> None:
+def test_module_called_inside_backward_is_recomputed(tmp_path: Path) -> None:
     """Activation checkpointing: the forward of a block inside the evaluation of a node."""
     evaluate = "autograd::engine::evaluate_function: "
     events = [
@@ -106,7 +106,7 @@ def test_a_module_run_again_inside_backward_is_recomputed(tmp_path: Path) -> Non
     }
 
 
-def test_gradient_exchange_belongs_to_no_module(tmp_path: Path) -> None:
+def test_gradient_reduction_belongs_to_no_module(tmp_path: Path) -> None:
     events = training_step()
     events[events.index(launch("1362.000", "5.000", 5, thread=AUTOGRAD))] = launch(
         "1362.000", "5.000", 55, thread=AUTOGRAD
@@ -124,7 +124,7 @@ def test_gradient_exchange_belongs_to_no_module(tmp_path: Path) -> None:
     assert found.select("module", "phase").rows() == [("(communication)", "backward")]
 
 
-def test_a_graph_replay_is_said_to_be_one(tmp_path: Path) -> None:
+def test_graph_replay_is_marked(tmp_path: Path) -> None:
     events = [
         event("user_annotation", "forward", "0.000", "50.000"),
         launch("10.000", "5.000", 1, name="cudaGraphLaunch"),
@@ -135,12 +135,12 @@ def test_a_graph_replay_is_said_to_be_one(tmp_path: Path) -> None:
     assert found == {"a": ("graph", "forward"), "b": ("graph", "forward")}
 
 
-def test_without_anything_backward_all_is_forward(tmp_path: Path) -> None:
+def test_everything_is_forward_without_backward(tmp_path: Path) -> None:
     events = [op("aten::mm", "0.000", "9.000"), launch("1.000", "1.000", 1), kernel("a", "5.000", "1.000", 1)]
     assert facts(profile(tmp_path, events), "phase") == {"a": ("forward",)}
 
 
-def test_our_own_annotation_names_everything(tmp_path: Path) -> None:
+def test_annotation_names_everything(tmp_path: Path) -> None:
     ranges = [
         ("step:0", "0.000", "500.000"),
         ("phase:forward", "1.000", "200.000"),

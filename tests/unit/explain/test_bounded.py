@@ -1,4 +1,4 @@
-"""A trace read in windows says the same, to the nanosecond, as the same trace read at once."""
+"""A trace read in windows gives the same results, to the nanosecond, as the same trace read at once."""
 
 import errno
 import random
@@ -44,7 +44,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def check_same(path: Path) -> Summary:
-    """Of both modes, and the tables for the terminal too."""
+    """Compare both modes, including the tables for the terminal."""
     whole = make_profile(kineto.read(path))
     expected = summarise(whole, ())
     profile = bounded.make_bounded_profile(path, path.parent / "spilled")
@@ -65,8 +65,8 @@ def us(nanoseconds: int) -> str:
 
 
 def step(number: int, *, arrows: bool = True, delay_us: int = 0, marked: bool = True) -> list[str]:
-    """One training step of 1 ms: a model of two blocks, its loss, its backward, gradients exchanged on a second stream
-    and an optimizer. Kernels run `delay_us` after what the host does."""
+    """One training step of 1 ms: a model of two blocks, its loss, its backward, gradients reduced on a second stream
+    and an optimizer. Kernels run `delay_us` after their launch."""
     at = 10_000 + 1_000 * number
     first = 1_000 * number
     events = [event("user_annotation", f"ProfilerStep#{number}", f"{at}.000", "990.001")] if marked else []
@@ -129,8 +129,8 @@ def test_many_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, window: int
     assert found.overlap_ns > 0
 
 
-def test_windows_are_many_and_small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Else the others compare one window with itself."""
+def test_there_are_many_small_windows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise the other tests compare one window with itself."""
     counts: list[int] = []
 
     def choose(tables: Sequence[EventTable], rows: int) -> list[int]:
@@ -141,17 +141,17 @@ def test_windows_are_many_and_small(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     for module in (bounded, windows):
         monkeypatch.setattr(module, "choose_borders", choose)
     bounded.make_bounded_profile(write_trace(tmp_path / "t.json", steps(8)), tmp_path / "spilled")
-    assert len(counts) == 8  # launches, arrows, makers, and five over time
+    assert len(counts) == 8  # launches, flow arrows, operators, and five over time
     assert min(counts) >= 1
     assert max(counts) >= 20
 
 
-def test_no_steps_at_all(tmp_path: Path) -> None:
+def test_trace_without_steps(tmp_path: Path) -> None:
     assert check_same(write_trace(tmp_path / "t.json", steps(5, marked=False))).steps == 1
 
 
 def test_kernels_launched_many_windows_earlier(tmp_path: Path) -> None:
-    """The host is four steps ahead of the device."""
+    """The CPU is four steps ahead of the device."""
     found = check_same(write_trace(tmp_path / "t.json", steps(6, delay_us=4_000)))
     assert [one.launched for one in found.launched] == ["op"]
     assert found.coverage.phase > 0.9
@@ -175,8 +175,8 @@ def test_kernels_across_borders_and_streams(tmp_path: Path) -> None:
     assert next(one for one in found.launched if one.launched == "before").count == 3
 
 
-def test_backward_long_after_its_forward(tmp_path: Path) -> None:
-    """Gradients of all forwards at the end: makers and nodes are never in one window."""
+def test_backward_many_windows_after_its_forward(tmp_path: Path) -> None:
+    """All backward passes run at the end: operators and their nodes are never in one window."""
     events = []
     for number in range(25):
         at = 1_000 + 100 * number
@@ -192,8 +192,8 @@ def test_backward_long_after_its_forward(tmp_path: Path) -> None:
     assert len(found.modules) == 5
 
 
-def test_what_is_open_all_the_time_is_seen_in_every_window(tmp_path: Path) -> None:
-    """Our own annotation around everything, in one call that outlasts the file's windows."""
+def test_range_over_the_whole_trace_is_seen_in_every_window(tmp_path: Path) -> None:
+    """stepscope's annotation around everything, in one call longer than any window."""
     events = [
         event("user_annotation", "module:(Model)", "9000.000", "20000.000"),
         event("user_annotation", "phase:forward", "9000.000", "5000.000"),
@@ -205,7 +205,7 @@ def test_what_is_open_all_the_time_is_seen_in_every_window(tmp_path: Path) -> No
     assert {one.module for one in found.modules} >= {"(Model)", "blocks.2.mlp"}
 
 
-def test_a_module_run_again_inside_backward(tmp_path: Path) -> None:
+def test_module_recomputed_in_backward(tmp_path: Path) -> None:
     again = [
         event("python_function", "nn.Module: Block_0", f"{10_400 + 1_000 * n}.500", "15.000", tid=AUTOGRAD)
         for n in range(4)
@@ -220,7 +220,7 @@ def test_backward_of_the_loss_without_any_module(tmp_path: Path) -> None:
 
 
 def test_named_ranges_that_cross_between_threads(tmp_path: Path) -> None:
-    """Which of two open ranges counts depends on one that ended before the window."""
+    """Which of two open ranges applies depends on one that ended before the window."""
     events = [
         event("user_annotation", "forward", "0.000", "100.000"),
         event("user_annotation", "backward", "10.000", "900.000", tid=LOADER),
@@ -231,8 +231,8 @@ def test_named_ranges_that_cross_between_threads(tmp_path: Path) -> None:
     assert len(check_same(write_trace(tmp_path / "t.json", events)).phases) == 2
 
 
-def test_evidence_of_backward_counts_for_windows_without_it(tmp_path: Path) -> None:
-    """Nothing says what the first kernels are; that the file has a backward pass at all is known at its end only."""
+def test_evidence_of_backward_applies_to_all_windows(tmp_path: Path) -> None:
+    """The phase of the first kernels depends on a backward pass at the end of the file."""
     events = []
     for n in range(30):
         events += [op("aten::add", f"{100 + 10 * n}.000", "5.000"), launch(f"{101 + 10 * n}.000", "1.000", n)]
@@ -262,13 +262,13 @@ def test_a_graph_replay(tmp_path: Path) -> None:
     assert [one.launched for one in check_same(write_trace(tmp_path / "t.json", events)).launched] == ["graph"]
 
 
-def test_a_repeated_correlation_means_the_first_call(tmp_path: Path) -> None:
+def test_repeated_correlation_refers_to_the_first_call(tmp_path: Path) -> None:
     events = [launch("10.000", "1.000", 5), *steps(5), launch("10600.000", "1.000", 5)]
     check_same(write_trace(tmp_path / "t.json", events))
 
 
 def test_blocks_and_processes_change_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    # What looks like the end of one event and the start of the next, so that cuts go through events.
+    # Text that looks like the end of one event and the start of the next, so that cuts go through events.
     tricky: dict[str, Any] = {"list": [{"name": "a"}, {"name": "b"}] * 30, "Sequence number": 7}
     cut = [op(f"aten::cut{n}", f"{20_000 + 10 * n}.000", "9.000", **tricky) for n in range(12)]
     calls = [launch(f"{20_001 + 10 * n}.000", "1.000", 90_000 + n) for n in range(12)]
@@ -282,7 +282,7 @@ def test_blocks_and_processes_change_nothing(tmp_path: Path, monkeypatch: pytest
 
 
 @pytest.mark.parametrize("share", [0.4, 0.97])
-def test_damage_is_said_in_the_same_words(tmp_path: Path, share: float) -> None:
+def test_damage_gives_the_same_notes(tmp_path: Path, share: float) -> None:
     events = steps(4)
     events.insert(3, '{"ph": "X", "cat": "cpu_op", "name": "bad \\x escape", "ts": 5.000}')
     events.insert(40, kernel(GEMM, "10.000", "-3.000", 1))
@@ -348,13 +348,13 @@ def test_random_traces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seed: in
     for thread in (MAIN, AUTOGRAD, LOADER):
         most = len(events) + 30
         call(thread, 1_000, 300_000, 0)
-    # One forward thread is the busiest beyond doubt: without arrows, numbers mean that one.
+    # One forward thread is clearly the busiest: without flow arrows, thread numbers refer to it.
     events += [op("aten::add", us(400_000 + 10 * n), "0.001", **{"Sequence number": 99}) for n in range(30)]
     chance.shuffle(events)
     check_same(write_trace(tmp_path / "t.json", [*events, kernel(GEMM, "1.000", "1.000", 0)]))
 
 
-def test_findings_and_single_kernels_are_said_to_be_missing(tmp_path: Path) -> None:
+def test_findings_and_single_kernels_are_not_available(tmp_path: Path) -> None:
     profile = bounded.make_bounded_profile(write_trace(tmp_path / "t.json", training_step()), tmp_path)
     assert "findings" in profile_tables.headline(profile)
     assert summarise(profile, ()).findings == ()
@@ -370,7 +370,7 @@ def test_findings_and_single_kernels_are_said_to_be_missing(tmp_path: Path) -> N
 @pytest.mark.parametrize(
     ("events", "said"), [([], "no readable events"), ([event("user_annotation", "a", "1", "2")], "no kernel timeline")]
 )
-def test_what_holds_no_kernels_is_an_error(tmp_path: Path, events: list[str], said: str) -> None:
+def test_trace_without_kernels_is_an_error(tmp_path: Path, events: list[str], said: str) -> None:
     path = write_trace(tmp_path / "t.json", events)
     with pytest.raises(StepscopeError, match=said):
         bounded.make_bounded_profile(path, tmp_path / "spilled")
@@ -378,7 +378,7 @@ def test_what_holds_no_kernels_is_an_error(tmp_path: Path, events: list[str], sa
 
 
 @pytest.mark.parametrize("failure", [KeyboardInterrupt(), RuntimeError("a mistake of ours")])
-def test_the_spill_is_removed_after_a_failure(
+def test_temporary_files_are_removed_after_a_failure(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failure: BaseException
 ) -> None:
     beside = tmp_path / "spilled"
@@ -406,7 +406,7 @@ def test_a_full_disk_is_a_clean_error(tmp_path: Path, monkeypatch: pytest.Monkey
     assert not list((tmp_path / "spilled").iterdir())
 
 
-def test_a_folder_that_cannot_be_made_is_a_clean_error(tmp_path: Path) -> None:
+def test_unwritable_directory_is_a_clean_error(tmp_path: Path) -> None:
     path = write_trace(tmp_path / "t.json", training_step())
     with pytest.raises(StepscopeError, match="cannot write"):
         bounded.make_bounded_profile(path, path / "inside-a-file")
@@ -418,9 +418,7 @@ def test_a_folder_that_cannot_be_made_is_a_clean_error(tmp_path: Path) -> None:
     st.lists(st.integers(-12, 12), unique=True, max_size=6),
     st.integers(1, 9),
 )
-def test_a_spill_gives_back_every_row_once_in_its_window(
-    tmp_path: Path, keys: list[int], borders: list[int], size: int
-) -> None:
+def test_windows_return_every_row_once(tmp_path: Path, keys: list[int], borders: list[int], size: int) -> None:
     with windows.spilling(tmp_path) as disk, pytest.MonkeyPatch.context() as patch:
         set_sizes(patch, 10, run=2 * size, chunk=size)
         table = Spill(disk, "t", pl.col("key"), ("key", "place"))
@@ -432,7 +430,7 @@ def test_a_spill_gives_back_every_row_once_in_its_window(
             found = list(table.windows(sorted(borders)))
             for low, high, window in zip(edges[:-1], edges[1:], found, strict=True):
                 expected = sorted((key, place) for place, key in enumerate(keys) if low <= key < high)
-                # Equal keys keep their order, which is all the order there is.
+                # Equal keys keep their order.
                 assert window.sort("key", maintain_order=True).rows() == expected
         chosen = choose_borders([table], 5)
         assert chosen == sorted(set(chosen))

@@ -1,4 +1,4 @@
-"""Two recordings against each other: differences add up, noise is told from change, and the gate decides."""
+"""Comparison of two recordings: differences add up, noise is distinguished from change, and the gate decides."""
 
 import itertools
 from dataclasses import replace
@@ -35,7 +35,7 @@ KEYS: tuple[By, ...] = ("phase", "class", "module", "kernel")
 
 
 def run_of(*durations: int, gemm: int = 50, **manifest: object) -> Profile:
-    """One step a duration: a product, and an exponential that takes it."""
+    """One step per duration: a GEMM, and an exponential of that duration."""
     tape = Tape()
     for step, ns in enumerate(durations):
         with tape.inside(f"step:{step}"):
@@ -73,7 +73,7 @@ def test_halves_of_nanoseconds_are_rounded_so_that_they_add_up() -> None:
     assert parts["GEMM"] + parts["elementwise"] == 151
 
 
-def test_many_parts_end_in_a_rest() -> None:
+def test_small_parts_are_summed_up_as_rest() -> None:
     tapes = Tape(), Tape()
     for number, tape in enumerate(tapes):
         with tape.inside("step:0"):
@@ -85,7 +85,7 @@ def test_many_parts_end_in_a_rest() -> None:
     assert sum(row.difference_ns for row in result.parts) == result.wall.difference_ns
 
 
-def test_a_recording_against_itself() -> None:
+def test_recording_compared_with_itself() -> None:
     profile = model_profile(steps=3)
     for by in KEYS:
         result = compare(profile, profile, by=by)
@@ -94,14 +94,14 @@ def test_a_recording_against_itself() -> None:
         assert not result.remarks
 
 
-def test_what_changed_most_comes_first() -> None:
+def test_largest_change_comes_first() -> None:
     result = compare(run_of(100, 100, 100), run_of(400, 400, 400, gemm=60), by="class")
     assert [(row.name, row.difference_ns) for row in result.parts[:2]] == [("elementwise", 300), ("GEMM", 10)]
     assert result.parts[0].verdict == "slower"
     assert result.parts[0].ratio == 4
 
 
-def test_noise_is_told_from_change() -> None:
+def test_noise_is_distinguished_from_change() -> None:
     noisy = compare(run_of(100, 900, 500), run_of(200, 1000, 400))
     assert noisy.wall.verdict == "noise"
     assert not regressed(noisy, 0.0)
@@ -110,7 +110,7 @@ def test_noise_is_told_from_change() -> None:
     assert compare(run_of(600, 605, 610), run_of(500, 505, 510)).wall.verdict == "faster"
 
 
-def test_few_steps_cannot_tell_and_are_gated_all_the_same() -> None:
+def test_too_few_steps_are_still_gated() -> None:
     result = compare(run_of(100), run_of(500))
     assert result.wall.verdict == "cannot tell"
     assert regressed(result, 0.03)
@@ -118,7 +118,7 @@ def test_few_steps_cannot_tell_and_are_gated_all_the_same() -> None:
     assert not regressed(compare(run_of(500), run_of(100)), 0.0)
 
 
-def test_the_gate_takes_the_limit() -> None:
+def test_gate_uses_the_limit() -> None:
     result = compare(run_of(10_000, 10_000, 10_000), run_of(10_400, 10_400, 10_400))
     assert regressed(result, 0.03)
     assert not regressed(result, 0.05)
@@ -126,7 +126,7 @@ def test_the_gate_takes_the_limit() -> None:
     assert gate_sentence(result, 0.05).startswith("pass")
 
 
-def test_the_gate_prefers_steps_timed_without_the_recorder() -> None:
+def test_gate_prefers_unprofiled_steps() -> None:
     a, b = run_of(100, 100, 100), run_of(900, 900, 900)
     result = compare(with_plain(a, 500, 501, 502), with_plain(b, 501, 500, 502))
     assert result.wall.verdict == "slower"
@@ -135,14 +135,14 @@ def test_the_gate_prefers_steps_timed_without_the_recorder() -> None:
     assert compare(with_plain(a, 500), b).gate.name == WALL
 
 
-def test_a_step_ends_where_the_next_begins() -> None:
+def test_step_ends_where_the_next_begins() -> None:
     profile = run_of(100, 200, 300)
     windows = profile.step_windows
     assert [start for start, _ in windows] == profile.steps["start_ns"].to_list()
     assert all(one[1] == other[0] for one, other in itertools.pairwise(windows))
 
 
-def test_steps_follow_the_device_where_the_host_runs_ahead() -> None:
+def test_steps_follow_the_device_if_the_cpu_runs_ahead() -> None:
     tape = Tape()
     for step in range(4):
         with tape.inside(f"step:{step}"):
@@ -152,7 +152,7 @@ def test_steps_follow_the_device_where_the_host_runs_ahead() -> None:
     assert compare(profile, profile).wall.a_ns == 1000
 
 
-def test_what_runs_side_by_side_counts_once() -> None:
+def test_overlapping_kernels_count_once() -> None:
     tape = Tape()
     with tape.inside("step:0"):
         tape.kernel(GEMM, 1000, stream=7)
@@ -164,7 +164,7 @@ def test_what_runs_side_by_side_counts_once() -> None:
     assert "elementwise" not in parts
 
 
-def test_welch_on_numbers_worked_out_by_hand() -> None:
+def test_welch_matches_a_calculation_by_hand() -> None:
     # Variances 1 and 4 over three each: error 5/3; freedom (5/3)² / ((1/3)²/2 + (4/3)²/2) = 2.94, so t of 2.
     assert welch_margin([1, 2, 3], [2, 4, 6]) == pytest.approx(4.303 * (5 / 3) ** 0.5)
     assert welch_margin([1, 1, 1], [2, 2, 2]) == 0
@@ -174,17 +174,17 @@ def test_welch_on_numbers_worked_out_by_hand() -> None:
 
 
 @pytest.mark.parametrize(("text", "value"), [("3%", 0.03), ("3", 0.03), (" 0.5 % ", 0.005), ("0", 0.0), ("150%", 1.5)])
-def test_percent(text: str, value: float) -> None:
+def test_percentages_are_parsed(text: str, value: float) -> None:
     assert parse_percent(text) == pytest.approx(value)
 
 
 @pytest.mark.parametrize("text", ["", "%", "three", "-1%", "nan", "inf%", "3%%"])
-def test_bad_percent_is_refused(text: str) -> None:
+def test_invalid_percentage_is_an_error(text: str) -> None:
     with pytest.raises(StepscopeError, match="invalid percentage"):
         parse_percent(text)
 
 
-def test_circumstances_that_differ_are_said() -> None:
+def test_differences_between_runs_are_reported() -> None:
     doubt = Doubt(code="throttled", text="the clocks were held back")
     cases = [
         build_case({**TINY, "device": "cuda:0", "precision": p, "batch": n}) for p, n in (("fp32", 2), ("bf16", 4))
@@ -200,12 +200,12 @@ def test_circumstances_that_differ_are_said() -> None:
     assert "context" not in said
 
 
-def test_kernels_run_one_at_a_time_are_no_step() -> None:
+def test_serialized_kernels_give_a_warning() -> None:
     said = compare(run_of(100), run_of(100, source="nsight compute")).remarks
     assert [line.split(":")[1] for line in said] == [" after", " the profilers differ, and so does their overhead"]
 
 
-def test_layers_are_one_module() -> None:
+def test_layers_are_merged_into_one_module() -> None:
     assert align_module("blocks.11.attention.q_proj") == "blocks.*.attention.q_proj"
     assert align_module("Model_0.Block_3.Linear_12") == "Model.Block.Linear"
     assert align_module("model.layers.0") == "model.layers.*"
@@ -220,8 +220,8 @@ def test_the_table_renders_in_every_format() -> None:
     assert table.rows[0][:2] == ("step", WALL)
 
 
-def test_a_long_kernel_is_in_every_step_that_it_runs_in() -> None:
-    """Also where shorter ones began after it and ended before the step."""
+def test_long_kernel_counts_in_every_step_it_runs_in() -> None:
+    """Even if shorter kernels started after it and ended before the step."""
     tape = Tape()
     for step in range(4):
         with tape.inside(f"step:{step}"):

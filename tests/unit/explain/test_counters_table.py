@@ -1,4 +1,4 @@
-"""Hardware counters as tables: what each kernel did, and a grid's counters beside the textbook."""
+"""Hardware counters as tables: what each kernel did, and the counters of a grid compared with the formula."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -40,7 +40,7 @@ def rows(table: Table) -> list[dict[str, Any]]:
 
 
 def change(recording: Recording, metric: str, kernel: int, value: float | None) -> Recording:
-    """One counter of one kernel with another value, or without one."""
+    """Change or remove one counter of one kernel."""
     here = (pl.col("metric") == metric) & (pl.col("kernel") == kernel)
     counters = recording.counters.with_columns(
         pl.when(here).then(pl.lit(value, pl.Float64)).otherwise("value").alias("value")
@@ -49,16 +49,16 @@ def change(recording: Recording, metric: str, kernel: int, value: float | None) 
 
 
 def add(recording: Recording, metric: str, value: float) -> Recording:
-    """A metric that all kernels have with the same value."""
+    """Add a metric with the same value for all kernels."""
     kernels = pl.int_range(recording.kernels.height, eager=True)
     more = pl.DataFrame({"kernel": kernels, "metric": [metric] * len(kernels), "value": [value] * len(kernels)})
     return replace(recording, counters=pl.concat([recording.counters, tables.conform("counters", more)]))
 
 
-def test_a_kernel_says_what_it_did_on_which_units(recording: Recording) -> None:
+def test_kernel_shows_operations_per_unit(recording: Recording) -> None:
     (attention,) = (row for row in rows(kernels_table(recording)) if row["short"] == ATTENTION)
     assert (attention["class"], attention["count"], attention["grid"]) == ("attention", 2, "2×12×1")
-    # fp32 attention is three products in tf32: over the 3 of 4 tiles of 64×64 that a causal mask leaves, of 12 heads.
+    # fp32 attention is three tf32 GEMMs: over the 3 of 4 tiles of 64×64 that a causal mask leaves, of 12 heads.
     assert attention["tensor_ops"] == 3 * (3 * 64 * 64) * 12 * 4 * 64
     assert attention["fp32_flops"] == 3_069_450
     assert attention["tensor_share"] == pytest.approx(113_246_208 / (113_246_208 + 3_069_450))
@@ -66,7 +66,7 @@ def test_a_kernel_says_what_it_did_on_which_units(recording: Recording) -> None:
     assert attention["fp64_flops"] is None
 
 
-def test_memory_is_a_rate_and_a_share_of_the_peak(recording: Recording) -> None:
+def test_memory_traffic_is_a_rate_and_a_share_of_the_peak(recording: Recording) -> None:
     head = rows(kernels_table(recording))[-1]
     assert head["class"] == "GEMM"
     assert head["dram_gb_s"] == pytest.approx(head["dram_bytes"] / head["time_us"] / 1e3)
@@ -76,7 +76,7 @@ def test_memory_is_a_rate_and_a_share_of_the_peak(recording: Recording) -> None:
     assert rows(unknown)[-1]["dram_gb_s"] == head["dram_gb_s"]
 
 
-def test_hit_rates_are_shares_and_missing_where_they_were_not_collected(recording: Recording) -> None:
+def test_hit_rates_are_missing_if_not_collected(recording: Recording) -> None:
     assert rows(kernels_table(recording))[0]["l1_hit"] is None
     counted = add(add(recording, "l1tex__t_sector_hit_rate.pct", 25.0), "lts__t_sector_hit_rate.pct", 62.5)
     assert {(row["l1_hit"], row["l2_hit"]) for row in rows(kernels_table(counted))} == {(0.25, 0.625)}
@@ -90,7 +90,7 @@ def test_rows_are_in_launch_order_and_count_every_kernel_once(recording: Recordi
     assert first == sorted(first)
 
 
-def test_products_of_other_sizes_are_other_rows_and_data_makes_no_difference(recording: Recording) -> None:
+def test_gemms_of_other_sizes_are_separate_rows_and_data_makes_no_difference(recording: Recording) -> None:
     ffma = "sm__sass_thread_inst_executed_op_ffma_pred_on.sum"
     names = recording.kernels["name"].to_list()
     before = len(kernels_table(recording).rows)
@@ -100,7 +100,7 @@ def test_products_of_other_sizes_are_other_rows_and_data_makes_no_difference(rec
     assert len(kernels_table(change(recording, ffma, attention, 1.0)).rows) == before
 
 
-def test_a_sum_with_a_part_that_was_not_measured_is_not_known(recording: Recording) -> None:
+def test_sum_with_an_unmeasured_part_is_unknown(recording: Recording) -> None:
     names = recording.kernels["name"].to_list()
     head = len(names) - 1
     less = change(recording, "sm__sass_thread_inst_executed_op_fmul_pred_on.sum", head, None)
@@ -134,7 +134,7 @@ def case(recording: Recording | None, *, passes: int = 1, reason: str = "", **se
 TEXTBOOK = {"attention": 2 * 12 * 4 * 128**2 * 64, "GEMM": 10**10}
 
 
-def test_a_grid_is_counter_formula_and_ratio_by_case_and_class(recording: Recording) -> None:
+def test_grid_has_counter_formula_and_ratio_per_case_and_class(recording: Recording) -> None:
     counted = recording.with_manifest(forward_flops=TEXTBOOK)
     table = cases_table([case(counted), case(counted, context=64)], ["attention", "GEMM"])
     first, second, third, _ = rows(table)
@@ -165,7 +165,7 @@ def test_only_the_settings_that_differ_are_columns(recording: Recording) -> None
     assert settings(case(recording), wider) == ["d_model", "d_ff", "context", "precision"]
 
 
-def test_double_precision_has_columns_where_it_was_counted(recording: Recording) -> None:
+def test_fp64_has_columns_if_counted(recording: Recording) -> None:
     counted = recording.with_manifest(forward_flops=TEXTBOOK)
     for operation, value in (("dadd", 1.0), ("dmul", 10.0), ("dfma", 100.0)):
         counted = add(counted, f"sm__sass_thread_inst_executed_op_{operation}_pred_on.sum", value)
@@ -174,7 +174,7 @@ def test_double_precision_has_columns_where_it_was_counted(recording: Recording)
     assert row["fp64_flops_ratio"] == pytest.approx(422 / 100_663_296)
 
 
-def test_several_passes_are_that_many_times_the_formula(recording: Recording) -> None:
+def test_formula_scales_with_the_number_of_passes(recording: Recording) -> None:
     counted = recording.with_manifest(forward_flops=TEXTBOOK)
     once, twice = (rows(cases_table([case(counted, passes=n)]))[0] for n in (1, 2))
     assert twice["textbook_flops"] == 2 * once["textbook_flops"]
@@ -188,13 +188,13 @@ def test_a_model_without_a_formula_still_has_its_counters(recording: Recording) 
     assert (row["textbook_flops"], row["tensor_ops_ratio"], row["notes_flops"]) == (None, None, None)
 
 
-def test_a_case_that_failed_is_a_row_and_a_reason(recording: Recording) -> None:
+def test_failed_case_is_a_row_with_a_reason(recording: Recording) -> None:
     table = cases_table([case(recording), case(None, reason="out of memory", context=8192)])
     assert rows(table)[1]["launches"] is None
     assert table.notes[-1] == "context-8192: out of memory"
 
 
-def test_attention_that_is_written_out_is_pointed_at(recording: Recording) -> None:
+def test_unfused_attention_gives_a_hint(recording: Recording) -> None:
     kernels = recording.kernels.with_columns(pl.col("name").str.replace(r"^fmha.*", "nothing"))
     table = cases_table([case(replace(recording, kernels=kernels))])
     assert rows(table)[0]["launches"] == 0
@@ -208,7 +208,7 @@ def test_recordings_that_name_the_class_in_lower_case_are_read() -> None:
     assert counted_kernels(recording).filter(pl.col("class") == "GEMM").height
 
 
-def test_classes_are_known_words() -> None:
+def test_classes_are_accepted_in_any_case() -> None:
     assert choose_classes(None) == ("attention",)
     assert choose_classes("gemm, Attention,GEMM") == ("GEMM", "attention")
     with pytest.raises(StepscopeError, match="unknown kernel class: `gem`") as raised:
@@ -216,16 +216,16 @@ def test_classes_are_known_words() -> None:
     assert raised.value.hint == "--kernel-class GEMM"
 
 
-# --- Where else they are shown
+# --- Counters in explain
 
 
-def test_explain_shows_them_on_its_page_and_alone(recording: Recording) -> None:
+def test_explain_shows_counters_on_its_page_and_as_a_table(recording: Recording) -> None:
     run = Run.of(recording, Path("counted"))
     assert run.page().tables[-1].rows == kernels_table(recording, top=12).rows
     assert run.table("counters", top=4).rows == kernels_table(recording, top=4).rows
 
 
-def test_a_recording_with_other_counters_or_none_has_no_such_table(recording: Recording) -> None:
+def test_recording_without_these_counters_has_no_table(recording: Recording) -> None:
     others = recording.counters.filter(pl.col("metric").str.starts_with("launch__"))
     for counters in (others, tables.empty("counters")):
         without = replace(recording, counters=counters)
@@ -236,8 +236,8 @@ def test_a_recording_with_other_counters_or_none_has_no_such_table(recording: Re
             run.table("counters", top=4)
 
 
-def test_a_hit_rate_above_one_is_no_rate(recording: Recording) -> None:
-    """Hits and lookups are counted in different runs of a kernel."""
+def test_hit_rate_above_one_is_dropped(recording: Recording) -> None:
+    """Hits and lookups are counted in different replays of a kernel."""
     rated = add(recording, L2_HIT_RATE, 62.5)
     last = change(rated, L2_HIT_RATE, recording.kernels.height - 1, 502.0)
     assert rows(kernels_table(rated))[-1]["l2_hit"] == 0.625

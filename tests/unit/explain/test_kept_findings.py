@@ -1,4 +1,4 @@
-"""Findings of a large recording are looked for once, and again where what was kept cannot be read."""
+"""Findings of a large recording are cached, and computed again if the cache cannot be read."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -8,7 +8,7 @@ from stepscope.explain.rules import find_once
 from tests.unit.recordings import ADD, Timeline
 
 
-def test_findings_are_kept_and_a_damaged_file_is_made_again(tmp_path: Path) -> None:
+def test_findings_are_cached_and_a_damaged_cache_is_rebuilt(tmp_path: Path) -> None:
     timeline = Timeline(host_us=60)
     for _ in range(3):
         with timeline.step(), timeline.phase("forward"):
@@ -24,7 +24,7 @@ def test_findings_are_kept_and_a_damaged_file_is_made_again(tmp_path: Path) -> N
     assert find_once(profile) == found
 
 
-def test_findings_of_a_small_recording_are_kept_nowhere() -> None:
+def test_findings_of_a_small_recording_are_not_cached() -> None:
     timeline = Timeline()
     with timeline.step():
         timeline.launch(ADD, 4)

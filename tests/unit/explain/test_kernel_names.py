@@ -1,4 +1,4 @@
-"""Whatever a trace holds as a kernel's name, decoding it ends, never raises, and its result can be shown."""
+"""Decoding any text as a kernel name terminates, never raises, and gives a printable result."""
 
 import json
 import string
@@ -15,7 +15,7 @@ from stepscope.explain.kernel_names.anatomy import LOOKED_AT, dissect
 from stepscope.render.formats import Format
 from stepscope.render.tables import render
 
-# Pieces of real names, so that random text reaches the insides of every family.
+# Parts of real names, so that random text reaches every family.
 PIECES = [
     "void at::native::",
     "vectorized_elementwise_kernel<4, ",
@@ -96,17 +96,17 @@ def test_any_text_decodes_into_something_presentable(name: str) -> None:
 
 
 @pytest.mark.parametrize("piece", [*PIECES, "maxpool", "gemm_sm1_", "1x", "((((", "<<<<", "_Z9", "T_", "E1E", "quant_"])
-def test_a_megabyte_is_looked_at_only_at_its_front(piece: str) -> None:
+def test_only_the_beginning_of_a_megabyte_is_read(piece: str) -> None:
     name = (piece * (1_000_000 // len(piece) + 1))[:1_000_000]
     assert_presentable(decode(name), name)
     looked_at = dissect(name)
     assert max(map(len, (looked_at.base, looked_at.scope, looked_at.template, looked_at.arguments))) <= 4 * LOOKED_AT
-    # What lies behind the front changes nothing.
+    # Text after the beginning changes nothing.
     assert decode(name[:500_000] + "gemm").kernel_class == decode(name[:500_000] + "softmax").kernel_class
     assert any("first 4,000 characters" in note for note in describe(decode(name)).notes)
 
 
-def test_real_names_are_kept_and_hostile_ones_are_not() -> None:
+def test_real_names_are_cached_and_hostile_ones_are_not() -> None:
     from stepscope.explain.kernel_names import _decode_kept
 
     assert decode("ampere_sgemm_128x64_tn") is decode("ampere_sgemm_128x64_tn")
@@ -118,11 +118,11 @@ def test_real_names_are_kept_and_hostile_ones_are_not() -> None:
 @pytest.mark.parametrize(
     "name", ["", "foo", "my_custom_format_kernel", "kernel", "abnormal", "_Z3fooi", "compact_kernel"]
 )
-def test_a_name_that_says_nothing_is_other(name: str) -> None:
+def test_meaningless_name_is_other(name: str) -> None:
     decoded = decode(name)
     assert decoded.kernel_class == "other"
     assert decoded.library == "unknown"
-    assert any("not recognised: class other" in note for note in describe(decoded).notes)
+    assert any("not recognized: class other" in note for note in describe(decoded).notes)
 
 
 @pytest.mark.parametrize(
@@ -144,12 +144,12 @@ def test_a_name_that_says_nothing_is_other(name: str) -> None:
         ("_ZN1a1bILNS_4EnumE12EE10long_names", "a", "b", "Enum, 12, long_names"),
     ],
 )
-def test_all_spellings_have_one_anatomy(name: str, scope: str, base: str, template: str) -> None:
+def test_all_spellings_parse_alike(name: str, scope: str, base: str, template: str) -> None:
     found = dissect(name)
     assert (found.scope, found.base, found.template) == (scope, base, template)
 
 
-def test_a_description_lists_parts_then_what_they_add_up_to() -> None:
+def test_description_lists_parts_then_fields() -> None:
     table = describe(decode("ampere_sgemm_128x64_tn"))
     rows = [(row[0], row[2]) for row in table.rows]
     assert rows[:4] == [("ampere", "part"), ("sgemm", "part"), ("128x64", "part"), ("tn", "part")]
@@ -171,12 +171,12 @@ def test_a_description_lists_parts_then_what_they_add_up_to() -> None:
         ("Memcpy HtoD (Pinned -> Device)", None),
     ],
 )
-def test_advice_is_given_where_the_name_is_enough_for_it(name: str, advice: str | None) -> None:
+def test_advice_is_given_if_the_name_suffices(name: str, advice: str | None) -> None:
     notes = " ".join(describe(decode(name)).notes)
     assert (advice in notes) if advice else not notes
 
 
-def test_structures_are_frozen_and_travel_as_json() -> None:
+def test_structures_are_frozen_and_encode_as_json() -> None:
     decoded = decode("ampere_sgemm_128x64_tn")
     with pytest.raises(AttributeError):
         decoded.short = "x"  # type: ignore[misc]
@@ -194,7 +194,7 @@ def test_the_verb_prints_every_format_and_exits_with_zero() -> None:
         assert done.exit_code == 0
         assert "cuBLAS" in done.stdout
     rows = json.loads(CliRunner().invoke(app, ["foo", "--format", "json"]).stdout)["rows"]
-    assert {row["field"]: row["meaning"] for row in rows}["kernel_class"] == "other: not recognised"
+    assert {row["field"]: row["meaning"] for row in rows}["kernel_class"] == "other: not recognized"
 
 
 def test_markup_in_a_name_is_not_interpreted() -> None:

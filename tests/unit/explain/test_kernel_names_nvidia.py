@@ -1,4 +1,4 @@
-"""NVIDIA's libraries: matrix products, convolutions and attention, down to tile, layout and data type."""
+"""NVIDIA's libraries: GEMMs, convolutions and attention, including tile, layout and dtype."""
 
 import pytest
 
@@ -169,7 +169,7 @@ FLASH = "void pytorch_flash::flash_{}<pytorch_flash::Flash_{}_kernel_traits<{}, 
         ),
     ],
 )
-def test_a_matrix_product_tells_its_shape(
+def test_gemm_names_are_decoded(
     name: str,
     short: str,
     architecture: str | None,
@@ -188,7 +188,7 @@ def test_a_matrix_product_tells_its_shape(
     assert not found.split_k
 
 
-def test_a_split_products_second_kernel_is_a_sum() -> None:
+def test_second_kernel_of_a_split_gemm_is_a_sum() -> None:
     found = decode(
         "sm80_xmma_gemm_f32f32_f32f32_f32_tn_n_tilesize64x64x8_stage3_ffma_execute_split_k_kernel__5x_cublas"
     )
@@ -210,7 +210,7 @@ def test_a_split_products_second_kernel_is_a_sum() -> None:
         ("Cijk_Ailk_Bljk_SB_MT128x128x16_SE_GSU4_PGR1_ISA906", "rocBLAS"),
     ],
 )
-def test_a_split_sum_is_seen(name: str, library: str) -> None:
+def test_split_k_sum_is_recognized(name: str, library: str) -> None:
     found = decode(name)
     assert found.split_k
     assert found.kernel_class == "GEMM"
@@ -245,17 +245,17 @@ def test_a_split_sum_is_seen(name: str, library: str) -> None:
         ("Kernel2", "other", "CUTLASS kernel, short name"),
     ],
 )
-def test_small_and_templated_products_are_known(name: str, kernel_class: KernelClass, operation: str) -> None:
+def test_small_and_templated_gemms_are_recognized(name: str, kernel_class: KernelClass, operation: str) -> None:
     found = decode(name)
     assert (found.kernel_class, found.operation) == (kernel_class, operation)
 
 
-def test_a_code_without_a_published_meaning_is_said_to_have_none() -> None:
+def test_undocumented_codes_are_marked() -> None:
     meanings = {piece.text: piece.meaning for piece in decode("nvjet_tst_128x256_64x4_1x2_h_bz_coopA_NNT").parts}
-    assert "not published" in meanings["nvjet"]
-    assert meanings["h"] == meanings["bz"] == "not published"
+    assert "not documented" in meanings["nvjet"]
+    assert meanings["h"] == meanings["bz"] == "not documented"
     meanings = {piece.text: piece.meaning for piece in decode("ampere_bf16_s16816gemm_bf16_128x64_ldg8_f2f_tn").parts}
-    assert meanings["f2f"] == "no published meaning"
+    assert meanings["f2f"] == "undocumented"
 
 
 @pytest.mark.parametrize(
@@ -304,7 +304,7 @@ def test_a_code_without_a_published_meaning_is_said_to_have_none() -> None:
         ),
     ],
 )
-def test_convolutions_tell_their_direction(
+def test_convolutions_have_a_direction(
     name: str, direction: str | None, dtype: str | None, tensor_cores: bool | None
 ) -> None:
     found = decode(name)
@@ -321,7 +321,7 @@ def test_convolutions_tell_their_direction(
         ("void cudnn::ops::scalePackedTensor_kernel<float, float>(long, float*, float)", "elementwise"),
     ],
 )
-def test_what_surrounds_a_convolution_is_none(name: str, kernel_class: KernelClass) -> None:
+def test_helpers_of_a_convolution_are_not_convolutions(name: str, kernel_class: KernelClass) -> None:
     assert decode(name).kernel_class == kernel_class
 
 
@@ -425,7 +425,7 @@ def test_what_surrounds_a_convolution_is_none(name: str, kernel_class: KernelCla
         ("_attn_bwd_dkdv", "Triton", "attention backward (Triton)", "backward"),
     ],
 )
-def test_fused_attention_tells_its_direction(name: str, library: str, short: str, direction: str) -> None:
+def test_fused_attention_has_a_direction(name: str, library: str, short: str, direction: str) -> None:
     found = decode(name)
     assert found.kernel_class == "attention"
     assert (found.library, found.short, found.direction) == (library, short, direction)

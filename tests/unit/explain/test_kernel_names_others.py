@@ -20,12 +20,12 @@ TENSILE = "Cijk_{}_{}_BH_MT64x32x128_MI16x16x16x1_SN_APM1_GSU1_GSUASB_ISA942_PGR
         ("ncclDevKernel_ReduceScatter_Sum_bf16_RING_LL(x)", "NCCL", "reduce-scatter", "bf16"),
         ("ncclDevKernel_AllGather_RING_LL(x)", "NCCL", "all-gather", None),
         ("ncclDevKernel_SendRecv(x)", "NCCL", "send and receive", None),
-        ("ncclDevKernel_Generic(ncclDevKernelArgsStorage<4096ul>)", "RCCL", "collective, not named", None),
+        ("ncclDevKernel_Generic(ncclDevKernelArgsStorage<4096ul>)", "RCCL", "unnamed collective", None),
         ("void deep_ep::intranode::dispatch<8, 768, 8192>(x)", "DeepEP", "send tokens to their experts", None),
         (
             "void deep_ep::internode_ll::combine<true, 7168, 9, 32>(x)",
             "DeepEP",
-            "bring tokens back from their experts",
+            "return tokens from their experts",
             None,
         ),
         (
@@ -45,7 +45,7 @@ TENSILE = "Cijk_{}_{}_BH_MT64x32x128_MI16x16x16x1_SN_APM1_GSU1_GSUASB_ISA942_PGR
         ("nvshmemi_barrier_kernel", "NVSHMEM", "one-sided communication", None),
     ],
 )
-def test_communication_is_recognised(name: str, library: str, operation: str, dtype: str | None) -> None:
+def test_communication_is_recognized(name: str, library: str, operation: str, dtype: str | None) -> None:
     found = decode(name)
     assert found.kernel_class == "communication"
     assert (found.library, found.operation, found.dtype) == (library, operation, dtype)
@@ -65,7 +65,7 @@ def test_communication_is_recognised(name: str, library: str, operation: str, dt
         ("__amd_rocclr_fillBufferAligned.kd", "memset", "memset"),
     ],
 )
-def test_copies_and_fills_by_the_runtime_are_recognised(name: str, kernel_class: KernelClass, short: str) -> None:
+def test_copies_and_fills_by_the_runtime_are_recognized(name: str, kernel_class: KernelClass, short: str) -> None:
     found = decode(name)
     assert (found.kernel_class, found.short) == (kernel_class, short)
 
@@ -191,11 +191,11 @@ def test_kernels_of_other_libraries_have_their_class(name: str, library: str, ke
         ("void user::attempt<cutlass_like>(x)", "attention"),
     ],
 )
-def test_a_word_inside_of_another_does_not_count(name: str, not_this: KernelClass) -> None:
+def test_word_inside_another_does_not_count(name: str, not_this: KernelClass) -> None:
     assert decode(name).kernel_class != not_this
 
 
-def test_mixed_types_of_an_expert_product_are_told() -> None:
+def test_mixed_dtypes_of_an_expert_gemm_are_decoded() -> None:
     found = decode("_matmul_ogs_NNT_bf16xbf16xmxfp4_128x128x128x4_swiglu")
     assert (found.dtype, found.tile, found.split_k) == ("bf16", (128, 128, 128), True)
     assert found.short == "MoE GEMM bf16 × mxfp4 128×128 (Triton)"

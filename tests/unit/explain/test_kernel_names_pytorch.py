@@ -56,9 +56,7 @@ ANONYMOUS = "void at::native::(anonymous namespace)::%s(x)"
     ],
 )
 @pytest.mark.parametrize("shell", [VECTORIZED, NSIGHT, STRIDED])
-def test_the_functor_tells_what_an_elementwise_kernel_does(
-    shell: str, functor: str, operation: str, kernel_class: KernelClass
-) -> None:
+def test_functor_determines_the_operation(shell: str, functor: str, operation: str, kernel_class: KernelClass) -> None:
     found = decode(shell % functor)
     assert (found.library, found.kernel_class, found.operation) == ("ATen", kernel_class, operation)
     assert found.dtype == "fp32"
@@ -104,7 +102,7 @@ def test_the_functor_tells_what_an_elementwise_kernel_does(
         ("triton_poi_fused_clone_transpose_4", False, "copy between layouts"),
     ],
 )
-def test_copies_tell_whether_they_change_the_type(name: str, is_cast: bool, operation: str) -> None:
+def test_casts_are_distinguished_from_copies(name: str, is_cast: bool, operation: str) -> None:
     found = decode(name)
     assert found.kernel_class == "copy"
     assert (found.is_cast, found.operation) == (is_cast, operation)
@@ -131,7 +129,7 @@ def test_copies_tell_whether_they_change_the_type(name: str, is_cast: bool, oper
         ),
     ],
 )
-def test_a_mangled_name_says_the_same(mangled: str, short: str) -> None:
+def test_mangled_name_decodes_alike(mangled: str, short: str) -> None:
     assert decode(mangled).short == short
 
 
@@ -291,7 +289,7 @@ def test_foreach_kernels_are_the_optimizer(functor: str, operation: str) -> None
         ("triton_flex_attention", "attention", ()),
     ],
 )
-def test_compiled_kernels_count_as_the_most_telling_operation(
+def test_compiled_kernels_get_their_most_specific_class(
     name: str, kernel_class: KernelClass, fused: tuple[str, ...]
 ) -> None:
     found = decode(name)
@@ -299,7 +297,7 @@ def test_compiled_kernels_count_as_the_most_telling_operation(
     assert (found.kernel_class, found.fused) == (kernel_class, fused)
 
 
-def test_a_compiled_backward_is_seen() -> None:
+def test_compiled_backward_is_recognized() -> None:
     assert decode("triton_per_fused__softmax_backward_data_5").direction == "backward"
     assert decode("triton_poi_fused_add_mul_0").direction is None
 

@@ -1,4 +1,4 @@
-"""The innermost interval around a moment, against the plain way of looking at every interval."""
+"""The innermost interval around a moment, compared with a search over all intervals."""
 
 import numpy as np
 import polars as pl
@@ -10,7 +10,7 @@ from stepscope.explain.trace.nesting import NOWHERE, enclosing, innermost
 
 @st.composite
 def nested_calls(draw: st.DrawFn) -> list[tuple[int, int]]:
-    """Calls as a thread makes them: each inside the one before or after it."""
+    """Calls of one thread: nested, or one after the other."""
     calls: list[tuple[int, int]] = []
 
     def call(start: int, end: int, depth: int) -> None:
@@ -41,8 +41,8 @@ def test_the_innermost_call_is_found(calls: list[tuple[int, int]], moments: list
 
 
 @given(st.lists(st.tuples(st.integers(0, 50), st.integers(0, 50)), min_size=1, max_size=12), st.integers(0, 110))
-def test_crossing_intervals_give_one_that_is_open(pairs: list[tuple[int, int]], moment: int) -> None:
-    """Clocks of two sources can cross by nanoseconds: never an interval that had ended."""
+def test_crossing_intervals_give_an_open_one(pairs: list[tuple[int, int]], moment: int) -> None:
+    """Clocks of two sources can cross by nanoseconds; the result is never an interval that has ended."""
     calls = [(start, start + length) for start, length in pairs]
     starts, ends = (np.array(side, dtype=np.int64) for side in zip(*calls, strict=True))
     row = enclosing(starts, ends, np.array([moment]))[0]
@@ -50,7 +50,7 @@ def test_crossing_intervals_give_one_that_is_open(pairs: list[tuple[int, int]], 
     assert (row in is_open) if is_open else row == NOWHERE
 
 
-def test_threads_are_kept_apart_and_processes_too() -> None:
+def test_threads_and_processes_are_separate() -> None:
     intervals = pl.DataFrame({"process": [1, 1, 2], "thread": [7, 8, 7], "start_ns": [0, 0, 0], "end_ns": [9, 5, 9]})
     points = pl.DataFrame({"process": [1, 1, 2, 2, 1], "thread": [7, 8, 7, 8, 7], "ns": [4, 4, 4, 4, None]})
     assert innermost(intervals, points).to_list() == [0, 1, 2, None, None]

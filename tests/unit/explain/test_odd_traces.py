@@ -1,4 +1,4 @@
-"""Files of other tools with values that cannot be: explained as far as they go, whole or in windows, or refused."""
+"""Files of other tools with impossible values: explained as far as possible, at once or in windows, or rejected."""
 
 import json
 from collections.abc import Callable
@@ -36,7 +36,7 @@ def scratch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def explain(path: Path) -> Summary:
-    """All that is asked of a file, which must not raise; the summary."""
+    """Run every analysis, which must not raise, and return the summary."""
     profile = make_profile(open_recording(path))
     answer([profile])
     for part in profile_tables.PARTS:
@@ -49,7 +49,7 @@ def explain_bounded(path: Path) -> Summary:
 
 
 def changed(name: str, change: Callable[[dict[str, Any]], object]) -> list[str]:
-    """The training step with the first event of a name changed."""
+    """Return the training step with the first event of a name changed."""
     events = [json.loads(one) for one in training_step()]
     change(next(one for one in events if one["name"] == name))
     return [json.dumps(one) for one in events]
@@ -74,7 +74,7 @@ def test_numbers_of_a_kernel_of_any_size_and_type(scratch: Path, field: str, val
     assert explain_bounded(path).gpu_time_ns == summary.gpu_time_ns
 
 
-def test_a_kernel_that_names_no_device_is_counted_on_the_first(scratch: Path) -> None:
+def test_kernel_without_a_device_counts_on_the_first(scratch: Path) -> None:
     def forget(one: dict[str, Any]) -> None:
         del one["args"]["device"], one["pid"]
 
@@ -87,7 +87,7 @@ def test_a_kernel_that_names_no_device_is_counted_on_the_first(scratch: Path) ->
 
 @pytest.mark.parametrize("field", ["Input Dims", "Input type", "Input Strides", "Concrete Inputs"])
 @pytest.mark.parametrize("value", [5, "x", {}, [[int(DEEP[:600])]], [None], [[True]], [[-1]], [[1.5]], [[[[1]]]]])
-def test_shapes_that_are_none(scratch: Path, field: str, value: object) -> None:
+def test_invalid_shapes(scratch: Path, field: str, value: object) -> None:
     events = changed("aten::mm", lambda one: one["args"].update({field: value}))
     explain(write_trace(scratch / "t.json", events))
 
@@ -97,7 +97,7 @@ def test_sizes_beyond_any_device_have_no_cost() -> None:
     assert operator_cost("aten::mm", shapes, '["float", "float"]', None) is None
 
 
-def test_kernels_whose_times_are_all_impossible_are_no_run_on_the_host(scratch: Path) -> None:
+def test_kernels_with_impossible_times_do_not_make_it_a_cpu_trace(scratch: Path) -> None:
     events = [op("aten::mm", "1000", "5"), launch("1001", "1", 1), kernel("k", "1010", "-5", 1)]
     path = write_trace(scratch / "t.json", events)
     for explain_it in (explain, explain_bounded):
@@ -112,7 +112,7 @@ def test_ranges_whose_times_are_all_impossible_are_left_out(scratch: Path) -> No
 
 
 @pytest.mark.parametrize("is_bounded", [False, True])
-def test_kernels_without_any_time_cannot_be_taken_apart(scratch: Path, is_bounded: bool) -> None:
+def test_kernels_without_durations_are_an_error(scratch: Path, is_bounded: bool) -> None:
     path = write_trace(scratch / "t.json", [kernel("k", "10", "0", 1)])
     with pytest.raises(StepscopeError, match="has a duration"):
         (explain_bounded if is_bounded else explain)(path)
@@ -132,7 +132,7 @@ def test_modules_nested_without_end_have_paths_of_bounded_length(scratch: Path) 
 
 
 @pytest.mark.parametrize("tile", ["tilesize128", "tilesize0x64x8", f"tilesize{DEEP[:900]}x1", "tilesize1x2x3x4"])
-def test_a_tile_has_two_or_three_sizes_or_is_none(scratch: Path, tile: str) -> None:
+def test_tile_has_two_or_three_sizes_or_is_missing(scratch: Path, tile: str) -> None:
     name = f"sm80_xmma_gemm_f32f32_f32f32_f32_tn_n_{tile}_stage3_warpsize2x2x1_ffma_aligna4_alignc4_execute_kernel"
     sizes = decode(name).tile
     assert sizes is None or (len(sizes) in (2, 3) and all(0 < size <= 2**16 for size in sizes))
@@ -141,7 +141,7 @@ def test_a_tile_has_two_or_three_sizes_or_is_none(scratch: Path, tile: str) -> N
 
 @pytest.mark.parametrize("value", [2**31, -1, "x", True, None])
 @pytest.mark.parametrize("field", ["rank", "world_size"])
-def test_ranks_beyond_32_bits_are_not_known(scratch: Path, field: str, value: object) -> None:
+def test_ranks_beyond_32_bits_are_unknown(scratch: Path, field: str, value: object) -> None:
     properties = f', "distributedInfo": {json.dumps({field: value})}'
     path = write_trace(scratch / "t.json", training_step(), properties=properties)
     assert getattr(kineto.read(path).manifest, field) is None
@@ -151,7 +151,7 @@ def test_ranks_beyond_32_bits_are_not_known(scratch: Path, field: str, value: ob
 
 
 def counted(folder: Path, metric: str, *rows: tuple[str, str, str], unit: str = "ns") -> Path:
-    """One row a kernel: stream, device and the value of one metric."""
+    """One row per kernel: stream, device and the value of one metric."""
     lines = [[*NCU, metric], [*[""] * len(NCU), unit]]
     for at, (stream, device, value) in enumerate(rows):
         lines.append([str(at), "1", "python", "h", "k", "1", stream, "(128, 1, 1)", "(10, 1, 1)", device, "8.0", value])
@@ -176,14 +176,14 @@ def test_counters_without_times_are_shown_and_the_missing_metric_is_named(scratc
 
 
 @pytest.mark.parametrize("value", ["9" * 400, "1e300", "-1e300", "inf", "nan"])
-def test_counters_beyond_any_number_are_not_known(scratch: Path, value: str) -> None:
+def test_counters_out_of_range_are_unknown(scratch: Path, value: str) -> None:
     metric = "sm__sass_thread_inst_executed_op_ffma_pred_on.sum"
     recording = ncu.read(counted(scratch, metric, ("7", "0", value), unit="inst"))
     assert not recording.counters["value"].is_infinite().any()
     counters.kernels_table(recording)
 
 
-# --- Without any duration
+# --- Without durations
 
 
 @pytest.mark.parametrize(
@@ -201,16 +201,14 @@ def test_counters_beyond_any_number_are_not_known(scratch: Path, value: str) -> 
         ("nsight systems", "", "stepscope profile --nsys", "stepscope profile --nsys"),
     ],
 )
-def test_the_hint_on_missing_durations_is_for_the_tool_that_recorded(
-    source: Source, file: str, command: str, hint: str
-) -> None:
+def test_hint_on_missing_durations_matches_the_profiler(source: Source, file: str, command: str, hint: str) -> None:
     error = no_time(Recording(manifest=Manifest(source=source, file=file, command=command)))
     assert hint in error.hint
     assert (f"`{file}`" in error.message) == bool(file)
     assert "``" not in error.message
 
 
-def test_a_recording_of_ours_without_kernels_is_not_named_by_an_empty_file() -> None:
+def test_recording_without_kernels_is_not_named_by_an_empty_file() -> None:
     with pytest.raises(StepscopeError, match="no kernel timeline") as error:
         make_profile(Recording(manifest=Manifest(source="pytorch profiler")))
     assert "``" not in error.value.detail

@@ -55,7 +55,7 @@ def test_empty_list_of_profiles_is_rejected() -> None:
 def test_forward_time_is_compared_with_unprofiled_steps() -> None:
     profile = model_profile()
     clocks = {row["clock"]: row["per_step_ms"] for row in evidence(ask("forward-time", profile))}
-    assert clocks["kernels"] == (19 * 100 + 2 * 50) / 1e6  # per step: 19 products and two softmaxes
+    assert clocks["kernels"] == (19 * 100 + 2 * 50) / 1e6  # per step: 19 GEMMs and two softmaxes
     assert "plain" not in clocks
     span = clocks["span"]
     assert isinstance(span, float)
@@ -66,7 +66,7 @@ def test_forward_time_is_compared_with_unprofiled_steps() -> None:
     assert "in doubt" not in slower.sentence
     doubt = Doubt(code="shared", text="others were using the CPU")
     doubted = with_plain_forward(model_profile(doubts=(doubt,)), 10)
-    assert "that clock is in doubt: others were using the CPU." in ask("forward-time", doubted).sentence
+    assert "The unprofiled time is unreliable: others were using the CPU." in ask("forward-time", doubted).sentence
     assert slower.figure == "1 µs"
 
 
@@ -88,13 +88,13 @@ def test_top_kernel_of_the_whole_step_may_differ() -> None:
     assert "in forward and backward together it is `sgemm 64×32 tn (cuBLAS)`" in sentence
 
 
-def test_classes_besides_gemm() -> None:
+def test_other_classes_in_forward() -> None:
     found = ask("besides-products", model_profile())
     assert found.figure == "5%"
     assert [(row["scope"], row["share"]) for row in evidence(found)] == [("class", 0.05), ("kernel", 0.05)]
 
 
-def test_gemm_share_from_forward_or_inference_to_the_whole_step() -> None:
+def test_share_changes_from_forward_or_inference_to_the_whole_step() -> None:
     train, inference = model_profile(), model_profile(mode="inference", gemm_ns=50)
     within = ask("share-of-products", train)
     # Forward 1900 of 2000; the step 1900 + 3800 of 2000 + 3800 + 50 + 300.
@@ -107,17 +107,17 @@ def test_gemm_share_from_forward_or_inference_to_the_whole_step() -> None:
     assert alone.status == "not in this recording"
 
 
-def test_softmax_compared_with_the_two_gemms() -> None:
+def test_softmax_compared_with_scores_and_values() -> None:
     found = ask("softmax", model_profile())
     rows = {str(row["part"]): row for row in evidence(found)}
-    flops = 2 * 2 * (2 * 4 * 16 * 32 * 16)  # two layers, two products
+    flops = 2 * 2 * (2 * 4 * 16 * 32 * 16)  # two layers, two GEMMs
     elements = 2 * 4 * 16 * 16
     assert rows["the two GEMMs"]["flops"] == flops
     assert rows["the two GEMMs"]["per_step_ms"] == 4 * 100 / 1e6
     softmax = rows["softmax (2 kernels)"]
     assert (softmax["per_step_ms"], softmax["flops"], softmax["flops_by_hand"]) == (1e-4, 5 * elements, 3 * elements)
     assert found.figure == f"0.25× the time, 1/{flops / (5 * elements):.3g} of the FLOPs"
-    assert "bound by memory" in found.sentence
+    assert "memory-bound" in found.sentence
     assert "H200" in found.sentence
 
 
@@ -127,7 +127,7 @@ def test_softmax_without_shapes_takes_them_from_the_case() -> None:
     assert ask("softmax", make_profile(replace(profile.recording, ops=bare))).figure == ask("softmax", profile).figure
 
 
-def test_bf16_gemms_move_half_the_bytes_of_fp32_softmax() -> None:
+def test_bf16_moves_half_the_bytes_of_fp32_softmax() -> None:
     profile = model_profile()
     of = pl.when(pl.col("name") == "aten::bmm").then(pl.lit('["c10::BFloat16", "c10::BFloat16"]'))
     ops = profile.recording.ops.with_columns(dtypes=of.otherwise(pl.lit('["float"]')))
@@ -162,7 +162,7 @@ def test_foreign_attention_is_found_around_the_softmax() -> None:
     assert ask("softmax", profile).figure.startswith("1× the time")
 
 
-def test_nine_gemms_per_layer_and_the_head() -> None:
+def test_nine_roles_per_layer_and_the_head() -> None:
     found = ask("products", model_profile(steps=3))
     assert "2 × 9 and the head = 19 per forward pass" in found.sentence
     assert "Yes. Found 19 in forward and 38 in backward" in found.sentence
@@ -176,7 +176,7 @@ def test_nine_gemms_per_layer_and_the_head() -> None:
     assert shapes["scores"] == "4× (16×32)·(32×16)"
 
 
-def test_missing_gemms_are_reported() -> None:
+def test_missing_roles_are_reported() -> None:
     profile = model_profile()
     ops = profile.recording.ops
     row = ops.with_row_index().filter((pl.col("name") == "aten::mm") & (pl.col("thread") == 1))["index"][0]
@@ -195,7 +195,7 @@ def test_unknown_roles_do_not_count_as_missing() -> None:
     assert sum(float(row["counted"] or 0) for row in rows if row["stage"] == "forward") == 19
 
 
-def test_gemm_in_two_kernels_counts_once() -> None:
+def test_operator_in_two_kernels_counts_once() -> None:
     tape = Tape()
     with tape.inside("phase:forward"), tape.inside("module:blocks.0.ffn.up"), tape.operator("aten::mm"):
         tape.kernel(GEMM, 10)
@@ -212,7 +212,7 @@ def test_gemm_in_two_kernels_counts_once() -> None:
         ("aten::addmm", "[[2, 5], [2, 3], [3, 5], [], []]", Extent(1, 2, 3, 5)),
         ("aten::baddbmm", "[[7, 2, 5], [7, 2, 3], [7, 3, 5]]", Extent(7, 2, 3, 5)),
         ("aten::linear", "[[4, 2, 3], [5, 3], []]", Extent(1, 8, 3, 5)),
-        # With `out`, as compiled code calls them: it must not be taken for a factor, even where it fits.
+        # Compiled code passes `out`, which must not count as an operand even if its shape fits.
         ("aten::mm", "[[3, 2], [2, 5], [3, 5]]", Extent(1, 3, 2, 5)),
         ("aten::mm", "[[5, 2], [2, 5], [5, 5]]", Extent(1, 5, 2, 5)),
         ("aten::bmm", "[[7, 5, 2], [7, 2, 5], [7, 5, 5]]", Extent(7, 5, 2, 5)),
@@ -283,7 +283,7 @@ def test_tiles_of_small_and_large() -> None:
     for tape, kernel in zip(tapes, (SMALL_GEMM, GEMM), strict=True):
         with tape.inside("phase:forward"), tape.operator("aten::mm"):
             tape.kernel(kernel, 10)
-            tape.kernel("ampere_sgemm_32x128_tn", 4)  # the tile with the most time is meant
+            tape.kernel("ampere_sgemm_32x128_tn", 4)  # the tile with the most time counts
     found = ask("small-and-large", *(tape.profile() for tape in tapes))
     assert "64×32 → 128×64" in found.sentence
     assert "in the order given" in found.sentence
@@ -327,7 +327,7 @@ def test_earlier_synchronizing_call_is_not_the_cause() -> None:
 def test_kernel_launched_in_time_waits_for_another_stream() -> None:
     tape = Tape(launch_ns=10)
     tape.kernel(EXP, 100, stream=7)
-    tape.free[8] = 1500  # an event holds it back
+    tape.free[8] = 1500  # an event delays it
     tape.kernel(EXP, 5, stream=8)
     assert gap_causes(tape) == [(390, "waiting for another stream")]
 
@@ -356,7 +356,7 @@ def test_longest_gap_names_the_cpu_operator() -> None:
         tape.kernel(EXP, 5)
     longest = next(row for row in evidence(ask("idle", tape.profile())) if row["kind"] == "gap")
     assert longest["before"] == longest["after"] == "exponential, vectorized ×4"
-    assert longest["host_op"] is None  # on the launching thread nothing was open when the device ran dry
+    assert longest["host_op"] is None  # the launching thread was in no operator when the device went idle
 
 
 def test_unknown_phases_have_no_answers() -> None:

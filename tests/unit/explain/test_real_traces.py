@@ -1,4 +1,4 @@
-"""Small traces recorded on an H200 (torch 2.11, two steps of `nano`): what is known of them, and that it adds up.
+"""Small traces recorded on an H200 (torch 2.11, two steps of `nano`): attribution is complete and time adds up.
 
 They were made by `stepscope profile --size nano --context 64 --record-steps 2` with `--checkpoint block`, with
 `--precision bf16 --compile yes`, and with `--precision bf16 --attention sdpa --optimizer adamw-fused`; what the reader
@@ -27,7 +27,7 @@ def load(name: str) -> Profile:
 
 @pytest.mark.parametrize("path", FIXTURES, ids=lambda path: path.name.removesuffix(".json.gz"))
 def test_every_nanosecond_of_the_file_is_accounted_for(path: Path) -> None:
-    """Against the file itself, added up with decimals."""
+    """Compared with the file itself, summed with decimals."""
     events = json.loads(gzip.decompress(path.read_bytes()), parse_float=Decimal)["traceEvents"]
     on_device = [one for one in events if one["cat"] in ("kernel", "gpu_memcpy", "gpu_memset")]
     profile = make_profile(kineto.read(path))
@@ -52,7 +52,7 @@ def test_both_steps_do_the_same() -> None:
         assert counts["len"].n_unique() == 1, path.name
 
 
-def test_backward_of_a_layer_has_twice_the_products_of_its_forward() -> None:
+def test_backward_of_a_layer_has_twice_the_gemms_of_its_forward() -> None:
     kernels = load("sdpa").kernels.filter((pl.col("class") == "GEMM") & (pl.col("step") == 0))
     inside = kernels.filter(pl.col("layer").is_not_null())
     counts = dict(inside.group_by("phase").len().rows())
@@ -67,14 +67,14 @@ def test_fused_attention_is_attention_forward_and_backward() -> None:
     assert set(found["module"]) == {f"blocks.{layer}.attention" for layer in range(LAYERS)}
 
 
-def test_checkpointed_blocks_are_seen_to_run_again() -> None:
+def test_checkpointed_blocks_are_recomputed() -> None:
     kernels = load("checkpoint").kernels.filter(pl.col("step") == 0)
     again = kernels.filter("recomputed")
     assert set(again["phase"]) == {"backward"}
     assert set(again["layer"]) == set(range(LAYERS))
     products = kernels.filter((pl.col("class") == "GEMM") & pl.col("layer").is_not_null())
     assert products.filter(pl.col("phase") == "forward")["op_row"].n_unique() == 9 * LAYERS
-    # The last product of a block is not run again: by then all that backward needs is there.
+    # The last GEMM of a block is not recomputed: backward already has what it needs.
     assert products.filter("recomputed")["op_row"].n_unique() == 8 * LAYERS
     parts = kernels.filter((pl.col("phase") == "backward") & ~pl.col("recomputed") & pl.col("part").is_not_null())
     assert set(parts["part"]) == {"scores", "softmax", "values"}

@@ -1,4 +1,4 @@
-"""Operators against the limits of a device."""
+"""Operators compared with the limits of a device."""
 
 from dataclasses import replace
 
@@ -15,7 +15,7 @@ PRODUCT = [[4096, 4096], [4096, 4096]]
 FLOPS = 2 * 4096**3
 
 
-def test_a_product_is_held_against_the_peak_of_its_precision() -> None:
+def test_gemm_is_compared_with_the_peak_of_its_precision() -> None:
     timeline = Timeline()
     for kernel, dtype, op in (
         (GEMM_BF16, BF16, "aten::mm"),
@@ -31,7 +31,7 @@ def test_a_product_is_held_against_the_peak_of_its_precision() -> None:
         assert found[dtype]["bound"] == "compute"
 
 
-def test_a_product_faster_than_fp32_can_be_is_held_against_tf32() -> None:
+def test_gemm_faster_than_the_fp32_peak_is_compared_with_tf32() -> None:
     timeline = Timeline()
     kernel = "nvjet_sss_128x128_32x4_2x1_v_bz_NNN"
     timeline.launch(kernel, 400, op="aten::mm", shapes=PRODUCT, dtypes=[FP32, FP32])
@@ -40,7 +40,7 @@ def test_a_product_faster_than_fp32_can_be_is_held_against_tf32() -> None:
     assert row["reached"] == pytest.approx(FLOPS / 4e-4 / H200_TF32)
 
 
-def test_a_product_split_in_two_kernels_is_one_product() -> None:
+def test_split_gemm_counts_once() -> None:
     timeline = Timeline()
     timeline.launch(GEMM_BF16, 300, op=None)
     timeline.launch("void splitKreduce_kernel<32, 16, int, float>(cublasSplitKParams<float>)", 100, op=None)
@@ -62,7 +62,7 @@ def test_a_product_split_in_two_kernels_is_one_product() -> None:
     ("us", "rows", "bound"),
     [(100, 2**24, "memory"), (3, 64, "launch"), (40, 64, "memory")],
 )
-def test_what_bounds_an_addition(us: float, rows: int, bound: str) -> None:
+def test_bound_of_an_addition(us: float, rows: int, bound: str) -> None:
     timeline = Timeline()
     timeline.launch(ADD, us, op="aten::add", shapes=[[rows], [rows]], dtypes=[FP32, FP32])
     row = roofline(timeline.profile()).row(0, named=True)
@@ -82,7 +82,7 @@ def test_without_shapes_or_a_known_device_nothing_is_claimed() -> None:
     assert "unknown device limits" in roofline_table(unknown_device.profile()).notes[0]
 
 
-def test_utilisation_is_counted_without_what_is_computed_twice() -> None:
+def test_mfu_excludes_recomputation() -> None:
     timeline = Timeline()
     with timeline.step():
         with timeline.module("layer"):
@@ -98,18 +98,18 @@ def test_utilisation_is_counted_without_what_is_computed_twice() -> None:
     assert use.mfu == pytest.approx(2 * FLOPS / 2e-3 / H200_BF16)
 
 
-def test_utilisation_of_the_built_in_model_is_by_the_closed_form() -> None:
+def test_mfu_of_the_built_in_model_uses_the_formula() -> None:
     timeline = Timeline()
     timeline.launch(GEMM_BF16, 100, op="aten::mm")
     case = build_case({"size": "small", "batch": 2, "context": 8, "precision": "bf16"})
     use = measure_use(timeline.profile(case=case, overhead=Overhead(plain_ns=1_000_000)))
     assert use is not None
     assert use.source == "formula"
-    # Every weight but the embedding against 16 tokens, three times; attention is next to nothing at this length.
+    # Every weight except the embedding times 16 tokens, 3×; attention is negligible at this length.
     assert use.step_flops == pytest.approx(3 * 2 * 16 * (128_625_408 - 7_680_000), rel=1e-3)
 
 
-def test_the_table_has_a_row_a_kind_of_call() -> None:
+def test_table_has_one_row_per_kind_of_call() -> None:
     timeline = Timeline()
     for _ in range(3):
         timeline.launch(GEMM_BF16, 200, op="aten::mm", shapes=PRODUCT, dtypes=[BF16, BF16])

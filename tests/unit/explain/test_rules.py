@@ -1,4 +1,4 @@
-"""Rules about the step as a whole, their order, and their pages."""
+"""Rules about the whole step, the order of findings, and the pages of rules."""
 
 import re
 import runpy
@@ -30,8 +30,8 @@ def reduced(stream: int) -> Timeline:
     return timeline
 
 
-def test_communication_that_stands_alone() -> None:
-    # On the same stream it runs alone, and 500 µs of backward could hide all of it.
+def test_exposed_communication() -> None:
+    # On the same stream it is exposed, and 500 µs of backward could overlap with all of it.
     assert saving_us(reduced(stream=7).profile(), "SS011") == pytest.approx(200)
     assert found(reduced(stream=9).profile(), "SS011") is None
 
@@ -79,8 +79,8 @@ def test_recomputation(again: bool) -> None:
 
 
 @pytest.mark.parametrize(("node", "hooks"), [("MmBackward0", 0.2), ("CheckpointFunctionBackward", 0.0)])
-def test_checkpointing_costs_the_host_more_than_its_launches(node: str, hooks: float) -> None:
-    """Where the host is the limit: its hooks in what is launched once, unless the variant without them runs."""
+def test_checkpointing_costs_more_cpu_time_than_its_launches(node: str, hooks: float) -> None:
+    """In a CPU-bound step: hooks around single launches, unless the variant without hooks runs."""
     timeline = Timeline(host_us=50)
     with timeline.step():
         with timeline.phase("forward"):
@@ -97,7 +97,7 @@ def test_checkpointing_costs_the_host_more_than_its_launches(node: str, hooks: f
 
 
 @pytest.mark.parametrize(("rest", "fires"), [(10, True), (100, False)])
-def test_a_few_kernels_that_take_most(rest: int, fires: bool) -> None:
+def test_few_kernels_take_most_of_the_time(rest: int, fires: bool) -> None:
     timeline = Timeline()
     for kernel in (GEMM_BF16, ADD, COPY):
         timeline.launch(kernel, 50)
@@ -108,7 +108,7 @@ def test_a_few_kernels_that_take_most(rest: int, fires: bool) -> None:
     assert finding is None or finding.saving_ns is None
 
 
-def test_doubts_are_passed_on() -> None:
+def test_unreliable_measurement_is_reported() -> None:
     timeline = Timeline()
     timeline.launch(GEMM_BF16, 100)
     assert found(timeline.profile(), "SS016") is None
@@ -134,7 +134,7 @@ def busy_timeline() -> Timeline:
     return timeline
 
 
-def test_findings_come_by_saving_with_those_that_have_none_last() -> None:
+def test_findings_are_sorted_by_saving() -> None:
     findings = find(busy_timeline().profile())
     savings = [finding.saving_ns for finding in findings if not finding.is_remark]
     known = [saving for saving in savings if saving is not None]
@@ -145,7 +145,7 @@ def test_findings_come_by_saving_with_those_that_have_none_last() -> None:
         assert finding.share is None or 0 <= finding.share <= 1
 
 
-def test_the_fix_is_a_flag_for_the_built_in_model_and_code_for_ones_own() -> None:
+def test_fix_is_a_command_for_the_built_in_model_and_code_for_others() -> None:
     builtin = found(busy_timeline().profile(case=build_case({"size": "small"})), "SS003")
     own = found(busy_timeline().profile(), "SS003")
     assert builtin is not None
@@ -157,7 +157,7 @@ def test_the_fix_is_a_flag_for_the_built_in_model_and_code_for_ones_own() -> Non
 
 
 def test_remarks_come_last_and_have_no_fix() -> None:
-    """What no code or setting fixes, in code of one's own and in the built-in model."""
+    """Findings that no code or setting fixes, in own code and in the built-in model."""
     doubts = (Doubt(code="throttled", text="clocks held back"),)
     findings = find(busy_timeline().profile(doubts=doubts))
     assert [one.code for one in findings if one.is_remark] == ["SS016"]
@@ -198,8 +198,8 @@ def test_a_recording_of_a_cpu_has_no_findings_about_gpus() -> None:
     assert {finding.code for finding in findings} <= {"SS013", "SS014", "SS016"}
 
 
-def test_a_recording_with_kernels_only_makes_no_claims() -> None:
-    """No operators, launches, ranges, shapes or known device: only the kernels' names are left."""
+def test_recording_with_kernels_only_has_few_findings() -> None:
+    """No operators, launches, ranges, shapes or known device: only kernel names."""
     recording = busy_timeline().record(device="", device_sms=None)
     bare = replace(recording, ops=recording.ops.head(0), launches=recording.launches.head(0))
     bare = replace(bare, ranges=recording.ranges.head(0))
@@ -228,7 +228,7 @@ def test_codes_are_found_in_any_case_and_near_misses_named() -> None:
         find_rule("nonsense")
 
 
-def test_the_documentation_is_what_the_rules_say() -> None:
+def test_documentation_matches_the_rules() -> None:
     page = (ROOT / "docs/rule.md").read_text()
     fill_in = runpy.run_path(str(ROOT / "tools/rule_docs.py"))["fill_in"]
     assert page == fill_in(page), "out of date: python tools/rule_docs.py"

@@ -1,4 +1,4 @@
-"""Rules about the host: each where it is right, and beside it where it would be wrong."""
+"""Rules about the CPU: recordings in which each fires, and similar ones in which it does not."""
 
 import pytest
 
@@ -37,24 +37,24 @@ def products(
     return timeline
 
 
-def test_the_replay_without_changes_is_the_recording() -> None:
+def test_replay_without_changes_reproduces_the_recording() -> None:
     for timeline in (products(20, 5), products(5, 20)):
         evidence = StepEvidence(profile=timeline.profile())
         start, end = evidence.clock.window
         assert evidence.replayed_ns == pytest.approx(end - start, rel=0.01)
 
 
-def test_a_slow_host_is_seen() -> None:
+def test_launch_bound_step_is_found() -> None:
     # A launch every 20 µs for kernels of 2 µs: compiled, every 5 µs, in training every 9.
     assert saving_us(products(20, 2).profile(), "SS001") == pytest.approx(100 * 15, rel=0.02)
     training = products(20, 2, phases=("forward", "backward")).profile()
     assert saving_us(training, "SS001") == pytest.approx(100 * 11, rel=0.02)
-    # With kernels of 16 µs, and one between two of them, the GPU is the limit before that.
+    # With kernels of 16 µs and 1 µs between them, the step becomes GPU-bound before that.
     assert saving_us(products(20, 16).profile(), "SS001") == pytest.approx(100 * 3, rel=0.02)
     assert found(products(5, 20).profile(), "SS001") is None
 
 
-def test_a_host_that_only_the_recorder_slows_down_is_not_blamed() -> None:
+def test_cpu_slowed_down_by_the_profiler_is_not_blamed() -> None:
     timeline = products(20, 15)
     assert found(timeline.profile(), "SS001") is not None
     without = timeline.profile(overhead=Overhead(plain_ns=100 * 15 * US + 20 * US))
@@ -64,23 +64,21 @@ def test_a_host_that_only_the_recorder_slows_down_is_not_blamed() -> None:
 @pytest.mark.parametrize(
     ("host_us", "kernel_us", "plain_us", "expected"),
     [
-        (20, 5, 10, 0.5),  # the host is the limit, and half as fast with the recorder
-        (40, 20, 21, 0.53),  # the GPU is the limit: of all hosts that keep up, the slowest
-        (30, 20, 21, 0.6),  # one that hardly falls behind even as recorded was not as slow as that
-        (20, 20, 20, 1.0),  # the recorder made no difference
-        (20, 10, 5, 0.6),  # the GPU was faster then: nothing can be said
+        (20, 5, 10, 0.5),  # CPU-bound, and half as fast under the profiler
+        (40, 20, 21, 0.53),  # GPU-bound: the slowest CPU speed that keeps up
+        (30, 20, 21, 0.6),  # hardly behind even when profiled, so not as slow as that
+        (20, 20, 20, 1.0),  # the profiler made no difference
+        (20, 10, 5, 0.6),  # the GPU was faster unprofiled: the speed is unknown
     ],
 )
-def test_the_pace_of_the_host_without_the_recorder(
-    host_us: float, kernel_us: float, plain_us: float, expected: float
-) -> None:
+def test_speed_of_the_unprofiled_cpu(host_us: float, kernel_us: float, plain_us: float, expected: float) -> None:
     overhead = Overhead(plain_ns=round(400 * plain_us * US))
     evidence = StepEvidence(profile=products(host_us, kernel_us, count=400).profile(overhead=overhead))
     assert evidence.host_scale == pytest.approx(expected, abs=0.03)
 
 
 def waiting(host_us: float, kernel_us: float, *, waits: bool = True) -> Timeline:
-    """A wait in the middle of a step, by a copy to the host."""
+    """A wait in the middle of a step, by a copy to the CPU."""
     timeline = Timeline(host_us=host_us)
     for _ in range(3):
         with timeline.step(), timeline.phase("forward"):
@@ -90,7 +88,7 @@ def waiting(host_us: float, kernel_us: float, *, waits: bool = True) -> Timeline
                 if not half and waits:
                     timeline.launch(TO_HOST, 2, op="aten::copy_", call="cudaMemcpyAsync")
                     timeline.wait(op="aten::_local_scalar_dense")
-                    timeline.host(200)  # what the host does with the number, while the GPU has nothing to do
+                    timeline.host(200)  # CPU work with the value, while the GPU is idle
         timeline.wait()
     return timeline
 
@@ -105,11 +103,11 @@ def test_a_wait_inside_a_step_is_seen_and_one_between_steps_is_not() -> None:
     assert found(waiting(5, 20, waits=False).profile(), "SS002") is None
 
 
-def test_a_wait_costs_nothing_where_the_host_is_late_anyway() -> None:
+def test_wait_costs_nothing_in_a_cpu_bound_step() -> None:
     assert found(waiting(60, 2).profile(), "SS002") is None
 
 
-def test_a_wait_at_the_end_of_a_step_has_a_code_of_its_own() -> None:
+def test_wait_at_the_end_of_a_step_has_its_own_code() -> None:
     timeline = Timeline(host_us=5)
     for _ in range(3):
         with timeline.step(), timeline.phase("forward"):
@@ -130,7 +128,7 @@ def test_input_is_blamed_only_inside_a_loader(loader: bool) -> None:
     timeline = Timeline(host_us=5)
     for _ in range(3):
         with timeline.step():
-            # A loader inside of a loader is one wait.
+            # A loader inside a loader is one wait.
             name = "enumerate(DataLoader)#_MultiProcessingDataLoaderIter.__next__" if loader else "other"
             with timeline.range(name), timeline.range(name):
                 timeline.host(500)
@@ -160,14 +158,14 @@ def test_copies_from_pageable_memory(pinned: bool) -> None:
 
 
 @pytest.mark.parametrize("away_us", [5000, 500])
-def test_a_host_that_is_away_is_not_called_slow(away_us: float) -> None:
+def test_cpu_stalls_are_not_launch_overhead(away_us: float) -> None:
     timeline = Timeline(host_us=5)
     with timeline.step():
         for half in range(2):
             for _ in range(200):
                 timeline.launch(GEMM_BF16, 20, op="aten::mm")
             if not half:
-                timeline.host(3000 + away_us)  # 3 ms of work are queued up by now
+                timeline.host(3000 + away_us)  # 3 ms of work are queued by now
     profile = timeline.profile()
     if away_us > 1000:
         assert saving_us(profile, "SS019") == pytest.approx(away_us, rel=0.01)
@@ -176,8 +174,8 @@ def test_a_host_that_is_away_is_not_called_slow(away_us: float) -> None:
         assert found(profile, "SS019") is None
 
 
-def test_a_faster_kernel_does_not_help_where_the_host_is_late() -> None:
-    """The same recomputation, with the device and with the host as the bottleneck."""
+def test_faster_kernel_does_not_help_a_cpu_bound_step() -> None:
+    """The same recomputation in a GPU-bound and in a CPU-bound step."""
 
     def recomputing(host_us: float) -> Profile:
         timeline = Timeline(host_us=host_us)
@@ -191,12 +189,12 @@ def test_a_faster_kernel_does_not_help_where_the_host_is_late() -> None:
         return timeline.profile()
 
     assert saving_us(recomputing(5), "SS013") == pytest.approx(50 * 20, rel=0.02)
-    # Kernels that are not launched save the host's time: 50 launches of 100 µs.
+    # Kernels that are not launched save CPU time: 50 launches of 100 µs.
     assert saving_us(recomputing(100), "SS013") == pytest.approx(50 * 100, rel=0.03)
 
 
-def test_a_host_that_was_held_up_by_a_full_queue_is_not_slow() -> None:
-    """The host runs ahead until the queue is full, and then waits in each launch. With less work it would wait less."""
+def test_full_launch_queue_does_not_make_the_cpu_slow() -> None:
+    """The CPU runs ahead until the queue is full, and then waits in each launch. With less work it would wait less."""
     timeline = Timeline(host_us=5, queue=600)
     with timeline.step():
         with timeline.phase("forward"):
@@ -212,7 +210,7 @@ def test_a_host_that_was_held_up_by_a_full_queue_is_not_slow() -> None:
     assert found(profile, "SS002") is None
 
 
-def test_the_optimizers_launches_are_not_the_compilers() -> None:
+def test_compiling_does_not_save_launches_of_the_optimizer() -> None:
     def updating(phase: str) -> Timeline:
         timeline = Timeline(host_us=20)
         with timeline.step(), timeline.phase(phase):
@@ -224,7 +222,7 @@ def test_the_optimizers_launches_are_not_the_compilers() -> None:
     assert found(updating("optimizer").profile(), "SS001") is None
 
 
-def test_what_waits_for_another_stream_comes_earlier_with_it() -> None:
+def test_work_that_waits_for_another_stream_moves_with_it() -> None:
     timeline = Timeline()
     with timeline.step():
         timeline.launch(GEMM_BF16, 100, op="aten::mm")

@@ -1,4 +1,4 @@
-"""Rules about kernels: each where it is right with its estimate, and beside it where it would be wrong."""
+"""Rules about kernels: recordings in which each fires, with its estimate, and similar ones in which it does not."""
 
 import math
 from typing import Any
@@ -42,19 +42,19 @@ def chain(times: list[float], *, kernel: str = ADD, between: str | None = None) 
     return timeline
 
 
-def test_a_chain_costs_its_longest_kernel() -> None:
+def test_fused_chain_takes_as_long_as_its_longest_kernel() -> None:
     profile = chain([30, 50, 20]).profile()
     assert saving_us(profile, "SS003") == pytest.approx(10 * (30 + 20), rel=0.01)
     finding = found(profile, "SS003")
     assert finding is not None
     assert "in the forward of ffn" in finding.evidence
-    # At least a fifth of it stays, however many there are.
+    # At least a fifth remains, however many kernels there are.
     assert saving_us(chain([20] * 20).profile(), "SS003") == pytest.approx(10 * 400 * 0.8, rel=0.01)
 
 
 @pytest.mark.parametrize(("phase", "left"), [("backward", 0.45), ("forward", 0.25)])
-def test_compiling_a_chain_saves_the_hosts_time(phase: str, left: float) -> None:
-    """Where the host is the limit, what counts is its time for all launches and not how many of them are left."""
+def test_compiling_a_chain_saves_cpu_time(phase: str, left: float) -> None:
+    """In a CPU-bound step, the CPU time of all launches counts, not the number of launches left."""
     timeline = Timeline(host_us=200)
     with timeline.step(), timeline.phase(phase), timeline.module("blocks.0.ffn"):
         for _ in range(100):
@@ -62,12 +62,12 @@ def test_compiling_a_chain_saves_the_hosts_time(phase: str, left: float) -> None
     assert saving_us(timeline.profile(), "SS003") == pytest.approx(100 * 200 * (1 - left), rel=0.02)
 
 
-def test_kernels_with_a_product_between_them_are_no_chain() -> None:
+def test_gemm_interrupts_a_chain() -> None:
     assert found(chain([30, 50, 20], between=GEMM_BF16).profile(), "SS003") is None
     assert found(chain([30]).profile(), "SS003") is None
 
 
-def test_what_a_compiler_made_is_not_fused_again() -> None:
+def test_compiled_kernels_are_not_fused_again() -> None:
     assert found(chain([30, 50, 20], kernel=INDUCTOR).profile(), "SS003") is None
     assert found(chain([30, 50, 20]).profile(compiled=True), "SS003") is None
 
@@ -83,7 +83,7 @@ SQUARE = 2 * HEADS * LENGTH * LENGTH * WIDTH
 def write_attention(
     timeline: Timeline, *, parts: bool = True, masked: bool = True, softmax: bool = True, between: bool = False
 ) -> None:
-    """One attention: products of 100 µs each and 1000 µs of everything else."""
+    """One attention: GEMMs of 100 µs each and 1000 µs of everything else."""
     bf16 = [BF16, BF16]
     with timeline.part("scores") if parts else timeline.range("a"):
         timeline.launch(GEMM_BF16, 100, op="aten::bmm", shapes=SCORES, dtypes=bf16)
@@ -96,7 +96,7 @@ def write_attention(
         timeline.launch(GEMM_BF16, 100, op="aten::bmm", shapes=VALUES, dtypes=bf16)
 
 
-# Of the square, a causal kernel computes half, and the other half of the tiles of 128 on the diagonal.
+# A causal kernel computes half of the square, and the other half of the diagonal tiles of 128.
 CAUSAL = 0.5 + 0.5 * 128 / LENGTH
 
 
@@ -107,7 +107,7 @@ def fused_us(flops: float, share: float = 0.40, least: float = 5) -> float:
 
 @pytest.mark.parametrize("parts", [True, False])
 @pytest.mark.parametrize("masked", [True, False])
-def test_attention_through_memory(parts: bool, masked: bool) -> None:
+def test_unfused_attention(parts: bool, masked: bool) -> None:
     timeline = Timeline()
     with timeline.step(), timeline.phase("forward"), timeline.module("blocks.0.attention"):
         write_attention(timeline, parts=parts, masked=masked)
@@ -115,7 +115,7 @@ def test_attention_through_memory(parts: bool, masked: bool) -> None:
     assert saving_us(timeline.profile(), "SS004") == pytest.approx(expected, rel=0.001)
 
 
-def test_backward_of_attention_is_five_products() -> None:
+def test_backward_of_fused_attention_has_five_gemms() -> None:
     timeline = Timeline()
     with timeline.step():
         with timeline.phase("forward"), timeline.module("blocks.0.attention"):
@@ -128,7 +128,7 @@ def test_backward_of_attention_is_five_products() -> None:
     assert saving_us(timeline.profile(), "SS004") == pytest.approx(expected, rel=0.001)
 
 
-def test_a_fused_attention_costs_the_host_four_launches() -> None:
+def test_fused_attention_costs_four_launches() -> None:
     timeline = Timeline(host_us=400)
     with timeline.step(), timeline.phase("forward"):
         for layer in range(10):
@@ -137,12 +137,12 @@ def test_a_fused_attention_costs_the_host_four_launches() -> None:
                 with timeline.part("values"):
                     for _ in range(3):
                         timeline.launch(ADD, 10, op="aten::mul")
-    # Seven launches each, of which three go. The kernels hide behind them.
+    # Seven launches each, three of which disappear. The kernels are shorter than the launches.
     assert saving_us(timeline.profile(), "SS004") == pytest.approx(10 * 3 * 400, rel=0.03)
 
 
 @pytest.mark.parametrize(("host_us", "why"), [(5, None), (290, "CPU-bound")])
-def test_less_gpu_time_than_the_host_needs_is_no_gain(host_us: float, why: str | None) -> None:
+def test_gpu_time_below_the_cpu_time_saves_nothing(host_us: float, why: str | None) -> None:
     timeline = Timeline(host_us=host_us)
     with timeline.step(), timeline.phase("forward"):
         for layer in range(10):
@@ -158,7 +158,7 @@ def test_less_gpu_time_than_the_host_needs_is_no_gain(host_us: float, why: str |
 
 
 @pytest.mark.parametrize(("softmax", "between"), [(False, False), (True, True)])
-def test_products_without_a_softmax_right_between_them_are_no_attention(softmax: bool, between: bool) -> None:
+def test_gemms_without_a_softmax_between_them_are_not_attention(softmax: bool, between: bool) -> None:
     timeline = Timeline()
     with timeline.step(), timeline.phase("forward"):
         write_attention(timeline, parts=False, softmax=softmax, between=between)
@@ -168,7 +168,7 @@ def test_products_without_a_softmax_right_between_them_are_no_attention(softmax:
 # --- SS005: precision
 
 
-def test_fp32_products_on_cuda_cores() -> None:
+def test_fp32_gemms_on_cuda_cores() -> None:
     flops, us = 2 * 4096**3, 2742.0  # three quarters of the fp32 peak
     timeline = Timeline()
     for _ in range(4):
@@ -177,7 +177,7 @@ def test_fp32_products_on_cuda_cores() -> None:
     assert saving_us(timeline.profile(), "SS005") == pytest.approx(expected, rel=0.01)
 
 
-def test_a_product_bound_by_memory_gains_only_up_to_that() -> None:
+def test_memory_bound_gemm_gains_up_to_the_bandwidth() -> None:
     timeline = Timeline()
     moved = 4 * (16 * 2**20 + 2**20 * 16 + 16 * 16)
     timeline.launch(GEMM_FP32, 200, op="aten::mm", shapes=[[16, 2**20], [2**20, 16]], dtypes=[FP32, FP32])
@@ -194,7 +194,7 @@ def test_a_product_bound_by_memory_gains_only_up_to_that() -> None:
         (GEMM_FP32, "Tesla V100-SXM2-32GB"),
     ],
 )
-def test_products_that_use_what_there_is_are_left_alone(kernel: str, device: str) -> None:
+def test_gemms_on_the_best_units_have_no_finding(kernel: str, device: str) -> None:
     timeline = Timeline(device=device)
     timeline.launch(kernel, 200, op="aten::mm", shapes=[[4096, 4096], [4096, 4096]], dtypes=[FP32, FP32])
     assert found(timeline.profile(), "SS005") is None
@@ -219,7 +219,7 @@ def test_a_copy_is_a_cast_or_a_change_of_layout(target: str, code: str, other: s
     assert ("weights" in finding.evidence) == (code == "SS008")
 
 
-def test_a_few_copies_are_not_worth_a_word() -> None:
+def test_few_copies_have_no_finding() -> None:
     timeline = Timeline()
     timeline.launch(COPY, 15, op="aten::copy_")
     for _ in range(10):
@@ -227,7 +227,7 @@ def test_a_few_copies_are_not_worth_a_word() -> None:
     assert found(timeline.profile(), "SS006") is None
 
 
-def test_copies_inside_a_library_are_not_the_users() -> None:
+def test_copies_inside_a_library_do_not_count() -> None:
     timeline = Timeline()
     timeline.launch(COPY, 200, op="aten::convolution_backward")
     timeline.launch(GEMM_BF16, 500, op="aten::mm")
@@ -250,7 +250,7 @@ def update(kernel: str, op: str, *, count: int = 50) -> Timeline:
     return timeline
 
 
-def test_an_unfused_optimizer_against_one_pass_over_the_weights() -> None:
+def test_unfused_optimizer_compared_with_one_pass_over_the_weights() -> None:
     parameters = 100_000_000
     case = build_case({"size": "small"})
     profile = update(FOREACH, "aten::_foreach_addcdiv_").profile(parameters=parameters, case=case)
@@ -271,9 +271,7 @@ def test_an_unfused_optimizer_against_one_pass_over_the_weights() -> None:
     ("optimizer", "bytes_per_parameter"),
     [("AdamW", 28), ("Adam", 28), ("SGD", 12), ("Muon", None), ("Adamax", None), ("Adam8bit", None)],
 )
-def test_what_fusing_saves_of_a_factorys_optimizer_follows_from_its_class(
-    optimizer: str, bytes_per_parameter: int | None
-) -> None:
+def test_saving_for_a_factory_optimizer_follows_from_its_class(optimizer: str, bytes_per_parameter: int | None) -> None:
     parameters = 100_000_000
     timeline, case = update(FOREACH, "aten::_foreach_add_"), build_case({"model": "mine:build"})
     profile = timeline.profile(parameters=parameters, case=case, optimizer=optimizer)
@@ -284,7 +282,7 @@ def test_what_fusing_saves_of_a_factorys_optimizer_follows_from_its_class(
         assert saving_us(profile, "SS007") == pytest.approx(expected, rel=0.01)
 
 
-def test_without_a_number_of_parameters_only_adam_is_judged() -> None:
+def test_only_adam_is_judged_without_a_parameter_count() -> None:
     assert saving_us(update(FOREACH, "aten::_foreach_addcdiv_").profile(), "SS007") == pytest.approx(2000 * 0.65)
     assert found(update(FOREACH, "aten::_foreach_add_").profile(), "SS007") is None
 
@@ -292,8 +290,8 @@ def test_without_a_number_of_parameters_only_adam_is_judged() -> None:
 @pytest.mark.parametrize(
     ("kernel", "op", "share"), [(ADD, "aten::addcdiv_", 0.12), (FOREACH, "aten::_foreach_addcdiv_", 1.0)]
 )
-def test_a_fused_optimizer_still_costs_the_host_its_walk(kernel: str, op: str, share: float) -> None:
-    """Kernels one by one, or each for many tensors, launched more slowly than they run. The fused one comes last."""
+def test_fused_optimizer_still_walks_over_the_tensors(kernel: str, op: str, share: float) -> None:
+    """Kernels per tensor, or for many tensors each, launched more slowly than they run. The fused one comes last."""
     timeline = Timeline(host_us=50)
     with timeline.step(), timeline.phase("optimizer"):
         for _ in range(100):
@@ -303,7 +301,7 @@ def test_a_fused_optimizer_still_costs_the_host_its_walk(kernel: str, op: str, s
     assert saving_us(timeline.profile(), "SS007") == pytest.approx(expected, rel=0.02, abs=10)
 
 
-def test_a_fused_optimizer_is_left_alone() -> None:
+def test_fused_optimizer_has_no_finding() -> None:
     profile = update(FUSED_ADAM, "aten::_fused_adamw_").profile(parameters=1_000_000)
     assert found(profile, "SS007") is None
 
@@ -320,23 +318,23 @@ def sized(vocabulary: int) -> Timeline:
     return timeline
 
 
-def test_an_odd_vocabulary() -> None:
-    # No aligned product does half as much, so that the usual share of the peak counts.
+def test_unaligned_vocabulary() -> None:
+    # No aligned GEMM has half as many FLOPs, so the usual share of the peak applies.
     flops = 2 * 4096 * 1024 * (64 * math.ceil(10007 / 64))
     expected = 400 - flops / (H200_BF16 * 0.65) * 1e6
     assert saving_us(sized(10007).profile(), "SS009") == pytest.approx(expected, rel=0.01)
     assert found(sized(10048).profile(), "SS009") is None
 
 
-def test_a_tile_that_is_mostly_padding() -> None:
+def test_tile_with_mostly_padding() -> None:
     timeline = Timeline()
-    # Tiles of 128 × 256: 192 rows fill three quarters of two, or of one the other way round.
+    # Tiles of 128 × 256: 192 rows fill three quarters of two tiles, or of one if transposed.
     timeline.launch(GEMM_BF16, 100, op="aten::mm", shapes=[[64, 1024], [1024, 256]], dtypes=[BF16, BF16])
     assert saving_us(timeline.profile(), "SS009") == pytest.approx(50)
 
 
 @pytest.mark.parametrize(("blocks", "expected"), [(133, 200 * 131 / 264), (264, None), (132 * 7 + 1, None)])
-def test_the_last_wave(blocks: int, expected: float | None) -> None:
+def test_partly_empty_last_wave(blocks: int, expected: float | None) -> None:
     timeline = Timeline(multiprocessors=132)
     grid: dict[str, Any] = {"grid_x": blocks, "grid_y": 1, "grid_z": 1, "block_x": 384, "block_y": 1, "block_z": 1}
     timeline.launch(GEMM_BF16, 200, op="aten::mm", registers=168, shared_bytes=200 * 1024, **grid)
@@ -347,8 +345,8 @@ def test_the_last_wave(blocks: int, expected: float | None) -> None:
         assert saving_us(profile, "SS010") == pytest.approx(expected, rel=0.01)
 
 
-def test_waves_of_a_kernel_that_stays() -> None:
-    """As many blocks as multiprocessors, each taking tile after tile: 16 × 9 tiles of 128 × 256."""
+def test_waves_of_a_persistent_kernel() -> None:
+    """As many blocks as multiprocessors, each processing tile after tile: 16 × 9 tiles of 128 × 256."""
     timeline = Timeline(multiprocessors=132)
     grid: dict[str, Any] = {"grid_x": 132, "grid_y": 1, "grid_z": 1, "block_x": 384, "block_y": 1, "block_z": 1}
     shapes = [[2048, 512], [512, 2304]]
@@ -356,11 +354,11 @@ def test_waves_of_a_kernel_that_stays() -> None:
     assert saving_us(timeline.profile(), "SS010") == pytest.approx(200 * (1 - 144 / 264), rel=0.01)
 
 
-# --- SS015: bound by memory
+# --- SS015: memory-bound GEMMs
 
 
 @pytest.mark.parametrize(("rows", "fires"), [(8, True), (8192, False)])
-def test_products_of_few_rows(rows: int, fires: bool) -> None:
+def test_gemms_with_few_rows(rows: int, fires: bool) -> None:
     timeline = Timeline()
     timeline.launch(GEMM_BF16, 100, op="aten::mm", shapes=[[rows, 4096], [4096, 4096]], dtypes=[BF16, BF16])
     finding = found(timeline.profile(), "SS015")

@@ -1,4 +1,4 @@
-"""The summary against NumPy-style quantiles worked out by hand."""
+"""The summary compared with NumPy-style quantiles calculated by hand."""
 
 import pytest
 from hypothesis import given
@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from stepscope.explain.statistics import summarise
 
 
-def test_quantiles_interpolate_between_neighbours() -> None:
+def test_quantiles_interpolate_between_neighbors() -> None:
     summary = summarise([4.0, 1.0, 3.0, 2.0])
     assert (summary.min, summary.max, summary.median) == (1.0, 4.0, 2.5)
     assert summary.p20 == pytest.approx(1.6)

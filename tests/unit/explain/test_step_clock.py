@@ -1,4 +1,4 @@
-"""The clock of a profile, that of the steps which rules look at, and the columns that names are decoded into."""
+"""The clock of a profile, the clock of the rules, and the columns of decoded names."""
 
 import pytest
 
@@ -12,7 +12,7 @@ US = 1_000
 
 
 def two_steps(plain_us: int | None = None) -> Profile:
-    """300 µs of kernels a step, of which 100 µs run beside others."""
+    """300 µs of kernels per step, 100 µs of which overlap with others."""
     timeline = Timeline(host_us=5)
     for _ in range(2):
         with timeline.step(), timeline.phase("forward"):
@@ -33,7 +33,7 @@ def test_a_recorded_step_is_the_window_over_its_steps() -> None:
     assert clock.idle_share == pytest.approx(1 - clock.busy_step_ns / clock.step_ns)
 
 
-def test_a_plain_step_counts_where_the_kernels_fit_into_it() -> None:
+def test_unprofiled_step_counts_if_the_kernels_fit_into_it() -> None:
     clock = two_steps(plain_us=250).clock
     assert clock.step_ns == clock.plain_step_ns == 250 * US
     assert not clock.is_recorded
@@ -44,7 +44,7 @@ def test_a_plain_step_counts_where_the_kernels_fit_into_it() -> None:
     assert short.idle_share_of(short.plain_step_ns) == 0
 
 
-def test_rules_go_by_the_plain_clock_wherever_there_is_one() -> None:
+def test_rules_use_the_unprofiled_clock_if_there_is_one() -> None:
     assert StepEvidence(profile=two_steps(plain_us=100)).step_ns == 100 * US
     recorded = two_steps()
     evidence = StepEvidence(profile=recorded)

@@ -1,4 +1,4 @@
-"""The sweep over attention: which cases there are, and what one that ends its process costs the others."""
+"""The attention sweep: its cases, and what a case that ends its process costs the others."""
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -52,7 +52,7 @@ class Silent:
 
 
 class Workers:
-    """In the place of the processes. `end` says how a case ends its process, if it does."""
+    """Replaces the processes. `end` says how a case ends its process, if it does."""
 
     def __init__(self, end: Callable[[AttentionCase], Result | Died | None], at_last: Result | Died | None) -> None:
         self._end, self._at_last = end, at_last
@@ -90,7 +90,7 @@ def run(
     return rows, workers, listener
 
 
-def test_one_process_an_implementation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_process_per_implementation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     rows, workers, _ = run(tmp_path, monkeypatch)
     assert [row.status for row in rows] == ["ok"] * 6
     assert [[case.implementation for case in request.cases] for request in workers.requests] == [
@@ -104,10 +104,10 @@ def test_one_process_an_implementation(tmp_path: Path, monkeypatch: pytest.Monke
     [
         (Died(status="crash", reason="crashed with SIGSEGV while timing"), "crash"),
         (Failed(message="RuntimeError: an illegal memory access was encountered"), "error"),
-        (Died(status="oom", reason="ended by the kernel's out-of-memory killer while checking"), "oom"),
+        (Died(status="oom", reason="killed by the kernel's out-of-memory killer while checking"), "oom"),
     ],
 )
-def test_a_case_that_ends_its_process_is_a_row_and_another_process_goes_on_behind_it(
+def test_case_that_ends_its_process_is_a_row_and_another_process_continues(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ended: Result | Died, status: str
 ) -> None:
     rows, workers, _ = run(
@@ -126,7 +126,7 @@ def test_a_case_that_ends_its_process_is_a_row_and_another_process_goes_on_behin
 @pytest.mark.parametrize(
     "ended", [Failed(message="RuntimeError: an old error"), Died(status="crash", reason="at exit")]
 )
-def test_a_process_that_fails_after_its_last_case_leaves_the_rows_as_they_are(
+def test_process_that_fails_after_its_last_case_keeps_the_rows(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ended: Result | Died
 ) -> None:
     rows, _, _ = run(tmp_path, monkeypatch, at_last=ended)
@@ -134,14 +134,14 @@ def test_a_process_that_fails_after_its_last_case_leaves_the_rows_as_they_are(
 
 
 def test_bad_input_found_by_a_worker_ends_the_sweep(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    refused = Failed(message="memory limit is more than the device has", bad_input=True)
-    with pytest.raises(StepscopeError, match="more than the device has"):
+    refused = Failed(message="memory limit exceeds the device's memory", bad_input=True)
+    with pytest.raises(StepscopeError, match="exceeds the device's memory"):
         run(tmp_path, monkeypatch, lambda _: refused)
     assert list(tmp_path.iterdir()) == []
 
 
-def test_what_is_done_is_not_done_again_unless_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    fails = Died(status="timeout", reason="not done after 1 s")
+def test_finished_cases_are_not_rerun_unless_requested(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fails = Died(status="timeout", reason="timed out after 1 s")
     run(tmp_path, monkeypatch, lambda case: fails if case.length == 1024 else None)
     _, workers, listener = run(tmp_path, monkeypatch)
     assert (workers.requests, listener.waiting, listener.done) == ([], [], 6)
@@ -152,7 +152,7 @@ def test_what_is_done_is_not_done_again_unless_asked(tmp_path: Path, monkeypatch
     assert len(listener.waiting) == 6
 
 
-def test_an_interrupt_leaves_the_rows_that_are_done(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_interrupt_keeps_finished_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def interrupt(case: AttentionCase) -> None:
         if case.length == 1024:
             raise KeyboardInterrupt
@@ -166,7 +166,7 @@ def test_an_interrupt_leaves_the_rows_that_are_done(tmp_path: Path, monkeypatch:
 # --- The grid -------------------------------------------------------------------------------------------------------
 
 
-def test_what_is_not_asked_for_is_the_devices_own() -> None:
+def test_unset_axes_use_the_defaults_of_the_device() -> None:
     on_cuda, on_cpu = AttentionGrid().cases("cuda:0"), AttentionGrid().cases("cpu")
     assert {case.precision for case in on_cuda} == {"bf16"}
     assert {case.precision for case in on_cpu} == {"fp32"}
@@ -184,7 +184,7 @@ def test_tiled_stops_early_unless_named() -> None:
     assert longest(AttentionGrid(implementation=("tiled",))) == 65536
 
 
-def test_flags_are_a_grid() -> None:
+def test_flags_make_a_grid() -> None:
     grid = grid_from_texts(
         AttentionGrid,
         {
@@ -217,6 +217,6 @@ def test_flags_are_a_grid() -> None:
         ({"memory_limit": "much"}, "not a memory size: `much`"),
     ],
 )
-def test_what_cannot_be_is_refused_before_anything_runs(texts: dict[str, str], said: str) -> None:
+def test_invalid_flags_raise_before_anything_runs(texts: dict[str, str], said: str) -> None:
     with pytest.raises(StepscopeError, match=said):
         grid_from_texts(AttentionGrid, texts)

@@ -1,4 +1,4 @@
-"""The sweep over collectives: which cases there are, and what ranks that fail cost the others."""
+"""The sweep over collectives: its cases, and what failing ranks cost the others."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -24,7 +24,7 @@ Failing = Callable[[CommCase], str]
 
 
 class Ranks:
-    """In the place of the processes. `fail` says why a case ends them, if it does."""
+    """Replaces the processes. `fail` says why a case ends them, if it does."""
 
     def __init__(self, fail: Failing) -> None:
         self._fail = fail
@@ -76,9 +76,7 @@ def fail_on_remark(text: str) -> None:
     pytest.fail(text)
 
 
-def test_a_cache_that_cannot_be_written_is_remarked_on_and_costs_nothing_that_was_measured(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_unwritable_cache_is_reported_and_costs_no_measurement(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "file").touch()
     monkeypatch.setenv("STEPSCOPE_CACHE", str(tmp_path / "file" / "cache"))
     remarks: list[str] = []
@@ -90,16 +88,14 @@ def test_a_cache_that_cannot_be_written_is_remarked_on_and_costs_nothing_that_wa
     assert read_links(tmp_path / "out" / "links.json")
 
 
-def test_the_cases_of_one_number_of_ranks_share_their_processes(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_cases_with_the_same_number_of_ranks_share_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     rows, ranks, _ = run(tmp_path, monkeypatch)
     assert [row.status for row in rows] == ["ok"] * 8
     assert [(world, len(request.cases)) for world, request in ranks.requests] == [(2, 4), (4, 4)]
     assert not (tmp_path / "out" / "ranks").exists()
 
 
-def test_what_was_fitted_is_kept_for_others_and_beside_the_rows(
+def test_fitted_links_are_saved_in_the_cache_and_next_to_the_rows(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run(tmp_path, monkeypatch)
@@ -121,7 +117,7 @@ def test_what_was_fitted_is_kept_for_others_and_beside_the_rows(
         ("rank 0 could not complete the all-reduce: Timed out waiting 1000ms for recv", "timeout"),
     ],
 )
-def test_ranks_that_fail_are_a_row_and_others_go_on_behind_it(
+def test_failed_ranks_are_a_row_and_new_ranks_continue(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, reason: str, status: str
 ) -> None:
     rows, ranks, _ = run(
@@ -133,13 +129,13 @@ def test_ranks_that_fail_are_a_row_and_others_go_on_behind_it(
     assert "what it said" in (tmp_path / "out" / "logs" / f"{rows[1].key}.log").read_text()
 
 
-def test_ranks_that_never_begin_end_the_sweep(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_that_never_start_end_the_sweep(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(StepscopeError, match="at once: no such interface"):
         run(tmp_path, monkeypatch, lambda _: "at once: no such interface")
     assert not (tmp_path / "out" / "results.jsonl").exists()
 
 
-def test_what_is_done_is_not_done_again_unless_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_finished_cases_are_not_rerun_unless_requested(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run(tmp_path, monkeypatch, lambda case: "rank 1: ValueError" if case.ranks == 4 else "")
     _, ranks, listener = run(tmp_path, monkeypatch)
     assert (ranks.requests, listener.done) == ([], 8)
@@ -150,7 +146,7 @@ def test_what_is_done_is_not_done_again_unless_asked(tmp_path: Path, monkeypatch
     assert len(listener.waiting) == 8
 
 
-def test_an_interrupt_leaves_the_rows_that_are_done(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_interrupt_keeps_finished_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def interrupt(case: CommCase) -> str:
         if case.ranks == 4:
             raise KeyboardInterrupt
@@ -162,7 +158,7 @@ def test_an_interrupt_leaves_the_rows_that_are_done(tmp_path: Path, monkeypatch:
     assert (listener.done, len(listener.waiting)) == (4, 4)
 
 
-# --- Ranks that somebody else started ---------------------------------------------------------------------------------
+# --- Ranks under an external launcher -------------------------------------------------------------------------------
 
 
 def run_started(
@@ -187,17 +183,17 @@ def run_started(
     return run_comm(sweep, Silent(), remark=fail_on_remark), asked
 
 
-def test_under_torchrun_the_first_rank_writes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_under_torchrun_only_the_first_rank_writes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     grid = CommGrid(collective=("broadcast",), sizes=(MB,))
     rows, asked = run_started(tmp_path, monkeypatch, 0, grid)
     assert rows is not None
     assert [(row.case.ranks, row.status) for row in rows] == [(3, "ok")]
     (again, asked) = run_started(tmp_path, monkeypatch, 0, grid)
     assert again == rows
-    assert [request.cases for _, request in asked] == [()]  # nothing is left, which the others must hear
+    assert [request.cases for _, request in asked] == [()]  # nothing is left to run, and the others must be told
 
 
-def test_under_torchrun_a_failure_is_a_row_and_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_under_torchrun_a_failure_is_a_row_and_ends_the_sweep(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     grid = CommGrid(collective=("broadcast",), sizes=(MB, 2 * MB))
     with pytest.raises(StepscopeError, match="rank 1: ValueError"):
         run_started(tmp_path, monkeypatch, 0, grid, lambda _: "rank 1: ValueError")
@@ -206,7 +202,7 @@ def test_under_torchrun_a_failure_is_a_row_and_the_end(tmp_path: Path, monkeypat
     assert [row.status for row in rows] == ["error", "ok"]
 
 
-def test_under_torchrun_other_numbers_of_ranks_are_refused_on_every_rank(
+def test_under_torchrun_another_number_of_ranks_raises_on_every_rank(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for rank in (0, 1):
@@ -218,7 +214,7 @@ def test_under_torchrun_other_numbers_of_ranks_are_refused_on_every_rank(
 # --- The grid ---------------------------------------------------------------------------------------------------------
 
 
-def test_what_is_not_asked_for_is_the_machines_own() -> None:
+def test_unset_axes_use_the_defaults_of_the_machine() -> None:
     on_cpu = CommGrid().cases(RankHost(device="cpu"))
     assert {(case.backend, case.ranks) for case in on_cpu} == {("gloo", 2), ("gloo", 4)}
     assert max(case.message_bytes for case in on_cpu) == 64 * MB
@@ -228,14 +224,14 @@ def test_what_is_not_asked_for_is_the_machines_own() -> None:
     assert {case.ranks for case in CommGrid().cases(RankHost(device="cuda", gpus=1))} == {1}
 
 
-def test_nccl_has_no_more_ranks_than_gpus() -> None:
+def test_nccl_has_at_most_one_rank_per_gpu() -> None:
     with pytest.raises(StepscopeError, match="`4` ranks with NCCL on 1 GPU") as raised:
         CommGrid(ranks=(4,)).cases(RankHost(device="cuda", gpus=1))
     assert raised.value.hint == "stepscope comm --ranks 1, or --backend gloo"
     assert CommGrid(ranks=(4,), backend="gloo").cases(RankHost(device="cuda", gpus=1))
 
 
-def test_flags_are_a_grid(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_flags_make_a_grid(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth1")
     grid = grid_from_texts(
         CommGrid, {"sizes": "1MB, 1GB,1MiB", "ranks": "6", "dtype": "bf16", "collective": "broadcast,broadcast"}
@@ -247,7 +243,7 @@ def test_flags_are_a_grid(monkeypatch: pytest.MonkeyPatch) -> None:
     }
 
 
-def test_a_message_is_cut_to_what_every_rank_has_an_equal_part_of() -> None:
+def test_message_is_rounded_down_to_equal_parts_for_all_ranks() -> None:
     (case,) = CommGrid(collective=("all-gather",), sizes=(MB,), ranks=(6,)).cases(RankHost(device="cpu"))
     assert (case.message_bytes, case.moved_bytes) == (MB, 999_984)
     assert case.needed_bytes == 999_984 + 166_664
@@ -271,6 +267,6 @@ def test_a_message_is_cut_to_what_every_rank_has_an_equal_part_of() -> None:
         ({"repetitions": "0"}, "repetitions must be at least 1, got `0`"),
     ],
 )
-def test_what_cannot_be_is_refused_before_anything_runs(texts: dict[str, str], said: str) -> None:
+def test_invalid_flags_raise_before_anything_runs(texts: dict[str, str], said: str) -> None:
     with pytest.raises(StepscopeError, match=said):
         grid_from_texts(CommGrid, texts)

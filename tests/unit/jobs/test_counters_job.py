@@ -1,4 +1,4 @@
-"""Counting under Nsight Compute, with a stand-in for `ncu`: what is asked of it, kept, gone on with and refused."""
+"""Counting under Nsight Compute, with a fake `ncu`: its arguments, what is saved, resumed and rejected."""
 
 import os
 import signal
@@ -70,7 +70,7 @@ class Bench:
         self.ncu.hear(stage)
 
     def left(self) -> set[str]:
-        """What is in the folder, hidden files too."""
+        """The content of the directory, including hidden files."""
         return {path.name for path in self.out.iterdir()} if self.out.exists() else set()
 
 
@@ -83,7 +83,7 @@ ONE = {"size": "nano", "context": "64"}
 GRID = {"size": "nano", "context": "64,128"}
 
 
-def test_one_case_is_a_recording_in_the_folder_that_was_named(bench: Bench) -> None:
+def test_one_case_is_a_recording_in_the_named_directory(bench: Bench) -> None:
     (counted,) = bench.count(ONE)
     kept = store.load(bench.out)
     assert kept.kernels.height == 49
@@ -96,7 +96,7 @@ def test_one_case_is_a_recording_in_the_folder_that_was_named(bench: Bench) -> N
     assert list((bench.out.parent / "tmp").iterdir()) == []
 
 
-def test_ncu_is_asked_for_few_metrics_of_what_runs_between_start_and_stop(bench: Bench) -> None:
+def test_ncu_collects_few_metrics_between_start_and_stop(bench: Bench) -> None:
     bench.count(ONE, passes=2)
     ((given, program),) = bench.ncu.calls()
     csv = given.pop("--log-file")
@@ -115,7 +115,7 @@ def test_ncu_is_asked_for_few_metrics_of_what_runs_between_start_and_stop(bench:
     assert manifest.case.timing.steps == 2
 
 
-def test_metrics_are_lists_of_ours_or_names_of_ncu() -> None:
+def test_metrics_are_our_lists_or_ncu_names() -> None:
     assert choose_metrics("few") == FEW
     assert choose_metrics("full") == FULL
     assert choose_metrics("few,sm__cycles_elapsed.max,few") == (*FEW, "sm__cycles_elapsed.max")
@@ -123,7 +123,7 @@ def test_metrics_are_lists_of_ours_or_names_of_ncu() -> None:
         choose_metrics("everything")
 
 
-def test_every_case_of_a_grid_is_a_process_and_a_recording_of_its_own(bench: Bench) -> None:
+def test_every_case_of_a_grid_has_its_own_process_and_recording(bench: Bench) -> None:
     cases = bench.count(GRID | {"d_model": "64,128"})
     assert bench.left() == {f"context-{L}_d_model-{d}" for L in (64, 128) for d in (64, 128)}
     assert [case.name for case in cases] == [
@@ -137,7 +137,7 @@ def test_every_case_of_a_grid_is_a_process_and_a_recording_of_its_own(bench: Ben
         assert store.load(bench.out / case.name).manifest.case == case.case
 
 
-def test_a_grid_goes_on_where_it_stopped(bench: Bench) -> None:
+def test_grid_resumes_where_it_stopped(bench: Bench) -> None:
     bench.count(GRID)
     again = bench.count(GRID | {"context": "64,128,256"})
     assert len(bench.ncu.calls()) == 3
@@ -150,7 +150,7 @@ def test_a_grid_goes_on_where_it_stopped(bench: Bench) -> None:
 
 
 @pytest.mark.parametrize("change", ["settings", "versions", "source", "metrics", "passes"])
-def test_a_recording_of_something_else_is_neither_taken_nor_replaced(bench: Bench, change: str) -> None:
+def test_different_recording_is_neither_reused_nor_replaced(bench: Bench, change: str) -> None:
     bench.count(GRID)
     flags: dict[str, str] = GRID
     more: dict[str, Any] = {}
@@ -186,7 +186,7 @@ def test_one_case_replaces_only_what_the_same_command_counted(bench: Bench) -> N
     assert len(bench.ncu.calls()) == 3
 
 
-def test_a_folder_of_somebody_elses_is_refused_before_anything_runs(bench: Bench) -> None:
+def test_foreign_directory_raises_before_anything_runs(bench: Bench) -> None:
     (bench.out / "context-128").mkdir(parents=True)
     (bench.out / "context-128" / "notes.txt").touch()
     for force in (False, True):
@@ -195,7 +195,7 @@ def test_a_folder_of_somebody_elses_is_refused_before_anything_runs(bench: Bench
     assert bench.ncu.calls() == []
 
 
-def test_a_case_that_fails_costs_the_others_nothing_and_leaves_nothing(bench: Bench) -> None:
+def test_failed_case_costs_the_others_nothing_and_leaves_nothing(bench: Bench) -> None:
     bench.ncu.set(at_context={"64": {"answer": encode(REFUSED), "code": 1, "no_kernels": True}})
     failed, fine = bench.count(GRID)
     assert failed.recording is None
@@ -205,14 +205,14 @@ def test_a_case_that_fails_costs_the_others_nothing_and_leaves_nothing(bench: Be
     assert bench.done[0] == "[1/2] context-64: out of memory tried to allocate 1 TiB"
 
 
-def test_when_every_case_fails_the_first_reason_is_the_error(bench: Bench) -> None:
+def test_first_reason_is_the_error_when_every_case_fails(bench: Bench) -> None:
     bench.ncu.set(answer=encode(REFUSED), code=1, no_kernels=True)
     with pytest.raises(StepscopeError, match="out of memory"):
         bench.count(GRID)
     assert bench.left() == set()
 
 
-def test_a_full_disk_ends_it_and_keeps_what_was_done(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_full_disk_ends_the_sweep_and_keeps_finished_cases(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     def save_one(recording: store.Recording, folder: Path, **more: object) -> None:
         if folder.name == "context-128":
             raise StepscopeError(f"cannot write to `{folder}`: No space left on device")
@@ -230,7 +230,7 @@ PERMISSION = "==ERROR== ERR_NVGPUCTRPERM - The user does not have permission to 
 
 
 @pytest.mark.parametrize("where", ["logs", "says"])
-def test_a_machine_that_permits_no_counters_is_told_at_the_first_case(bench: Bench, where: str) -> None:
+def test_missing_permission_raises_at_the_first_case(bench: Bench, where: str) -> None:
     bench.ncu.set(**{where: PERMISSION + " on the target device 0.\n"}, no_kernels=True, code=1)
     with pytest.raises(StepscopeError, match="not permitted on this machine: `ERR_NVGPUCTRPERM`") as raised:
         bench.count(GRID)
@@ -258,7 +258,7 @@ def test_a_machine_that_permits_no_counters_is_told_at_the_first_case(bench: Ben
         ({"no_kernels": True}, "not an Nsight Compute CSV", "expected a header"),
     ],
 )
-def test_a_failure_of_ncu_is_told_in_its_words(
+def test_failure_of_ncu_has_its_own_message(
     bench: Bench, settings: dict[str, object], message: str, detail: str
 ) -> None:
     bench.ncu.set(**settings)
@@ -269,7 +269,7 @@ def test_a_failure_of_ncu_is_told_in_its_words(
     assert not bench.out.exists()
 
 
-def test_without_ncu_it_says_so_before_anything_runs(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_ncu_raises_before_anything_runs(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "/nowhere")
     with pytest.raises(StepscopeError, match="`ncu` is not on the PATH"):
         bench.count(ONE)
@@ -294,26 +294,26 @@ def test_without_a_gpu_ncu_is_not_started(bench: Bench) -> None:
         ({"device": "cpu"}, "device `cpu` is the CPU", "remove --counters"),
     ],
 )
-def test_what_cannot_be_counted_is_refused_with_the_reason(flags: dict[str, str], message: str, hint: str) -> None:
+def test_unsupported_cases_raise_with_the_reason(flags: dict[str, str], message: str, hint: str) -> None:
     with pytest.raises(StepscopeError) as raised:
         name_cases(grid_from_flags(flags), passes=1)
     assert message in raised.value.message
     assert hint in raised.value.hint
 
 
-def test_a_dozen_layers_and_a_forward_pass_with_its_graph_are_fine() -> None:
+def test_a_dozen_layers_and_forward_mode_are_supported() -> None:
     (named,) = name_cases(grid_from_flags({"size": "small", "mode": "forward"}), passes=1)
     assert named.case.workload.mode == "forward"
     assert named.name == ""
 
 
-def test_nothing_asked_for_is_a_small_case_with_fused_attention() -> None:
+def test_default_is_a_small_case_with_fused_attention() -> None:
     ((_, case),) = name_cases(Grid(), passes=1)
     assert case.workload.attention == "sdpa"
     assert case.workload.mode == "inference"
 
 
-def test_cases_of_other_models_are_named_by_their_arguments() -> None:
+def test_cases_of_other_models_are_named_after_their_arguments() -> None:
     grid = grid_from_flags({"hf": "gpt2,a/b config.json", "context": "64,64"}, ["n_layer=1,2"])
     names = [one.name for one in name_cases(grid, passes=1)]
     assert names == [
@@ -324,12 +324,12 @@ def test_cases_of_other_models_are_named_by_their_arguments() -> None:
     ]
 
 
-def test_names_that_would_be_the_same_are_told_apart() -> None:
+def test_duplicate_names_get_a_number() -> None:
     names = [one.name for one in name_cases(grid_from_flags({"hf": "a/b,a-b"}), passes=1)]
     assert names == ["hf-a-b", "hf-a-b_2"]
 
 
-def test_the_case_and_its_progress_are_told_meanwhile(bench: Bench) -> None:
+def test_case_and_progress_are_reported(bench: Bench) -> None:
     bench.ncu.set(stages=["building", "counting, 40% of the pass"])
     bench.count(ONE)
     told = [stage.rpartition(",")[0] for stage in bench.stages if stage.endswith(" s")]
@@ -337,7 +337,7 @@ def test_the_case_and_its_progress_are_told_meanwhile(bench: Bench) -> None:
     assert "[1/1] out: counting, 40% of the pass" in told
 
 
-def test_ctrl_c_ends_ncu_and_its_program_and_keeps_what_was_done(bench: Bench) -> None:
+def test_ctrl_c_ends_ncu_and_its_program_and_keeps_finished_cases(bench: Bench) -> None:
     bench.ncu.set(at_context={"128": {"hangs": True}})
     started = bench.out.parent / "bin" / "started.txt"
 
@@ -355,7 +355,7 @@ def test_ctrl_c_ends_ncu_and_its_program_and_keeps_what_was_done(bench: Bench) -
     assert not status.exists() or status.read_text().rpartition(")")[2].split()[0] == "Z"
 
 
-def test_the_fixture_names_no_machine() -> None:
+def test_fixture_contains_no_machine_name() -> None:
     told = ncu.read(COUNTED).counters.write_json()
     assert "Host" not in told
     assert "uuid" not in told.casefold()

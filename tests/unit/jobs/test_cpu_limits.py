@@ -1,4 +1,4 @@
-"""What is set where a CPU advertises instructions that it cannot run, found with a stand-in for the probe."""
+"""What is set if a CPU advertises instructions that it cannot run, with a fake probe."""
 
 import os
 from collections.abc import Callable, Collection, Mapping
@@ -70,7 +70,7 @@ def _cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("STEPSCOPE_CACHE", str(tmp_path / "cache"))
 
 
-def test_a_healthy_machine_is_probed_once_without_compiling_and_not_limited() -> None:
+def test_healthy_machine_is_probed_once_without_compiling_and_not_limited() -> None:
     probe, environ = StandIn({}), {"HOME": "/"}
     assert settle_limits(environ, MACHINE, probe).settings == {}
     assert settle_limits({}, MACHINE, probe).settings == {}
@@ -79,7 +79,7 @@ def test_a_healthy_machine_is_probed_once_without_compiling_and_not_limited() ->
     assert not set(LEVELS) & set(environ)
 
 
-def test_amx_that_is_not_allowed_leaves_the_highest_level_below_it() -> None:
+def test_forbidden_amx_selects_the_highest_level_below_it() -> None:
     environ: dict[str, str] = {}
     limits = settle_limits(environ, MACHINE, without_amx())
     assert environ["ONEDNN_MAX_CPU_ISA"] == "AVX512_CORE_FP16"
@@ -87,7 +87,7 @@ def test_amx_that_is_not_allowed_leaves_the_highest_level_below_it() -> None:
     assert limits.deaths == (f"SIGILL in {BF16}",)
 
 
-def test_a_limit_that_was_found_before_is_set_without_a_probe() -> None:
+def test_cached_limit_is_set_without_a_probe() -> None:
     probe, environ = without_amx(), {"OTHER": ""}
     settle_limits({}, MACHINE, probe)
     runs = len(probe.runs)
@@ -99,7 +99,7 @@ def test_a_limit_that_was_found_before_is_set_without_a_probe() -> None:
 @pytest.mark.parametrize(
     "changed", [{"torch": "2.14.0"}, {"kernel": "6.2"}, {"cpu": "EPYC"}, {"flags": "avx2"}, {"identity": "b"}]
 )
-def test_another_torch_kernel_cpu_or_machine_is_probed_anew(changed: dict[str, str]) -> None:
+def test_another_torch_kernel_cpu_or_machine_is_probed_again(changed: dict[str, str]) -> None:
     settle_limits({}, MACHINE, without_amx())
     probe = StandIn({})
     assert settle_limits({}, msgspec.structs.replace(MACHINE, **changed), probe).settings == {}
@@ -107,7 +107,7 @@ def test_another_torch_kernel_cpu_or_machine_is_probed_anew(changed: dict[str, s
 
 
 @pytest.mark.parametrize("content", [b"", b"{", b'{"key": "x"}', b"\xff\xfe", b'{"key": 1}', b'{"x":' + b"[" * 100_000])
-def test_a_damaged_cache_is_probed_anew_and_repaired(content: bytes, tmp_path: Path) -> None:
+def test_damaged_cache_is_probed_again_and_repaired(content: bytes, tmp_path: Path) -> None:
     settle_limits({}, MACHINE, StandIn({}))
     (path,) = (tmp_path / "cache" / "instructions").iterdir()
     kept = path.read_bytes()
@@ -118,7 +118,7 @@ def test_a_damaged_cache_is_probed_anew_and_repaired(content: bytes, tmp_path: P
     assert path.read_bytes() == kept
 
 
-def test_a_cache_that_cannot_be_written_is_no_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unwritable_cache_is_not_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "file").touch()
     monkeypatch.setenv("STEPSCOPE_CACHE", str(tmp_path / "file" / "cache"))
     environ: dict[str, str] = {}
@@ -126,7 +126,7 @@ def test_a_cache_that_cannot_be_written_is_no_error(tmp_path: Path, monkeypatch:
     assert environ["ONEDNN_MAX_CPU_ISA"] == "AVX512_CORE_FP16"
 
 
-def test_a_probe_that_something_else_ended_says_nothing_and_is_not_kept() -> None:
+def test_inconclusive_probe_is_not_cached() -> None:
     def ended(settings: Mapping[str, str], *, compiled: bool) -> ProbeOutcome:
         return ProbeOutcome(conclusive=False)
 
@@ -134,7 +134,7 @@ def test_a_probe_that_something_else_ended_says_nothing_and_is_not_kept() -> Non
     assert settle_limits({}, MACHINE, without_amx()).settings
 
 
-def test_a_setting_under_which_nothing_is_known_is_not_taken_for_one_that_works() -> None:
+def test_inconclusive_setting_does_not_count_as_working() -> None:
     probe, unclear = without_amx(), "AVX512_CORE_FP16"
 
     def abort_once(settings: Mapping[str, str], *, compiled: bool) -> ProbeOutcome:
@@ -146,24 +146,24 @@ def test_a_setting_under_which_nothing_is_known_is_not_taken_for_one_that_works(
     assert settle_limits({}, MACHINE, abort_once).settings == {"ONEDNN_MAX_CPU_ISA": level}
 
 
-def test_a_machine_is_known_by_its_id_or_else_by_its_boot(tmp_path: Path) -> None:
+def test_machine_is_identified_by_its_id_or_its_boot_id(tmp_path: Path) -> None:
     machine_id, boot_id = tmp_path / "machine-id", tmp_path / "boot_id"
     assert read_identity((machine_id, boot_id)) == ""
-    machine_id.write_text("\n")  # as images of containers have it
+    machine_id.write_text("\n")  # as in container images
     boot_id.write_text("boot\n")
     assert read_identity((machine_id, boot_id)) == "boot"
     machine_id.write_text("machine\n")
     assert read_identity((machine_id, boot_id)) == "machine"
 
 
-def test_what_identifies_a_machine_is_neither_kept_nor_handed_on(tmp_path: Path) -> None:
+def test_machine_identity_is_neither_stored_nor_passed_on(tmp_path: Path) -> None:
     environ: dict[str, str] = {}
     settle_limits(environ, msgspec.structs.replace(MACHINE, identity="confidential"), without_amx())
     (path,) = (tmp_path / "cache" / "instructions").iterdir()
     assert "confidential" not in f"{path} {path.read_text()} {environ}"
 
 
-def test_a_cache_entry_that_is_a_pipe_is_not_waited_for(tmp_path: Path) -> None:
+def test_cache_entry_that_is_a_pipe_does_not_block(tmp_path: Path) -> None:
     settle_limits({}, MACHINE, StandIn({}))
     (path,) = (tmp_path / "cache" / "instructions").iterdir()
     path.unlink()
@@ -173,7 +173,7 @@ def test_a_cache_entry_that_is_a_pipe_is_not_waited_for(tmp_path: Path) -> None:
     assert len(probe.runs) == 1
 
 
-def test_compiled_code_that_dies_is_limited_as_well() -> None:
+def test_crash_of_compiled_code_is_limited_too() -> None:
     working = {"ONEDNN_MAX_CPU_ISA": ("AVX512_CORE_FP16",)}
     probe = StandIn({BF16: working, COMPILED: {"ATEN_CPU_CAPABILITY": ("avx2", "default")}})
     limits = settle_limits({}, MACHINE, probe)
@@ -181,14 +181,14 @@ def test_compiled_code_that_dies_is_limited_as_well() -> None:
     assert limits.deaths == (f"SIGILL in {BF16}", f"SIGILL in {COMPILED}")
 
 
-def test_variables_that_help_only_together_are_set_together() -> None:
+def test_variables_that_only_help_together_are_set_together() -> None:
     step = {"ONEDNN_MAX_CPU_ISA": ("SSE41",), "MKL_ENABLE_INSTRUCTIONS": ("SSE4_2",)}
     limits = settle_limits({}, MACHINE, StandIn({"a training step": step}))
     assert limits.settings.items() >= {name: level for name, (level,) in step.items()}.items()
 
 
 @pytest.mark.parametrize("name", ["ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA"])
-def test_a_users_own_setting_stays(name: str) -> None:
+def test_user_setting_is_kept(name: str) -> None:
     environ = {name: "AVX2"}
     probe = StandIn({BF16: {name: ("AVX2",)}}, environ)
     assert settle_limits(environ, MACHINE, probe).settings == {}
@@ -197,7 +197,7 @@ def test_a_users_own_setting_stays(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA"])
-def test_a_users_own_setting_that_dies_is_named_and_not_changed(name: str) -> None:
+def test_user_setting_that_crashes_is_named_and_not_changed(name: str) -> None:
     environ = {name: "AVX512_CORE_AMX"}
     with pytest.raises(StepscopeError) as failed:
         settle_limits(environ, MACHINE, StandIn({BF16: {"ONEDNN_MAX_CPU_ISA": ("AVX2",)}}, environ))
@@ -207,7 +207,7 @@ def test_a_users_own_setting_that_dies_is_named_and_not_changed(name: str) -> No
     assert environ == {name: "AVX512_CORE_AMX"}
 
 
-def test_the_error_where_nothing_works_lists_what_was_tried() -> None:
+def test_error_lists_everything_that_was_tried() -> None:
     environ: dict[str, str] = {}
     with pytest.raises(StepscopeError) as failed:
         settle_limits(environ, MACHINE, StandIn({FP16: {"ONEDNN_MAX_CPU_ISA": ()}}))
@@ -217,7 +217,7 @@ def test_the_error_where_nothing_works_lists_what_was_tried() -> None:
     assert environ == {}
 
 
-def test_a_process_that_was_started_by_another_takes_over_what_it_found(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_child_process_inherits_the_result(monkeypatch: pytest.MonkeyPatch) -> None:
     environ: dict[str, str] = {}
     settle_limits(environ, MACHINE, without_amx())
     monkeypatch.setenv("STEPSCOPE_CACHE", "/dev/null/none")
@@ -227,14 +227,14 @@ def test_a_process_that_was_started_by_another_takes_over_what_it_found(monkeypa
     assert probe.runs == []
 
 
-def test_limits_of_the_machine_that_a_job_was_submitted_from_are_dropped_on_another() -> None:
+def test_limits_from_the_submitting_machine_are_dropped_on_another() -> None:
     environ: dict[str, str] = {}
     settle_limits(environ, MACHINE, without_amx())
     settle_limits(environ, msgspec.structs.replace(MACHINE, cpu="EPYC"), StandIn({}))
     assert "ONEDNN_MAX_CPU_ISA" not in environ
 
 
-def test_doctor_tells_a_limit_of_ours_from_a_users_own() -> None:
+def test_doctor_distinguishes_our_limits_from_user_settings() -> None:
     settings = {"ONEDNN_MAX_CPU_ISA": "AVX512_CORE_FP16"}
     ours = judge_instructions(CpuLimits(key="", settings=settings, deaths=(f"SIGILL in {BF16}",)), settings)
     theirs = judge_instructions(CpuLimits(key=""), settings)
@@ -247,7 +247,7 @@ def test_doctor_tells_a_limit_of_ours_from_a_users_own() -> None:
     assert judge_instructions(CpuLimits(key=""), {}).verdict == "fine"
 
 
-def test_a_limit_makes_another_case_and_no_limit_leaves_rows_as_they_were() -> None:
+def test_limit_makes_another_case_and_no_limit_keeps_old_keys() -> None:
     limited = msgspec.structs.replace(ENVIRONMENT, cpu_limits="ONEDNN_MAX_CPU_ISA=AVX2")
     case = row().case
     assert case_key(case, limited, None) != case_key(case, ENVIRONMENT, None)
@@ -266,13 +266,13 @@ TABLES: dict[str, tuple[Callable[[list[Any]], Table], Row]] = {
 
 
 @pytest.mark.parametrize("verb", TABLES)
-def test_a_table_remarks_on_limits(verb: str) -> None:
+def test_table_notes_limits(verb: str) -> None:
     make, plain = TABLES[verb]
     assert not any("ONEDNN" in note for note in make([plain]).notes)
     assert any("ONEDNN_MAX_CPU_ISA=AVX2" in note for note in make([_limited(plain)]).notes)
 
 
-def test_limited_rows_are_told_apart_from_others_and_never_compared_with_them() -> None:
+def test_limited_rows_are_marked_and_never_compared_with_others() -> None:
     table = bench_table([row(precision="fp32"), _limited(row(precision="bf16"))])
     (column,) = (column for column in table.columns if column.key == "cpu_limits")
     assert not column.detail

@@ -1,4 +1,4 @@
-"""A sweep over memory: what one case costs the others."""
+"""A memory sweep: what one case costs the others."""
 
 from pathlib import Path
 from typing import Any, cast
@@ -13,7 +13,7 @@ from tests.unit.rows import row as make_row
 
 
 class LeavesASnapshot:
-    """In the place of the workers: one that says all is well and leaves these bytes as its snapshot."""
+    """Replaces the workers: reports success and writes these bytes as its snapshot."""
 
     def __init__(self, content: bytes) -> None:
         self._content = content
@@ -24,7 +24,7 @@ class LeavesASnapshot:
         return Ended(answer=MemoryRecorded(run=run), log=b"")
 
 
-def test_a_snapshot_that_cannot_be_read_costs_its_own_case(tmp_path: Path) -> None:
+def test_unreadable_snapshot_costs_only_its_own_case(tmp_path: Path) -> None:
     row = make_row()
     planned = Planned(case=row.case, environment=row.environment, source=None)
     sweep = Sweep(experiment=MemoryExperiment(), folder=tmp_path, command="stepscope memory")

@@ -1,4 +1,4 @@
-"""Recording under Nsight Systems, with a stand-in for `nsys` that is as strict about its arguments as the real one."""
+"""Recording under Nsight Systems, with a fake `nsys` that is as strict about its arguments as the real one."""
 
 import shlex
 import signal
@@ -47,7 +47,7 @@ def record(out: Path, case: Case = CASE, **more: object) -> recorder.NsysRun:
     return recorder.record_with_nsys(case, out_folder=out, **more)  # type: ignore[arg-type]
 
 
-def test_a_case_is_recorded_and_exported(stand_in: StandIn, tmp_path: Path) -> None:
+def test_case_is_recorded_and_exported(stand_in: StandIn, tmp_path: Path) -> None:
     stages: list[str] = []
     out = tmp_path / "100%here"
     run = record(out, functions=("my:function",), record_steps=2, on_stage=stages.append)
@@ -61,7 +61,7 @@ def test_a_case_is_recorded_and_exported(stand_in: StandIn, tmp_path: Path) -> N
     assert request == NsysRequest(case=CASE, functions=("my:function",), record_steps=2)
 
 
-def test_the_command_is_the_one_that_was_run(stand_in: StandIn, tmp_path: Path) -> None:
+def test_command_is_the_one_that_was_run(stand_in: StandIn, tmp_path: Path) -> None:
     run = record(tmp_path / "out")
     (_, given, rest), (verb, how, _) = stand_in.calls()
     assert given == {
@@ -104,35 +104,35 @@ def test_operators_are_emitted_once(stand_in: StandIn, tmp_path: Path, pytorch: 
     assert request.emit_operators is emits
 
 
-def test_an_option_that_nsys_does_not_have_is_refused_before_it_runs(stand_in: StandIn, tmp_path: Path) -> None:
+def test_unsupported_option_raises_before_nsys_runs(stand_in: StandIn, tmp_path: Path) -> None:
     with pytest.raises(StepscopeError, match="autograd-everything"):
         record(tmp_path / "out", pytorch="autograd-everything")
     assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize("content", [b'{"functions": ["\xff"]}', b'{"x":' + b"[" * 100_000])
-def test_a_folder_with_a_damaged_request_is_not_written_to(stand_in: StandIn, tmp_path: Path, content: bytes) -> None:
+def test_directory_with_a_damaged_request_is_not_overwritten(stand_in: StandIn, tmp_path: Path, content: bytes) -> None:
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "request.json").write_bytes(content)
     with pytest.raises(StepscopeError, match=r"request\.json"):
         record(tmp_path / "out")
 
 
-def test_an_older_report_is_not_taken_for_the_new_one(stand_in: StandIn, tmp_path: Path) -> None:
+def test_older_report_is_not_mistaken_for_the_new_one(stand_in: StandIn, tmp_path: Path) -> None:
     record(tmp_path / "out")
     stand_in.set(writes_nothing=True)
     with pytest.raises(StepscopeError, match="nsys wrote no report"):
         record(tmp_path / "out")
 
 
-def test_an_nsys_without_its_importer_is_told_from_one_that_saw_nothing(stand_in: StandIn, tmp_path: Path) -> None:
+def test_missing_importer_is_distinguished_from_a_missing_report(stand_in: StandIn, tmp_path: Path) -> None:
     stand_in.set(ending=".qdstrm")
     with pytest.raises(StepscopeError, match="did not convert it") as raised:
         record(tmp_path / "out")
     assert raised.value.hint.endswith("QdstrmImporter --input-file report.qdstrm")
 
 
-def test_without_nsys_it_says_how_to_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_nsys_says_how_to_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(StepscopeError, match="`nsys` is not on the PATH") as raised:
         record(tmp_path / "out")
@@ -140,7 +140,7 @@ def test_without_nsys_it_says_how_to_record(tmp_path: Path, monkeypatch: pytest.
     assert not (tmp_path / "out").exists()
 
 
-def test_what_the_program_refused_is_the_error(stand_in: StandIn, tmp_path: Path) -> None:
+def test_error_of_the_program_is_reported(stand_in: StandIn, tmp_path: Path) -> None:
     refused = TargetFailed(message="no device `cuda:7`", detail="torch sees 1", hint="stepscope doctor", bad_input=True)
     stand_in.set(answer=msgspec.json.encode(refused).decode(), code=2)
     with pytest.raises(StepscopeError, match="no device `cuda:7`") as raised:
@@ -158,7 +158,7 @@ def test_what_the_program_refused_is_the_error(stand_in: StandIn, tmp_path: Path
         ({"export_fails": True}, "nsys failed to export"),
     ],
 )
-def test_a_failure_of_nsys_is_told_in_its_words(
+def test_failure_of_nsys_has_its_own_message(
     stand_in: StandIn, tmp_path: Path, settings: dict[str, object], message: str
 ) -> None:
     stand_in.set(**settings)
@@ -180,11 +180,11 @@ def test_ctrl_c_ends_nsys_and_what_it_started(stand_in: StandIn, tmp_path: Path)
     threading.Thread(target=interrupt).start()
     with pytest.raises(KeyboardInterrupt):
         record(tmp_path / "out")
-    assert (tmp_path / "bin" / "interrupted.txt").exists(), "it was asked, and not killed"
+    assert (tmp_path / "bin" / "interrupted.txt").exists(), "it was interrupted, not killed"
     assert not (tmp_path / "out" / "report.nsys-rep").exists()
 
 
-def test_a_report_is_read_through_nsys(stand_in: StandIn, tmp_path: Path) -> None:
+def test_report_is_read_through_nsys(stand_in: StandIn, tmp_path: Path) -> None:
     (tmp_path / "run.nsys-rep").write_bytes(b"report")
     recording = nsys.read(tmp_path / "run.nsys-rep")
     assert recording.kernels.height == 2
@@ -192,14 +192,14 @@ def test_a_report_is_read_through_nsys(stand_in: StandIn, tmp_path: Path) -> Non
     assert sorted(one.name for one in tmp_path.iterdir()) == ["bin", "made before.sqlite", "run.nsys-rep"]
 
 
-def test_what_is_left_can_be_saved_as_a_recording(stand_in: StandIn, tmp_path: Path) -> None:
+def test_report_can_be_saved_as_a_recording(stand_in: StandIn, tmp_path: Path) -> None:
     run = record(tmp_path / "out")
     store.save(nsys.read(run.exported), tmp_path / "saved", raw=run.report)
     assert (tmp_path / "saved" / "raw.nsys-rep").read_bytes() == b"report"
     assert store.load(tmp_path / "saved").ops.height == 9
 
 
-def test_the_program_answers_even_a_request_that_it_cannot_read(tmp_path: Path) -> None:
+def test_program_answers_an_unreadable_request(tmp_path: Path) -> None:
     path = tmp_path / "request.json"
     path.write_text("{}")
     done = subprocess.run(
@@ -211,7 +211,7 @@ def test_the_program_answers_even_a_request_that_it_cannot_read(tmp_path: Path) 
     assert "case" in answer.message
 
 
-def test_a_folder_of_somebody_else_is_refused_and_not_touched(stand_in: StandIn, tmp_path: Path) -> None:
+def test_foreign_directory_raises_and_is_not_touched(stand_in: StandIn, tmp_path: Path) -> None:
     out = tmp_path / "run-nsys"
     out.mkdir()
     for name in ("report.nsys-rep", "report.sqlite", "request.json"):

@@ -1,4 +1,4 @@
-"""What a worker timed, as a recording keeps it."""
+"""The timings of a worker, as a recording keeps them."""
 
 from pathlib import Path
 
@@ -36,7 +36,7 @@ def described(step_ns: tuple[int, ...], recorded_ns: tuple[int, ...]) -> Recordi
         ((0, 0), (9,), None),
     ],
 )
-def test_whatever_was_timed_the_recording_can_be_read_again(
+def test_recording_with_any_timings_can_be_read_again(
     tmp_path: Path, step_ns: tuple[int, ...], recorded_ns: tuple[int, ...], overhead: Overhead | None
 ) -> None:
     store.save(described(step_ns, recorded_ns), tmp_path / "kept")

@@ -1,5 +1,4 @@
-"""A report while it is made, with stages that run nothing: what is kept, what is told, and what is left when it ends
-early."""
+"""Making a report with fake stages: what is kept, what is reported, and what an early end leaves."""
 
 import fcntl
 import io
@@ -33,7 +32,7 @@ GRID = grid_from_flags({"size": "small", "device": "cuda:0"})
 
 
 class FakeStage:
-    """Puts a bench row into the materials for each time it is done, and raises what it is told to."""
+    """Adds a bench row to the materials on every run, or raises a given error."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -99,7 +98,7 @@ class Heard:
 
 
 class Bench:
-    """A folder to make reports in, with stages that can be told to fail, and the pages that were written."""
+    """A directory for reports, with stages that can fail, and the pages that were written."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
         self.folder = folder
@@ -140,7 +139,7 @@ def bench(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Bench:
     return Bench(monkeypatch, tmp_path)
 
 
-def test_a_page_is_written_after_every_stage(bench: Bench) -> None:
+def test_page_is_written_after_every_stage(bench: Bench) -> None:
     made, heard = bench.make()
     assert heard.endings == [(name, Ending.DONE) for name in STAGES]
     assert heard.planned == list(STAGES)
@@ -152,7 +151,7 @@ def test_a_page_is_written_after_every_stage(bench: Bench) -> None:
     assert made.num_done == len(STAGES)
 
 
-def test_what_is_done_is_used_again(bench: Bench) -> None:
+def test_finished_stages_are_reused(bench: Bench) -> None:
     bench.make()
     made, heard = bench.make()
     assert heard.endings == [(name, Ending.REUSED) for name in STAGES]
@@ -162,7 +161,7 @@ def test_what_is_done_is_used_again(bench: Bench) -> None:
     assert [stage.runs for stage in bench.stages.values()] == [2] * 5
 
 
-def test_an_edited_model_is_run_anew_and_so_is_what_was_lost(bench: Bench) -> None:
+def test_edited_model_and_lost_results_run_again(bench: Bench) -> None:
     bench.make()
     (bench.folder / "data" / "memory").unlink()
     bench.make()
@@ -172,7 +171,7 @@ def test_an_edited_model_is_run_anew_and_so_is_what_was_lost(bench: Bench) -> No
     assert [stage.runs for stage in bench.stages.values()] == [2, 2, 3, 2, 2]
 
 
-def test_a_failed_stage_costs_its_own_section(bench: Bench) -> None:
+def test_failed_stage_costs_only_its_section(bench: Bench) -> None:
     bench.stages["memory"].error = StepscopeError("oom: too much", hint="--batch 1")
     bench.stages["attention"].error = UnavailableError("nothing to do")
     made, heard = bench.make()
@@ -188,13 +187,13 @@ def test_a_failed_stage_costs_its_own_section(bench: Bench) -> None:
     assert list(bench.pages[-1].absent) == ["attention"]
 
 
-def test_the_folder_says_why_a_stage_is_missing(bench: Bench) -> None:
-    bench.stages["attention"].error = StepscopeError("crash")  # the last: no other is kept after it
+def test_directory_keeps_the_reason_of_a_missing_stage(bench: Bench) -> None:
+    bench.stages["attention"].error = StepscopeError("crash")  # the last stage: none is kept after it
     bench.make()
     assert read_state(bench.folder / "data").absent["attention"].why == "crash"
 
 
-def test_when_all_fail_there_is_a_page_and_no_folder(bench: Bench) -> None:
+def test_all_stages_failing_leaves_a_page_and_no_directory(bench: Bench) -> None:
     for stage in bench.stages.values():
         stage.error = StepscopeError("crash")
     made, _ = bench.make()
@@ -203,7 +202,7 @@ def test_when_all_fail_there_is_a_page_and_no_folder(bench: Bench) -> None:
     assert not (bench.folder / "data").exists()
 
 
-def test_when_all_fail_an_older_page_stays(bench: Bench) -> None:
+def test_all_stages_failing_keeps_an_older_page(bench: Bench) -> None:
     bench.page.write_text("an older page")
     for stage in bench.stages.values():
         stage.error = StepscopeError("crash")
@@ -213,7 +212,7 @@ def test_when_all_fail_an_older_page_stays(bench: Bench) -> None:
     assert heard.endings == [(name, Ending.FAILED) for name in STAGES]
 
 
-def test_bad_input_in_the_first_stage_is_an_error_and_leaves_nothing(bench: Bench) -> None:
+def test_bad_input_in_the_first_stage_raises(bench: Bench) -> None:
     bench.stages["attention"].error = UnavailableError("nothing to do")
     bench.stages["bench"].error = InputRefusedError(Failed(message="the factory raised", bad_input=True))
     with pytest.raises(StepscopeError, match="the factory raised"):
@@ -221,13 +220,13 @@ def test_bad_input_in_the_first_stage_is_an_error_and_leaves_nothing(bench: Benc
     assert list(bench.folder.iterdir()) == []
 
 
-def test_bad_input_that_shows_later_costs_its_own_section(bench: Bench) -> None:
+def test_bad_input_in_a_later_stage_costs_only_its_section(bench: Bench) -> None:
     bench.stages["profile"].error = InputRefusedError(Failed(message="the factory raised", bad_input=True))
     bench.make()
     assert bench.pages[-1].absent["profile"].why == "the factory raised"
 
 
-def test_a_refused_report_keeps_what_another_case_left(bench: Bench) -> None:
+def test_rejected_report_keeps_the_results_of_another_case(bench: Bench) -> None:
     bench.make()
     before = read_state(bench.folder / "data")
     bench.source = "edited"
@@ -237,7 +236,7 @@ def test_a_refused_report_keeps_what_another_case_left(bench: Bench) -> None:
     assert read_state(bench.folder / "data") == before
 
 
-def test_an_interruption_leaves_a_page_and_the_way_to_go_on(bench: Bench) -> None:
+def test_interruption_leaves_a_page_and_the_command_to_resume(bench: Bench) -> None:
     bench.stages["memory"].error = KeyboardInterrupt()
     with pytest.raises(Interrupted) as raised:
         bench.make(words=["--fresh", "--size", "small"], fresh=True)
@@ -247,14 +246,14 @@ def test_an_interruption_leaves_a_page_and_the_way_to_go_on(bench: Bench) -> Non
     assert page.is_partial
     assert len(page.bench) == 2
     assert set(page.absent) == {"memory", "precision", "attention"}
-    assert {missing.why for missing in page.absent.values()} == {"interrupted before it was done"}
+    assert {missing.why for missing in page.absent.values()} == {"the report was interrupted"}
     assert {missing.command for missing in page.absent.values()} == {raised.value.go_on}
     bench.stages["memory"].error = None
     _, heard = bench.make()
     assert [ending for _, ending in heard.endings] == [Ending.REUSED] * 2 + [Ending.DONE] * 3
 
 
-def test_an_older_page_is_not_given_up_for_an_empty_one(bench: Bench) -> None:
+def test_empty_page_does_not_replace_an_older_one(bench: Bench) -> None:
     bench.page.write_text("an older page")
     bench.stages["bench"].error = KeyboardInterrupt()
     with pytest.raises(Interrupted) as raised:
@@ -268,61 +267,61 @@ def test_an_older_page_is_not_given_up_for_an_empty_one(bench: Bench) -> None:
     assert set(bench.pages[-1].absent) == set(STAGES)
 
 
-def test_stages_are_left_out_by_request(bench: Bench) -> None:
+def test_stages_can_be_skipped(bench: Bench) -> None:
     _, heard = bench.make(words=["--without", "bench,memory"], without=("bench", "memory"))
     assert [name for name, ending in heard.endings if ending is Ending.LEFT_OUT] == ["bench", "memory"]
     missing = bench.pages[-1].absent["memory"]
-    assert (missing.why, missing.command) == ("left out by --without", "stepscope report")
+    assert (missing.why, missing.command) == ("skipped with --without", "stepscope report")
     assert bench.stages["memory"].runs == 0
 
 
-def test_a_stage_without_anything_to_do_says_so(bench: Bench) -> None:
+def test_unavailable_stage_has_a_reason(bench: Bench) -> None:
     bench.stages["attention"].error = UnavailableError("heads are not known")
     _, heard = bench.make()
     assert ("attention", Ending.LEFT_OUT) in heard.endings
     assert bench.pages[-1].absent["attention"].why == "heads are not known"
 
 
-def test_two_reports_do_not_share_a_folder(bench: Bench) -> None:
+def test_two_reports_cannot_share_a_directory(bench: Bench) -> None:
     bench.make()
     descriptor = os.open(bench.folder / "data", os.O_RDONLY)
     fcntl.flock(descriptor, fcntl.LOCK_EX)
-    with pytest.raises(StepscopeError, match="another report is being made"):
+    with pytest.raises(StepscopeError, match="another report is running"):
         bench.make()
     os.close(descriptor)
 
 
-def test_a_folder_of_somebody_else_is_left_alone(bench: Bench) -> None:
+def test_foreign_directory_is_left_alone(bench: Bench) -> None:
     (bench.folder / "data").mkdir()
     (bench.folder / "data" / "thesis.tex").touch()
-    with pytest.raises(StepscopeError, match="is no folder of a report"):
+    with pytest.raises(StepscopeError, match="is not the directory of a report"):
         bench.make()
     assert not is_data(bench.folder / "data")
     assert bench.stages["bench"].runs == 0
 
 
-def test_a_folder_of_another_case_is_left_alone(bench: Bench) -> None:
+def test_directory_of_another_case_is_left_alone(bench: Bench) -> None:
     bench.make()
     before = read_state(bench.folder / "data")
-    with pytest.raises(StepscopeError, match="is of another case"):
+    with pytest.raises(StepscopeError, match="belongs to another case"):
         bench.make(grid=grid_from_flags({"size": "nano", "batch": "7"}))
     assert read_state(bench.folder / "data") == before
     assert bench.stages["bench"].runs == 1
 
 
 @pytest.mark.parametrize("keys", [(), ("../../somewhere",)])
-def test_a_state_with_keys_that_are_none_is_refused(bench: Bench, keys: tuple[str, ...]) -> None:
+def test_invalid_keys_are_rejected(bench: Bench, keys: tuple[str, ...]) -> None:
     bench.make()
     state = read_state(bench.folder / "data")
     write_state(bench.folder / "data", msgspec.structs.replace(state, done={"memory": keys}))
-    with pytest.raises(StepscopeError, match="not a file of `stepscope report`"):
+    with pytest.raises(StepscopeError, match="not written by `stepscope report`"):
         read_state(bench.folder / "data")
 
 
 # --- What was typed --------------------------------------------------------------------------------------------------
 
 
-def test_names_of_stages_are_checked() -> None:
+def test_stage_names_are_checked() -> None:
     assert parse_stages("precision, attention") == ("precision", "attention")
     with pytest.raises(StepscopeError) as raised:
         parse_stages("memry")
@@ -331,7 +330,7 @@ def test_names_of_stages_are_checked() -> None:
         parse_stages(",".join(STAGES))
 
 
-def test_a_command_is_typed_again_without_some_flags() -> None:
+def test_flags_are_removed_from_a_command() -> None:
     words = ["stepscope", "report", "--fresh", "--without", "bench", "--size", "nano", "--without=memory"]
     assert without_flags(words, "--fresh") == "stepscope report --without bench --size nano --without=memory"
     assert without_flags(words, "--fresh", "--without") == "stepscope report --size nano"
@@ -340,30 +339,30 @@ def test_a_command_is_typed_again_without_some_flags() -> None:
 @pytest.mark.parametrize(
     ("name", "says"),
     [
-        ("page.txt", "a page, not `.txt`"),
+        ("page.txt", "unsupported file extension `.txt`"),
         ("missing/page.html", "directory not found"),
         ("folder.html", "is a directory"),
     ],
 )
-def test_a_page_that_cannot_be_is_refused_early(tmp_path: Path, name: str, says: str) -> None:
+def test_unwritable_page_is_rejected_early(tmp_path: Path, name: str, says: str) -> None:
     (tmp_path / "folder.html").mkdir()
     with pytest.raises(StepscopeError, match=says):
         report.check_page(tmp_path / name, force=True)
 
 
-def test_only_a_page_of_ours_is_replaced_without_force(tmp_path: Path) -> None:
+def test_only_earlier_pages_are_replaced_without_force(tmp_path: Path) -> None:
     page = tmp_path / "page.html"
     page.write_text("<html>mine</html>")
     with pytest.raises(StepscopeError, match="stepscope did not write it"):
         report.check_page(page, force=False)
     report.check_page(page, force=True)
-    with pytest.raises(StepscopeError, match="a file it reads"):
+    with pytest.raises(StepscopeError, match="an input file"):
         report.check_page(page, force=True, inputs=[page])
     report.write_page(page, [Materials(name="a run", bench=(row(),))])
     report.check_page(page, force=False)
 
 
-def test_a_full_disk_leaves_the_old_page(tmp_path: Path) -> None:
+def test_full_disk_keeps_the_old_page(tmp_path: Path) -> None:
     page = tmp_path / "page.html"
     page.write_text("the old one")
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -378,7 +377,7 @@ def test_a_full_disk_leaves_the_old_page(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("device", "size", "context"), [("cpu", "nano", 128), ("cuda:0", "small", 256)])
-def test_without_settings_the_device_chooses_the_case(
+def test_default_case_depends_on_the_device(
     bench: Bench, monkeypatch: pytest.MonkeyPatch, device: str, size: str, context: int
 ) -> None:
     environment = msgspec.structs.replace(ENVIRONMENT, device=device)
@@ -395,19 +394,21 @@ def test_without_settings_the_device_chooses_the_case(
 # --- While it runs ---------------------------------------------------------------------------------------------------
 
 
-def test_a_line_a_stage_with_what_is_done_and_what_is_to_come() -> None:
+def test_display_has_a_line_per_stage() -> None:
     console = Console(width=60, file=io.StringIO())
     display = Display(console)
-    display.finish("bench", Ending.REUSED, "95.1 ms a step")
+    display.finish("bench", Ending.REUSED, "95.1 ms per step")
     display.plan({"profile": 5.0, "memory": 6.0})
     display.start("profile")
     display.doing("warming up \x1b[31m" + "and on " * 20)
     console.print(display.render())
     lines = console.file.getvalue().splitlines()  # type: ignore[attr-defined]
-    assert lines[0] == "bench      95.1 ms a step (done before; --fresh runs it again"[:59] + "…"
+    assert lines[0] == "bench      95.1 ms per step (reused; --fresh runs it again)"
     assert lines[1].startswith(r"profile    warming up \u001b[31mand on")
-    assert lines[2] == "memory     to come"
-    assert lines[3] == "0 s so far, about 11 s left"
+    assert len(lines[1]) == 60
+    assert lines[1].endswith("…")
+    assert lines[2] == "memory     waiting"
+    assert lines[3] == "0 s elapsed, about 11 s left"
     display.finish("profile", Ending.FAILED, "oom")
     display.start("memory")
     display.finish("memory", Ending.DONE, "peak 1 MiB")
@@ -419,7 +420,7 @@ def test_a_line_a_stage_with_what_is_done_and_what_is_to_come() -> None:
     ]
 
 
-def test_the_time_left_goes_by_how_long_stages_took() -> None:
+def test_time_left_scales_with_finished_stages() -> None:
     forecast = Forecast()
     forecast.plan({"bench": 2.0, "profile": 4.0, "memory": 6.0})
     assert forecast.left_s("bench", 1.0) == 11.0
@@ -450,7 +451,7 @@ def work_on(**settings: Scalar) -> StageWork:
     )
 
 
-def test_commands_of_stages_are_ones_that_their_verbs_take() -> None:
+def test_stage_commands_are_valid() -> None:
     work = work_on(size="nano", device="cpu", compile=True, precision="bf16", attention="flash", checkpoint="block")
     said = {stage.name: stage.command(work) for stage in stages.ALL}
     assert said["memory"].startswith("stepscope memory --size nano")
@@ -471,13 +472,11 @@ def test_commands_of_stages_are_ones_that_their_verbs_take() -> None:
         ("cuda:0", "bf16", {"naive", "sdpa-flash", "sdpa-efficient", "sdpa-cudnn", "triton", "hopper"}),
     ],
 )
-def test_attention_is_compared_as_the_device_can_compute_it(
-    device: str, precision: str, implementations: set[str]
-) -> None:
+def test_attention_implementations_depend_on_the_device(device: str, precision: str, implementations: set[str]) -> None:
     planned = stages.AttentionStage().plan(work_on(size="small", device=device, precision=precision))
     assert {one.case.implementation for one in planned} == implementations
 
 
-def test_attention_of_a_model_that_is_not_built_in_is_not_known() -> None:
+def test_attention_requires_the_built_in_model() -> None:
     with pytest.raises(UnavailableError):
         stages.AttentionStage().keys(work_on(model="mine:build"))

@@ -1,4 +1,4 @@
-"""Jobs on a cluster, as far as no cluster is needed: what is asked for, dealt, kept and believed."""
+"""Jobs on a cluster, as far as testable without one: resources, shares, submissions and results."""
 
 import os
 import signal
@@ -38,24 +38,24 @@ from tests.unit.rows import row
 CASES = grid_from_flags({"size": "nano", "context": "8,16,24,32,40"}).cases()
 
 
-# --- What is asked for ----------------------------------------------------------------------------------------------
+# --- Resources ------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
     ("text", "minutes"),
     [("90", 90), ("90:00", 90), ("0:30", 1), ("1:30:00", 90), ("1-0", 1440), ("1-12:30", 2190), ("1-12:30:01", 2191)],
 )
-def test_times_are_read_as_slurm_reads_them(text: str, minutes: int) -> None:
+def test_times_are_parsed_like_slurm(text: str, minutes: int) -> None:
     assert parse_time_min(text) == minutes
 
 
 @pytest.mark.parametrize("text", ["", "soon", "1:2:3:4", "0", "-5", "1-", "1.5"])
-def test_what_is_no_time_is_refused(text: str) -> None:
+def test_invalid_times_raise(text: str) -> None:
     with pytest.raises(StepscopeError, match="--time"):
         parse_time_min(text)
 
 
-def test_other_options_of_sbatch_pass_and_ours_do_not() -> None:
+def test_other_sbatch_options_pass_and_ours_raise() -> None:
     assert parse_sbatch(["exclusive", "--gres=gpu:a100:2"]) == (("exclusive", ""), ("gres", "gpu:a100:2"))
     for pair in ("output=x", "array=1-3", "a b=c", "gres="):
         with pytest.raises(StepscopeError, match="--sbatch"):
@@ -65,7 +65,7 @@ def test_other_options_of_sbatch_pass_and_ours_do_not() -> None:
         parse_mem("lots")
 
 
-def test_without_slurm_or_submitit_it_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_slurm_or_submitit_raises(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.setitem(sys.modules, "submitit", None)
     with pytest.raises(StepscopeError, match="Slurm not found on this machine"):
@@ -77,7 +77,7 @@ def test_without_slurm_or_submitit_it_says_so(tmp_path: Path, monkeypatch: pytes
     assert raised.value.hint == "pip install 'stepscope[slurm]'"
 
 
-def test_a_place_is_what_changes_the_measurement() -> None:
+def test_place_is_what_changes_the_measurement() -> None:
     asked = Resources(partition="a", gpus=1, time_min=10, account="us")
     assert asked.place == Resources(partition="a", gpus=1, time_min=99, mem="64G").place
     assert asked.place != Resources(partition="b", gpus=1).place
@@ -85,7 +85,7 @@ def test_a_place_is_what_changes_the_measurement() -> None:
 
 
 @given(num_cases=st.integers(1, 40), count=st.integers(1, 50))
-def test_a_grid_is_dealt_evenly_and_completely(num_cases: int, count: int) -> None:
+def test_grid_is_dealt_evenly_and_completely(num_cases: int, count: int) -> None:
     cases = grid_from_flags({"context": ",".join(map(str, range(1, num_cases + 1)))}).cases()
     shares = deal(cases, count)
     assert len(shares) == min(count, num_cases)
@@ -93,7 +93,7 @@ def test_a_grid_is_dealt_evenly_and_completely(num_cases: int, count: int) -> No
     assert max(map(len, shares)) - min(map(len, shares)) <= 1
 
 
-# --- What Slurm says ------------------------------------------------------------------------------------------------
+# --- States from Slurm ----------------------------------------------------------------------------------------------
 
 
 def test_jobs_that_wait_together_share_a_line() -> None:
@@ -108,20 +108,20 @@ def test_jobs_that_wait_together_share_a_line() -> None:
     assert [found[f"2_{n}"].phase for n in (0, 1, 2)] == ["running", "ended", "queued"]
 
 
-def test_a_job_of_its_own_has_its_own_number() -> None:
+def test_single_job_has_its_own_id() -> None:
     assert parse_states("JobId=7 JobName=a JobState=COMPLETING Reason=None") == {"7": JobState(state="COMPLETING")}
     assert JobState(state="COMPLETING").phase == "running"
 
 
-# --- What was submitted ---------------------------------------------------------------------------------------------
+# --- Submissions ----------------------------------------------------------------------------------------------------
 
 
-def test_submissions_are_found_again_newest_first_with_what_is_over(tmp_path: Path) -> None:
+def test_submissions_are_found_newest_first_with_finished_jobs(tmp_path: Path) -> None:
     work = ShareWork(shares=deal(CASES, 2), retry=None, fresh=False, timeout_s=None)
     first = keep(next_folder(tmp_path), "11", Resources(gpus=1), work, "bench")
     ranks = RankWork(entry="a:b", request="{}", ranks=2)
     second = keep(next_folder(tmp_path), "12", Resources(), ranks, "train")
-    next_folder(tmp_path).mkdir()  # a submission that never got through
+    next_folder(tmp_path).mkdir()  # a submission that failed
     assert [kept.folder.name for kept in read_submissions(tmp_path)] == ["2", "1"]
     assert [job.id for job in first.jobs()] == ["11_0", "11_1"]
     assert [(job.id, job.tasks) for job in second.jobs()] == [("12", 2)]
@@ -132,7 +132,7 @@ def test_submissions_are_found_again_newest_first_with_what_is_over(tmp_path: Pa
 
 
 @pytest.mark.parametrize(("written", "meant"), [(b"true", Retry.FAILED), (b"false", None)])
-def test_a_submission_of_an_earlier_version_says_whether_failed_cases_run_again(
+def test_submission_of_an_earlier_version_keeps_its_retry_setting(
     tmp_path: Path, written: bytes, meant: Retry | None
 ) -> None:
     work = ShareWork(shares=deal(CASES, 2), retry=Retry.DOUBTFUL, fresh=False, timeout_s=None)
@@ -145,7 +145,7 @@ def test_a_submission_of_an_earlier_version_says_whether_failed_cases_run_again(
         assert found.retried is expected
 
 
-def test_a_damaged_manifest_is_named(tmp_path: Path) -> None:
+def test_damaged_manifest_is_named(tmp_path: Path) -> None:
     write_whole(tmp_path / "slurm/1/submission.json", b'{"schema":')
     with pytest.raises(StepscopeError, match=r"submission\.json"):
         read_submissions(tmp_path)
@@ -160,7 +160,7 @@ def _own(tmp_path: Path, *rows: BenchRow) -> Job:
     return job
 
 
-def test_rows_are_collected_once_and_a_killed_one_when_the_job_is_over(tmp_path: Path) -> None:
+def test_rows_are_collected_once_and_killed_ones_when_the_job_is_over(tmp_path: Path) -> None:
     ok, killed = row(context=8), row("killed", context=16)
     job = _own(tmp_path, ok, killed)
     for _ in range(2):  # the second command finds the rows of the first
@@ -174,20 +174,20 @@ def test_rows_are_collected_once_and_a_killed_one_when_the_job_is_over(tmp_path:
         assert set(ledger.rows) == {ok.key, killed.key}
 
 
-def test_a_line_that_is_being_written_is_left_for_later(tmp_path: Path) -> None:
+def test_incomplete_line_is_left_for_later(tmp_path: Path) -> None:
     job = _own(tmp_path, row(context=8))
     path = job.folder / "results.jsonl"
     path.write_bytes(path.read_bytes() + msgspec.json.encode(row(context=16))[:50])
     assert read_own(path) == (row(context=8),)
 
 
-def test_a_job_that_is_queued_again_runs_what_was_killed_with_it(tmp_path: Path) -> None:
+def test_requeued_job_reruns_what_was_killed_with_it(tmp_path: Path) -> None:
     path = _own(tmp_path, row(context=8), row("oom", context=16), row("killed", context=24)).folder / "results.jsonl"
     forget_killed(path)
     assert [one.status for one in read_own(path)] == ["ok", "oom"]
 
 
-def test_forgetting_what_was_killed_keeps_rows_of_a_later_version(tmp_path: Path) -> None:
+def test_dropping_killed_rows_keeps_rows_of_a_newer_version(tmp_path: Path) -> None:
     path = _own(tmp_path, row(context=8), row("killed", context=16)).folder / "results.jsonl"
     later = msgspec.json.encode(row(context=24)).replace(b'"status":"ok"', b'"status":"melted"') + b"\n"
     path.write_bytes(path.read_bytes() + later)
@@ -197,7 +197,7 @@ def test_forgetting_what_was_killed_keeps_rows_of_a_later_version(tmp_path: Path
 
 @pytest.mark.parametrize("measured", [0, 128])
 @pytest.mark.parametrize("model", [{"model": "mine:build"}, {"hf": "gpt2"}])
-def test_a_job_is_given_the_rows_of_cases_that_leave_the_context_open(
+def test_job_gets_rows_of_cases_that_leave_the_context_open(
     tmp_path: Path, model: dict[str, str], measured: int
 ) -> None:
     asked = build_case(model)
@@ -213,7 +213,7 @@ def test_a_job_is_given_the_rows_of_cases_that_leave_the_context_open(
     assert read_own(tmp_path / "results.jsonl") == (rows[0],)
 
 
-def test_a_job_is_given_the_rows_of_its_cases_whatever_the_device(tmp_path: Path) -> None:
+def test_job_gets_rows_of_its_cases_for_any_device(tmp_path: Path) -> None:
     rows = [row(context=8), row(context=16)]
     asked = msgspec.structs.replace(
         rows[0].case, workload=msgspec.structs.replace(rows[0].case.workload, device="auto")
@@ -222,11 +222,11 @@ def test_a_job_is_given_the_rows_of_its_cases_whatever_the_device(tmp_path: Path
     assert read_own(tmp_path / "results.jsonl") == (rows[0],)
 
 
-# --- How it ends ----------------------------------------------------------------------------------------------------
+# --- How jobs end ---------------------------------------------------------------------------------------------------
 
 
 class _Slurm:
-    """What Slurm would say, and no waiting for file systems."""
+    """What Slurm would report, without waiting for file systems."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.states: dict[str, JobState] | None = {}
@@ -245,7 +245,7 @@ def _leave(job: Job, task: int, *, life: int = 0, ended_ns: int = 0, message: st
     write_whole(outcome_path(job.folder, task), msgspec.json.encode(outcome))
 
 
-def test_a_job_is_done_when_all_tasks_say_so_in_one_life(tmp_path: Path, slurm: _Slurm) -> None:
+def test_job_is_done_when_all_tasks_succeed_in_one_life(tmp_path: Path, slurm: _Slurm) -> None:
     job = Job(id="7", index=0, folder=tmp_path / "0", tasks=2)
     slurm.states = {"7": JobState(state="RUNNING")}
     watch = JobWatch([job])
@@ -254,14 +254,14 @@ def test_a_job_is_done_when_all_tasks_say_so_in_one_life(tmp_path: Path, slurm: 
     assert watch.counts().running == 1
     _leave(job, 1, life=1)
     watch.look()
-    assert watch.waiting, "rank 0 was through in the job's last life, and is not in this one"
+    assert watch.waiting, "rank 0 finished in the job's last life, and not in this one"
     _leave(job, 0, life=1)
     watch.look()
     assert not watch.waiting
     assert watch.failures == {}
 
 
-def test_what_a_rank_raises_counts_when_the_job_has_ended_and_the_first_is_named(tmp_path: Path, slurm: _Slurm) -> None:
+def test_rank_error_counts_when_the_job_has_ended_and_the_first_is_named(tmp_path: Path, slurm: _Slurm) -> None:
     job = Job(id="7", index=0, folder=tmp_path / "0", tasks=3)
     watch = JobWatch([job])
     _leave(job, 0, life=1, message="the others are gone", ended_ns=3)
@@ -278,7 +278,7 @@ def test_what_a_rank_raises_counts_when_the_job_has_ended_and_the_first_is_named
     assert f"log: {tmp_path}/7_2_log.out" in raised.value.detail
 
 
-def test_a_job_that_slurm_forgot_has_ended_and_silence_says_nothing(tmp_path: Path, slurm: _Slurm) -> None:
+def test_job_forgotten_by_slurm_has_ended_and_no_answer_means_nothing(tmp_path: Path, slurm: _Slurm) -> None:
     job = Job(id="7_1", index=1, folder=tmp_path / "1")
     watch = JobWatch([job])
     slurm.states = None
@@ -311,7 +311,7 @@ def test_all_failures_are_in_one_error(tmp_path: Path, slurm: _Slurm) -> None:
 # --- On the node ----------------------------------------------------------------------------------------------------
 
 
-def test_signals_of_the_job_pass_by_the_workers(tmp_path: Path) -> None:
+def test_workers_do_not_receive_signals_of_the_job(tmp_path: Path) -> None:
     tasks = pytest.importorskip("stepscope.jobs.slurm.tasks", reason="submitit is not installed")
 
     def work() -> tuple[str, ...]:
@@ -326,7 +326,7 @@ def test_signals_of_the_job_pass_by_the_workers(tmp_path: Path) -> None:
     assert tasks._run_aside(work) == ("True",)
 
 
-def test_a_share_is_measured_where_signals_pass_by(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_share_is_measured_with_signals_blocked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tasks = pytest.importorskip("stepscope.jobs.slurm.tasks", reason="submitit is not installed")
     monkeypatch.setattr(tasks, "_measure", lambda *_: (str(signal.pthread_sigmask(signal.SIG_BLOCK, ())),))
     tasks.ShareTask(tasks.ShareRequest(cases=(), folder=str(tmp_path), command="bench", timeout_s=None))()
@@ -336,7 +336,7 @@ def test_a_share_is_measured_where_signals_pass_by(tmp_path: Path, monkeypatch: 
     assert "SIGUSR2" in outcome.keys[0]
 
 
-def test_a_main_thread_that_waits_hears_signals(tmp_path: Path) -> None:
+def test_waiting_main_thread_receives_signals(tmp_path: Path) -> None:
     tasks = pytest.importorskip("stepscope.jobs.slurm.tasks", reason="submitit is not installed")
     heard: list[int] = []
     before = signal.signal(signal.SIGUSR2, lambda number, _: heard.append(number))
@@ -353,7 +353,7 @@ def test_a_main_thread_that_waits_hears_signals(tmp_path: Path) -> None:
         signal.signal(signal.SIGUSR2, before)
 
 
-def test_a_task_leaves_its_error_behind_and_raises_it(tmp_path: Path) -> None:
+def test_task_records_its_error_and_raises_it(tmp_path: Path) -> None:
     tasks = pytest.importorskip("stepscope.jobs.slurm.tasks", reason="submitit is not installed")
     job = Job(id="7", index=0, folder=tmp_path)
     for error in (StepscopeError("no device `cuda:7`", detail="there is none", hint="doctor"), KeyError("data")):
@@ -368,7 +368,7 @@ def test_a_task_leaves_its_error_behind_and_raises_it(tmp_path: Path) -> None:
         assert outcome.message == ("no device `cuda:7`" if isinstance(error, StepscopeError) else "KeyError: 'data'")
     with pytest.raises(SystemExit):
         tasks._run(tmp_path, 0, sys.exit)
-    assert job.outcomes() == (None,), "one that is queued again has not ended, and what it left before is past"
+    assert job.outcomes() == (None,), "a requeued job has not ended, and its earlier result is gone"
     tasks._run(tmp_path, 0, lambda: ("a", "b"))
     (outcome,) = job.outcomes()
     assert outcome is not None
@@ -376,7 +376,7 @@ def test_a_task_leaves_its_error_behind_and_raises_it(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("module", "absent"), [("jobs.slurm.tasks", "torch"), ("cli.main", "submitit")])
-def test_nothing_heavy_is_behind(module: str, absent: str) -> None:
+def test_nothing_heavy_is_imported(module: str, absent: str) -> None:
     pytest.importorskip("submitit", reason="submitit is not installed")
     code = f"import sys, stepscope.{module}; sys.exit({absent!r} in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

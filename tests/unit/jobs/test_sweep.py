@@ -1,4 +1,4 @@
-"""The engine of every sweep: what is kept when a case fails, is refused, or was run before."""
+"""The engine of every sweep: what is kept when a case fails, is rejected, or was run before."""
 
 from pathlib import Path
 from typing import Any, cast
@@ -28,7 +28,7 @@ def plan(*seeds: int) -> list[Planned]:
 
 
 class Answers:
-    """In the place of the workers. `by_seed` says how cases end that are not measured."""
+    """Replaces the workers. `by_seed` says how cases end that are not measured."""
 
     def __init__(self, **by_seed: Result | Died) -> None:
         self._by_seed = by_seed
@@ -49,36 +49,36 @@ def run(folder: Path, answers: Answers, *seeds: int, **how: Any) -> tuple[BenchR
 
 
 def statuses(folder: Path) -> list[tuple[int, str]]:
-    """As the file has them, in its order."""
+    """The rows in file order."""
     return [(row.case.workload.seed, row.status) for row in read_rows(folder / "results.jsonl", BenchRow)[0]]
 
 
-def test_a_case_that_fails_is_a_row_with_its_log_and_the_others_run(tmp_path: Path) -> None:
+def test_failed_case_is_a_row_with_its_log_and_the_others_run(tmp_path: Path) -> None:
     rows = run(tmp_path, Answers(seed_1=CRASHED, seed_2=OutOfMemory(reason="out of memory")), 0, 1, 2, 3)
     assert [row.status for row in rows] == ["ok", "crash", "oom", "ok"]
     assert statuses(tmp_path) == [(0, "ok"), (1, "crash"), (2, "oom"), (3, "ok")]
     assert {path.stem for path in (tmp_path / "logs").iterdir()} == {rows[1].key, rows[2].key}
 
 
-def test_refused_input_is_a_row_at_the_end_where_another_case_ran(tmp_path: Path) -> None:
+def test_rejected_input_is_a_row_if_another_case_ran(tmp_path: Path) -> None:
     rows = run(tmp_path, Answers(seed_0=REFUSED), 0, 1)
     assert [row.status for row in rows] == ["error", "ok"]
     assert statuses(tmp_path) == [(1, "ok"), (0, "error")]
     assert not (tmp_path / "logs").exists()
 
 
-def test_input_that_is_refused_everywhere_is_an_error_and_leaves_nothing(tmp_path: Path) -> None:
+def test_input_rejected_everywhere_is_an_error_and_leaves_nothing(tmp_path: Path) -> None:
     with pytest.raises(StepscopeError, match="building `my_model` raised"):
         run(tmp_path, Answers(seed_0=REFUSED, seed_1=REFUSED), 0, 1)
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_share_of_a_grid_keeps_what_is_refused_where_it_stands(tmp_path: Path) -> None:
+def test_share_of_a_grid_keeps_rejected_cases_as_rows(tmp_path: Path) -> None:
     run(tmp_path, Answers(seed_0=REFUSED), 0, keeps_refusals=True)
     assert statuses(tmp_path) == [(0, "error")]
 
 
-def test_only_what_has_no_settled_row_is_run(tmp_path: Path) -> None:
+def test_only_cases_without_a_final_row_are_run(tmp_path: Path) -> None:
     run(tmp_path, Answers(seed_1=CRASHED), 0, 1)
     for how, asked in (({}, [2]), ({"retry": Retry.FAILED}, [1]), ({"fresh": True}, [0, 1, 2])):
         answers = Answers()

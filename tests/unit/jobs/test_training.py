@@ -1,4 +1,4 @@
-"""A training that cannot be says what to change, and what makes two runs the same run."""
+"""An invalid training says what to change, and what makes two runs the same run."""
 
 import errno
 import fcntl
@@ -39,7 +39,7 @@ Alone = Callable[[Path], AbstractContextManager[None]]
         ({"warmup_steps": -2}, "warmup_steps must be at least 0, got `-2`", "--lr-warmup 0"),
     ],
 )
-def test_what_cannot_be_is_refused(settings: dict[str, object], message: str, hint: str) -> None:
+def test_invalid_training_raises(settings: dict[str, object], message: str, hint: str) -> None:
     with pytest.raises(SpecError) as caught:
         Training(workload=NANO, **settings)  # type: ignore[arg-type]
     assert message in caught.value.message
@@ -54,18 +54,18 @@ def test_what_cannot_be_is_refused(settings: dict[str, object], message: str, hi
         ({"model": Factory(target="mine:build")}, "`mine:build` cannot be trained"),
     ],
 )
-def test_workloads_that_cannot_be_trained_are_refused(change: dict[str, object], message: str) -> None:
+def test_workloads_that_cannot_be_trained_raise(change: dict[str, object], message: str) -> None:
     with pytest.raises(SpecError, match=message):
         Training(workload=msgspec.structs.replace(NANO, **change))
 
 
-def test_a_text_needs_room_for_bytes() -> None:
+def test_text_needs_a_vocabulary_for_bytes() -> None:
     small = msgspec.structs.replace(NANO, model=msgspec.structs.replace(SIZES["nano"], vocab=100))
     with pytest.raises(SpecError, match="vocab `100` is too small"):
         Training(workload=small, data="text.txt")
 
 
-def test_ranks_and_strategy_do_not_make_another_run_and_the_seed_does() -> None:
+def test_ranks_and_strategy_do_not_change_the_run_and_the_seed_does() -> None:
     plain = Training(workload=NANO)
     other = Training(
         workload=msgspec.structs.replace(NANO, device="cpu"),
@@ -80,7 +80,7 @@ def test_ranks_and_strategy_do_not_make_another_run_and_the_seed_does() -> None:
     assert plain.identity != Training(workload=NANO, learning_rate=1e-2).identity
 
 
-def test_gradients_accumulate_by_either_name() -> None:
+def test_gradient_accumulation_has_two_names() -> None:
     split = msgspec.structs.replace(NANO, grad_accumulation=2)
     by_workload = Training(workload=split, ranks=2, strategy="flat")
     assert by_workload == Training(workload=NANO, ranks=2, strategy="flat", accumulate=2)
@@ -90,7 +90,7 @@ def test_gradients_accumulate_by_either_name() -> None:
         Training(workload=split, accumulate=4)
 
 
-def test_a_run_from_before_workloads_had_micro_batches_is_read() -> None:
+def test_run_from_before_micro_batches_is_read() -> None:
     fields = msgspec.to_builtins(Training(workload=NANO, accumulate=2))
     del fields["workload"]["grad_accumulation"]
     assert msgspec.convert(fields, Training).workload.grad_accumulation == 2
@@ -107,7 +107,7 @@ def _write(file: IO[bytes]) -> None:
     file.write(b"state")
 
 
-def test_the_same_text_elsewhere_is_the_same_run_and_another_text_is_not(tmp_path: Path) -> None:
+def test_moved_text_is_the_same_run_and_another_text_is_not(tmp_path: Path) -> None:
     here, there = tmp_path / "text.txt", tmp_path / "moved.txt"
     here.write_text("to be")
     there.write_text("to be")
@@ -117,10 +117,10 @@ def test_the_same_text_elsewhere_is_the_same_run_and_another_text_is_not(tmp_pat
     assert not _job(tmp_path, trainings[0], fresh=True).is_done
     here.write_text("or not")
     assert [_job(tmp_path, training).is_done for training in trainings] == [False, True]
-    assert not _job(tmp_path, Training(workload=NANO, steps=3)).is_done, "made tokens are another text"
+    assert not _job(tmp_path, Training(workload=NANO, steps=3)).is_done, "generated tokens are another text"
 
 
-def test_a_request_holds_no_fresh_start_and_deletes_nothing(tmp_path: Path) -> None:
+def test_request_has_no_fresh_start_and_deletes_nothing(tmp_path: Path) -> None:
     training = Training(workload=NANO, steps=3)
     job = _job(tmp_path, training, fresh=True)
     job.claim_folder()
@@ -136,7 +136,7 @@ def test_a_request_holds_no_fresh_start_and_deletes_nothing(tmp_path: Path) -> N
 
 @pytest.mark.parametrize("alone", [_only_one, rank_jobs._alone])
 @pytest.mark.parametrize("code", [errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP])
-def test_a_file_system_without_locks_is_taken_as_it_is(
+def test_file_system_without_locks_works(
     tmp_path: Path, alone: Alone, code: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuse(descriptor: int, operation: int) -> None:
@@ -148,7 +148,7 @@ def test_a_file_system_without_locks_is_taken_as_it_is(
 
 
 @pytest.mark.parametrize("alone", [_only_one, rank_jobs._alone])
-def test_a_second_run_is_refused_and_any_other_refusal_is_said(
+def test_second_run_raises_and_other_lock_errors_are_reported(
     tmp_path: Path, alone: Alone, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with alone(tmp_path), pytest.raises(StepscopeError, match="another"), alone(tmp_path):
@@ -162,19 +162,19 @@ def test_a_second_run_is_refused_and_any_other_refusal_is_said(
         pass
 
 
-def test_what_blocks_within_a_run_is_not_another_run(tmp_path: Path) -> None:
+def test_error_inside_a_run_is_not_another_run(tmp_path: Path) -> None:
     with pytest.raises(BlockingIOError), _only_one(tmp_path):
         raise BlockingIOError
 
 
-# --- Ranks that somebody else started -------------------------------------------------------------------------------
+# --- Ranks under an external launcher -----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_a_run_does_not_read_what_ranks_of_before_left(
+def test_run_does_not_read_journals_of_earlier_ranks(
     tmp_path: Path, rank: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Rank 0 forgets the ranks there no longer are, and each rank itself: another may have joined by now."""
+    """Rank 0 deletes the journals of missing ranks, and each rank its own: another may have joined by now."""
     folder = tmp_path / "journal"
     job = _job(tmp_path, Training(workload=NANO, ranks=2, strategy="flat"))
     job.claim_folder()
@@ -188,7 +188,7 @@ def test_a_run_does_not_read_what_ranks_of_before_left(
     assert [entry.rank for entry in read_journals(folder)] == {0: [1], 1: [0, 2, 3]}[rank]
 
 
-def test_a_rank_knows_how_many_there_are(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rank_knows_the_number_of_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     def count() -> int:
         return build_training(Grid(), ranks=None, strategy=None, data="").ranks
 

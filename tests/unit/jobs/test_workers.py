@@ -1,4 +1,4 @@
-"""Workers: how long one is waited for, with a stand-in for what forks it, and what is said of its errors."""
+"""Workers: timeouts, with a fake nursery, and the wording of their errors."""
 
 import os
 import socket
@@ -18,7 +18,7 @@ ANSWER = Failed(message="no GPU", detail="", hint="")
 TIMEOUT_S = 0.1
 
 
-def test_importing_torch_does_not_count_against_the_time_of_a_case() -> None:
+def test_importing_torch_does_not_count_against_the_timeout() -> None:
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
 
     def import_for_long_and_answer() -> None:
@@ -53,5 +53,5 @@ def test_importing_torch_does_not_count_against_the_time_of_a_case() -> None:
         ("", "ValueError"),
     ],
 )
-def test_an_error_in_a_line_has_its_reason(text: str, said: str) -> None:
+def test_one_line_error_keeps_its_reason(text: str, said: str) -> None:
     assert say_in_a_line(ValueError(text)) == said

@@ -44,7 +44,7 @@ class Kernel:
 
 
 _FULL = "void at::native::vectorized_elementwise_kernel<4, at::native::{}<float>, std::array<char*, 3ul>>(int, {})"
-# Class, module, name for people, time in the forward pass and its number.
+# Class, module, readable name, time in the forward pass and count.
 _LAYER = (
     ("norm", "norm1", "layer norm forward bf16", 6_100, 1),
     ("GEMM", "attention.qkv", "GEMM bf16 128×128×64 tn", 21_400, 1),
@@ -84,7 +84,7 @@ def kernels_of_step() -> list[Kernel]:
 
 
 def break_down(runs: Sequence[Sequence[Kernel]], walls_ns: Sequence[float]) -> Breakdown:
-    """The breakdown of some kernels, a list a run; "" for one run, letters for several."""
+    """Return the breakdown of kernels, one list per run; one run is named "", several get letters."""
     readers: dict[str, tuple[str, Callable[[Kernel], str]]] = {
         "class": ("Class", lambda kernel: kernel.kind),
         "phase": ("Phase", lambda kernel: kernel.phase),
@@ -134,7 +134,7 @@ def break_down(runs: Sequence[Sequence[Kernel]], walls_ns: Sequence[float]) -> B
 
 
 def lay_lanes(kernels: Sequence[Kernel], title: str = "One step as it ran", gap_ns: int = 9_000) -> Lanes:
-    """The step's timeline of some kernels on one stream, with a pause after each."""
+    """Return the timeline of kernels on one stream, with a pause after each."""
     names: dict[str, int] = {}
     groups: dict[str, int] = {"": 0}
     tracks: dict[str, list[tuple[int, int, int, int, int]]] = {"phase": [], "layer": [], "stream": []}

@@ -102,8 +102,8 @@ def _sections(kernels: Sequence[Kernel]) -> Iterable[Section]:
         Exhibit(key="memory-categories", part=categories_table()),
         Exhibit(key="memory-largest", part=msgspec.structs.replace(categories_table(60), title="Largest tensors")),
     )
-    why = "The stage was not run."
-    absent = Missing(what="Precision was not measured.", why=why, command="stepscope precision --size small")
+    why = "the stage was not run"
+    absent = Missing(what="precision", why=why, command="stepscope precision --size small")
     yield Section(key="precision", title="Precision", lead="How far bf16 is from float64.", missing=(absent,))
     yield _section("attention", "Attention", Exhibit(key="attention", part=draw_attention()))
     bars = Bars(
@@ -179,7 +179,7 @@ def partial() -> Report:
 
 
 def empty() -> Report:
-    """Nothing was measured, and every kind of part is there without anything in it."""
+    """Nothing was measured: every kind of part is there, and empty."""
     parts: tuple[Part, ...] = (
         lay_lanes([]),
         break_down([[]], [0.0]),
@@ -216,7 +216,7 @@ def huge() -> Report:
 
 
 def hostile() -> Report:
-    """`one_run` and `two_runs` with every text replaced, keys, units and kinds left alone."""
+    """`one_run` and `two_runs` with every text replaced, except keys, units and kinds."""
     one, two = one_run(), two_runs()
     sections = one.sections + tuple(
         msgspec.structs.replace(
@@ -233,7 +233,7 @@ def hostile() -> Report:
 
 
 def _spoil(value: Any, names: Iterator[str]) -> Any:
-    """The same with every text replaced, except those that are a choice of ours."""
+    """Return the same with every text replaced, except fixed choices."""
     if isinstance(value, str):
         return next(names)
     if isinstance(value, tuple):

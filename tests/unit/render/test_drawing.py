@@ -26,7 +26,7 @@ def parse(svg: str) -> Element:
 
 
 def find_marks(svg: str, tag: str) -> list[Element]:
-    """The shapes inside of what can be pointed at, in the order of their numbers."""
+    """Return the shapes inside the marks, in the order of their numbers."""
     groups = [one for one in parse(svg).iter() if one.get("class") == "mark"]
     groups.sort(key=lambda one: int(one.get("data-mark") or 0))
     return [inner for group in groups for inner in group if inner.tag.endswith("}" + tag)]
@@ -63,7 +63,7 @@ def drawn() -> dict[str, str]:
     return drawings()
 
 
-def test_no_text_leaves_its_picture(drawn: dict[str, str]) -> None:
+def test_no_text_leaves_its_chart(drawn: dict[str, str]) -> None:
     assert len(drawn) > 12
     for name, svg in drawn.items():
         root = parse(svg)
@@ -75,7 +75,7 @@ def test_no_text_leaves_its_picture(drawn: dict[str, str]) -> None:
             assert box[3] <= top + height, (name, text)
 
 
-def test_no_two_texts_lie_on_each_other(drawn: dict[str, str]) -> None:
+def test_no_two_texts_overlap(drawn: dict[str, str]) -> None:
     for name, svg in drawn.items():
         for (one, a), (other, b) in combinations(text_boxes(parse(svg)), 2):
             apart = a[2] <= b[0] or b[2] <= a[0] or a[3] <= b[1] or b[3] <= a[1]
@@ -87,11 +87,11 @@ def test_bars_are_as_long_as_their_values() -> None:
     boxes = find_marks(draw_part(bars), "rect")
     widths = [number(box, "width") for box in boxes]
     assert [width / widths[0] for width in widths] == pytest.approx([1, 0.25, 0.5], rel=1e-3)
-    # Below zero a bar ends where the others begin.
+    # A negative bar ends where the others start.
     assert number(boxes[1], "x") + widths[1] == pytest.approx(number(boxes[0], "x"), abs=0.02)
 
 
-def test_stacked_bars_lie_end_to_end_and_say_the_whole() -> None:
+def test_stacked_bars_are_end_to_end_with_their_total() -> None:
     bars = Bars(title="", kind="bytes", labels=("a",), series=("x", "y"), values=((2**30,), (2**29,)), is_stacked=True)
     svg = draw_part(bars)
     first, second = find_marks(svg, "rect")
@@ -101,7 +101,7 @@ def test_stacked_bars_lie_end_to_end_and_say_the_whole() -> None:
     assert {"1.00 GiB", "512 MiB", "1.50 GiB"} <= set(texts)
 
 
-def test_points_lie_where_their_logarithms_do() -> None:
+def test_points_are_at_their_logarithms() -> None:
     points = tuple(Point(panel="", series="s", x=10.0**at, y=10.0 ** (2 * at)) for at in range(4))
     axis = Axis(label="", log=True)
     circles = find_marks(draw_part(Figure(title="", subtitle="", x=axis, y=axis, points=points)), "circle")
@@ -121,7 +121,7 @@ def test_the_area_of_a_point_is_its_share_of_the_time() -> None:
     assert [area / areas[0] for area in areas] == pytest.approx([share / shares[0] for share in shares], rel=1e-2)
 
 
-def test_of_two_runs_the_first_is_hollow_and_leads_to_the_second() -> None:
+def test_first_of_two_runs_is_hollow_with_a_line_to_the_second() -> None:
     svg = draw_part(draw_roofline(("A", "B")))
     fills = [one.attrib["fill"] for one in find_marks(svg, "circle")]
     assert fills.count("none") == len(fills) / 2
@@ -129,7 +129,7 @@ def test_of_two_runs_the_first_is_hollow_and_leads_to_the_second() -> None:
 
 
 @pytest.mark.parametrize("log", [False, True])
-def test_a_scale_keeps_its_ends_and_what_is_below_a_log_axis_at_one(log: bool) -> None:
+def test_scale_clamps_values_below_a_log_axis(log: bool) -> None:
     scale = Scale(low=1.0, high=100.0, start=300.0, end=0.0, log=log)
     assert (scale(1.0), scale(100.0)) == pytest.approx((300.0, 0.0))
     if log:

@@ -1,4 +1,4 @@
-"""A report as files for a paper: every part has its own, they are what they say, and nobody's work is lost."""
+"""A report as files for a paper: every part has a file in the right format, and no foreign file is lost."""
 
 import csv
 import errno
@@ -60,7 +60,7 @@ TABLES = {
 
 
 def report_of(*parts: Table | Bars) -> Report:
-    """A small report: tables alone are written in no time."""
+    """A small report: writing only tables is fast."""
     exhibits = tuple(Exhibit(key=f"part-{at}", part=part) for at, part in enumerate(parts))
     section = Section(key="parts", title="Parts", exhibits=exhibits)
     return msgspec.structs.replace(report_samples.one_run(), sections=(section,))
@@ -89,7 +89,7 @@ def test_every_part_has_its_files(folder: Path) -> None:
     assert set(list_files(folder)) == figures | tables | {"README.md", ".stepscope-export"}
 
 
-def test_figures_are_what_they_say(folder: Path) -> None:
+def test_figures_have_the_format_of_their_suffix(folder: Path) -> None:
     for key in FIGURES:
         png = (folder / f"figures/{key}.png").read_bytes()
         assert png.startswith(b"\x89PNG\r\n\x1a\n")
@@ -111,7 +111,7 @@ def test_the_timeline_names_phases_layers_and_classes(folder: Path) -> None:
     assert any(re.fullmatch(r"GEMM \d+\.\d%", text) for text in texts)
 
 
-def test_bars_carry_their_values(folder: Path) -> None:
+def test_bars_have_their_values(folder: Path) -> None:
     texts = texts_of((folder / "figures/breakdown-class.svg").read_bytes())
     own = sum(kernel.length_ns * kernel.count for kernel in kernels_of_step() if kernel.kind == "GEMM") / 1e6
     assert any(text.startswith(f"{own:.2f} ms, ") for text in texts)
@@ -165,10 +165,10 @@ def test_the_readme_names_every_file_and_how_it_was_made(folder: Path) -> None:
     assert report.commands[0].text in text
     assert report.sections[0].lead in text
     assert r"\includegraphics[width=\linewidth]{figures/step-timeline.pdf}" in text
-    assert "Precision was not measured." in text
+    assert "precision: the stage was not run" in text
 
 
-def test_two_runs_have_a_file_each() -> None:
+def test_each_of_two_runs_has_a_file() -> None:
     drawings, listings = collect(tidy(report_samples.two_runs()))
     keys = [drawing.key for drawing in drawings]
     assert {"step-timeline-a", "step-timeline-b", "memory-a", "changes"} <= set(keys)
@@ -178,7 +178,7 @@ def test_two_runs_have_a_file_each() -> None:
     assert {"categories-a", "categories-b"} <= {listing.key for listing in listings}
 
 
-def test_a_breakdown_of_two_runs_says_what_changed() -> None:
+def test_breakdown_of_two_runs_shows_the_change() -> None:
     before = [Kernel(kind="GEMM", phase="forward", layer="layers.0", module="m", name="mm", length_ns=3_000_000)]
     tables = dict(tabulate_dimensions(break_down([before, before * 2], [4e6, 8e6])))
     columns = [column.key for column in tables["class"].columns]
@@ -186,7 +186,7 @@ def test_a_breakdown_of_two_runs_says_what_changed() -> None:
     assert (row["ms_a"], row["ms_b"], row["change_ms"]) == (3.0, 6.0, 3.0)
 
 
-def test_layers_stand_by_number_and_modules_by_time() -> None:
+def test_layers_are_sorted_by_number_and_modules_by_time() -> None:
     bars = {one.key: one.bars for one in chart_dimensions(break_down([kernels_of_step()], [6e7]))}
     layers = bars["layer"].labels
     assert layers[:3] == ("layers.0", "layers.1", "layers.2")
@@ -210,14 +210,14 @@ def test_many_kernels_make_few_marks() -> None:
     assert draw_part(lay_lanes(kernels)).count("<rect") < 4000
 
 
-def test_points_without_a_place_are_said_to_be_missing() -> None:
+def test_undrawable_points_are_noted() -> None:
     roofline = draw_roofline()
     broken = msgspec.structs.replace(roofline.points[0], intensity=float("nan"))
     texts = texts_of(draw_part(msgspec.structs.replace(roofline, points=(broken, *roofline.points[1:]))).encode())
     assert any(text.startswith("1 of 8 points not drawn") for text in texts)
 
 
-def test_nothing_at_all_is_still_a_picture_and_a_table() -> None:
+def test_empty_report_still_has_figures_and_tables() -> None:
     drawings, listings = collect(tidy(report_samples.empty()))
     assert len(drawings) == 5
     for drawing in drawings:
@@ -245,7 +245,7 @@ def hostile_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return place
 
 
-def test_hostile_names_harm_nothing(hostile_folder: Path) -> None:
+def test_hostile_names_are_harmless(hostile_folder: Path) -> None:
     assert [path.name for path in hostile_folder.parent.iterdir()] == ["paper"]
     assert [path.name for path in hostile_folder.parent.parent.iterdir()] == ["inner"]
     for path in hostile_folder.rglob("*.svg"):
@@ -270,7 +270,7 @@ def test_hostile_names_stay_inside_their_cells_in_latex(hostile_folder: Path) ->
         assert max(map(len, source.splitlines())) < 20_000
 
 
-def test_keys_become_names_of_files() -> None:
+def test_keys_become_file_names() -> None:
     keys = ["../../etc/passwd", "/abs", "A" * 1000, "..", "", "a b", "a-b", "a\nb"]
     names = name_apart(keys)
     assert names[0] == "etc-passwd"
@@ -289,7 +289,7 @@ def test_a_second_export_replaces_the_first(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["thesis.tex", "tables/mine.csv", "figures/own/plot.py", ".git/HEAD"])
-def test_what_is_not_ours_is_never_touched(tmp_path: Path, name: str) -> None:
+def test_foreign_files_are_never_touched(tmp_path: Path, name: str) -> None:
     place = tmp_path / "paper"
     export(report_of(), place)
     (place / name).parent.mkdir(exist_ok=True)
@@ -300,7 +300,7 @@ def test_what_is_not_ours_is_never_touched(tmp_path: Path, name: str) -> None:
     assert (place / name).read_text() == "work of months"
 
 
-def test_a_folder_of_somebody_else_is_refused(tmp_path: Path) -> None:
+def test_foreign_directory_is_rejected(tmp_path: Path) -> None:
     (tmp_path / "README.md").write_text("# Mine")
     with pytest.raises(StepscopeError, match=r"no export wrote: `README\.md`"):
         check_folder(tmp_path)
@@ -311,27 +311,27 @@ def test_a_folder_of_somebody_else_is_refused(tmp_path: Path) -> None:
     assert caught.value.hint == f"mkdir -p {tmp_path / 'a'}"
 
 
-def test_a_list_of_files_that_is_a_pipe_is_not_waited_for(tmp_path: Path) -> None:
+def test_pipe_instead_of_the_file_list_does_not_block(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / ".stepscope-export")
     with pytest.raises(StepscopeError, match=r"\.stepscope-export"):
         check_folder(tmp_path)
 
 
-def test_an_empty_folder_is_filled(tmp_path: Path) -> None:
+def test_empty_directory_is_filled(tmp_path: Path) -> None:
     inode = tmp_path.stat().st_ino
     export(report_of(), tmp_path)
     assert (tmp_path / "README.md").exists()
     assert tmp_path.stat().st_ino == inode
 
 
-def test_without_a_drawing_library_nothing_begins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_drawing_library_is_reported_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(export_module, "find_spec", {"vl_convert": None}.get)
     with pytest.raises(StepscopeError, match="not installed"):
         check_folder(tmp_path / "paper")
 
 
 @pytest.mark.parametrize("had_one", [False, True])
-def test_a_full_disk_leaves_what_was_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, had_one: bool) -> None:
+def test_full_disk_keeps_the_earlier_export(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, had_one: bool) -> None:
     place = tmp_path / "paper"
     if had_one:
         export(report_of(), place)
@@ -340,7 +340,7 @@ def test_a_full_disk_leaves_what_was_there(tmp_path: Path, monkeypatch: pytest.M
     def fail(*args: object) -> str:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    # The last file that is written: everything else is there by then.
+    # The last file to be written: all others exist by then.
     monkeypatch.setattr(export_module, "_describe", fail)
     with pytest.raises(StepscopeError, match="No space left on device") as caught:
         export(report_of(categories_table()), place)
@@ -349,7 +349,7 @@ def test_a_full_disk_leaves_what_was_there(tmp_path: Path, monkeypatch: pytest.M
     assert [path.name for path in tmp_path.iterdir()] == (["paper"] if had_one else [])
 
 
-def test_what_latex_has_no_letters_for_is_spelt_out(tmp_path: Path) -> None:
+def test_characters_unknown_to_latex_are_spelled_out(tmp_path: Path) -> None:
     columns = (Column(key="name", label="name"),)
     table = Table(title="Größe", columns=columns, rows=(("层 × é\N{SNOWMAN}",),))
     export(report_of(table), tmp_path / "paper")
@@ -359,7 +359,7 @@ def test_what_latex_has_no_letters_for_is_spelt_out(tmp_path: Path) -> None:
     assert "层" in (tmp_path / "paper/tables/part-0.md").read_text()
 
 
-def test_a_text_behind_many_numbers_is_made_fit_for_others() -> None:
+def test_text_after_many_numbers_is_cleaned() -> None:
     assert tidy((*range(20), "/home/eve/x")) == (*range(20), "~/x")
     numbers = tuple(range(20))
     assert tidy(numbers) is numbers

@@ -1,4 +1,4 @@
-"""Figures as files: what is in them, and that they are there whole or not at all."""
+"""Figures as files: their content, and that no partial file is left."""
 
 import re
 import struct
@@ -19,11 +19,11 @@ from .examples import CONTEXTS, PRECISIONS, SIZES, bench_figure
 
 
 def svg_texts(figure: Figure) -> list[str]:
-    """Every piece of text of the drawn figure, in the order in which it is drawn."""
+    """Return every text of the figure, in drawing order."""
     return [unescape(text) for text in re.findall(r"<text[^>]*>(.*?)</text>", draw(figure, ".svg").decode())]
 
 
-# The bar of a spread: where it ends below and above.
+# Return the lower and upper end of the bar of a spread.
 SPREAD = r'<line x1="[\d.]+" y1="([\d.]+)" x2="[\d.]+" y2="([\d.]+)" stroke="[^"]+" stroke-width="1.5"/>'
 
 
@@ -78,7 +78,7 @@ def test_a_log_axis_has_round_ticks(texts: list[str]) -> None:
     assert ticks == ["10", "30", "100", "300", "1,000"] * len(PRECISIONS)
 
 
-def test_series_and_panels_stand_in_order_of_first_appearance(texts: list[str]) -> None:
+def test_series_and_panels_are_in_order_of_appearance(texts: list[str]) -> None:
     assert [text for text in texts if text in SIZES] == list(SIZES)
     assert [text for text in texts if text.startswith("precision")] == ["precision: fp32", "precision: bf16"]
 
@@ -111,21 +111,21 @@ def test_a_single_nameless_series_needs_no_legend(series: str, has_legend: bool)
     assert ('class="legend"' in svg) == has_legend
 
 
-def test_a_long_subtitle_does_not_widen_the_picture() -> None:
+def test_long_subtitle_does_not_widen_the_chart() -> None:
     short = figure_of([Point(panel="", series="naive", x=1, y=2)])
     long = msgspec.structs.replace(short, subtitle="many words " * 30)
     widths = [float(re.findall(r'width="([\d.]+)"', draw(f, ".svg").decode())[0]) for f in (short, long)]
     assert widths[1] < widths[0] + 40
 
 
-def test_more_series_than_colours_can_be_told_apart() -> None:
+def test_more_series_than_colours_differ_by_shape() -> None:
     points = [Point(panel="", series=f"s{i}", x=1, y=i + 1) for i in range(12)]
     figure = figure_of(points)
     colours, lines = assign_colours([figure]), arrange(figure)
     assert len({(colours[name], shape_of(lines, name)) for name in lines.series}) == 12
 
 
-def test_points_with_no_place_on_the_axes_are_counted_in_the_picture() -> None:
+def test_undrawable_points_are_counted_in_the_chart() -> None:
     points = [
         Point(panel="a", series="s", x=1, y=0),
         Point(panel="a", series="s", x=2, y=float("nan")),
@@ -160,13 +160,13 @@ def test_five_panels_each_have_their_axes() -> None:
     assert [text for text in drawn if text.startswith("p")] == [f"p{i}" for i in range(5)]
 
 
-def test_one_point_alone_is_drawn_between_labelled_ticks() -> None:
+def test_single_point_is_between_labelled_ticks() -> None:
     drawn = svg_texts(figure_of([Point(panel="", series="", x=512, y=33.3, low=30, high=35)]))
     assert "512" in drawn
     assert {"30", "32", "34"} <= set(drawn)
 
 
-def test_the_page_is_one_file_that_loads_nothing(tmp_path: Path) -> None:
+def test_page_is_one_file_that_loads_nothing(tmp_path: Path) -> None:
     name = "</script><script>alert(1)</script>"
     points = (Point(panel="", series=name, x=1, y=1),)
     figure = msgspec.structs.replace(bench_figure(), title="a < b & c", points=points)
@@ -181,31 +181,31 @@ def test_the_page_is_one_file_that_loads_nothing(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["step.jpg", "step", "step.png.gz"])
-def test_an_unknown_suffix_says_which_work(tmp_path: Path, name: str) -> None:
+def test_unsupported_suffix_lists_the_supported_ones(tmp_path: Path, name: str) -> None:
     with pytest.raises(StepscopeError) as caught:
         save(bench_figure(), tmp_path / name)
     assert all(suffix in str(caught.value) for suffix in SUFFIXES)
     assert list(tmp_path.iterdir()) == []
 
 
-def test_draw_refuses_a_suffix_it_does_not_know() -> None:
+def test_draw_rejects_an_unsupported_suffix() -> None:
     with pytest.raises(ValueError, match=r"\.gif"):
         draw(figure_of([]), ".gif")
 
 
-def test_a_missing_folder_says_how_to_make_it(tmp_path: Path) -> None:
+def test_missing_directory_hints_at_mkdir(tmp_path: Path) -> None:
     with pytest.raises(StepscopeError) as caught:
         save(bench_figure(), tmp_path / "absent" / "step.png")
     assert caught.value.hint == f"mkdir -p {tmp_path / 'absent'}"
 
 
-def test_a_folder_that_cannot_be_written_is_named() -> None:
+def test_unwritable_directory_is_named() -> None:
     with pytest.raises(StepscopeError, match="cannot write") as caught:
         save(figure_of([]), Path("/proc/step.svg"))
     assert caught.value.hint
 
 
-def test_a_failed_write_leaves_the_old_state_and_no_rubbish(tmp_path: Path) -> None:
+def test_failed_write_keeps_the_old_file_and_leaves_no_other(tmp_path: Path) -> None:
     taken = tmp_path / "step.svg"
     taken.mkdir()
     with pytest.raises(StepscopeError, match="is a directory"):
@@ -213,7 +213,7 @@ def test_a_failed_write_leaves_the_old_state_and_no_rubbish(tmp_path: Path) -> N
     assert list(tmp_path.iterdir()) == [taken]
 
 
-def test_a_file_that_is_no_figure_of_ours_is_overwritten_by_force_only(tmp_path: Path) -> None:
+def test_foreign_file_is_only_overwritten_with_force(tmp_path: Path) -> None:
     path = tmp_path / "step.svg"
     path.touch()
     check_figure(path, force=True)
@@ -223,7 +223,7 @@ def test_a_file_that_is_no_figure_of_ours_is_overwritten_by_force_only(tmp_path:
 
 
 @pytest.mark.parametrize("suffix", SUFFIXES)
-def test_a_figure_of_ours_is_known_by_its_content(tmp_path: Path, suffix: str) -> None:
+def test_our_figures_are_recognized_by_content(tmp_path: Path, suffix: str) -> None:
     path = tmp_path / f"step{suffix}"
     save(bench_figure(), path)
     check_figure(path, force=False)
@@ -245,7 +245,7 @@ def test_the_mark_of_a_png_is_a_valid_chunk(tmp_path: Path) -> None:
     assert names[-1] == b"IEND"
 
 
-def test_the_mark_of_a_pdf_moves_nothing() -> None:
+def test_mark_of_a_pdf_keeps_its_offsets() -> None:
     content = draw(bench_figure(), ".pdf")
     table = int(content.rsplit(b"startxref", 1)[1].split()[0])
     assert content[table : table + 4] == b"xref"

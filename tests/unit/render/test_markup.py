@@ -1,4 +1,4 @@
-"""Markdown read back by a Markdown parser, LaTeX by a small reader of our own: what went in must come out."""
+"""Markdown and LaTeX round trips: a Markdown parser and a small LaTeX reader must return the original cells."""
 
 import re
 from itertools import pairwise
@@ -39,13 +39,13 @@ def one_cell(text: str) -> Table:
 
 
 def printed(text: str) -> str:
-    """What a reader sees of a cell: one line, without what cannot be printed."""
+    """Return a cell as a reader sees it: one line, without unprintable characters."""
     joined = " ".join(text.split())
     return visible(joined)
 
 
 def read_markdown(source: str) -> list[str]:
-    """The plain text of every inline run, as a GitHub reader sees it."""
+    """Return the plain text of every inline run, as GitHub shows it."""
     tokens = PARSER.parse(source)
     runs = [token.children or [] for token in tokens if token.type == "inline"]
     for run in runs:
@@ -78,7 +78,7 @@ def test_notes_are_one_flat_list(note: str) -> None:
     assert read_markdown(source)[-2:] == [note, "last"]
 
 
-def test_markdown_aligns_numbers_right_and_words_left() -> None:
+def test_markdown_aligns_numbers_right_and_text_left() -> None:
     lines = render(bench_table(), Format.MD).splitlines()
     assert lines[0] == "**One training step of five models on one H200**"
     rule = [cell.strip() for cell in lines[3].strip("|").split("|")]
@@ -122,13 +122,13 @@ LATEX_TOKEN = re.compile("|".join(map(re.escape, sorted(LATEX_WORDS, key=len, re
 
 
 def read_latex(source: str) -> str:
-    """Undo the escapes; whatever LaTeX would take for markup must have been one."""
+    """Undo the escapes; everything that LaTeX would read as markup must be escaped."""
     assert not re.search(r"[\\{}%_&#$~^<>|\"`\[*]|--", LATEX_TOKEN.sub("x", source)), source
     return LATEX_TOKEN.sub(lambda match: LATEX_WORDS[match[0]], source)
 
 
 def latex_row(table: Table) -> str:
-    """The one row of a table, between its rules."""
+    """Return the only row of a table, between its lines."""
     (row,) = re.findall(r"\\midrule\n    (.*) \\\\\n    \\bottomrule", render(table, Format.LATEX))
     return str(row)
 
@@ -167,7 +167,7 @@ def test_any_cell_reads_back_from_latex(text: str) -> None:
         ("\x07", r"\textbackslash{}u0007"),
     ],
 )
-def test_each_special_character_in_caption_label_cell_and_note(character: str, written: str) -> None:
+def test_special_characters_are_escaped_everywhere_in_latex(character: str, written: str) -> None:
     text = f"a{character}b"
     source = render(msgspec.structs.replace(one_cell(text), notes=(text,)), Format.LATEX)
     assert source.count(f"a{written}b") == 4
@@ -202,7 +202,7 @@ def test_a_negative_number_has_a_minus_sign_in_latex() -> None:
     assert latex_row(Table(title="t", columns=columns, rows=((-1.5,),))) == "$-$1.50"
 
 
-def test_an_empty_latex_table_keeps_its_rules() -> None:
+def test_empty_latex_table_keeps_its_lines() -> None:
     source = render(msgspec.structs.replace(bench_table(), rows=()), Format.LATEX)
     assert "\\midrule\n    \\bottomrule" in source
     assert r"{\footnotesize (no rows)\par}" in source

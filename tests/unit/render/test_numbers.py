@@ -55,7 +55,7 @@ def write(kind: Kind, *cells: Cell) -> list[str]:
         ("text", 0.1, "0.1"),
     ],
 )
-def test_a_value_on_its_own(kind: Kind, value: Cell, expected: str) -> None:
+def test_single_value_has_its_unit(kind: Kind, value: Cell, expected: str) -> None:
     assert write(kind, value) == [expected]
 
 
@@ -63,16 +63,16 @@ def test_values_of_similar_size_share_their_decimals() -> None:
     assert write("ms", 5.58, 10.8, 271.234) == ["5.58", "10.80", "271.23"]
 
 
-def test_values_far_apart_keep_their_own_digits() -> None:
+def test_values_of_different_size_keep_their_own_digits() -> None:
     assert write("ms", 0.01234, 1.234, 1234.5, 0.0) == ["0.0123", "1.23", "1,234", "0"]
 
 
 @pytest.mark.parametrize("kind", ["text", "ms", "bytes", "count", "number", "share", "ratio"])
-def test_missing_values_are_a_dash_and_words_stay(kind: Kind) -> None:
+def test_missing_values_are_a_dash_and_text_is_unchanged(kind: Kind) -> None:
     assert write(kind, None, "oom") == [MISSING, "oom"]
 
 
 @pytest.mark.parametrize("kind", ["ms", "bytes", "count", "number", "share", "ratio"])
-def test_an_overflow_is_shown_and_spoils_no_other_value(kind: Kind) -> None:
+def test_overflow_is_shown_and_changes_no_other_value(kind: Kind) -> None:
     alone = write(kind, 2.5)
     assert write(kind, float("nan"), float("inf"), float("-inf"), 2.5) == ["nan", "inf", "-inf", *alone]

@@ -1,4 +1,4 @@
-"""What the page's charts are given: every number survives, texts are clean, and what repeats is there once."""
+"""The data of the page's charts: every number survives, text is clean, and nothing is repeated."""
 
 import json
 import re
@@ -16,7 +16,7 @@ from tests.unit.render.report_parts import draw_attention, draw_roofline, kernel
 from tests.unit.render.timelines import GIB, training_step
 
 
-def test_spans_come_back_to_the_nanosecond() -> None:
+def test_spans_round_trip_to_the_nanosecond() -> None:
     lanes = lay_lanes(kernels_of_step())
     packed = pack_lanes(lanes)
     for track, was in zip(packed["tracks"], lanes.tracks, strict=True):
@@ -29,7 +29,7 @@ def test_spans_come_back_to_the_nanosecond() -> None:
     assert packed["groups"][stream["group"][1]] == "norm"
 
 
-def test_a_column_of_one_number_is_that_number() -> None:
+def test_constant_column_is_one_number() -> None:
     packed = pack_lanes(lay_lanes(kernels_of_step()))
     assert packed["tracks"][2]["count"] == 1
     assert packed["tracks"][0]["count"] != 1
@@ -37,7 +37,7 @@ def test_a_column_of_one_number_is_that_number() -> None:
     assert nothing["tracks"][0]["count"] == []
 
 
-def test_a_step_is_small() -> None:
+def test_packed_step_is_small() -> None:
     lanes = lay_lanes(kernels_of_step() * 40)
     packed = json.dumps(pack_lanes(lanes), separators=(",", ":"))
     num_spans = sum(len(track.spans.starts_ns) for track in lanes.tracks)
@@ -45,7 +45,7 @@ def test_a_step_is_small() -> None:
     assert len(packed) < 20 * num_spans
 
 
-def test_texts_are_cut_and_made_visible() -> None:
+def test_text_is_cut_and_made_visible() -> None:
     lanes = lay_lanes(kernels_of_step())
     spoilt = msgspec.structs.replace(lanes, names=("\u202eevil", "x" * 10_000, *lanes.names[2:]))
     names = pack_lanes(spoilt)["names"]
@@ -53,7 +53,7 @@ def test_texts_are_cut_and_made_visible() -> None:
     assert len(names[1]) < 300
 
 
-def test_points_of_a_roofline_need_a_place_on_its_axes() -> None:
+def test_undrawable_roofline_points_are_left_out() -> None:
     roofline = draw_roofline()
     without = msgspec.structs.replace(roofline.points[0], intensity=0.0)
     unknown = msgspec.structs.replace(roofline.points[1], reached=None)
@@ -77,7 +77,7 @@ def test_a_figure_keeps_the_order_of_its_series() -> None:
     assert [mark["place"] for mark in packed["marks"][:6]] == [0, 1, 2, 3, 4, 0]
 
 
-def test_marks_in_a_drawing_are_those_that_are_packed() -> None:
+def test_drawn_marks_match_packed_marks() -> None:
     bars = Bars(title="", kind="ms", labels=("a", "b"), series=("x", "y"), values=((1.0, None), (2.0, 3.0)))
     parts: tuple[tuple[Figure | Roofline | Bars, int], ...] = ((draw_attention(), 30), (draw_roofline(), 8), (bars, 3))
     for part, num_drawn in parts:
@@ -89,7 +89,7 @@ def test_marks_in_a_drawing_are_those_that_are_packed() -> None:
     assert pack_drawing(bars, "")["marks"][3]["lines"] == ["b", "y: 3.00 ms"]
 
 
-def test_a_drawing_on_the_page_has_the_names_of_its_colours() -> None:
+def test_drawing_on_the_page_uses_colour_variables() -> None:
     part = draw_attention()
     palette = Palette(assign_colours([part]), on_page=True)
     written = write_body(part, palette)
@@ -101,7 +101,7 @@ def test_a_drawing_on_the_page_has_the_names_of_its_colours() -> None:
 
 
 @pytest.mark.parametrize(("y", "is_log", "num_left_out"), [(0.0, True, 1), (0.0, False, 0), (float("inf"), False, 1)])
-def test_points_without_a_place_are_left_out(y: float, is_log: bool, num_left_out: int) -> None:
+def test_undrawable_points_are_left_out(y: float, is_log: bool, num_left_out: int) -> None:
     points = (Point(panel="", series="", x=1.0, y=2.0), Point(panel="", series="", x=2.0, y=y))
     axis = Axis(label="time", log=is_log)
     figure = Figure(title="", subtitle="", x=Axis(label="size"), y=axis, points=points)
@@ -119,7 +119,7 @@ def test_bytes_have_round_ticks_from_zero() -> None:
     assert lines.x.texts[:2] == ("0", "2")
 
 
-def test_values_that_lie_close_together_have_ticks() -> None:
+def test_close_values_have_ticks() -> None:
     points = tuple(Point(panel="", series="", x=float(x), y=1.0 + x / 1e4) for x in (128, 256))
     axis = Axis(label="time", unit="ms", log=True)
     figure = Figure(title="", subtitle="", x=Axis(label="size", log=True), y=axis, points=points)
@@ -128,7 +128,7 @@ def test_values_that_lie_close_together_have_ticks() -> None:
     assert len(set(texts)) == len(texts)
 
 
-def test_the_highest_of_a_timeline_has_its_line_in_it() -> None:
+def test_height_of_a_timeline_includes_its_line() -> None:
     timeline = training_step()
     assert timeline.line is not None
     assert find_highest(timeline) == max(timeline.line.values)

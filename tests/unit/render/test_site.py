@@ -1,4 +1,4 @@
-"""The page of a report as text: what stands in it without a script, and that nothing gets out of its place."""
+"""The page of a report as text: its content without a script, and that hostile text cannot escape."""
 
 import base64
 import hashlib
@@ -22,12 +22,12 @@ from tests.unit.render.report_parts import ask, break_down, categories_table, dr
 from tests.unit.render.report_samples import HOSTILE, empty, hostile, huge, one_run, partial, two_runs
 
 _VOID = {"meta", "input", "br"}
-# What the elements of a page of ours may carry: nothing that runs, styles or fetches.
+# The attributes allowed on our pages: none that run code, style or fetch.
 _ATTRIBUTES = {
     "aria-hidden", "aria-label", "aria-labelledby", "aria-pressed", "charset", "class", "content", "data-fact",
     "data-key", "data-kind", "data-theme", "data-v", "dir", "hidden", "href", "http-equiv", "id", "lang", "max", "name",
     "placeholder", "role", "scope", "tabindex", "type", "value",
-    # Of drawings.
+    # Attributes of drawings.
     "cx", "cy", "data-group", "data-mark", "fill", "fill-opacity", "font-size", "font-weight", "height", "paint-order",
     "min", "points", "r", "step", "stroke", "stroke-dasharray", "stroke-linejoin", "stroke-width", "text-anchor",
     "viewbox", "width", "x", "x1", "x2", "y", "y1", "y2",
@@ -67,13 +67,13 @@ def data_of(page: str) -> dict[str, Any]:
 
 
 def visible(page: str) -> str:
-    """The words of a page without a script, on one line."""
+    """Return the text of a page without a script, on one line."""
     body = re.sub(r"<(style|script)\b.*?</\1>", "", page, flags=re.DOTALL)
     return re.sub(r"\s+", " ", unescape(re.sub(r"<[^>]*>", " ", body)))
 
 
 @pytest.mark.parametrize("sample", [one_run, two_runs, partial, empty, huge, hostile])
-def test_a_page_is_well_formed_and_holds_nothing_that_runs(sample: Any) -> None:
+def test_page_is_well_formed_and_has_no_inline_code(sample: Any) -> None:
     reader = Reader(write_site(sample()))
     assert [tag for tag, _ in reader.tags].count("script") == 2
     assert {name for _, attributes in reader.tags for name in attributes} <= _ATTRIBUTES
@@ -136,14 +136,14 @@ def test_hostile_names_stay_text_and_short() -> None:
     }
     assert HOSTILE[0] in visible(page)
     assert "A" * (COPYABLE + 1) not in page
-    assert "A" * 2_000 not in re.sub(r"<pre.*?</pre>", "", page, flags=re.DOTALL)  # what is copied may be longer
+    assert "A" * 2_000 not in re.sub(r"<pre.*?</pre>", "", page, flags=re.DOTALL)  # text to copy can be longer
     assert not re.search("[\x00-\x08\x0e-\x1f\u200b\u202a-\u202e\u2066-\u2069]", page)
     assert "/home/eve" not in page
     assert "~/secret/model.py" in visible(page)
     assert len(page) < 2_000_000
 
 
-def test_data_come_back_as_they_were() -> None:
+def test_data_round_trips() -> None:
     report = one_run()
     data = data_of(write_site(report))
     keys = {exhibit.key for section in report.sections for exhibit in section.exhibits}
@@ -155,12 +155,20 @@ def test_data_come_back_as_they_were() -> None:
     assert list(zip(*packed["places"], strict=True)) == list(part.places)  # type: ignore[union-attr]
 
 
-def test_parts_beside_each_other_have_keys_of_their_own() -> None:
+def test_parts_of_a_pair_have_their_own_keys() -> None:
     page = write_site(two_runs())
     exhibits = data_of(page)["exhibits"]
     assert {"step-timeline-a", "step-timeline-b", "memory-a"} <= set(exhibits)
     assert "memory-b" not in exhibits
     assert "Not measured in this run." in visible(page)
+
+
+def test_titles_of_a_pair_are_not_repeated() -> None:
+    tables = [msgspec.structs.replace(categories_table(2), title=f"Error: {name}") for name in ("small", "large")]
+    pair = Beside(title="A: Error: small; B: Error: large", runs=("A", "B"), parts=tuple(tables))
+    section = Section(key="precision", title="Precision", exhibits=(Exhibit(key="pair", part=pair),))
+    page = write_site(msgspec.structs.replace(one_run(), sections=(section,)))
+    assert re.findall(r"<h3>(.*?)</h3>", page[page.index('class="pair"') :]) == ["Error", "small", "large"]
 
 
 def test_a_question_to_both_runs_is_asked_once() -> None:
@@ -172,7 +180,7 @@ def test_a_question_to_both_runs_is_asked_once() -> None:
     assert "B Not measured in this run." in text
 
 
-def test_numbers_that_json_does_not_have_do_not_break_the_data() -> None:
+def test_infinities_do_not_break_the_data() -> None:
     report = one_run()
     sections = []
     for section in report.sections:
@@ -212,15 +220,15 @@ def test_a_table_keeps_raw_values_for_sorting_and_is_written_once() -> None:
 @pytest.mark.parametrize(
     ("num_rows", "has_search", "is_tall"), [(15, False, False), (16, True, False), (31, True, True)]
 )
-def test_long_tables_get_a_search_and_a_box_of_their_own(num_rows: int, has_search: bool, is_tall: bool) -> None:
+def test_long_tables_get_a_search_box_and_scroll(num_rows: int, has_search: bool, is_tall: bool) -> None:
     table = table_page(num_rows)
     assert ('class="search"' in table) is has_search
     assert ('class="scroll tall"' in table) is is_tall
 
 
-def test_what_is_missing_says_so() -> None:
+def test_missing_parts_are_explained() -> None:
     text = visible(write_site(one_run()))
-    assert "Precision was not measured. The stage was not run. stepscope precision --size small" in text
+    assert "precision : the stage was not run: stepscope precision --size small" in text
     assert "incomplete" not in text
     text = visible(write_site(partial()))
     assert "This report is incomplete." in text
@@ -274,7 +282,7 @@ def test_a_unit_stays_with_its_number() -> None:
     assert '"sentence">79% of 60.9&nbsp;ms and 4.83&nbsp;GiB, 3 steps</p>' in write_site(report)
 
 
-def test_a_page_is_known_by_its_generator(tmp_path: Path) -> None:
+def test_page_is_recognized_by_its_generator(tmp_path: Path) -> None:
     path = tmp_path / "report.html"
     path.write_text(write_site(msgspec.structs.replace(one_run(), title="x" * 10_000)), encoding="utf-8")
     assert is_ours(path)
@@ -302,16 +310,16 @@ def test_a_page_is_known_by_its_generator(tmp_path: Path) -> None:
         ("/rooted /usr/root src/home/page ~/home/x", "/rooted /usr/root src/home/page ~/home/x"),
     ],
 )
-def test_home_folders_and_what_an_environment_held_are_hidden(text: str, expected: str) -> None:
+def test_home_directories_and_environment_values_are_hidden(text: str, expected: str) -> None:
     assert hide_private(text) == expected
 
 
-def test_clean_text_is_short_and_seen() -> None:
+def test_clean_text_is_short_and_visible() -> None:
     assert clean("a\u202eb\x00\n") == "a\\u202eb\\u0000\\u000a"
     assert clean("a\nb", lines=True) == "a\nb"
     assert clean("begin" + "x" * 1_000 + "end", 20) == "beginxxxxxxxx…xxxend"
     assert len(clean("\u202e" * 1_000, 50)) == 50
-    # A home folder at the place where a text is cut leaves no half of itself.
+    # A home directory at the cut does not leave a part of its name.
     assert "eve" not in clean("A" * 1_000 + "/home/eve " * 500, 207)
 
 
@@ -340,7 +348,7 @@ def contrast(colour: str, paper: str) -> float:
     return (high + 0.05) / (low + 0.05)
 
 
-def test_words_can_be_read_on_either_paper() -> None:
+def test_text_is_readable_in_both_themes() -> None:
     style = re.search(r"<style>(.*?)</style>", write_site(empty()), re.DOTALL)[1]  # type: ignore[index]
     blocks = re.findall(r":root[^{]*\{([^}]*--paper[^}]*)\}", style)
     assert len(blocks) == 3
@@ -354,13 +362,13 @@ def test_words_can_be_read_on_either_paper() -> None:
     assert blocks[1].split() == blocks[2].split()
 
 
-def test_words_can_be_read_on_every_coloured_piece() -> None:
+def test_text_is_readable_on_every_colour() -> None:
     for pair in assign_colours([*parts_of(one_run()), *parts_of(two_runs())]).values():
         for colour in pair:
             assert contrast(choose_ink(colour), colour) >= 4.5, colour
 
 
-def test_a_note_is_whole() -> None:
+def test_notes_are_complete() -> None:
     note = "of `peak`, " + "which is what the data sheet says of dense matrices " * 3 + "at 4.5 ms"
     fact = msgspec.structs.replace(one_run().facts[0], note=note)
     page = write_site(msgspec.structs.replace(one_run(), facts=(fact,)))

@@ -1,4 +1,4 @@
-"""CSV and JSON carry everything in full precision; no format loses the end of its last line."""
+"""CSV and JSON have everything in full precision; every format ends with a newline."""
 
 import csv
 import io

@@ -1,4 +1,4 @@
-"""The table in a terminal: alignment, and what gives way when it is too wide."""
+"""Tables in a terminal: alignment, and how they are made to fit."""
 
 import msgspec
 import pytest
@@ -54,7 +54,7 @@ def test_detail_columns_are_shown_on_request_only() -> None:
     assert "p20" in "\n".join(lines_of(bench_table(), detail=True))
 
 
-def test_only_detail_columns_are_shown_all_the_same() -> None:
+def test_table_of_detail_columns_shows_them() -> None:
     table = Table(title="t", columns=(Column(key="a", label="alpha", detail=True),), rows=(("x",),))
     assert "alpha" in lines_of(table)
 
@@ -72,7 +72,7 @@ def test_narrow_tables_keep_every_number(width: int) -> None:
     assert set(natural) - narrow - set("".join(natural)) <= {"─" * 134}
 
 
-def test_labels_break_before_anything_else_gives_way() -> None:
+def test_labels_wrap_before_anything_else_changes() -> None:
     lines = lines_of(bench_table(), width=120)
     header = lines[2:4]
     assert header[0].split() == ["forward", "backward", "optimizer", "peak", "vs"]
@@ -135,7 +135,7 @@ def test_long_names_are_shortened_in_the_middle_and_numbers_are_not() -> None:
     assert row.endswith("kernel0   1.50")
 
 
-def test_two_long_texts_both_give_way() -> None:
+def test_two_long_texts_are_both_shortened() -> None:
     columns = tuple(Column(key=k, label=k) for k in ("kernel", "operator", "class"))
     table = Table(title="t", columns=columns, rows=(("k" * 90, "o" * 90, "GEMM"),))
     assert max(map(cell_len, lines_of(table, width=70))) <= 70
@@ -150,7 +150,7 @@ def test_blocks_repeat_the_columns_that_name_the_row() -> None:
     assert max(widths) - min(widths) < 20
 
 
-def test_names_that_fill_the_terminal_are_repeated_by_the_first_only() -> None:
+def test_names_as_wide_as_the_terminal_are_not_repeated() -> None:
     columns = tuple(Column(key=f"c{i}", label=f"column{i}") for i in range(8))
     table = Table(title="t", columns=columns, rows=(tuple(f"value_number_{i}" for i in range(8)),))
     lines = lines_of(table, width=60)
@@ -163,7 +163,7 @@ def test_long_notes_and_titles_wrap_at_the_terminal() -> None:
     assert max(map(cell_len, lines_of(table, width=50))) <= 50
 
 
-def test_wide_characters_take_two_places() -> None:
+def test_wide_characters_take_two_columns() -> None:
     table = msgspec.structs.replace(kernel_table("k"), rows=(("日本", 1.0), ("abcd", 2.0)))
     *_, japanese, ascii_row = lines_of(table)
     assert cell_len(japanese) == cell_len(ascii_row)
@@ -185,7 +185,7 @@ def test_an_empty_table_says_so(width: int | None) -> None:
     assert "tokens/s" in text
 
 
-def test_a_table_without_columns_is_its_title() -> None:
+def test_table_without_columns_is_only_a_title() -> None:
     assert lines_of(Table(title="Nothing", columns=(), rows=())) == ["Nothing", "", "(no rows)"]
 
 
@@ -214,7 +214,8 @@ def test_a_page_lists_fixes_to_paste_and_then_remarks() -> None:
         share=0.148,
     )
     remark = Finding(code="SS014", title="3 kernels take 72% of the GPU time", evidence="a, b, c", action="Look")
-    page = Page(headline="h", tables=(), findings=(fixable, remark))
+    again = msgspec.structs.replace(fixable, code="SS008", title="t", saving_ns=None)
+    page = Page(headline="h", tables=(), findings=(fixable, again, remark))
     assert render_page(page, width=100).splitlines()[2:] == [
         "Findings",
         "SS007  Optimizer launches 888 kernels per step (saves about 9.01 ms per step, 14.8%)",
@@ -222,6 +223,9 @@ def test_a_page_lists_fixes_to_paste_and_then_remarks() -> None:
         "       Use `fused=True`:",
         "         with x:",
         "             step()",
+        "SS008  t",
+        "       the update takes 3 ms",
+        "       Same fix as SS007",
         "",
         "Remarks",
         "SS014  3 kernels take 72% of the GPU time",

@@ -1,4 +1,4 @@
-"""Timelines as pictures and as pages: the peak survives, pieces stay where they belong, and names are only names."""
+"""Timelines as charts and as pages: the peak survives, pieces stay in place, and names stay text."""
 
 import base64
 import hashlib
@@ -66,7 +66,7 @@ def test_a_column_shows_one_slice_and_not_a_mixture() -> None:
         assert list(layout.high[:, column] - layout.low[:, column]) == heights
 
 
-def test_pieces_stay_in_their_area_and_off_each_other() -> None:
+def test_pieces_stay_in_their_area_and_do_not_overlap() -> None:
     timeline = busy_timeline(num_slices=400, num_pieces=300)
     layout = lay_out(timeline, num_told_apart=300, most_columns=400, least_size=0)
     assert len(layout.shapes) > 200
@@ -100,7 +100,7 @@ def test_detail_is_the_share_of_the_largest_pieces() -> None:
 
 
 @pytest.mark.parametrize("detail", [-0.1, 1.1, 10, float("nan")])
-def test_detail_outside_of_zero_to_one_is_rejected(detail: float) -> None:
+def test_detail_outside_zero_to_one_is_rejected(detail: float) -> None:
     with pytest.raises(ValueError, match="from 0 to 1"):
         draw(training_step(), ".svg", detail=detail)
 
@@ -110,7 +110,7 @@ def test_more_detail_draws_more_pieces() -> None:
     assert outlines[0] < outlines[1] < outlines[2]
 
 
-def test_the_picture_says_what_it_shows(texts: list[str]) -> None:
+def test_chart_has_title_axes_and_names(texts: list[str]) -> None:
     timeline = training_step()
     for expected in (timeline.title, timeline.subtitle, *timeline.notes, "time (ms)", "active memory (GiB)"):
         assert expected in texts
@@ -122,7 +122,7 @@ def test_the_peak_is_written_with_its_time(texts: list[str]) -> None:
     assert "peak 19.1 GiB at 60.0 ms" in texts
 
 
-def test_the_legend_runs_from_the_top_of_the_stack_down(texts: list[str]) -> None:
+def test_legend_starts_at_the_top_of_the_stack(texts: list[str]) -> None:
     assert [text for text in texts if text in AREAS] == list(AREAS[::-1])
 
 
@@ -143,7 +143,7 @@ def test_heights_have_round_ticks_from_zero(texts: list[str]) -> None:
 
 @pytest.mark.parametrize("detail", [0.1, 0.5, 1.0])
 @pytest.mark.parametrize("timeline", [training_step(), busy_timeline(num_slices=900, num_pieces=400)])
-def test_no_two_names_lie_on_each_other(timeline: Timeline, detail: float) -> None:
+def test_no_two_names_overlap(timeline: Timeline, detail: float) -> None:
     scene = set_scene(timeline, count_told_apart(timeline, detail))
     assert scene
     names, unnamed = name_pieces(scene)
@@ -157,7 +157,7 @@ def _box(text: Text) -> tuple[float, float, float, float]:
     return text.x - half, text.y - text.size / 2, text.x + half, text.y + text.size / 2
 
 
-def test_enclosing_stretches_lie_further_out() -> None:
+def test_enclosing_stretches_are_further_out() -> None:
     lanes = {stretch.label: lane for stretch, lane in place_stretches(training_step())}
     assert lanes == {"forward": 0, "backward": 0, "optimizer": 0, "step 3": 1}
 
@@ -171,7 +171,7 @@ def test_stretches_without_room_are_shortened_and_explained() -> None:
     assert "Phases at the top: b backward, f forward." in texts
 
 
-def test_one_slice_fills_the_picture_and_has_one_time() -> None:
+def test_single_slice_fills_the_chart_and_has_one_tick() -> None:
     axis = Axis(label="time", unit="ms")
     areas = (Area(name="weights", values=(3 * GIB,)), Area(name="cache", values=(GIB,)))
     timeline = Timeline(title="t", subtitle="", x=axis, y=Axis(label="memory", unit="bytes"), times=(7.0,), areas=areas)
@@ -186,13 +186,13 @@ def test_an_empty_timeline_says_so(suffix: str) -> None:
     assert b"Nothing to draw." in draw(emptied(training_step()), suffix)
 
 
-def test_heights_that_are_no_bytes_keep_their_unit() -> None:
+def test_other_heights_keep_their_unit() -> None:
     timeline = msgspec.structs.replace(training_step(), y=Axis(label="tokens", unit="k"))
     assert "tokens (k)" in svg_texts(timeline)
     assert embedded(write_chart_page(timeline, 0.1))["bytes"] is False
 
 
-def test_png_and_pdf_are_what_they_say(tmp_path: Path) -> None:
+def test_png_and_pdf_have_their_format(tmp_path: Path) -> None:
     for name, start in (("t.png", b"\x89PNG\r\n\x1a\n"), ("t.PDF", b"%PDF-")):
         save(training_step(60), tmp_path / name, detail=1)
         assert (tmp_path / name).read_bytes().startswith(start)
@@ -220,7 +220,7 @@ def test_text_is_shortened_and_made_visible(text: str, expected: str) -> None:
     assert clean(text, 40) == expected
 
 
-def test_the_page_runs_nothing_but_its_own_script() -> None:
+def test_page_runs_only_its_own_script() -> None:
     page = write_chart_page(hostile_timeline(), 0.1)
     match = re.search(r'Content-Security-Policy" content="([^"]*)"', page)
     assert match
@@ -248,7 +248,7 @@ def test_hostile_names_stay_inside_the_data_of_the_page() -> None:
     assert len(page) < 150_000
 
 
-def test_the_page_carries_every_height_exactly() -> None:
+def test_page_has_every_height_exactly() -> None:
     timeline = training_step()
     data = embedded(write_chart_page(timeline, 0.25))
     assert data["detail"] == 0.25

@@ -1,4 +1,4 @@
-"""Memory timelines of invented steps, made from allocations as a recording has them."""
+"""Memory timelines of invented steps, made from allocations like those of a recording."""
 
 import math
 from collections.abc import Sequence
@@ -11,7 +11,7 @@ from stepscope.findings import Area, Axis, Piece, Stretch, Timeline
 MIB, GIB = 1 << 20, 1 << 30
 AREAS = ("parameters", "optimizer state", "gradients", "activations", "temporaries")
 NUM_LAYERS = 12
-# What ends a script, runs in a picture's place, and turns the line around.
+# Names that end a script, run as an image's handler, and reverse text.
 HOSTILE = "</script><script>alert(1)</script><img src=x onerror=alert(1)>"
 
 
@@ -65,7 +65,7 @@ def _stretch(label: str, start_ms: float, end_ms: float, num_slices: int, length
 
 
 def _reserved(timeline: Timeline) -> list[int]:
-    """What a caching allocator holds: the highest so far, in large blocks."""
+    """The reserved memory of a caching allocator: the maximum so far, in large blocks."""
     reserved, highest = [], 0
     for heights in zip(*(area.values for area in timeline.areas), strict=True):
         highest = max(highest, math.ceil(sum(heights) * 1.03 / (512 * MIB)) * 512 * MIB)
@@ -74,7 +74,7 @@ def _reserved(timeline: Timeline) -> list[int]:
 
 
 def timeline_of(allocations: Sequence[Allocation], num_slices: int, length_ms: float) -> Timeline:
-    """The timeline of some allocations, each slice at its beginning."""
+    """Return the timeline of allocations, each slice at its start."""
     times = tuple(index * length_ms / num_slices for index in range(num_slices))
     values = [[0] * num_slices for _ in AREAS]
     pieces = []
@@ -102,7 +102,7 @@ def timeline_of(allocations: Sequence[Allocation], num_slices: int, length_ms: f
 
 
 def hostile_timeline() -> Timeline:
-    """A step whose every name was written by somebody who wants out of the page."""
+    """A step in which every name tries to escape from the page."""
     timeline = training_step(100)
     name = f"{HOSTILE}\u202eevil\u2066"
     largest = msgspec.structs.replace(timeline.pieces[1], label="x" * 1_000_000)
@@ -121,7 +121,7 @@ def hostile_timeline() -> Timeline:
 
 
 def busy_timeline(*, num_slices: int, num_pieces: int) -> Timeline:
-    """Half a million allocations, a million events, in eight areas that are never still."""
+    """Half a million allocations, a million events, in eight areas that change all the time."""
     random = np.random.default_rng(0)
     count, num_areas, length_ms = 500_000, 8, 3000.0
     starts = np.sort(random.uniform(0, num_slices, count)).astype(np.int64)

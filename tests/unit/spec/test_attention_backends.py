@@ -1,4 +1,4 @@
-"""The registry of attention's backends, and that what lists them agrees with it."""
+"""The registry of attention backends, and whether other lists agree with it."""
 
 from itertools import groupby
 from pathlib import Path
@@ -20,9 +20,9 @@ def summary_of(backend: AttentionBackend) -> str:
     return backend.summary
 
 
-def test_the_documentation_explains_every_backend_in_the_registrys_words() -> None:
+def test_documentation_quotes_the_summary_of_every_backend() -> None:
     lines = (DOCS / "attention.md").read_text().splitlines()
-    start = lines.index("| implementation | what it is |") + 2
+    start = lines.index("| implementation | description |") + 2
     rows = [
         f"| {quote(tuple(one.name for one in alike))} | {summary} |"
         for summary, alike in groupby(BACKENDS.values(), summary_of)
@@ -36,7 +36,7 @@ def test_both_pages_name_every_backend(page: str, name: str) -> None:
     assert f"`{name}`" in (DOCS / page).read_text()
 
 
-def test_the_documentation_lists_what_is_compared_on_each_device() -> None:
+def test_documentation_lists_the_default_backends_of_each_device() -> None:
     (row,) = (line for line in (DOCS / "attention.md").read_text().splitlines() if line.startswith("| `--impl"))
     assert row.split(" | ")[2:] == [quote(compared_on("cuda")), f"{quote(compared_on('cpu'))} |"]
 
@@ -51,7 +51,7 @@ def test_the_documentation_lists_what_is_compared_on_each_device() -> None:
         ("cuda", True, False, {"naive", "sdpa-efficient", "triton"}),
     ],
 )
-def test_what_is_compared_depends_on_device_time_and_precision(
+def test_default_backends_depend_on_device_time_and_precision(
     device: DeviceKind, fast: bool, half: bool, expected: set[str]
 ) -> None:
     found = compared_on(device, fast=fast, half=half)
@@ -59,7 +59,7 @@ def test_what_is_compared_depends_on_device_time_and_precision(
     assert list(found) == [name for name in IMPLEMENTATIONS if name in found]
 
 
-def test_a_default_grid_runs_each_backend_as_long_as_it_is_worth_it() -> None:
+def test_default_grid_limits_the_length_of_slow_backends() -> None:
     cases = AttentionGrid().cases("cuda")
     longest = {name: max(case.length for case in cases if case.implementation == name) for name in compared_on("cuda")}
     assert longest == {name: 8192 if name == "tiled" else 65536 for name in compared_on("cuda")}

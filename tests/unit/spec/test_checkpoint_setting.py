@@ -1,4 +1,4 @@
-"""`--checkpoint` is none, a number of blocks, or nested: and a number; one setting has one text."""
+"""`--checkpoint` is none, a number of blocks, or nested: and a number, with one canonical text each."""
 
 from pathlib import Path
 
@@ -29,24 +29,24 @@ from stepscope.spec import (
         ("nested:3", Checkpointing(every=3, nested=True), "nested:3"),
     ],
 )
-def test_every_way_to_write_it_has_one_text(text: str, parsed: Checkpointing | None, canonical: str) -> None:
+def test_every_spelling_has_one_canonical_text(text: str, parsed: Checkpointing | None, canonical: str) -> None:
     workload = grid_from_flags({"checkpoint": text}).cases()[0].workload
     assert workload.checkpoint == canonical
     assert workload.checkpointing == parsed == parse_checkpoint(canonical)
 
 
-def test_a_value_given_twice_in_two_ways_is_one_case() -> None:
+def test_two_spellings_of_a_value_are_one_case() -> None:
     assert len(grid_from_flags({"checkpoint": "block,1,2,nested:2"}).cases()) == 3
 
 
-def test_numbers_are_taken_from_toml_and_from_python(tmp_path: Path) -> None:
+def test_numbers_are_accepted_from_toml_and_python(tmp_path: Path) -> None:
     file = tmp_path / "grid.toml"
     file.write_text('checkpoint = [1, 2, "nested:2"]')
     assert [case.workload.checkpoint for case in grid_from_toml(file).cases()] == ["block", "2", "nested:2"]
     assert build_case({"checkpoint": 3}).workload.checkpoint == "3"
 
 
-def test_what_results_files_hold_is_read_and_written_as_it_was() -> None:
+def test_values_in_results_files_round_trip() -> None:
     for text in ("none", "block"):
         encoded = msgspec.json.encode(build_case({"checkpoint": text}))
         assert f'"checkpoint":"{text}"'.encode() in encoded
@@ -65,7 +65,7 @@ def test_what_results_files_hold_is_read_and_written_as_it_was() -> None:
         ("nested:1", ("groups of a single block", "--checkpoint 1")),
     ],
 )
-def test_what_it_cannot_be_is_refused_with_what_to_type(text: str, said: tuple[str, ...]) -> None:
+def test_invalid_values_are_rejected_with_a_hint(text: str, said: tuple[str, ...]) -> None:
     with pytest.raises(SpecError) as by_flag:
         grid_from_flags({"checkpoint": text})
     with pytest.raises(SpecError) as by_hand:

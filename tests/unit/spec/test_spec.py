@@ -1,4 +1,4 @@
-"""Workloads come in by flags, by TOML and from Python, and mean the same; what cannot be says what to change."""
+"""Flags, TOML and Python give the same workloads, and invalid ones are rejected with a hint."""
 
 from pathlib import Path
 from typing import Annotated, Literal
@@ -51,14 +51,14 @@ def test_a_value_given_twice_counts_once() -> None:
     assert len(grid_from_flags({"context": "128,128,256"}).cases()) == 2
 
 
-def test_flags_win_over_a_file(tmp_path: Path) -> None:
+def test_flags_override_a_file(tmp_path: Path) -> None:
     file = tmp_path / "grid.toml"
     file.write_text("context = [128, 256]\nbatch = 2\n")
     (case,) = grid_from_toml(file).override(grid_from_flags({"context": "64"})).cases()
     assert (case.workload.context, case.workload.batch) == (64, 2)
 
 
-def test_arguments_of_an_own_model_are_axes_too() -> None:
+def test_model_arguments_are_axes_too() -> None:
     cases = grid_from_flags({"model": "mine:build"}, ["depth=2,4", "fast=true", "name=a"]).cases()
     models = [c.workload.model for c in cases]
     assert [m.arguments for m in models if isinstance(m, Factory)] == [
@@ -108,7 +108,7 @@ def test_case_survives_json() -> None:
         ({"precison": "fp32"}, ("precison", "did you mean `precision`")),
     ],
 )
-def test_what_cannot_be_says_what_to_change(flags: dict[str, str], said: tuple[str, ...]) -> None:
+def test_invalid_settings_are_rejected_with_a_hint(flags: dict[str, str], said: tuple[str, ...]) -> None:
     with pytest.raises(SpecError) as raised:
         grid_from_flags(flags).cases()
     for part in said:
@@ -145,7 +145,7 @@ def test_defaults_follow_from_the_kind_of_model(
         ("[set]\ndepth = 2", "`--set` requires `--model`"),
     ],
 )
-def test_a_bad_file_is_refused_by_name(tmp_path: Path, text: str, said: str) -> None:
+def test_invalid_file_is_rejected_by_name(tmp_path: Path, text: str, said: str) -> None:
     file = tmp_path / "grid.toml"
     file.write_text(text)
     with pytest.raises(SpecError, match=said):
@@ -175,7 +175,7 @@ def test_units_of_memory(text: str, bytes_: int) -> None:
         {"optimizer": 1},
     ],
 )
-def test_a_workload_made_in_python_is_checked_too(field: dict[str, object]) -> None:
+def test_workload_built_in_python_is_checked_too(field: dict[str, object]) -> None:
     with pytest.raises(ValueError, match=str(next(iter(field.values())))):
         Workload(model=SIZES["nano"], **field)  # type: ignore[arg-type]
 
@@ -185,12 +185,12 @@ def test_no_limit_is_a_value_of_the_axis() -> None:
     assert [case.timing.memory_limit for case in cases] == [24 * 10**9, None]
 
 
-def test_an_argument_given_twice_is_refused() -> None:
+def test_duplicate_argument_is_rejected() -> None:
     with pytest.raises(SpecError, match="twice"):
         grid_from_flags({"model": "a:b"}, ["depth=2", "depth=4"])
 
 
-def test_a_named_size_is_known_by_its_name_whatever_its_vocabulary() -> None:
+def test_named_size_keeps_its_name_with_any_vocabulary() -> None:
     shape = msgspec.structs.replace(SIZES["xl"], vocab=50_257)
     assert shape.name == "xl"
     assert msgspec.structs.replace(shape, num_layers=2).name == "d1600-f6400-l2-h25"
@@ -198,7 +198,7 @@ def test_a_named_size_is_known_by_its_name_whatever_its_vocabulary() -> None:
 
 @given(st.integers(1, 10**9), st.integers(1, 10**9))
 def test_the_hint_for_heads_always_works(d_model: int, num_heads: int) -> None:
-    """Whatever is wrong with the shape, following the hints leads to one that is accepted."""
+    """Following the hints leads to an accepted shape, whatever was wrong with it."""
     flags = {"d_model": str(d_model), "num_heads": str(num_heads)}
     for _ in range(4):
         try:
@@ -222,7 +222,7 @@ def test_every_field_is_declared_as_a_setting(struct: type[msgspec.Struct], sett
 
 
 class Declared(msgspec.Struct, frozen=True, kw_only=True):
-    """Settings of every kind, with no more said about them than has to be."""
+    """Settings of every kind, with minimal declarations."""
 
     tile_size: Annotated[int, Setting(help="Rows of a tile.")] = 64
     shape: Annotated[Literal["round", "square"] | None, Setting(help="Of a tile.", phrase="{} tiles")] = None
@@ -232,7 +232,7 @@ class Declared(msgspec.Struct, frozen=True, kw_only=True):
     other: int = 0
 
 
-def test_what_a_type_says_need_not_be_declared() -> None:
+def test_metavar_and_choices_come_from_the_type() -> None:
     settings = declared(Declared)
     size, shape, swap = settings["tile_size"], settings["shape"], settings["swap"]
     assert list(settings) == ["tile_size", "shape", "swap", "room", "rounds"]
@@ -244,7 +244,7 @@ def test_what_a_type_says_need_not_be_declared() -> None:
         shape.parse("squar")
 
 
-def test_a_declared_setting_has_its_cell_and_its_words() -> None:
+def test_declared_setting_has_a_cell_and_a_phrase() -> None:
     settings = declared(Declared)
     given = Declared(shape="round", swap=True, room=24 * 10**9, rounds=1)
     assert [one.read(given) for one in settings.values()] == [64, "round", "yes", 24 * 10**9, 1]
@@ -259,7 +259,7 @@ def test_a_declared_setting_has_its_cell_and_its_words() -> None:
     assert settings["rounds"].say(2) == "2 rounds"
 
 
-def test_accumulation_splits_the_batch_and_leaves_the_step_as_large() -> None:
+def test_accumulation_splits_the_batch_and_keeps_the_step_size() -> None:
     (whole, split) = (case.workload for case in grid_from_flags({"batch": "8", "grad_accumulation": "1,4"}).cases())
     assert (split.passes, split.micro_batch) == (4, 2)
     assert split.tokens == whole.tokens

@@ -1,6 +1,6 @@
-"""GPU kernel names in plain words: which library, what it computes, on which tile, in which data type.
+"""Decode GPU kernel names: library, operation, tile and dtype.
 
-`decode` tries the families one after the other: the first that knows the name answers.
+`decode` tries the families in order; the first that recognizes the name wins.
 """
 
 from collections.abc import Callable
@@ -23,8 +23,8 @@ from stepscope.explain.kernel_names.vocabulary import CLASSES, KernelClass, Kern
 
 __all__ = ["CLASSES", "KernelClass", "KernelName", "NamePart", "decode", "describe"]
 
-# The most frequent come first, and the order matters where names nest: attention kernels are CUTLASS kernels by their
-# wrapper, cuDNN's convolutions too. What is left to the words of the name comes last.
+# The most frequent families come first. The order matters for nested names: attention kernels and cuDNN's convolutions
+# have CUTLASS wrappers. The fallback by words comes last.
 _FAMILIES: tuple[Callable[[Anatomy], KernelName | None], ...] = (
     communication.recognise_transfer,
     inductor.recognise,
@@ -42,10 +42,8 @@ _FAMILIES: tuple[Callable[[Anatomy], KernelName | None], ...] = (
 
 
 def decode(name: str) -> KernelName:
-    """What a kernel's name says. Never raises; a name that nobody knows has the class `other`.
-
-    Only the front of a very long name is looked at, and such a name is not kept: the cache must not hold what a hostile
-    trace put there.
+    """Decode a kernel's name. Never raises; an unknown name gets the class `other`. Only the beginning of a very long
+    name is read, and it is not cached, so that a hostile trace cannot fill the cache.
     """
     return _decode_kept(name) if len(name) <= LOOKED_AT else _decode(name)
 
@@ -63,4 +61,4 @@ def _decode(name: str) -> KernelName:
         if found is not None and found.kernel_class != "other":
             return finish(found)
         decoded = decoded or found
-    return finish(decoded or build(anatomy, "unknown", "other", "not recognised", anatomy.base.strip()))
+    return finish(decoded or build(anatomy, "unknown", "other", "not recognized", anatomy.base.strip()))

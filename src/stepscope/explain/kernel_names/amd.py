@@ -1,7 +1,7 @@
-"""AMD's kernels: MIOpen's and Composable Kernel's convolutions, norms and products, and the products that Tensile
-generates for rocBLAS and hipBLASLt: `Cijk_Alik_Bljk_BBS_BH_MT64x64x64_…`.
+"""AMD's kernels: convolutions, norms and GEMMs of MIOpen and Composable Kernel, and the GEMMs that Tensile generates
+for rocBLAS and hipBLASLt: `Cijk_Alik_Bljk_BBS_BH_MT64x64x64_…`.
 
-A name of Tensile's is a formula: C has the indices i, j (and k, the batch), and l is summed. A factor whose own index
+A Tensile name is a formula: C has the indices i, j (and k, the batch), and l is summed. An operand whose own index
 comes first is stored with that index fastest: `Ailk` is not transposed, `Alik` is.
 """
 
@@ -34,7 +34,7 @@ _WAYS: dict[str, tuple[str, Direction]] = {
     "bwd": ("gradient of a convolution's input", "backward"),
     "wrw": ("gradient of a convolution's filter", "backward"),
 }
-# By a piece of the base name: class, operation.
+# By a part of the base name: class, operation.
 _MIOPEN: tuple[tuple[re.Pattern[str], KernelClass, str], ...] = compile_rows(
     (r"MIOpenBatchNorm|MIOpenBN|MIOpenLayerNorm|MIOpenGroupNorm|LayernormFwd", "norm", "norm"),
     (r"MIOpenSoftmax|SoftmaxForward|SoftmaxBackward", "softmax", "softmax"),
@@ -112,7 +112,7 @@ def _decode_igemm(anatomy: Anatomy, match: re.Match[str]) -> KernelName:
         parts.append(part(found[1], f"each wave computes {found[2].replace('x', '×')} at a time"))
     split = rest.endswith("_gkgs")
     if split:
-        parts.append(part("gkgs", "the summed dimension can be split among workgroups"))
+        parts.append(part("gkgs", "K can be split among workgroups"))
     return build(
         anatomy,
         "MIOpen",
@@ -158,7 +158,7 @@ def _decode_ck(anatomy: Anatomy) -> KernelName:
     if found := first_match(_CK, what):
         _, kernel_class, operation = found
         direction = _find_direction(what)
-        # A batched product named `bwd_weight` is how CK runs the filter's gradient.
+        # CK computes the gradient of the filter as a batched GEMM named `bwd_weight`.
         tensor_cores = True if re.search(r"xdl|mfma", anatomy.text[:2000], re.IGNORECASE) else None
         return build(
             anatomy,
@@ -175,7 +175,7 @@ def _decode_ck(anatomy: Anatomy) -> KernelName:
 
 
 def _find_ck_dtype(anatomy: Anatomy) -> str | None:
-    """CK's bf16 is an unsigned short; fp32 behind it is the accumulator."""
+    """CK's bf16 is an unsigned short; an fp32 after it is the accumulator."""
     if re.search(r"\bushort\b|unsigned short", anatomy.template[:400]):
         return "bf16"
     return find_dtype(anatomy.template)
@@ -219,17 +219,17 @@ _ISA = re.compile(r"_(ISA(\w{3,4}?))(?:_|$)")
 # Tensile's documented solution parameters.
 _PARAMETERS = compile_rows(
     (r"(?:^|_)(Bias)", "the epilogue adds a bias"),
-    (r"(?:^|_)(UserArgs)", "can take its arguments from device memory, as the grouped products of hipBLASLt do"),
-    (r"_(SAV)_", "the factor alpha may differ from row to row"),
-    (r"_(GSUAMBSK|GSUAMB|GSUASB)", "how the parts of a split sum are combined: one or several buffers"),
-    (r"_(PGR\d)", "so many slabs are fetched ahead from global memory"),
-    (r"_(PLR\d+)", "so many steps are fetched ahead from local memory"),
-    (r"_(SK[1-9]\d*)_", "stream-K: blocks share the summed dimension evenly"),
+    (r"(?:^|_)(UserArgs)", "can take its arguments from device memory, as hipBLASLt's grouped GEMMs do"),
+    (r"_(SAV)_", "the factor alpha may differ per row"),
+    (r"_(GSUAMBSK|GSUAMB|GSUASB)", "how the partial sums are combined: one or several buffers"),
+    (r"_(PGR\d)", "number of slabs prefetched from global memory"),
+    (r"_(PLR\d+)", "number of steps prefetched from local memory"),
+    (r"_(SK[1-9]\d*)_", "stream-K: blocks share K evenly"),
     (r"_(WG\d+_\d+_\d+)", "shape of the workgroup"),
-    (r"_(WGM\w+?)(?:_|$)", "order in which tiles are handed out"),
+    (r"_(WGM\w+?)(?:_|$)", "order in which tiles are assigned"),
 )
 
-# rocBLAS's own kernels, by a piece of the name.
+# rocBLAS's own kernels, by a part of the name.
 _HANDWRITTEN: tuple[tuple[re.Pattern[str], KernelClass, str], ...] = compile_rows(
     (r"gemv|ger_|symv", "GEMM", "matrix times vector"),
     (r"gemm|trsm|syrk|symm|trmm", "GEMM", "GEMM"),
@@ -240,7 +240,7 @@ _HANDWRITTEN: tuple[tuple[re.Pattern[str], KernelClass, str], ...] = compile_row
 
 
 def recognise_tensile(anatomy: Anatomy) -> KernelName | None:
-    # Its names are plain and long: the text, not the base name, which is cut.
+    # Its names are plain and long, so use the full text: the base name is truncated.
     if match := _PRODUCT.match(anatomy.text):
         return _decode_product(anatomy, match)
     if match := _AFTER.match(anatomy.text):
@@ -271,11 +271,7 @@ def _decode_product(anatomy: Anatomy, match: re.Match[str]) -> KernelName:
         parts.append(part(instruction[1], f"matrix cores (MFMA), {shape} per instruction"))
     split = bool((found := _SPLIT.search(rest)) and int(found[2][:6]) > 1)
     if found:
-        meaning = (
-            f"the summed dimension is split among {found[2]} workgroups"
-            if split
-            else "the summed dimension is not split"
-        )
+        meaning = f"K is split among {found[2]} workgroups" if split else "K is not split"
         parts.append(part(found[1], meaning))
     architecture = None
     if found := _ISA.search(rest):
@@ -303,7 +299,7 @@ def _read_type(code: str) -> tuple[str | None, NamePart]:
     codes = _TYPE.findall(code)
     first = _TYPES[codes[0]] if codes else None
     if len(codes) >= 3:
-        meaning = f"{first} factors, {_TYPES[codes[1]]} result, sums in {_TYPES[codes[2]]}"
+        meaning = f"{first} operands, {_TYPES[codes[1]]} result, sums in {_TYPES[codes[2]]}"
     else:
         meaning = f"{first or 'unknown'} data"
     return first, part(code, meaning)
@@ -314,7 +310,7 @@ def _decode_afterwork(anatomy: Anatomy, match: re.Match[str]) -> KernelName | No
     if "GSU" not in match["step"] and match["step"] not in ("GA", "GB", "B", "A") and "Beta" not in match["step"]:
         return None
     operation = (
-        "adds up the partial results of a split GEMM" if "GSU" in match["step"] else "scales the result beforehand"
+        "adds up the partial results of a split GEMM" if "GSU" in match["step"] else "scales the result before the GEMM"
     )
     parts = (type_part, part(match["step"], operation))
     return build(

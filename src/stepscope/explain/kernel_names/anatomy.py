@@ -1,13 +1,12 @@
-"""Takes a recorded name apart, so that the families need not know who wrote it down.
+"""Parse a recorded name, so that the families do not depend on the tool that wrote it.
 
-The same kernel reaches us in four spellings: Kineto's (`foo<4, float>(int)`), Nsight's (`foo<(int)4, float>(T1)`), the
-linker's (`_Z3fooILi4EfEvi`) and a bare `foo`. Here they become one `Anatomy`: scope, base name, template arguments.
+The same kernel appears in four spellings: Kineto's (`foo<4, float>(int)`), Nsight's (`foo<(int)4, float>(T1)`), the
+linker's (`_Z3fooILi4EfEvi`) and a bare `foo`. They all become one `Anatomy`: scope, base name, template arguments.
 
-The mangled form is not demangled in full. Identifiers carry their length, literals and built-in types are one letter
-each, and that is all the families look at; substitutions (`S1_`) and template parameters (`T0_`) are passed over.
-
-However long the name, only the first `LOOKED_AT` characters are looked at, and every pass over them is linear.
-CUTLASS 3 and CK write names of several thousand characters, with what matters at the front.
+Mangled names are only partly demangled. Identifiers have their length, literals and built-in types are one letter each,
+and the families need no more; substitutions (`S1_`) and template parameters (`T0_`) are skipped. Only the first
+`LOOKED_AT` characters are read, in linear passes. CUTLASS 3 and CK write names of several thousand characters, with
+what matters at the front.
 """
 
 import re
@@ -15,7 +14,7 @@ import re
 import msgspec
 
 LOOKED_AT = 4000
-# Of a base name. Patterns with several wildcards are tried on it, and their time grows faster than its length.
+# Length of a base name: the time of patterns with several wildcards grows faster than the length.
 LONGEST_BASE = 400
 
 _CONTROL = re.compile(r"[^\x20-\x7e]+")
@@ -61,7 +60,7 @@ class Anatomy(msgspec.Struct, frozen=True, kw_only=True):
     """`void at::native::foo<4, Bar<float> >(int)` has scope `at::native`, base `foo`, template `4, Bar<float>`."""
 
     name: str
-    text: str  # the part looked at, one spelling for all writers
+    text: str  # the part that is read, in one spelling
     scope: str
     base: str
     template: str
@@ -74,7 +73,7 @@ class Anatomy(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def body(self) -> str:
-        """Everything that says what the kernel does: the name and its template arguments."""
+        """The name and its template arguments."""
         return f"{self.qualified}<{self.template}>" if self.template else self.qualified
 
     def words(self) -> list[str]:
@@ -82,12 +81,12 @@ class Anatomy(msgspec.Struct, frozen=True, kw_only=True):
         return _IDENTIFIER.findall(self.template)
 
     def integers(self) -> list[int]:
-        """The whole numbers among the template arguments, in order."""
+        """The integers among the template arguments, in order."""
         return [int(number) for number in _INTEGER.findall(self.template) if len(number) < 12]
 
 
 def dissect(name: str) -> Anatomy:
-    """Never raises: text that is no kernel's name has a base and nothing else."""
+    """Never raises: text that is not a kernel name becomes a base name."""
     text = _CLONE.sub("", _CONTROL.sub(" ", name[:LOOKED_AT]).strip())
     if text.startswith("_Z"):
         return _dissect_mangled(name, text)
@@ -109,7 +108,7 @@ def _dissect_readable(name: str, text: str) -> Anatomy:
 def _split(text: str) -> tuple[str, str, str]:
     """Head, template arguments and call arguments.
 
-    The last group of `<...>` that stands before the first `(` outside of any brackets is the function's own; earlier
+    The last group of `<...>` before the first `(` outside all brackets belongs to the function; earlier
     ones belong to its return type (`std::enable_if<!(false), void>::type f<int>(...)`) or its scope.
     """
     depth = 0
@@ -126,13 +125,13 @@ def _split(text: str) -> tuple[str, str, str]:
                     start, end = opened, index
             case "(" if depth == 0:
                 return *_cut(text[:index], start, end), text[index + 1 :]
-    if depth:  # cut off in the middle of the template arguments
+    if depth:  # truncated inside the template arguments
         return text[:opened], text[opened + 1 :], ""
     return *_cut(text, start, end), ""
 
 
 def _cut(text: str, start: int, end: int) -> tuple[str, str]:
-    """Head and template arguments, where the last group of brackets is at the very end."""
+    """Return head and template arguments, if the last group of brackets is at the very end."""
     if start >= 0 and end == len(text) - 1:
         return text[:start], text[start + 1 : end].strip()
     return text, ""
@@ -157,7 +156,7 @@ def _dissect_mangled(name: str, text: str) -> Anatomy:
 
 
 def _read_mangled(text: str) -> tuple[list[str], list[str]]:
-    """The function's own path of names, then everything behind it as a flat list of names, types and literals."""
+    """Return the function's qualified name, then everything after it as a flat list of names, types and literals."""
     path: list[str] = []
     tokens: list[str] = []
     inside = in_enum = False  # past the path; between an enumeration's name and its value

@@ -1,7 +1,7 @@
-"""PyTorch's own kernels: elementwise shells around a functor, reductions, foreach, softmax and all that have a name.
+"""PyTorch's own kernels: elementwise loops around a functor, reductions, foreach, softmax and named kernels.
 
-Log-softmax counts as `loss`: in training it is nearly always the first half of a cross-entropy, and its share belongs
-beside the second half. Plain softmax is `softmax`. Pooling and running sums are `reduction`.
+Log-softmax counts as `loss`: in training it is nearly always the first half of a cross-entropy, and its time belongs
+with the second half. Softmax without logarithm is `softmax`. Pooling and running sums are `reduction`.
 """
 
 import re
@@ -56,7 +56,7 @@ def recognise(anatomy: Anatomy) -> KernelName | None:
     if not {"cub", "thrust", "rocprim", "hipcub"}.isdisjoint(anatomy.scope.split("::")):
         return _decode_cub(anatomy)
     mine = root in _SCOPES or (root == "" and _BARE.match(anatomy.base))
-    # The functor's namespace tells too: `<unnamed>::elementwise_kernel_with_index<int, at::native::…>`.
+    # The functor's namespace identifies it too: `<unnamed>::elementwise_kernel_with_index<int, at::native::…>`.
     if not mine and not (root == "" and "native::" in anatomy.template[:600]):
         return None
     if anatomy.base.startswith("multi_tensor_apply_kernel"):
@@ -82,12 +82,12 @@ def _decode_elementwise(anatomy: Anatomy) -> KernelName:
     dtype = find_element_type(anatomy.template)
     parts = [_explain_shell(anatomy.base, width)]
     if not anatomy.template:
-        parts.append(part("<…>", "this short form of the name leaves out which operation it is; it may be a copy"))
+        parts.append(part("<…>", "this short form of the name does not say which operation it is; it may be a copy"))
     if functor:
         parts.append(part(functor, _explain_functor(functor, operation, changes=changes)))
     parts.extend(_explain_scalars(anatomy.template))
     if dtype:
-        parts.append(part(dtype, "data type of the elements, as far as the name says"))
+        parts.append(part(dtype, "dtype of the elements, if the name says so"))
     style = f"vectorized ×{width}" if width else "strided" if "gpu_kernel_impl" in anatomy.template else None
     return build(
         anatomy,
@@ -103,7 +103,7 @@ def _decode_elementwise(anatomy: Anatomy) -> KernelName:
 
 
 def _find_functor(anatomy: Anatomy) -> tuple[str, KernelClass, str]:
-    """Operation, class and the word that told: `BinaryFunctor<…, MulFunctor>` multiplies."""
+    """Return operation, class and the word that determines them: `BinaryFunctor<…, MulFunctor>` multiplies."""
     stem = ""
     for word in anatomy.words():
         if word in FUNCTORS:
@@ -146,7 +146,7 @@ def _vector_width(anatomy: Anatomy) -> int | None:
 
 
 def _changes_type(anatomy: Anatomy, functor: str) -> bool:
-    """PyTorch takes the casting loops only where the data types of input and output differ."""
+    """PyTorch uses the casting loops only if the dtypes of input and output differ."""
     if functor.endswith("_copy_kernel_cuda") and functor != "direct_copy_kernel_cuda":
         return True
     text = anatomy.template
@@ -157,25 +157,25 @@ def _explain_shell(base: str, width: int | None) -> NamePart:
     if width:
         return part(base, f"contiguous elements, read {width} at a time")
     if base.startswith("unrolled"):
-        return part(base, "contiguous elements, read one by one: unaligned, or input and output differ in type")
+        return part(base, "contiguous elements, read one by one: unaligned, or input and output have different dtypes")
     if base.startswith("vectorized"):
         return part(base, "contiguous elements, read several at a time")
-    return part(base, "elements at any stride: each thread works out where its element lies")
+    return part(base, "elements with any stride: each thread computes the position of its element")
 
 
 def _explain_functor(functor: str, operation: str, *, changes: bool) -> str:
     if changes:
-        return "a copy whose input has another data type than its output"
+        return "a copy whose input and output have different dtypes"
     if functor == "direct_copy_kernel_cuda":
-        return "a copy, mostly .contiguous() of a transposed or sliced tensor"
+        return "a copy, usually .contiguous() of a transposed or sliced tensor"
     return operation
 
 
 def _explain_scalars(template: str) -> list[NamePart]:
     if "AUnaryFunctor" in template:
-        return [part("AUnaryFunctor", "the first operand is one number")]
+        return [part("AUnaryFunctor", "the first operand is a scalar")]
     if "BUnaryFunctor" in template:
-        return [part("BUnaryFunctor", "the second operand is one number")]
+        return [part("BUnaryFunctor", "the second operand is a scalar")]
     if "BinaryFunctor" in template:
         return [part("BinaryFunctor", "both operands are tensors")]
     return []
@@ -190,7 +190,7 @@ def _decode_foreach(anatomy: Anatomy) -> KernelName:
         parts = (part("CopyFunctor", "copies many tensors in one launch (foreach copy)"),)
         operation = "cast many tensors" if changes else "copy many tensors"
         return build(anatomy, "ATen", "copy", operation, dtype=dtype, is_cast=changes, parts=parts)
-    # Apex, Transformer Engine and Megatron brought the same shell along, outside of PyTorch's namespace.
+    # Apex, Transformer Engine and Megatron have the same kernel outside PyTorch's namespace.
     library = "ATen" if anatomy.scope.startswith("at") or "at::native" in text else "Apex or Transformer Engine"
     found = first_match(FOREACH, text)
     told, operation = (found[0][0], found[1]) if found else ("", "operation on many tensors (foreach)")
@@ -227,14 +227,14 @@ def _decode_softmax(anatomy: Anatomy) -> KernelName:
     what = "log-softmax" if logarithmic else "softmax"
     parts = [part(anatomy.base, f"{what} {way}")]
     if "softmax_warp" in anatomy.base:
-        parts.append(part("warp", "rows of up to 1024 elements, one or two to a warp"))
+        parts.append(part("warp", "rows of up to 1024 elements, one or two per warp"))
         numbers = anatomy.integers()
         if numbers and 0 <= numbers[0] <= 12:
             parts.append(part(str(numbers[0]), f"rows of up to {2 ** numbers[0]} elements"))
         if flags:
-            parts.append(part(flags[0], "log-softmax" if logarithmic else "plain softmax, no logarithm"))
+            parts.append(part(flags[0], "log-softmax" if logarithmic else "softmax without logarithm"))
     elif anatomy.base.startswith("cunn_"):
-        parts.append(part("cunn", "long rows, a thread block to each"))
+        parts.append(part("cunn", "long rows, one thread block each"))
     dtype = find_dtype(anatomy.template)
     return build(
         anatomy,

@@ -1,14 +1,14 @@
-"""What PyTorch's own kernels do, by the name of their functor or their base name. Data, no logic.
+"""Tables of PyTorch's own kernels, by functor or base name.
 
-An elementwise kernel is a shell around a functor (`MulFunctor`) or a function's lambda (`exp_kernel_cuda`); the shell
-says how the loop runs, the functor says what it computes.
+An elementwise kernel is a loop around a functor (`MulFunctor`) or a function's lambda (`exp_kernel_cuda`). The kernel
+determines how the loop runs, the functor what it computes.
 """
 
 import re
 
 from stepscope.explain.kernel_names.vocabulary import Direction, KernelClass, compile_rows
 
-# Functors and functions inside of the elementwise shells: operation and class. Names not listed here are read by
+# Functors and functions in elementwise kernels: operation and class. Names not listed here are derived by
 # dropping `_kernel_cuda` and the like.
 FUNCTORS: dict[str, tuple[str, KernelClass]] = {
     "CUDAFunctor_add": ("add", "elementwise"),
@@ -87,7 +87,7 @@ FUNCTORS: dict[str, tuple[str, KernelClass]] = {
     "bernoulli_kernel": ("random mask", "random"),
     "bernoulli_tensor_cuda_kernel": ("random mask", "random"),
     "exponential_kernel": ("exponential random numbers", "random"),
-    "random_from_to_kernel": ("random whole numbers", "random"),
+    "random_from_to_kernel": ("random integers", "random"),
     "GroupNormKernelImplInternal": ("group norm", "norm"),
     "GroupNormBackwardKernelImplInternal": ("group norm backward", "norm"),
     "GroupNorm1dForward": ("group norm", "norm"),
@@ -96,7 +96,7 @@ FUNCTORS: dict[str, tuple[str, KernelClass]] = {
 STEM = re.compile(
     r"(?P<stem>[a-z0-9_]+?)(?:_tensor|_scalar)?_kernel(?:_cuda|_impl|_cuda_impl|_gpu)?$|(?P<out>[a-z0-9]+)_cuda_out$"
 )
-# Shells and other words that say nothing about what is computed.
+# Words that do not say what is computed.
 SHELL_WORDS = frozenset(
     (
         "gpu_kernel_impl_nocast",
@@ -112,7 +112,7 @@ SHELL_WORDS = frozenset(
     )
 )
 
-# Kernels with a base name of their own. The first match counts: class, operation, direction.
+# Kernels with their own base name. The first match wins: class, operation, direction.
 BASES: tuple[tuple[re.Pattern[str], KernelClass, str, Direction | None], ...] = compile_rows(
     (r"nll_loss\w*forward|nll_loss2d_forward", "loss", "negative log-likelihood", "forward"),
     (r"nll_loss\w*backward", "loss", "negative log-likelihood backward", "backward"),
@@ -239,7 +239,7 @@ BASES: tuple[tuple[re.Pattern[str], KernelClass, str, Direction | None], ...] = 
     ),
 )
 
-# What `multi_tensor_apply_kernel` applies; the first match counts.
+# The operation of `multi_tensor_apply_kernel`; the first match wins.
 FOREACH = compile_rows(
     (r"FusedAdam\w*Functor|AdamFunctor\w*|AdamCapturable\w*|DistAdam\w*", "Adam update"),
     (r"FusedSgd\w*|SGDFunctor", "SGD update"),
@@ -255,7 +255,7 @@ FOREACH = compile_rows(
     (r"BinaryOp\w*", "binary operation on many tensors (foreach)"),
     (r"UnaryOp\w*|ZeroFunctor", "unary operation on many tensors (foreach)"),
 )
-# How a foreach or reduction spells its inner operation.
+# The inner operation of a foreach or reduction kernel.
 INNER = {
     "plus": "add",
     "multiplies": "multiply",
@@ -282,7 +282,7 @@ REDUCTIONS = compile_rows(
     (r"xor_sum", "xor sum"),
     (r"NanSumOps", "sum"),
 )
-# Of CUB, Thrust and rocPRIM, by a word anywhere in the name.
+# CUB, Thrust and rocPRIM, by a word anywhere in the name.
 PRIMITIVES: tuple[tuple[re.Pattern[str], KernelClass, str], ...] = compile_rows(
     (r"(?i)radix_?sort|merge_?sort|segmented_?sort|onesweep|block_sort", "sort", "sort"),
     (r"(?i)scan", "reduction", "running sum"),

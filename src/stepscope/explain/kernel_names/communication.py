@@ -1,5 +1,5 @@
-"""What moves data. Communication between GPUs: NCCL and RCCL, and the kernels that read their neighbours' memory
-directly; copies and fills that are no kernels, and AMD's kernels that stand in for them."""
+"""Data movement: NCCL and RCCL, kernels that read the memory of other GPUs directly, copies and fills (which are not
+kernels), and AMD's kernels for them."""
 
 import re
 
@@ -11,22 +11,22 @@ _COLLECTIVES = {
     "AllReduce": ("all-reduce", "every rank ends with the sum (or other reduction) over all ranks"),
     "AllGather": ("all-gather", "every rank ends with the pieces of all ranks"),
     "ReduceScatter": ("reduce-scatter", "every rank ends with its piece of the reduction over all ranks"),
-    "Broadcast": ("broadcast", "one rank's data go to all others"),
+    "Broadcast": ("broadcast", "one rank's data goes to all others"),
     "Reduce": ("reduce", "one rank ends with the reduction over all ranks"),
     "SendRecv": ("send and receive", "point-to-point messages: pipeline stages, all-to-all"),
     "AllToAll": ("all-to-all", "every rank sends a different piece to every other"),
     "AlltoAll": ("all-to-all", "every rank sends a different piece to every other"),
-    "Generic": ("collective, not named", "one kernel serves all collectives; the name does not say which ran"),
+    "Generic": ("unnamed collective", "one kernel serves all collectives; the name does not say which ran"),
 }
 _ALGORITHMS = {
-    "RING": "data travel around a ring of all ranks",
-    "TREE": "data travel up and down a tree: fewer hops for small messages on many ranks",
+    "RING": "data travels around a ring of all ranks",
+    "TREE": "data travels up and down a tree: fewer hops for small messages on many ranks",
     "NVLS": "the NVLink switch adds up the data",
     "COLLNET": "the network adds up the data",
     "PAT": "parallel trees: fewer steps than a ring on many ranks",
 }
 _PROTOCOLS = {
-    "LL": "low-latency protocol: flags beside the data, at half the bandwidth",
+    "LL": "low-latency protocol: flags next to the data, at half the bandwidth",
     "LL128": "low-latency protocol over NVLink with most of the bandwidth",
     "SIMPLE": "the protocol for large messages: full bandwidth, more latency",
 }
@@ -50,10 +50,10 @@ _TYPES = {
     "f8e4m3": "fp8",
     "f8e5m2": "fp8",
 }
-# Outside of NCCL: by a distinctive piece of the name.
+# Outside NCCL: by a distinctive part of the name.
 _OTHERS: tuple[tuple[re.Pattern[str], str, str], ...] = compile_rows(
     (r"deep_ep::.*\bdispatch|internode_ll::dispatch", "DeepEP", "send tokens to their experts"),
-    (r"deep_ep::.*\bcombine|internode_ll::combine", "DeepEP", "bring tokens back from their experts"),
+    (r"deep_ep::.*\bcombine|internode_ll::combine", "DeepEP", "return tokens from their experts"),
     (r"deep_ep::", "DeepEP", "prepare the exchange of tokens"),
     (r"(?i)nvshmem", "NVSHMEM", "one-sided communication"),
     (r"cross_device_reduce_\w+", "vLLM", "all-reduce"),
@@ -82,7 +82,7 @@ def recognise(anatomy: Anatomy) -> KernelName | None:
         match, library, operation = other
         short = f"{operation} ({library})"
         return build(anatomy, library, "communication", operation, short, parts=(part(match[0], operation),))
-    if "gemm" in text.lower():  # a product that overlaps with its collective is decoded as the product
+    if "gemm" in text.lower():  # a GEMM that overlaps with its collective is decoded as the GEMM
         return None
     if found := first_match(_WORDS, anatomy.base):
         return build(anatomy, "unknown", "communication", found[1], parts=(part(found[0][0], found[1]),))
@@ -117,7 +117,7 @@ def _decode_nccl(anatomy: Anatomy, rest: str) -> KernelName:
 def _warn_of_old_names(base: str) -> list[NamePart]:
     if not base.startswith("ncclKernel_"):
         return []
-    meaning = "the spelling of older NCCL, whose kernels could run other algorithms and protocols than the name says"
+    meaning = "name from an older NCCL, whose kernels could also run other algorithms and protocols"
     return [part("ncclKernel", meaning)]
 
 
@@ -144,8 +144,8 @@ _NSIGHT_WAYS = {
     **dict.fromkeys(("peer-to-peer", "ptop"), "between devices"),
 }
 _MEMORIES = {
-    "Pageable": "ordinary host memory: the driver copies through a pinned buffer, and the host waits for it",
-    "Pinned": "pinned host memory: the copy can overlap with kernels",
+    "Pageable": "pageable CPU memory: the driver copies through a pinned buffer, and the CPU waits",
+    "Pinned": "pinned CPU memory: the copy can overlap with kernels",
 }
 
 

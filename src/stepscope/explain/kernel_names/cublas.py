@@ -1,7 +1,7 @@
 """cuBLAS and cuBLASLt: named by hand (`ampere_sgemm_…`), by a generator (`sm80_xmma_…`), and the newest, `nvjet_…`.
 
-NVIDIA publishes no key to these names. What is said here follows from names whose shapes, types and transposes were
-known; where a code has no known meaning, the part says so.
+NVIDIA does not document these names. The meanings here were derived from kernels with known shapes, dtypes and
+transposes; codes without a known meaning are marked as such.
 """
 
 import re
@@ -30,7 +30,7 @@ _XMMA = re.compile(r"sm\d+_xmma_(?:\w+?_)?gemm_")
 _NVJET = re.compile(
     r"nvjet_(?:(?P<architecture>sm\d+[a-z]?)_)?(?P<types>[a-z]{3,6})_(?:tf32_|mma_)?(?P<tile>\d+x\d+(?:x\d+)?)_(?P<rest>\w+)"
 )
-# Names that only cuBLAS has; anything else must say `cublas` somewhere.
+# Names that only cuBLAS uses; any other name must contain `cublas`.
 _OWN = re.compile(
     r"(?:internal::)?gemvx::|gemv2[NT]|gemvNSP|gemmSN_|gemmk1|(?:\w+::)?dot_kernel|reduce_1Block_kernel|gemm_kernel2x2"
     r"|trsm_|(?:gemm|symm|syrk)_kernel1x1_core"
@@ -44,7 +44,7 @@ _VECTORS: tuple[tuple[re.Pattern[str], KernelClass, str], ...] = compile_rows(
 _SMALL = re.compile(
     r"gemm(?:SN|k1|NN|NT|TN|TT|Batched|_kernel)|sgemm_\w*|dgemm_\w*|hgemm_\w*|cgemm_\w*|zgemm_\w*|trsm|syrk"
 )
-# Seen with data of a known type; nothing is published.
+# From kernels with known dtypes; NVIDIA does not document them.
 _NVJET_TYPES = {"h": "fp16", "t": "bf16", "s": "fp32", "d": "fp64", "q": "fp8", "o": "fp4"}
 
 
@@ -65,7 +65,7 @@ def _decode_tuned(anatomy: Anatomy) -> KernelName:
     reading = read(anatomy.base)
     is_sum = "execute_split_k_kernel" in anatomy.base
     if is_sum:
-        # By its counters: additions alone, after a kernel of the same name without these words, which multiplied.
+        # Its counters show only additions; it follows a kernel of the same name without these words, which multiplies.
         reading.note("execute_split_k_kernel", "second half of a split GEMM: adds up the parts")
     return build(
         anatomy,
@@ -97,13 +97,13 @@ def _decode_nvjet(anatomy: Anatomy) -> KernelName:
         return build(anatomy, "cuBLAS", "GEMM", "GEMM", "GEMM (cuBLAS nvjet)")
     types, rest = match["types"], match["rest"].split("_")
     architecture = None
-    meaning = "cuBLAS's kernels for Hopper and newer. The naming is not published: this is its common reading"
+    meaning = "cuBLAS's kernels for Hopper and newer. The naming is not documented: this is its common interpretation"
     parts = [part("nvjet", meaning)]
     if match["architecture"]:
         architecture, generation = name_architecture(match["architecture"].removeprefix("sm"))
         parts.append(explain_architecture(match["architecture"], architecture, generation))
     dtype = "tf32" if "_tf32_" in anatomy.base else _NVJET_TYPES.get(types[0])
-    parts.append(part(types, f"data types, letters not published: {_spell_types(types)}"))
+    parts.append(part(types, f"dtypes (the letters are not documented): {_spell_types(types)}"))
     tile = tuple(int(number) for number in match["tile"].split("x"))
     parts.append(explain_tile(match["tile"], tile))
     stages, layout, split = None, None, split_along_k(anatomy.base)
@@ -120,7 +120,7 @@ def _decode_nvjet(anatomy: Anatomy) -> KernelName:
         elif re.fullmatch(r"[NT]{3,4}", word):
             layout = word[:2].lower()
             parts.append(explain_layout(word[:2]))
-            parts.append(part(word[2:], "layout of the result: not published"))
+            parts.append(part(word[2:], "layout of the result: not documented"))
         else:
             parts.append(part(word, _explain_nvjet_word(word)))
     return build(
@@ -141,23 +141,21 @@ def _decode_nvjet(anatomy: Anatomy) -> KernelName:
 
 
 def _spell_types(types: str) -> str:
-    seen = [
-        f"{letter} is seen with {_NVJET_TYPES[letter]}" for letter in dict.fromkeys(types) if letter in _NVJET_TYPES
-    ]
+    seen = [f"{letter} occurs with {_NVJET_TYPES[letter]}" for letter in dict.fromkeys(types) if letter in _NVJET_TYPES]
     return "; ".join(seen) or "meaning unknown"
 
 
 def _explain_nvjet_word(word: str) -> str:
     lower = word.lower()
     if lower.startswith("splitk"):
-        return "the summed dimension is split among thread blocks, whose partial results are added up"
+        return "K is split among thread blocks, and their partial results are added up"
     if lower.startswith("2cta"):
-        return "two thread blocks on neighbouring SMs share one tensor-core instruction"
+        return "two thread blocks on neighboring SMs share one tensor-core instruction"
     if lower.startswith("coop"):
-        return "groups of warps share one tile; which way is not published"
+        return "groups of warps share one tile; how is not documented"
     if "bias" in lower:
         return "the epilogue adds a bias"
-    return "not published"
+    return "not documented"
 
 
 def _decode_split_k_sum(anatomy: Anatomy) -> KernelName:
@@ -173,23 +171,23 @@ def _decode_split_k_sum(anatomy: Anatomy) -> KernelName:
         parts=(
             part(
                 anatomy.base,
-                "second half of a GEMM whose summed dimension was split among blocks: adds up the parts",
+                "second half of a split-K GEMM: adds up the parts",
             ),
         ),
     )
 
 
 def _decode_small(anatomy: Anatomy) -> KernelName | None:
-    """Matrix times vector, dot products, and products too small for the tuned kernels."""
+    """Decode matrix times vector, dot products, and GEMMs too small for the tuned kernels."""
     text = f"{anatomy.scope}::{anatomy.base}"
     dtype = find_dtype(anatomy.template)
     if "gemv" in text:
-        parts = (part(anatomy.base, "matrix times vector: reads each element once, so memory sets the pace"),)
+        parts = (part(anatomy.base, "matrix times vector: reads each element once, so it is memory-bound"),)
         fields = {"dtype": dtype, "tensor_cores": False, "parts": parts}
         return build(anatomy, "cuBLAS", "GEMM", "matrix times vector", "gemv (cuBLAS)", **fields)
     if found := first_match(_VECTORS, anatomy.base):
         _, kernel_class, operation = found
-        parts = (part(anatomy.base, f"{operation}: memory sets the pace"),)
+        parts = (part(anatomy.base, f"{operation}: memory-bound"),)
         return build(anatomy, "cuBLAS", kernel_class, operation, f"{operation} (cuBLAS)", dtype=dtype, parts=parts)
     if _SMALL.match(anatomy.base):
         layout = re.search(r"_([NT]{2})_", anatomy.base)

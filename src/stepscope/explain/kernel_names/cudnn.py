@@ -1,4 +1,4 @@
-"""cuDNN: convolutions in their many forms, and the norms, poolings and layout changes around them."""
+"""cuDNN: convolutions, and the norms, poolings and layout changes around them."""
 
 import re
 
@@ -34,7 +34,7 @@ _DIRECTIONS: tuple[tuple[str, str, Direction], ...] = (
     ("fprop", "convolution forward", "forward"),
     ("winogradforward", "convolution forward", "forward"),
 )
-# By a piece of the base name, first match counts: class, operation, short.
+# By a part of the base name, first match wins: class, operation, short.
 _AROUND: tuple[tuple[re.Pattern[str], KernelClass, str, str], ...] = compile_rows(
     (
         r"nchwToNhwc|nhwcToNchw|nhwcAddPadding|tensorTransform|transposeFilter|foldedNhwc|fold\w*Nhwc",
@@ -65,7 +65,7 @@ def recognise(anatomy: Anatomy) -> KernelName | None:
     if _TUNED.match(base) or _XMMA.match(base):
         return _decode_tuned(anatomy)
     owned = "cudnn" in anatomy.qualified.lower()
-    # cuDNN's oldest engines live outside of its namespace.
+    # cuDNN's oldest engines are outside its namespace.
     if owned or (
         anatomy.scope == ""
         and re.match(r"[dw]grad\w*_(?:engine|alg)|\w*_convolve_|fft2d_|winograd|nchwToNhwc|nhwcToNchw", base)
@@ -120,7 +120,9 @@ def _decode_engine(anatomy: Anatomy) -> KernelName | None:
     short = join("conv", spell_direction(direction), method, "(cuDNN)")
     parts = [part(anatomy.base, operation)]
     if method == "winograd":
-        parts.append(part("winograd", "Winograd's method: fewer multiplications for small filters, in several kernels"))
+        parts.append(
+            part("winograd", "Winograd's algorithm: fewer multiplications for small filters, in several kernels")
+        )
     return build(
         anatomy,
         "cuDNN",

@@ -1,4 +1,4 @@
-"""CUTLASS: kernels with a generated name (`cutlass_80_simt_sgemm_…`), and those known by template arguments alone.
+"""CUTLASS: kernels with a generated name (`cutlass_80_simt_sgemm_…`), and those known by template arguments only.
 
 cuBLAS ships the first kind (`cutlass::Kernel2<cutlass_80_…>`); PyTorch, vLLM and others build the second.
 """
@@ -48,7 +48,7 @@ def recognise(anatomy: Anatomy) -> KernelName | None:
         return _decode_template(anatomy)
     if anatomy.template or anatomy.arguments or anatomy.scope:
         return None
-    meaning = "CUTLASS's wrapper; this short form of the name leaves out what it runs"
+    meaning = "CUTLASS's wrapper; this short form of the name does not say what it runs"
     return build(anatomy, "CUTLASS", "other", "CUTLASS kernel, short name", parts=(part(anatomy.base, meaning),))
 
 
@@ -74,7 +74,7 @@ def _decode_generated(anatomy: Anatomy, name: str) -> KernelName:
 
 
 def _decode_template(anatomy: Anatomy) -> KernelName:
-    """Nothing but types: the kernel's kind, its tile and its architecture are among them."""
+    """Decode a name of types only, which include the kind of kernel, its tile and its architecture."""
     text = anatomy.body
     kernel_class, operation, direction = _classify(text)
     tile: tuple[int, ...] | None = None
@@ -87,7 +87,7 @@ def _decode_template(anatomy: Anatomy) -> KernelName:
     dtype = "tf32" if "tfloat32_t" in text else find_dtype(anatomy.template)
     split = split_along_k(text)
     words = ", ".join(dict.fromkeys(word for word in anatomy.words()[:6] if word not in ("cutlass", "kernel", "gemm")))
-    parts.append(part(anatomy.base, "CUTLASS's wrapper; what it runs stands in the template arguments"))
+    parts.append(part(anatomy.base, "CUTLASS's wrapper; the template arguments say what it runs"))
     if words:
         parts.append(part(words, "the kernel's outermost types"))
     return build(

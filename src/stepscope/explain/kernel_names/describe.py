@@ -1,4 +1,4 @@
-"""A decoded name as a table: its parts one by one, then what it adds up to and what would change it."""
+"""A decoded name as a table: its parts, the fields that follow from them, and notes on how to change it."""
 
 import re
 
@@ -8,21 +8,21 @@ from stepscope.findings import Cell, Column, Table
 
 _COLUMNS = (
     Column(key="part", label="part of the name"),
-    Column(key="meaning", label="what it says"),
-    # For programs: `part`, or the name of the field that the row gives.
+    Column(key="meaning", label="meaning"),
+    # For programs: `part`, or the name of the field.
     Column(key="field", label="field", detail=True),
 )
 
 
 def describe(decoded: KernelName) -> Table:
-    """Parts first, in the order of the name; then the fields that programs use, under their own names."""
+    """Return the parts in the order of the name, then the fields for programs."""
     rows: list[tuple[Cell, ...]] = [(piece.text, piece.meaning, "part") for piece in decoded.parts]
     rows.extend(_summarise(decoded))
     return Table(title=_title(decoded), columns=_COLUMNS, rows=tuple(rows), notes=_notes(decoded))
 
 
 def _title(decoded: KernelName) -> str:
-    """The recorded name, made printable: it comes from a file and may hold anything."""
+    """Return the recorded name in printable form: it comes from a file and may contain anything."""
     front = decoded.name[:LONGEST_PART]
     shown = "".join(letter if letter.isprintable() else " " for letter in front).strip()
     return (shown or "unnamed kernel") + ("…" if len(decoded.name) > LONGEST_PART else "")
@@ -33,7 +33,7 @@ def _summarise(decoded: KernelName) -> list[tuple[Cell, ...]]:
         ("= short", decoded.short, "short"),
         (
             "= class",
-            "other: not recognised" if decoded.kernel_class == "other" else decoded.kernel_class,
+            "other: not recognized" if decoded.kernel_class == "other" else decoded.kernel_class,
             "kernel_class",
         ),
         ("= operation", decoded.operation, "operation"),
@@ -57,12 +57,12 @@ def _summarise(decoded: KernelName) -> list[tuple[Cell, ...]]:
 
 
 def _notes(decoded: KernelName) -> tuple[str, ...]:
-    """What would change it, where the name alone is enough to say so."""
+    """Return notes on how to change the kernel, if the name is sufficient to tell."""
     notes = [*_advise(decoded)]
     if decoded.kernel_class == "other":
-        notes.append("not recognised: class other. The operator that launched it may say more than its name")
+        notes.append("not recognized: class other. The operator that launched it may say more than its name")
     if len(decoded.name) > LOOKED_AT:
-        notes.append(f"only the first {LOOKED_AT:,} characters of the name were looked at")
+        notes.append(f"only the first {LOOKED_AT:,} characters of the name were read")
     return tuple(notes)
 
 
@@ -70,28 +70,26 @@ def _advise(decoded: KernelName) -> list[str]:
     products = decoded.kernel_class in ("GEMM", "convolution")
     if products and decoded.tensor_cores is False and decoded.dtype == "fp32" and "vector" not in decoded.operation:
         return [
-            "what would change it: fp32 without tensor cores. TF32 (torch.set_float32_matmul_precision('high')) or"
-            " bf16 autocast moves it to tensor cores"
+            "to make it faster: TF32 (torch.set_float32_matmul_precision('high')) or bf16 autocast uses tensor cores; "
+            "this is fp32 without them"
         ]
     if products and decoded.tensor_cores and re.search(r"_align1(?!\d)", decoded.name[:LOOKED_AT]):
         return [
-            "what would change it: align1 stands for sizes or strides that allow no wider loads. Multiples of 8"
-            " (vocabulary, context, head dimension) do"
+            "to make it faster: use multiples of 8 for vocabulary, context and head dimension; align1 means sizes or "
+            "strides that do not allow wide loads"
         ]
     if decoded.is_cast:
         return [
-            "what would change it: torch.compile fuses a cast into its neighbours; storing the target type avoids it"
+            "to make it faster: torch.compile fuses a cast into neighboring kernels; storing the target dtype avoids it"
         ]
     match decoded.kernel_class:
         case "softmax":
-            return ["what would change it: the softmax of attention disappears into a fused attention kernel"]
+            return ["to make it faster: a fused attention kernel includes the softmax"]
         case "memcpy" if "Pageable" in decoded.name:
-            return ["what would change it: pinned host memory (DataLoader(pin_memory=True)) and non_blocking=True"]
+            return ["to make it faster: use pinned memory (DataLoader(pin_memory=True)) and non_blocking=True"]
         case "elementwise" | "copy" if decoded.library == "ATen":
-            return [
-                "what would change it: memory sets the pace of such kernels; torch.compile fuses neighbours into one"
-            ]
+            return ["to make it faster: it is memory-bound; torch.compile fuses it with neighboring kernels"]
         case "optimizer" if "foreach" in decoded.operation or "many tensors" in decoded.operation:
-            return ["what would change it: an optimizer with fused=True does the whole update in one kernel"]
+            return ["to make it faster: an optimizer with fused=True runs the whole update in one kernel"]
         case _:
             return []

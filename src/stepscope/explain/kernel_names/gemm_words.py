@@ -1,7 +1,7 @@
 """The vocabulary of hand-tuned GEMM names: `ampere_bf16_s16816gemm_bf16_128x64_ldg8_f2f_stages_64x4_tn`.
 
-cuBLAS, CUTLASS and cuDNN name kernels by the same words joined with underscores, in differing order. So the words are
-read one by one, whatever their order, into one `GemmReading`; what the families add is who the kernel belongs to.
+cuBLAS, CUTLASS and cuDNN build names from the same words, joined with underscores in different orders. The words are
+read one by one, in any order, into one `GemmReading`; the families add the library.
 """
 
 import re
@@ -37,22 +37,22 @@ _NOTES = {
     "ffma": "plain fused multiply-adds on the CUDA cores: no tensor cores",
     "simt": "runs on the CUDA cores: no tensor cores",
     "tensorop": "runs on tensor cores",
-    "wmma": "reaches the tensor cores through the older WMMA instructions",
+    "wmma": "uses tensor cores through the older WMMA instructions",
     "warpspecialized": "some warps only load, others only compute",
-    "pingpong": "two groups of warps take turns between computing and storing",
+    "pingpong": "two groups of warps alternate between computing and storing",
     "cooperative": "two groups of warps share one tile",
     "relu": "the epilogue can apply ReLU",
     "bias": "the epilogue adds a bias",
     "gelu": "the epilogue applies GELU",
-    "splitk": "the summed dimension is split among thread blocks, whose partial results are added up",
+    "splitk": "K is split among thread blocks, and their partial results are added up",
     "nhwc": "channels-last tensors (batch, height, width, channel)",
     "nchw": "channels-first tensors (batch, channel, height, width)",
     "nhwckrsc": "channels-last input (NHWC) and filter (KRSC)",
     "indexed": "input positions are looked up in a table",
     "implicit": "implicit GEMM: a convolution computed as a GEMM whose first operand is never written to memory",
-    "optimized": "index arithmetic worked out beforehand",
-    "analytic": "index arithmetic done on the way",
-    "winograd": "Winograd's method: fewer multiplications for small filters",
+    "optimized": "index arithmetic is precomputed",
+    "analytic": "index arithmetic is done on the fly",
+    "winograd": "Winograd's algorithm: fewer multiplications for small filters",
     "fprop": "forward convolution",
     "dgrad": "gradient of the convolution's input",
     "wgrad": "gradient of the convolution's filter",
@@ -61,13 +61,13 @@ _NOTES = {
     "cudnn": "compiled into cuDNN",
     "xmma": "a family of matrix kernels that NVIDIA's libraries share",
 }
-# Words that say nothing by themselves.
+# Words without a meaning of their own.
 _FILLERS = frozenset(("execute", "kernel", "stages", "cutlass", "cutlass3x", "infer", "train", "split", "k", "void"))
 
 
 @dataclass
 class GemmReading:
-    """What the words said so far."""
+    """The meaning of the words read so far."""
 
     architecture: str | None = None
     dtype: str | None = None
@@ -76,14 +76,14 @@ class GemmReading:
     layout: str | None = None
     tensor_cores: bool | None = None
     split_k: bool = False
-    operation: str = ""  # gemm, fprop, dgrad, wgrad
+    operation: str = ""  # `gemm`, `fprop`, `dgrad` or `wgrad`
     letter: str = ""  # of BLAS: s, d, h
     parts: list[NamePart] = field(default_factory=list)
-    factors: bool = False  # whether the type of the factors was named
+    factors: bool = False  # whether the dtype of the operands was named
     unknown: list[str] = field(default_factory=list)
 
     def fields(self) -> dict[str, Any]:
-        """What a `KernelName` takes over."""
+        """Return the fields for a `KernelName`."""
         names = ("architecture", "dtype", "tile", "stages", "layout", "tensor_cores", "split_k")
         return {name: getattr(self, name) for name in names} | {"parts": tuple(self.parts)}
 
@@ -92,14 +92,14 @@ class GemmReading:
 
 
 def read(name: str) -> GemmReading:
-    """The words of a name, split at underscores; at most as many as any real name has."""
+    """Return the words of a name, split at underscores; at most as many as real names have."""
     reading = GemmReading()
     words = name.split("_")[:48]
     for index, word in enumerate(words):
         _read_word(reading, word, words, index)
     reading.split_k = reading.split_k or split_along_k(name)
     if reading.unknown:
-        reading.note(", ".join(dict.fromkeys(reading.unknown)), "no published meaning")
+        reading.note(", ".join(dict.fromkeys(reading.unknown)), "undocumented")
     return reading
 
 
@@ -146,7 +146,7 @@ def _read_operation(reading: GemmReading, word: str, match: re.Match[str]) -> No
     accumulator = BLAS_LETTERS[letter]
     if instruction:
         reading.tensor_cores = True
-        # `s1688` multiplies in what the neighbouring words say; without any it is what fp32 data become: tf32.
+        # `s1688` multiplies in the dtype that neighboring words name; without one, fp32 data is rounded to tf32.
         if reading.dtype is None:
             reading.dtype = {"s": "tf32", "i": "int8"}.get(letter, accumulator)
         shape = _spell_instruction(instruction)
@@ -161,7 +161,7 @@ def _read_operation(reading: GemmReading, word: str, match: re.Match[str]) -> No
 
 
 def _spell_instruction(digits: str) -> str:
-    """`16816` is 16×8×16, `884` 8×8×4, `64x128x16` says so itself."""
+    """`16816` is 16×8×16, `884` 8×8×4, `64x128x16` is explicit."""
     shapes = {"884": "8×8×4", "1684": "16×8×4", "1688": "16×8×8", "16816": "16×8×16", "16832": "16×8×32"}
     shapes |= {"161616": "16×16×16", "8816": "8×8×16", "8832": "8×8×32", "16864": "16×8×64", "32816": "32×8×16"}
     return shapes.get(digits, digits.replace("x", "×"))
@@ -177,7 +177,7 @@ def _read_prefixed(reading: GemmReading, text: str, word: str, value: str) -> No
             reading.parts.append(explain_tile(text, numbers) if len(numbers) > 1 else part(text, "tile"))
         case "stage":
             reading.stages = numbers[0]
-            reading.note(text, f"{numbers[0]} slabs of the summed dimension in flight")
+            reading.note(text, f"{numbers[0]} slabs of K in flight")
         case "warpsize":
             reading.note(text, f"the block's warps are laid out {value.replace('x', '×')} over its tile")
         case "warpgroupsize":
@@ -188,7 +188,7 @@ def _read_prefixed(reading: GemmReading, text: str, word: str, value: str) -> No
             reading.note(text, f"tensor cores, {value.replace('x', '×')} per instruction")
         case "sliced":
             slices = numbers[-1]
-            reading.note(text, f"the warps of a block share one tile and split the summed dimension into {slices}")
+            reading.note(text, f"the warps of a block share one tile and split K into {slices}")
         case "ldg":
             reading.note(text, f"reads {value} elements at a time from global memory")
         case "cga":
@@ -217,7 +217,7 @@ def _read_tile(reading: GemmReading, text: str, before: str, match: re.Match[str
 
 
 def _read_type(reading: GemmReading, word: str) -> None:
-    """Before the operation it is the result's type, behind it the factors', which is what the arithmetic is done in."""
+    """A dtype before the operation is the result's; after it, the operands', in which the arithmetic is done."""
     if reading.dtype is None or (reading.letter and not reading.factors):
         reading.dtype = CODES[word]
     factors = bool(reading.letter) and not reading.factors
@@ -225,11 +225,11 @@ def _read_type(reading: GemmReading, word: str) -> None:
     where = (
         "factors in"
         if factors
-        else "one more data type:"
+        else "another dtype:"
         if reading.letter
         else "result in"
         if reading.operation == ""
-        else "one more data type:"
+        else "another dtype:"
     )
     reading.note(word, f"{where} {CODES[word]}")
 
@@ -237,7 +237,7 @@ def _read_type(reading: GemmReading, word: str) -> None:
 def _read_types(reading: GemmReading, text: str, match: re.Match[str]) -> None:
     first, second = CODES[match[1]], CODES[match[2]]
     reading.dtype = "tf32" if "tf32" in (reading.dtype, first) else reading.dtype or first
-    reading.note(text, f"data types of a pair among factors, result and sums: {first} and {second}")
+    reading.note(text, f"dtypes of two of operands, result and accumulator: {first} and {second}")
 
 
 def _read_layout(reading: GemmReading, word: str) -> None:

@@ -1,8 +1,8 @@
-"""Kernels that torch.compile wrote: `triton_poi_fused_add_mul_0` names the operations it holds.
+"""Kernels that torch.compile generated: `triton_poi_fused_add_mul_0` lists its operations.
 
-The names of the operations run together (`_to_copy_mean_pow_rsqrt`), so they are read greedily against the list of
-those that contain underscores themselves. One kernel often does several things; it counts as the one that is most
-telling: a loss before a softmax before a norm before what any kernel does.
+The operations are joined with underscores (`_to_copy_mean_pow_rsqrt`), so they are matched greedily against the list of
+names that contain underscores. A kernel often does several things; its class is the most specific one: a loss before a
+softmax before a norm before anything common.
 """
 
 import re
@@ -19,10 +19,10 @@ _TEMPLATE = re.compile(
 _OLD = re.compile(r"triton__(?:0d|\d+$|\w*$)")
 _NUMBER = re.compile(r"_?(\d+)$")
 _KINDS = {
-    "poi": "pointwise: each element on its own",
+    "poi": "pointwise: each element independently",
     "red": "a reduction that loops over its dimension",
-    "per": "a persistent reduction: the reduced dimension fits into one block at once",
-    "tem": "from a template: a GEMM, convolution or attention, with what could be fused onto it",
+    "per": "a persistent reduction: the reduced dimension fits into one block",
+    "tem": "from a template: a GEMM, convolution or attention, with operations fused onto it",
     "for": "one kernel for a list of tensors (foreach)",
     "foreach": "one kernel for a list of tensors (foreach)",
     "combo": "several independent kernels in one launch",
@@ -37,7 +37,7 @@ def _names(text: str) -> frozenset[str]:
     return frozenset(text.split())
 
 
-# Operations that decide the class, and others whose own names contain underscores.
+# Operations that determine the class, and others whose names contain underscores.
 _LOSS = _names(
     """
     _log_softmax _log_softmax_backward_data binary_cross_entropy binary_cross_entropy_with_logits cross_entropy_loss
@@ -102,7 +102,7 @@ _POOLING = _names(
     avg_pool2d_backward max_pool2d_with_indices max_pool2d_with_indices_backward
     """
 )
-# They decide nothing, but their names must not fall apart.
+# They do not determine the class, but their names must not be split.
 _OTHER_LONG = _names(
     """
     _assert_async _fused_moving_avg_obs_fq_helper all_gather_into_tensor all_reduce avg_pool3d bitwise_and
@@ -115,7 +115,7 @@ _OTHER_LONG = _names(
     wait_tensor zeros_like
     """
 )
-# Custom operations whose inputs a kernel prepares; they run in kernels of their own.
+# Custom operations that run in separate kernels; a generated kernel only prepares their inputs.
 _NEIGHBOURS = _names(
     """
     all_gather_into_tensor all_reduce moe_forward moe_forward_shared reduce_scatter_tensor unified_attention
@@ -189,7 +189,7 @@ def _decode_generated(anatomy: Anatomy, kind: str, rest: str) -> KernelName:
 
 
 def _classify(kind: str, operations: tuple[str, ...]) -> tuple[KernelClass, str]:
-    # Products, convolutions and attention run in kernels of their own; a pointwise kernel that carries their name only
+    # GEMMs, convolutions and attention run in separate kernels; a pointwise kernel with their name only
     # prepares or finishes their data.
     held = set(operations)
     own = held - _NEIGHBOURS - _GEMM - _ATTENTION - _CONVOLUTION
@@ -206,7 +206,7 @@ def _classify(kind: str, operations: tuple[str, ...]) -> tuple[KernelClass, str]
         (_EMBEDDING, "embedding", "embedding"),
         (_RANDOM, "random", "dropout or other random numbers"),
     )
-    # RMS norm mostly comes without a name of its own: as a mean of squares and a reciprocal root.
+    # RMS norm usually has no name: it is a mean of squares and a reciprocal square root.
     if "rsqrt" in held and held & {"mean", "var_mean", "var", "sum"}:
         held = held | {"rms_norm"}
     for names, kernel_class, operation in ranked:
@@ -235,9 +235,9 @@ def _find_direction(operations: tuple[str, ...]) -> Direction | None:
 
 def _explain(name: str) -> str:
     if name == "_to_copy":
-        return "aten._to_copy: a cast to another data type"
+        return "aten._to_copy: a cast to another dtype"
     if name in _NEIGHBOURS | _GEMM | _ATTENTION | _CONVOLUTION:
-        return "mostly runs in a kernel of its own; this one prepares or finishes its data"
+        return "usually runs in a separate kernel; this one prepares or finishes its data"
     return f"aten.{name}, fused into this kernel"
 
 

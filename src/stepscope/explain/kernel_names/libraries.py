@@ -1,8 +1,9 @@
-"""Kernels of the serving and training libraries: vLLM, Transformer Engine, Apex, Megatron, Liger, bitsandbytes and kin.
+"""Kernels of the serving and training libraries: vLLM, Transformer Engine, Apex, Megatron, Liger, bitsandbytes and
+others.
 
-Each line is a piece of the name that only that kernel has. What is not listed is left to the words of its name: only
-whole words count (`format` holds no `norm`), and only of the function's name, not of its template arguments. A name
-that says nothing stays `other`: a wrong class is worse than none.
+Each line is a part of the name that only that kernel has. Other kernels are classified by the words of their name: only
+whole words count (`format` does not contain the word `norm`), and only those of the function name, not of its template
+arguments. A name without known words stays `other`: a wrong class is worse than none.
 """
 
 import re
@@ -43,7 +44,7 @@ _OWNERS = compile_rows(
     (r"\bcu(?:Apply|Compute)[A-Z]\w+|\bapex::", "Apex"),
     (r"\bsgl_|\bsglang", "SGLang"),
 )
-# Pieces of the name: class, operation.
+# Patterns of the name: class, operation.
 _KERNELS: tuple[tuple[re.Pattern[str], KernelClass, str], ...] = compile_rows(
     (
         r"rotary_embedding|fused_rope|\b_?triton_rope|rope_kernel|apply_rope|rotary_kernel"
@@ -61,20 +62,20 @@ _KERNELS: tuple[tuple[re.Pattern[str], KernelClass, str], ...] = compile_rows(
         r"topkGatingSoftmax|topk_softmax|topk_gating_softmax|moeSoftmax|grouped_topk|grouped_topk_fused|moe_fused_gate"
         r"|_topk_forward",
         "sort",
-        "choose experts (top-k)",
+        "select experts (top-k)",
     ),
     (
         r"moe_align_block_size|moe_?sorting|count_and_sort_expert|expandInputRows|computeExpertFirst"
         r"|moe_permute|_combined_routing\w*|_routing_\w+|_expt_data\w*",
         "index",
-        "arrange tokens by expert",
+        "group tokens by expert",
     ),
     (r"_sum_bitmatrix_rows\w*", "reduction", "count tokens by expert"),
     (
         r"_finalize_matmul\w*|_reduce_grouped|finalizeMoeRouting|moe_sum|moe_unpermute"
         r"|_reduce_scatter_grouped",
         "reduction",
-        "add up the experts' results",
+        "sum the experts' results",
     ),
     (
         r"fused_moe_kernel\w*|_?p?_?matmul_ogs|fused_marlin_moe|moe_mmk|bmm_\w*E\dm\d"
@@ -190,7 +191,7 @@ def _find_owner(text: str, anatomy: Anatomy) -> str:
 
 
 def _find_language(anatomy: Anatomy) -> str:
-    """Triton's kernels are plain identifiers; C++ brings namespaces, template arguments or a mangled name."""
+    """Triton kernels have plain identifiers; C++ kernels have namespaces, template arguments or a mangled name."""
     plain = not (anatomy.mangled or anatomy.scope or anatomy.template or anatomy.arguments)
     return "Triton" if plain and anatomy.base.startswith("_") else "unknown"
 
@@ -208,17 +209,17 @@ def _decode_matmul_ogs(anatomy: Anatomy) -> KernelName:
     """`_matmul_ogs_NNT_bf16xbf16xmxfp4_128x128x128x1_swiglu`: result, activations and weights of experts."""
     parts = [part("matmul_ogs", "GEMM of Triton's own library that gathers and scatters tokens for experts")]
     if layouts := re.search(r"_([NT]{3})_", anatomy.base):
-        parts.append(part(layouts[1], "innermost stride of result, activations and weights: N is one, T is not"))
+        parts.append(part(layouts[1], "innermost stride of result, activations and weights: N is 1, T is not"))
     types = _MATMUL_TYPES.search(anatomy.base)
     if types:
-        parts.append(part(types[0].strip("_"), "data types of result, activations and weights"))
+        parts.append(part(types[0].strip("_"), "dtypes of result, activations and weights"))
     tile: tuple[int, ...] | None = None
     split = False
     if found := re.search(r"_(\d{1,4})x(\d{1,4})x(\d{1,4})x(\d{1,4})(?:_|$)", anatomy.base):
         tile = (int(found[1]), int(found[2]), int(found[3]))
         split = int(found[4]) > 1
         parts.append(explain_tile("x".join(map(str, tile)), tile))
-        parts.append(part(found[4], "the summed dimension is split among so many programs" if split else "not split"))
+        parts.append(part(found[4], "K is split among this many programs" if split else "not split"))
     rest = anatomy.base.rpartition("_")[2]
     if rest and rest[0].isalpha() and rest not in ("ogs",) and tile:
         parts.append(part(rest, "activation applied to the result"))
@@ -237,12 +238,12 @@ def _decode_matmul_ogs(anatomy: Anatomy) -> KernelName:
     )
 
 
-# --- The last resort: the words of a name -----------------------------------------------------------------------------
+# --- Fallback: the words of a name -----------------------------------------------------------------------------
 
 
 _WORD = re.compile(r"[A-Z]+(?=[A-Z][a-z])|[A-Z]?[a-z]+|[A-Z]+")
 _MOST_WORDS = 40
-# The first line with a word of the name counts. A line may ask for two words at once.
+# The first line with a word of the name wins. A line may require two words at once.
 _RULES: tuple[tuple[KernelClass, str, tuple[str, ...]], ...] = (
     (
         "communication",
@@ -296,6 +297,6 @@ def recognise_words(anatomy: Anatomy) -> KernelName | None:
             anatomy.base.strip("_") or operation,
             direction=find_direction(anatomy.base),
             dtype=find_dtype(anatomy.template),
-            parts=(part(told.replace("+", " … "), join("taken for its meaning from the name alone:", operation)),),
+            parts=(part(told.replace("+", " … "), join("guessed from the name:", operation)),),
         )
     return None

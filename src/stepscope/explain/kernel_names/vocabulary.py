@@ -1,5 +1,4 @@
-"""What a decoded name says, and the words that several families share: data types, architectures, tiles, layouts, and
-how a result is made."""
+"""The decoded name, and the words that several families share: dtypes, architectures, tiles and layouts."""
 
 import re
 from typing import Any, Literal, TypeVarTuple, get_args
@@ -33,14 +32,14 @@ Direction = Literal["forward", "backward"]
 
 
 class NamePart(msgspec.Struct, frozen=True):
-    """A piece of the name as it stands there, and what it says in plain words."""
+    """A piece of the name, and its meaning."""
 
     text: str
     meaning: str
 
 
 class KernelName(msgspec.Struct, frozen=True, kw_only=True):
-    """What a name tells, and nothing that it does not: a field it is silent on is None."""
+    """What a name says; fields that it does not determine are None."""
 
     name: str  # as recorded
     short: str  # for tables and charts: one line, printable, bounded
@@ -48,15 +47,15 @@ class KernelName(msgspec.Struct, frozen=True, kw_only=True):
     kernel_class: KernelClass
     operation: str  # in plain words
     direction: Direction | None = None
-    architecture: str | None = None  # `sm_80`, `gfx942`: what the kernel was written for, not what it ran on
+    architecture: str | None = None  # `sm_80`, `gfx942`: the architecture it was compiled for, not the one it ran on
     dtype: str | None = None  # of the arithmetic: fp64 fp32 tf32 bf16 fp16 fp8 int8 ...
     tile: tuple[int, ...] | None = None  # (M, N) or (M, N, K)
     stages: int | None = None
-    layout: str | None = None  # of the two factors, in BLAS's column-major terms: nn, nt, tn, tt
+    layout: str | None = None  # of the two operands, in BLAS's column-major terms: nn, nt, tn, tt
     tensor_cores: bool | None = None
     split_k: bool = False
-    is_cast: bool = False  # a copy that changes the data type, as far as the name says
-    fused: tuple[str, ...] = ()  # the operations Inductor put into one kernel
+    is_cast: bool = False  # a copy that changes the dtype, if the name says so
+    fused: tuple[str, ...] = ()  # the operations that Inductor fused into one kernel
     parts: tuple[NamePart, ...] = ()
 
 
@@ -68,7 +67,7 @@ LONGEST_PART = 120
 MOST_PARTS = 40
 _LARGEST_TILE = 1 << 16
 
-# As C++ and the libraries spell them. `ushort` is left out: only CK means bf16 by it.
+# Spelling in C++ and the libraries. `ushort` is left out: only CK uses it for bf16.
 _TYPES = {
     "double": "fp64",
     "float": "fp32",
@@ -119,7 +118,7 @@ _WHOLE_ARGUMENT = re.compile(
     r"(long|int64_t|int|short|signed char|unsigned char|bool)\b"
 )
 
-# As they stand in the names of GEMM kernels.
+# Spelling in the names of GEMM kernels.
 CODES = {
     "f64": "fp64",
     "f32": "fp32",
@@ -161,28 +160,28 @@ _GENERATIONS = {"5": "Maxwell", "6": "Pascal", "70": "Volta", "72": "Volta", "75
 
 LAYOUTS = {
     "tn": (
-        "the first matrix is read transposed, the second as it is (BLAS's column-major terms): what x @ W.T gives, so"
-        " mostly the forward of nn.Linear"
+        "the first matrix is transposed, the second is not (BLAS's column-major terms): x @ W.T, usually the"
+        " forward of nn.Linear"
     ),
     "nn": (
-        "both matrices are read as they are (BLAS's column-major terms): what dy @ W gives, the gradient of an"
-        " nn.Linear's input, and any plain row-major a @ b"
+        "neither matrix is transposed (BLAS's column-major terms): dy @ W, the gradient of the"
+        " input of nn.Linear, or any row-major a @ b"
     ),
     "nt": (
-        "the first matrix is read as it is, the second transposed (BLAS's column-major terms): what dy.T @ x gives,"
-        " the gradient of an nn.Linear's weight"
+        "the second matrix is transposed, the first is not (BLAS's column-major terms): dy.T @ x, the gradient"
+        " of the weight of nn.Linear"
     ),
-    "tt": "both matrices are read transposed (BLAS's column-major terms)",
+    "tt": "both matrices are transposed (BLAS's column-major terms)",
 }
 
 
 def compile_rows(*rows: tuple[str, *Ts]) -> tuple[tuple[re.Pattern[str], *Ts], ...]:
-    """A table whose rows begin with a pattern; the first that is found in a name tells what the kernel is."""
+    """Compile a table whose rows start with a pattern; the first that matches a name identifies the kernel."""
     return tuple((re.compile(row[0]), *row[1:]) for row in rows)
 
 
 def first_match(rows: tuple[tuple[re.Pattern[str], *Ts], ...], text: str) -> tuple[re.Match[str], *Ts] | None:
-    """What was found, and the rest of the first row whose pattern is in a text."""
+    """Return the match and the rest of the first row whose pattern matches a text."""
     for row in rows:
         if match := row[0].search(text):
             return match, *row[1:]
@@ -192,7 +191,7 @@ def first_match(rows: tuple[tuple[re.Pattern[str], *Ts], ...], text: str) -> tup
 def build(
     anatomy: Anatomy, library: str, kernel_class: KernelClass, operation: str, short: str = "", **fields: Any
 ) -> KernelName:
-    """A result. What has no short name is called by its operation."""
+    """Return a decoded name. Without a short name, the operation is used."""
     return KernelName(
         name=anatomy.name,
         library=library,
@@ -208,7 +207,7 @@ def part(text: str, meaning: str) -> NamePart:
 
 
 def find_dtype(text: str) -> str | None:
-    """The first floating-point type of a C++ text: whole numbers are mostly sizes and indices."""
+    """Return the first floating-point type in C++ text: integers are mostly sizes and indices."""
     if match := _FLOAT_TYPE.search(text):
         spelled = match[0]
         if spelled.startswith("complex"):
@@ -218,7 +217,7 @@ def find_dtype(text: str) -> str | None:
 
 
 def find_element_type(text: str) -> str | None:
-    """The same for a functor's text, where whole numbers are what the kernel works on."""
+    """Return the first type in a functor's text, where integers are data too."""
     if dtype := find_dtype(text):
         return dtype
     match = _WHOLE_ARGUMENT.search(text)
@@ -247,7 +246,7 @@ def explain_architecture(text: str, architecture: str, generation: str) -> NameP
 def explain_tile(text: str, tile: tuple[int, ...]) -> NamePart:
     meaning = f"each thread block computes a {tile[0]}×{tile[1]} tile of the result"
     if len(tile) > 2:
-        meaning += f", in steps of {tile[2]} along the summed dimension"
+        meaning += f", in steps of {tile[2]} along K"
     return part(text, meaning)
 
 
@@ -258,9 +257,9 @@ def explain_layout(text: str) -> NamePart:
 def explain_slab(text: str, depth: int, stages: int) -> NamePart:
     return part(
         text,
-        f"the summed dimension is walked in slabs of {depth} elements, {stages} of them in flight"
+        f"K is processed in slabs of {depth} elements, {stages} of them in flight"
         if stages > 1
-        else f"the summed dimension is walked in slabs of {depth} elements, one in flight",
+        else f"K is processed in slabs of {depth} elements, one in flight",
     )
 
 
@@ -277,7 +276,7 @@ def join(*pieces: str | None) -> str:
 
 
 def finish(decoded: KernelName) -> KernelName:
-    """Bounded, whatever was recorded. Printable it is already: `dissect` lets nothing else through."""
+    """Return a name of bounded length. It is already printable: `dissect` removes everything else."""
     if decoded.tile and not (len(decoded.tile) in (2, 3) and all(0 < size <= _LARGEST_TILE for size in decoded.tile)):
         decoded = msgspec.structs.replace(decoded, tile=None)
     short = decoded.short.strip() or "unnamed kernel"

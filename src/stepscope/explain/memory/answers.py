@@ -61,7 +61,9 @@ def _phase_peaks(profile: MemoryProfile, summary: MemorySummary) -> Answer:
     key, question = "phases", "What is the peak memory of each phase?"
     last = [one for one in summary.phases if one.step == (summary.steps[-1].step if summary.steps else None)]
     if not last:
-        return missing(key, question, "it has no phase markers, and its stacks do not show the phase", _TRAIN)
+        return missing(
+            key, question, "this recording has no phase markers, and its stacks do not show the phase", _TRAIN
+        )
     said = ", ".join(f"{one.phase} {say_bytes(one.peak_bytes)}" for one in last)
     return Answer(
         key=key,
@@ -106,7 +108,7 @@ def _largest(profile: MemoryProfile, summary: MemorySummary) -> Answer:
 def _steps(profile: MemoryProfile, summary: MemorySummary) -> Answer:
     key, question = "steps", "Does the first step peak as high as later steps?"
     if len(summary.steps) < 2:
-        return missing(key, question, "it has fewer than two steps", "stepscope memory --steps 10")
+        return missing(key, question, "this recording has fewer than two steps", "stepscope memory --steps 10")
     first, last = summary.steps[0], summary.steps[-1]
     change = last.peak_bytes - first.peak_bytes
     said = "the same as" if not change else f"{say_bytes(abs(change))} {'more' if change > 0 else 'less'} than"
@@ -132,7 +134,7 @@ def _freed(profile: MemoryProfile) -> Answer:
     key, question = "freed", "When does backward free activations?"
     table = freed_table(profile, top=profile.allocations.height)
     if not table.rows:
-        return missing(key, question, "it has no backward pass", _TRAIN)
+        return missing(key, question, "this recording has no backward pass", _TRAIN)
     freed = sum(row[1] for row in table.rows if isinstance(row[1], int))
     order = [str(row[0]) for row in table.rows if str(row[0]).isdecimal()]
     way = f"from layer {order[0]} to layer {order[-1]}" if len(order) > 1 else "as backward runs"
@@ -152,7 +154,7 @@ def _block(profile: MemoryProfile) -> Answer:
         return missing(
             key,
             question,
-            "it has no saved activations: the step ran without autograd, or another tool recorded it",
+            "this recording has no saved activations: the step ran without autograd, or another tool recorded it",
             _TRAIN,
         )
     table = saved_in_block(saved)
@@ -178,7 +180,7 @@ def _gradients(profile: MemoryProfile) -> Answer:
     key, question = "gradients", "How much memory do the gradients of one block take?"
     grads = profile.allocations.filter((pl.col("category") == "gradients") & pl.col("layer").is_not_null())
     if not grads.height:
-        return missing(key, question, "it has no gradients that belong to a layer", _TRAIN)
+        return missing(key, question, "this recording has no gradients that belong to a layer", _TRAIN)
     step = grads["step"].max()
     if step is not None:
         grads = grads.filter(pl.col("step") == step)
@@ -205,7 +207,9 @@ def _residual(profile: MemoryProfile) -> Answer:
     key, question = "residual", "How large is one residual-stream tensor?"
     case = profile.recording.manifest.case
     if case is None or not isinstance(case.workload.model, ModelShape):
-        return missing(key, question, "it does not include the shape of the model", "stepscope memory --size 2.7B")
+        return missing(
+            key, question, "this recording does not include the shape of the model", "stepscope memory --size 2.7B"
+        )
     workload, shape = case.workload, case.workload.model
     size = cost.residual_bytes(shape, batch=workload.micro_batch, context=workload.context)
     return Answer(
@@ -248,7 +252,7 @@ def _example() -> Answer:
 def _leftover(summary: MemorySummary) -> Answer:
     key, question = "leftover", "How much memory stays after a step: allocated or only cached?"
     if not summary.steps:
-        return missing(key, question, "it has no step markers", _TRAIN)
+        return missing(key, question, "this recording has no step markers", _TRAIN)
     last = summary.steps[-1]
     if last.end_reserved_bytes is None:
         said = "PyTorch has no caching allocator on a CPU."

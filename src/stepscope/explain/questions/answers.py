@@ -29,7 +29,9 @@ class Answer(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def missing(key: str, question: str, reason: str, command: str) -> Answer:
-    return Answer(key=key, question=question, sentence=reason, status="not in this recording", command=command)
+    """An unanswered question. `reason` is a clause without a capital and a period."""
+    sentence = f"{reason[0].upper()}{reason[1:]}."
+    return Answer(key=key, question=question, sentence=sentence, status="not in this recording", command=command)
 
 
 def answers_table(answers: Sequence[Answer]) -> Table:
@@ -67,7 +69,7 @@ def answers_text(answers: Sequence[Answer], width: int | None) -> str:
 
 def _paragraph(number: int, one: Answer, room: int) -> str:
     head = textwrap.fill(f"{number}. {one.question}", room, subsequent_indent=_INDENT)
-    said = one.sentence if one.status == "answered" else f"Unknown: {one.sentence}."
+    said = one.sentence if one.status == "answered" else f"Unknown. {one.sentence}"
     body = [f"[{one.figure}] {said}" if one.figure else said]
     if one.command:
         body.append(f"{'For more' if one.status == 'answered' else 'To find out'}: {one.command}")

@@ -43,7 +43,7 @@ _REASONS = (
     (r"CatBackward|StackBackward", "slices: the gradient of a concatenated tensor is split"),
     (
         r"MmBackward|BmmBackward|AddmmBackward|LinearBackward|MatmulBackward|EinsumBackward",
-        "layout: a factor whose strides the matrix product cannot use is made contiguous first",
+        "layout: an operand whose strides the GEMM cannot use is made contiguous first",
     ),
     (r"Convolution|Conv", "layout: an operand of a convolution is converted to the layout of its algorithm"),
     (r"Norm", "layout: an operand of a normalization is made contiguous or copied between buffers"),

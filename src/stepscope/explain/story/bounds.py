@@ -1,9 +1,9 @@
 """What limits a step: the CPU, communication, compute, memory bandwidth or, if the device's limits are unknown, the
 kernel class that takes the most time.
 
-Shares are of the step's wall time, and the largest one names the bound. An operator is bound by its FLOPs or its bytes,
-whichever needs longer at the device's limit (`trace.roofline`); this is known for operators whose shapes were recorded.
-If it is unknown for most of the kernel time, no limit is named.
+Shares refer to the step's wall time, and the largest one names the bound. An operator is bound by its FLOPs or its
+bytes, whichever needs longer at the device's limit (`trace.roofline`); this is known for operators whose shapes were
+recorded. If it is unknown for most of the kernel time, no limit is named.
 """
 
 from collections import Counter
@@ -26,7 +26,7 @@ _HOST_ENOUGH = 0.5  # of the idle time, to call the step CPU-bound
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepBound:
-    """`share` is of the step's wall time, or of the kernel time if `is_of_kernels`."""
+    """`share` refers to the step's wall time, or to the kernel time if `is_of_kernels`."""
 
     limit: Limit
     share: float
@@ -104,8 +104,8 @@ class Shares:
         return bound
 
     def _find_class(self) -> StepBound:
-        """The class that takes most, by the time in which it runs alone, or by its kernel time if there is no usable
-        wall time."""
+        """The class that takes most, by the time in which it runs alone, or by its kernel time without a usable wall
+        time."""
         if not self.profile.has_gaps:
             row = self.profile.time_by("class").row(0, named=True)
             return StepBound(limit="class", share=row["share"], kernel_class=row["class"], is_of_kernels=True)
@@ -121,7 +121,7 @@ class Shares:
         share = say_percent(bound.share)
         match bound.limit:
             case "host":
-                return f"the GPU is idle {share} of the time, waiting for the CPU"
+                return f"the GPU waits for the CPU {share} of the time"
             case "idle":
                 return f"the GPU is idle {share} of the time"
             case "communication":

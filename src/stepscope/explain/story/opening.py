@@ -22,7 +22,7 @@ from stepscope.spec import Case, HuggingFace, ModelShape
 from stepscope.units import clip, count_noun, say_percent, say_size, say_time
 
 _MS = 1e6
-MOST_HEADLINE = 150  # characters: two lines of a page
+MOST_HEADLINE = 140  # characters: two lines of a page
 _MOST_TITLE = 90
 SEPARATOR = " · "  # of the parts of a subtitle
 _MOST_FILE, _MOST_DEVICE = 60, 30  # characters of their names

@@ -2,7 +2,7 @@
 
 Calls on one thread nest, so at any moment the open intervals form a stack, and the innermost one is the latest start at
 the depth of that stack. Counting starts and ends gives the depth for all moments at once; one binary search per depth
-finds the interval. There is no loop over events: two million are attributed in about a second.
+finds the interval. This needs no loop over events: two million are attributed in about a second.
 
 Intervals are half-open, and an empty one encloses nothing. Clocks of different sources can make intervals cross by a
 few nanoseconds; if the interval found has already ended, the latest starts are searched one by one.

@@ -27,7 +27,7 @@ _ORDER = (
     "seed",
 )
 assert {*_ORDER, "device"} == set(RUN_SETTINGS)
-# What a setting is called while it is off, for a side that has nothing else to be named by.
+# Names of settings that are off, for a side without any other label.
 _OFF = {"compile": "eager", "checkpoint": "no checkpointing", "grad_accumulation": "1 micro-batch"}
 
 
@@ -105,7 +105,7 @@ def _differing_models(a: Model, b: Model) -> tuple[list[str], list[str]]:
 
 
 def _say(name: str, workload: Workload) -> str:
-    """A setting's value in a word or two; empty where it is off."""
+    """A setting's value in a word or two; empty if it is off."""
     value = getattr(workload, name)
     match name:
         case "compile":

@@ -36,6 +36,7 @@ from stepscope.jobs.workers.process import OnStage, Workers, require_torch
 from stepscope.measure.targets.ncu import MOST_LAYERS, NcuCounted, no_gpu, too_many_layers
 from stepscope.recording.rows.bench import CaseRow, Row
 from stepscope.spec import Case, Grid, ModelShape, grid_from_flags
+from stepscope.units import count_noun
 
 if TYPE_CHECKING:  # these load polars, which a bad flag should not have to wait for
     from stepscope.explain.trace.counters import CountedCase
@@ -179,7 +180,11 @@ class _CountListener(TextListener):
 
     def finish(self, row: Row) -> None:
         assert isinstance(row, CountedRow)
-        kernels = f"{row.recording.kernels.height} kernels in {row.wall_s:.0f} s" if row.recording else row.reason
+        kernels = (
+            f"{count_noun(row.recording.kernels.height, 'kernel')} in {row.wall_s:.0f} s"
+            if row.recording
+            else row.reason
+        )
         self._on_done(f"{self._labels[row.name]}: {kernels}")
 
 

@@ -19,6 +19,7 @@ from stepscope.spec import Precision, SpecError, parse_bytes
 from stepscope.spec.backends import BACKENDS, Implementation, compared_on
 from stepscope.spec.grid import parse_flag, split_values
 from stepscope.spec.settings import Setting, declared, flag_of, parse_integer
+from stepscope.units import count_noun
 
 MB = 10**6
 DEVICES = ("auto", "cpu", "cuda")
@@ -242,9 +243,8 @@ class CommGrid(msgspec.Struct, frozen=True, kw_only=True):
         if host.world is not None:
             return (host.world,)
         if backend == "nccl" and (too_many := [count for count in self.ranks if count > host.gpus]):
-            plural = "s" * (host.gpus != 1)
             raise StepscopeError(
-                f"cannot run `{too_many[0]}` ranks with NCCL on {host.gpus} GPU{plural}",
+                f"cannot run `{too_many[0]}` ranks with NCCL on {count_noun(host.gpus, 'GPU')}",
                 detail="NCCL requires one GPU per rank; gloo copies through CPU memory",
                 hint=f"stepscope comm --ranks {max(1, host.gpus)}, or --backend gloo",
             )

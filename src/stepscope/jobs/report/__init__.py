@@ -1,1 +1,1 @@
-"""`stepscope report`: the stages, the folder they leave, and the page."""
+"""`stepscope report`: its stages, the directory that keeps their results, and the page."""

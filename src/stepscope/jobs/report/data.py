@@ -1,8 +1,8 @@
-"""The folder of a report: what its stages made, and a note of which of it belongs to which case.
+"""The directory of a report: the results of its stages, and which case they belong to.
 
-Sweeps find their rows again by themselves. A recording and a document do not say what model of the user's own they are
-of, so `report.json` keeps, for every stage, the keys under which it was done: the same hash of case, environment and
-source that sweeps go by. It also marks the folder as one of ours, and nothing is ever written into another.
+Sweeps find their own rows. A recording does not identify the source of a user's own model, so `report.json` keeps the
+keys of every finished stage: the hash of case, environment and source that sweeps use. It also marks the directory as
+one of stepscope, which never writes into any other.
 """
 
 import os
@@ -24,11 +24,11 @@ from stepscope.spec import Case
 SCHEMA = "stepscope.report/1"
 STATE_NAME = "report.json"
 
-_KEY = re.compile(r"[\w-]{1,64}")  # names of files, of which none leads out of the folder
+_KEY = re.compile(r"[\w-]{1,64}")  # used in file names, so they must not lead out of the directory
 
 
 class State(msgspec.Struct, frozen=True, kw_only=True):
-    """`done` has for each finished stage the keys of what it made, `absent` why there is nothing of another."""
+    """`done` has the result keys of each finished stage, `absent` the reasons why others are missing."""
 
     schema: str = SCHEMA
     key: str
@@ -49,60 +49,58 @@ def read_state(folder: Path) -> State:
         state = decode_as(read_plain(path), State, SCHEMA)
         if all(keys and all(map(_KEY.fullmatch, keys)) for keys in state.done.values()):
             return state
-        why = "a stage is done under no key, or under none of ours"
+        why = "a finished stage has no key or an invalid one"
     except (OSError, msgspec.DecodeError) as error:
         why = (error.strerror or "" if isinstance(error, OSError) else str(error))[:200]
-    raise StepscopeError(
-        f"not a file of `stepscope report`: `{path}`", detail=why, hint="another folder: stepscope report --data FOLDER"
-    )
+    raise StepscopeError(f"not written by `stepscope report`: `{path}`", detail=why, hint="stepscope report --data DIR")
 
 
 def write_state(folder: Path, state: State) -> None:
-    with writing(folder / STATE_NAME, hint="--data FOLDER"):
+    with writing(folder / STATE_NAME, hint="--data DIR"):
         write_atomically(folder / STATE_NAME, msgspec.json.format(msgspec.json.encode(state), indent=1) + b"\n")
 
 
 def check_data(folder: Path) -> None:
-    """Refuses, before anything runs, a place that holds something else or cannot be written to."""
+    """Raise, before anything runs, if the directory holds something else or is not writable."""
     if folder.exists() and not folder.is_dir():
-        raise StepscopeError(f"`{folder}` is no folder", hint="--data FOLDER")
+        raise StepscopeError(f"`{folder}` is not a directory", hint="--data DIR")
     if folder.is_dir() and any(folder.iterdir()):
         if not is_data(folder):
             raise StepscopeError(
-                f"`{folder}` is no folder of a report",
-                detail=f"it has files and no {STATE_NAME}; a report only goes into a folder of its own",
-                hint="--data FOLDER, one that is new or empty",
+                f"`{folder}` is not the directory of a report",
+                detail=f"it has files but no {STATE_NAME}; expected a new, empty or earlier report directory",
+                hint="--data DIR",
             )
         read_state(folder)
     parent = next(parent for parent in (folder.absolute(), *folder.absolute().parents) if parent.exists())
     if not parent.is_dir() or not os.access(parent, os.W_OK | os.X_OK):
-        raise StepscopeError(f"cannot write to `{parent}`", hint="--data FOLDER")
+        raise StepscopeError(f"cannot write to `{parent}`", hint="--data DIR")
 
 
 @contextmanager
 def open_data(folder: Path, planned: Planned, *, command: str) -> Iterator[State]:
-    """The folder for this process alone, with what it says is done of this case. A report of which no stage gets done
-    leaves things as they were: no folder, or what was there of the case on another device or with other versions."""
+    """Lock the directory for this process and yield which stages of the case are done. If no stage finishes, everything
+    is left as before: no directory, or the results for another device or other versions."""
     check_data(folder)
     new = [one for one in (folder, *folder.parents) if not one.exists()]
-    with writing(folder, hint="--data FOLDER"):
+    with writing(folder, hint="--data DIR"):
         folder.mkdir(parents=True, exist_ok=True)
         descriptor = os.open(folder, os.O_RDONLY)
     try:
         lock_or_raise(
             descriptor,
             StepscopeError(
-                f"another report is being made in `{folder}`",
-                detail="two would disturb each other's timings as well as the files",
-                hint="wait for it, or --data FOLDER",
+                f"another report is running in `{folder}`",
+                detail="two reports would disturb each other's timings and files",
+                hint="--data DIR, or wait until it finishes",
             ),
         )
         before = read_state(folder) if is_data(folder) else None
         if before is not None and before.case != planned.case:
             raise StepscopeError(
-                f"`{folder}` is of another case: {describe_case(before.case)}",
-                detail=f"this one is {describe_case(planned.case)}; a report never replaces what another one measured",
-                hint="another folder: --data FOLDER",
+                f"`{folder}` belongs to another case: {describe_case(before.case)}",
+                detail=f"this case is {describe_case(planned.case)}; a report never replaces the results of another",
+                hint="--data DIR",
             )
         state = State(
             key=planned.key,
@@ -122,8 +120,8 @@ def open_data(folder: Path, planned: Planned, *, command: str) -> Iterator[State
 
 
 def _put_back(folder: Path, before: State | None, new: list[Path]) -> None:
-    """`new` are the folders that were made for this report, innermost first. They go unless something is in them, such
-    as a log of what failed."""
+    """Restore the state `before`. `new` are the directories created for this report, innermost first; they are removed
+    unless they hold something, such as a log of a failure."""
     if before is not None:
         write_state(folder, before)
         return

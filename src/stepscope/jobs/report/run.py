@@ -1,8 +1,8 @@
-"""`stepscope report`: everything worth knowing about one workload, stage by stage, on one page.
+"""`stepscope report`: run the stages one by one and write everything about a workload to one page.
 
-The page is written anew after every stage, so that whatever ends the report (Ctrl-C, a kill, a full disk) leaves one of
-what was done until then. What a stage made is kept in a folder, and the same command goes on from there. A stage that
-fails costs its own section and no other; only bad input that shows before anything was done is an error.
+The page is written again after every stage, so that an interruption (Ctrl-C, a kill, a full disk) leaves a page of the
+finished stages. Results are kept in a directory, and the same command resumes from there. A failed stage costs only its
+own section; bad input is an error only if it shows before anything was measured.
 """
 
 import re
@@ -30,27 +30,27 @@ from stepscope.jobs.report.stages import ReportStage, StageWork, UnavailableErro
 from stepscope.jobs.workers.process import InputRefusedError, Workers, require_torch
 from stepscope.spec import Case, Grid, build_case
 
-_MOST_CHARACTERS = 100  # of a folder's name
+_MOST_CHARACTERS = 100  # of a directory name
 DATA_FOLDER = Path("runs/report")
-_INTERRUPTED = "interrupted before it was done"
-_NOT_YET = "not done yet when this page was written"
-_LONGEST_WHY = 400  # characters: libraries go on about their settings
+_INTERRUPTED = "the report was interrupted"
+_NOT_YET = "not finished when this page was written"
+_LONGEST_WHY = 400  # characters: errors of libraries can be very long
 
 
 class Ending(Enum):
     """How a stage ended."""
 
     DONE = "done"
-    REUSED = "reused"  # it was done before
+    REUSED = "reused"  # finished earlier
     FAILED = "failed"
-    LEFT_OUT = "left out"
+    LEFT_OUT = "skipped"
 
 
 class Watcher(Protocol):
-    """Who watches a report being made."""
+    """Receives the progress of a report."""
 
     def plan(self, expected_s: Mapping[str, float]) -> None:
-        """The stages that will run, and about how long each."""
+        """The stages that will run, and the expected seconds of each."""
         ...
 
     def start(self, stage: str) -> None: ...
@@ -61,7 +61,7 @@ class Watcher(Protocol):
 
 
 class Interrupted(KeyboardInterrupt):
-    """Ctrl-C while a report was made. `page` is where what was done is to be seen, None where nothing was written."""
+    """Ctrl-C during a report. `page` shows the finished stages, None if no page was written."""
 
     def __init__(self, page: Path | None, go_on: str) -> None:
         super().__init__()
@@ -71,44 +71,44 @@ class Interrupted(KeyboardInterrupt):
 
 @dataclass(frozen=True, kw_only=True)
 class Made:
-    """A finished report. `data` is where what it was made from is kept. Without a `report` all stages failed, and the
-    page that was there before is as it was."""
+    """A finished report. `data` is the directory with its results. `report` is None if all stages failed and an
+    existing page was kept."""
 
     report: Report | None
     data: Path
-    num_done: int  # stages that have something to show
+    num_done: int  # finished stages
 
 
 # --- The page ---------------------------------------------------------------------------------------------------------
 
 
 def check_page(path: Path, *, force: bool, inputs: Sequence[Path] = ()) -> None:
-    """A page of ours is replaced, anything else only by `force`, and what the report is made from never."""
+    """Raise unless `path` can be written: an earlier page is replaced, other files only with `force`, inputs never."""
     if path.suffix.lower() != ".html":
         raise StepscopeError(
-            f"a report is a page, not `{path.suffix or path.name}`: `{path}`",
+            f"unsupported file extension `{path.suffix or path.name}`: `{path}`",
             detail="expected a name that ends in .html",
             hint=f"--out {path.with_suffix('.html') if path.name else 'report.html'}",
         )
     if path.exists() and any(one.exists() and one.samefile(path) for one in inputs):
-        raise StepscopeError(f"`--out` would replace a file it reads: `{path}`", hint="another name: --out FILE.html")
+        raise StepscopeError(f"`--out` would replace an input file: `{path}`", hint="--out FILE.html")
     check_target(path, force=force, flag="--out")
 
 
 def tell_runs(runs: Sequence[Materials]) -> Report:
-    """The story of one run, or of two."""
+    """The report of one run, or of two compared."""
     from stepscope.explain.story import tell, tell_both
 
     return tell(runs[0]) if len(runs) == 1 else tell_both(*runs)
 
 
 def write_page(path: Path, runs: Sequence[Materials]) -> Report:
-    """Tells the story of one run or of two, and makes a page of it, which is there whole or as it was before."""
+    """Write the page of one run, or of two compared. It is written completely or not at all."""
     from stepscope.render.site import write_site
 
     report = tell_runs(runs)
     content = write_site(report).encode()
-    with writing(path, if_full="the page is as it was before", hint="--out FILE.html"):
+    with writing(path, if_full="the page was not changed", hint="--out FILE.html"):
         write_atomically(path, content)
     return report
 
@@ -123,8 +123,8 @@ def parse_stages(text: str) -> tuple[str, ...]:
         if name not in STAGES:
             close = nearest(name, STAGES)
             raise StepscopeError(
-                f"`--without`: there is no stage `{name}`",
-                detail=f"expected some of {', '.join(STAGES)}",
+                f"`--without`: unknown stage `{name}`",
+                detail=f"expected one or more of {', '.join(STAGES)}",
                 hint=f"--without {close}" if close else "",
             )
     if len(names) == len(STAGES):
@@ -133,7 +133,7 @@ def parse_stages(text: str) -> tuple[str, ...]:
 
 
 def without_flags(words: Sequence[str], *flags: str) -> str:
-    """A command without some of its flags; `--without` has a value that goes too."""
+    """A command without some of its flags, and without the value of `--without`."""
     kept: list[str] = []
     skip = False
     for word in words:
@@ -149,7 +149,7 @@ def without_flags(words: Sequence[str], *flags: str) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class ReportJob:
-    """How to make a report by running things. `words` are what was typed, `data` is None for the usual place."""
+    """A report that measures. `words` is the command line; `data` is None for the default directory."""
 
     page: Path
     words: Sequence[str]
@@ -159,11 +159,11 @@ class ReportJob:
 
     @property
     def go_on(self) -> str:
-        """The command that goes on where this one was interrupted."""
+        """The command that resumes this report."""
         return without_flags(self.words, "--fresh")
 
     def _write_nothing(self, case: Case) -> Path | None:
-        """A page of what would have been done, unless there is one with more to show."""
+        """Write an empty page unless there is one already."""
         if self.page.exists():
             return None
         missing = {stage.name: Missing(what=stage.what, why=_INTERRUPTED, command=self.go_on) for stage in stages.ALL}
@@ -174,7 +174,7 @@ class ReportJob:
         return self.page
 
     def run(self, grid: Grid, watcher: Watcher) -> Made:
-        """An empty grid is the default case."""
+        """Run all stages. An empty grid means the default case."""
         require_torch()
         if self.data is not None:
             check_data(self.data)
@@ -182,7 +182,7 @@ class ReportJob:
         with Workers() as workers:
             workers.start()
             try:
-                watcher.doing("looking at the device")
+                watcher.doing("checking the device")
                 planned, other = _plan(cases, workers)
             except KeyboardInterrupt:
                 raise Interrupted(self._write_nothing(cases("cpu")), self.go_on) from None
@@ -204,7 +204,7 @@ class ReportJob:
 
 @dataclass(kw_only=True)
 class _Making:
-    """One report while it is made: what there is so far, and what is to come."""
+    """A report in progress: the results so far, and the waiting stages."""
 
     job: ReportJob
     work: StageWork
@@ -229,12 +229,12 @@ class _Making:
         return Made(report=report, data=self.work.folder, num_done=len(self._done))
 
     def _find_waiting(self) -> list[ReportStage]:
-        """What is done is loaded first: a page that an interruption leaves should have it, whatever its place."""
+        """Load finished stages first, so that an interrupted page has all of them, and return the others."""
         waiting: list[ReportStage] = []
         for place, stage in enumerate(stages.ALL):
             self._waiting = [*waiting, *stages.ALL[place:]]
             if stage.name in self.job.without:
-                self._leave_out(stage, "left out by --without", without_flags(self.job.words, "--without", "--fresh"))
+                self._leave_out(stage, "skipped with --without", without_flags(self.job.words, "--without", "--fresh"))
             elif self._is_unavailable(stage):
                 continue
             elif not self._reuse(stage):
@@ -254,13 +254,13 @@ class _Making:
         return False
 
     def _reuse(self, stage: ReportStage) -> bool:
-        """The first key tells the case: a stage may have more in it than the next time would ask for."""
+        """Load a finished stage. Only the first key must match: a stage may hold more results than needed now."""
         keys = self.state.done.get(stage.name, ())
         if self.job.fresh or keys[:1] != stage.keys(self.work)[:1]:
             return False
         try:
             self._materials = stage.load(self.work.folder, keys, self._materials)
-        except StepscopeError:  # gone or damaged: made again
+        except StepscopeError:  # gone or damaged: run again
             return False
         self._done.append(stage.name)
         self.watcher.finish(stage.name, Ending.REUSED, stage.tell(self._materials))
@@ -288,7 +288,7 @@ class _Making:
         why = ": ".join(part for part in (error.message, error.detail) if part)
         command = error.hint if error.hint.startswith("stepscope ") else stage.command(self.work)
         self._absent[stage.name] = Missing(what=stage.what, why=textwrap.shorten(why, _LONGEST_WHY), command=command)
-        with suppress(StepscopeError):  # a note for whoever reads the folder, and no reason to give up the page
+        with suppress(StepscopeError):  # only a note in the directory, not worth losing the page
             self._note()
         self.watcher.finish(stage.name, Ending.FAILED, brief(why))
 
@@ -313,12 +313,12 @@ class _Making:
         return self._has_written
 
     def _may_write(self) -> bool:
-        """An older page is not given up for one that has nothing to show."""
+        """Never replace an older page with an empty one."""
         return bool(self._done) or self._has_written or not self.job.page.exists()
 
 
 def _choose_cases(grid: Grid) -> Callable[[str], Case]:
-    """The one case that the settings make, on a device."""
+    """The single case of the settings, for a device."""
     if grid != Grid():
         case = only_case(grid)
         return lambda _: case
@@ -328,7 +328,7 @@ def _choose_cases(grid: Grid) -> Callable[[str], Case]:
 
 
 def _plan(choose: Callable[[str], Case], workers: Workers) -> tuple[Planned, Planned]:
-    """The case, and the same in the other usual precision. Their device is looked at once, for all stages."""
+    """The case, and the same in the other common precision. The device is checked once for all stages."""
     first = choose("cpu")
     answer = look_at([first, _in_other_precision(first)], workers, None)
     case = choose(answer.environment.device)
@@ -342,7 +342,7 @@ def _in_other_precision(case: Case) -> Case:
 
 
 def _slug(planned: Planned) -> str:
-    """A case as the name of a folder; by its key where it is too long, or two cases would share one."""
+    """A directory name for a case; a long one ends in the key, so that no two cases share it."""
     words = f"{describe_case(planned.case)} {planned.case.workload.device}"
     slug = re.sub(r"[^\w.]+", "-", words).strip("-.")
     return slug if len(slug) <= _MOST_CHARACTERS else f"{slug[:_MOST_CHARACTERS]}-{planned.key}"

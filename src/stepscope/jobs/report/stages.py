@@ -1,7 +1,7 @@
-"""The stages of a report: each runs one thing of a case, keeps it, and finds it again.
+"""The stages of a report: each measures one aspect of a case, keeps the results, and finds them again.
 
-A stage puts what it made into the run's `Materials`. `load` does the same from the disk, for a report that goes on and
-for one that is made of an earlier one's folder. All stages have their processes from one nursery.
+A stage adds its results to the run's `Materials`. `load` does the same from disk, for a report that resumes and for one
+that is made from an earlier directory. All stages share one pool of worker processes.
 """
 
 from abc import ABC, abstractmethod
@@ -34,37 +34,37 @@ from stepscope.recording.rows.precision_report import read_report
 from stepscope.recording.rows.results_file import R, read_rows
 from stepscope.spec import Factory, ModelShape, Precision, for_precisions
 from stepscope.spec.backends import compared_on
-from stepscope.units import say_bytes
+from stepscope.units import count_noun, say_bytes
 
-# The case is timed in the other usual precision too where timing it once took no longer than this.
+# If timing the case takes no longer than this, it is also timed in the other common precision.
 _LITTLE_S = 60.0
 
 
 @dataclass(frozen=True, kw_only=True)
 class StageWork:
-    """What a stage works on, and with."""
+    """The input of a stage."""
 
     folder: Path
     command: str
     planned: Planned
-    other: Planned  # the same in the other usual precision
+    other: Planned  # the same in the other common precision
     workers: Workers
     fresh: bool
     on_stage: Callable[[str], None]
 
     @property
     def step_s(self) -> float:
-        """What a step is expected to take."""
+        """The expected step time."""
         timing = self.planned.case.timing
         return (self.planned.expected_s - 1) / (timing.warmup + timing.steps)
 
 
 class UnavailableError(StepscopeError):
-    """A stage has nothing to do for this workload."""
+    """A stage does not apply to this workload."""
 
 
 class ReportStage(ABC):
-    """One thing that a report runs. What it brings to the page is in `findings.STAGES`, under its name."""
+    """One stage. `findings.STAGES` has what it adds to the page, under its name."""
 
     name: str
 
@@ -73,11 +73,11 @@ class ReportStage(ABC):
         return STAGES[self.name].makes
 
     def keys(self, work: StageWork) -> tuple[str, ...]:
-        """Under which its results are kept; the first tells whether they are of this case."""
+        """The keys of its results; the first identifies the case."""
         return (work.planned.key,)
 
     def command(self, work: StageWork) -> str:
-        """Does what the stage does, by itself."""
+        """The command that runs only this stage."""
         return write_command(self.name, work.planned.case.workload)
 
     def expected_s(self, work: StageWork) -> float:
@@ -85,15 +85,15 @@ class ReportStage(ABC):
 
     @abstractmethod
     def load(self, folder: Path, keys: Sequence[str], materials: Materials, /) -> Materials:
-        """Raises StepscopeError where what was kept is gone or damaged."""
+        """Add kept results. Raises StepscopeError if they are gone or damaged."""
 
     @abstractmethod
     def run(self, work: StageWork, materials: Materials) -> tuple[Materials, tuple[str, ...]]:
-        """With what it made, and the keys of that. Raises StepscopeError where it failed."""
+        """Run the stage. Return the materials with its results, and their keys. Raises StepscopeError on failure."""
 
     @abstractmethod
     def tell(self, materials: Materials) -> str:
-        """What came out, in a few words."""
+        """The result in a few words."""
 
     def sweep(self, work: StageWork, experiment: Experiment[C, R]) -> Sweep[C, R]:
         folder = work.folder / self.name
@@ -103,7 +103,7 @@ class ReportStage(ABC):
         path = folder / self.name / RESULTS_NAME
         rows = {row.key: row for row in read_rows(path, kind)[0]}
         if any(key not in rows for key in keys):
-            raise StepscopeError(f"rows of this case are gone from `{path}`")
+            raise StepscopeError(f"`{path}` no longer has the rows of this case")
         return tuple(rows[key] for key in keys)
 
 
@@ -125,14 +125,14 @@ class BenchStage(ReportStage):
         _require_ok(rows)
         if rows[0].wall_s <= _LITTLE_S:
             relay = TextListener(lambda text: work.on_stage(f"in {work.other.case.workload.precision}: {text}"))
-            with suppress(InputRefusedError):  # a model that cannot do the other one has no row of it
+            with suppress(InputRefusedError):  # a model may not support the other precision
                 rows += tuple(r for r in sweep.run_planned([work.other], work.workers, relay) if r.status == "ok")
         return replace(materials, bench=rows), tuple(row.key for row in rows)
 
     def tell(self, materials: Materials) -> str:
         row = materials.bench[0]
         step, mfu = step_ms(row), mfu_of(row)
-        return (f"{step.median:.4g} ms a step" if step else row.status) + (f", MFU {mfu:.1%}" if mfu else "")
+        return (f"{step.median:.4g} ms per step" if step else row.status) + (f", MFU {mfu:.1%}" if mfu else "")
 
 
 class ProfileStage(ReportStage):
@@ -150,16 +150,15 @@ class ProfileStage(ReportStage):
         ProfileJob(folder=place, command=work.command, force=True).run_planned(
             work.planned, work.workers, work.on_stage
         )
-        work.on_stage("explaining it")
+        work.on_stage("analyzing")
         return self.load(work.folder, (), materials), self.keys(work)
 
     def tell(self, materials: Materials) -> str:
         profile = materials.profile
         assert profile is not None
-        what = "operators" if profile.on_cpu else "kernels"
-        count = profile.kernels.height / profile.steps_in_window
+        count = round(profile.kernels.height / profile.steps_in_window)
         busy = "" if profile.on_cpu else f", GPU busy {1 - profile.idle_share:.1%}"
-        return f"{count:,.0f} {what} a step{busy}"
+        return f"{count_noun(count, 'operator' if profile.on_cpu else 'kernel')} per step{busy}"
 
 
 class MemoryStage(ReportStage):
@@ -168,20 +167,20 @@ class MemoryStage(ReportStage):
     def load(self, folder: Path, keys: Sequence[str], materials: Materials, /) -> Materials:
         place = recording_folder(folder / self.name, keys[0])
         if not store.is_recording(place):
-            raise StepscopeError(f"the recording is gone: `{place}`")
+            raise StepscopeError(f"recording not found: `{place}`")
         return replace(materials, memory=make_memory_profile(store.load(place)))
 
     def run(self, work: StageWork, materials: Materials) -> tuple[Materials, tuple[str, ...]]:
-        # A row without its recording is no use here, so whatever is not loaded is recorded anew.
+        # A row without its recording is useless here, so whatever was not loaded is recorded again.
         sweep = replace(self.sweep(work, MemoryExperiment(snapshots=True)), fresh=True)
         rows = sweep.run_planned([work.planned], work.workers, TextListener(work.on_stage))
         _require_ok(rows)
-        work.on_stage("explaining it")
+        work.on_stage("analyzing")
         return self.load(work.folder, self.keys(work), materials), self.keys(work)
 
     def tell(self, materials: Materials) -> str:
         assert materials.memory is not None
-        return f"peak {say_bytes(materials.memory.peak_bytes)}"
+        return f"peak memory {say_bytes(materials.memory.peak_bytes)}"
 
 
 class PrecisionStage(ReportStage):
@@ -206,11 +205,11 @@ class PrecisionStage(ReportStage):
         assert materials.precision is not None
         runs = materials.precision.comparison.runs
         errors = [f"{run.precision} {run.gradient_error:.1e}" for run in runs if run.gradient_error is not None]
-        return f"error of gradients: {', '.join(errors)}" if errors else "no finite gradients"
+        return f"gradient error: {', '.join(errors)}" if errors else "no finite gradients"
 
     def plan(self, work: StageWork) -> Planned:
-        """One step forward and backward, uncompiled: the settings that would change nothing are the usual ones, and a
-        CPU, whose fp16 is slow, gets a short context where the model takes any."""
+        """One uncompiled forward and backward pass, with settings that have no effect at their defaults. On a CPU,
+        where fp16 is slow, the context is short if the model allows it."""
         workload = work.planned.case.workload
         context = workload.context
         if workload.device == "cpu" and not isinstance(workload.model, Factory):
@@ -223,7 +222,7 @@ _SHORTEST = 16
 
 
 class AttentionStage(ReportStage):
-    """Attention alone, in the shape that the workload has it, at its context and at half and twice that."""
+    """Attention in the shape of the workload, at its context length, half of it and twice that."""
 
     name = "attention"
 
@@ -257,7 +256,7 @@ class AttentionStage(ReportStage):
         at_longest = [row for row in materials.attention if row.case.length == longest]
         times = {row.case.implementation: both.median for row in at_longest if (both := summary_ms(row, "both"))}
         if not times:
-            return f"{len(materials.attention)} cases"
+            return count_noun(len(materials.attention), "case")
         best = min(times, key=times.__getitem__)
         return f"fastest at length {longest}: {best}, {times[best]:.4g} ms"
 
@@ -265,7 +264,7 @@ class AttentionStage(ReportStage):
         workload = work.planned.case.workload
         shape = workload.model
         if not isinstance(shape, ModelShape):
-            raise UnavailableError("the heads of a model that is not built in are not known beforehand")
+            raise UnavailableError("requires the built-in model: the heads of other models are unknown")
         on_cpu = workload.device == "cpu"
         half = workload.precision in ("bf16", "fp16")
         lengths = dict.fromkeys(
@@ -302,13 +301,13 @@ def other_precision(precision: Precision) -> Precision:
 
 
 def _require_ok(rows: Sequence[Row]) -> None:
-    """The first says what went wrong."""
+    """Raise with the reason of the first row if it failed."""
     if rows[0].status != "ok":
         raise StepscopeError(f"{rows[0].status}: {rows[0].reason}")
 
 
 def _rows_with_speeds(materials: Materials, planned: Planned) -> tuple[BenchRow, ...]:
-    """Those that `find_speeds` makes something of: fp32 and another."""
+    """The timed rows if `find_speeds` can use them: fp32 and another precision."""
     try:
         find_speeds(materials.bench, planned.case)
     except StepscopeError:

@@ -28,6 +28,7 @@ from stepscope.jobs.slurm.submissions import TaskOutcome, outcome_path, write_wh
 from stepscope.jobs.workers.process import Workers, require_torch
 from stepscope.recording.rows.bench import Row
 from stepscope.spec import Case
+from stepscope.units import count_noun
 
 
 class ShareRequest(msgspec.Struct, frozen=True, kw_only=True):
@@ -84,7 +85,7 @@ class _Log:
     """Writes the sweep's progress to the job's log."""
 
     def begin(self, planned: Sequence[PlannedCase[Any]], done: Sequence[Row], repaired_bytes: int) -> None:  # noqa: ARG002
-        self._say(f"{len(planned)} cases to run, {len(done)} done before")
+        self._say(f"{count_noun(len(planned), 'case')} to run, {len(done)} already done")
 
     def start(self, planned: PlannedCase[Any]) -> None:
         self._say(f"running {describe_case(planned.case)}")

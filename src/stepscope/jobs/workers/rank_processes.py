@@ -131,7 +131,7 @@ def _explain(ranks: _RankProcesses, journal: Path, logs: Path) -> StepscopeError
     by_themselves = [rank for rank, failure in sorted(ranks.failures.items()) if not failure.in_collective]
     culprit = next(iter(died + by_themselves + sorted(ranks.failures)), None)
     if culprit is None:
-        return StepscopeError("the ranks ended before they started", hint=f"less {logs / 'start.log'}")
+        return StepscopeError("the ranks exited during startup", hint=f"less {logs / 'start.log'}")
     log = f"less {logs / f'rank-{culprit}.log'}"
     at = last.get(culprit, "before joining the other ranks")
     failure = ranks.failures.get(culprit)

@@ -192,7 +192,7 @@ def _from_recovery(plain: Mapping[str, Any], path: Path) -> dict[str, Any]:
     if not fields:
         raise StepscopeError(
             f"no certain fields in `{path}`",
-            detail=f"the certain fields of recover's result are the claim; or write one: {_FORM}",
+            detail=f"only the certain fields of a recovery are claimed; or write the sizes as a claim: {_FORM}",
             hint="stepscope recover EVIDENCE --format json",
         )
     return fields

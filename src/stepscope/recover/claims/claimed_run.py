@@ -33,6 +33,7 @@ from stepscope.recover.facts import LARGEST_SIZE, Gather, Rows, Sighting
 from stepscope.recover.families import find_platform, read_fact
 from stepscope.recover.shape import LAYER_SIZES, ClaimedShape, divisors
 from stepscope.recover.solve.recovery import Candidate, Recovery, recover
+from stepscope.units import count_noun
 
 _MOST_PAIRS = 64  # of batch and context to try
 _MOST_MISFITS = 4  # interpretations to arrange if none fits
@@ -208,10 +209,10 @@ class _Opened:
     def lay_out(self, claim: Claim, shape: ClaimedShape) -> ClaimedRun:
         best = self._read(claim, shape, claim.gated)
         if best is None:
-            raise NoTransformerError(
-                f"{self.run.gap_products} GEMMs between one attention and the next: a decoder layer has a different "
-                "number"
-            )
+            count = self.run.gap_products
+            gap = "around attention" if count is None else "between one attention and the next"
+            gemms = "the GEMMs" if count is None else count_noun(count, "GEMM")
+            raise NoTransformerError(f"{gemms} {gap} cannot be a decoder layer")
         other = self._read(claim, shape, not claim.gated) if claim.gated is not None else None
         (wrong, _, _), placement, checks = best
         return ClaimedRun(

@@ -103,7 +103,7 @@ def find_unclaimed_products(
         if one.name.kernel_class == "convolution":
             yield one, "a convolution, which a decoder does not have"
         elif one.name.kernel_class not in _MULTIPLYING and one.counters.get("tensor_ops"):
-            yield one, f"runs tensor core work but is not a GEMM by name ({one.name.operation})"
+            yield one, f"uses tensor cores, but is not a GEMM according to its name ({one.name.operation})"
 
 
 def find_unknown(run: SegmentedOrder) -> Iterator[tuple[Sighting, str]]:

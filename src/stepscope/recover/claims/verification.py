@@ -350,7 +350,7 @@ class _Judge:
         if taken:
             said = ", ".join(f"{name} {value:,}" for name, value in taken.items())
             yield f"not claimed, recovered from the evidence: {said}"
-        yield "counters show the shape of the work, not the weights, the data or its purpose: see docs/verify.md"
+        yield "counters show the shape of the work, not the weights, the data or whether it was useful: docs/verify.md"
 
     def _count_matrices(self) -> tuple[int, int] | None:
         """Return the number of allocations with the size of a feed-forward matrix, and how many the claim has."""
@@ -367,7 +367,7 @@ def _note_limits(file: ClaimedRun) -> Iterator[str]:
     if file.evidence.device_sms is None:
         yield f"{name}: the number of SMs is unknown, so the grids of persistent kernels only give lower bounds"
     if is_share(file):
-        yield f"{name}: sizes cannot refute the claim: collectives run between the layers (one rank's shard?)"
+        yield f"{name}: collectives run between the layers: sizes that do not fit may be one rank's shard"
     if any(one.is_unclear for one in find_contradictions(sightings, file.placement, None)):
         yield (
             f"{name}: some layers have equal durations; with a clock resolution of {find_step_ns(sightings):,} ns that "

@@ -26,6 +26,7 @@ from stepscope.recover.evidence.order import (
     read_order,
 )
 from stepscope.recover.facts import Sighting
+from stepscope.units import count_noun
 
 _PRODUCTS_OF_LAYER = range(4, 10)
 _PASSES_READ = 3  # enough passes: the first may be partial and the next complete
@@ -313,4 +314,4 @@ def _describe_gap(order: KernelOrder, layers: Sequence[Anchor]) -> str:
     if len(layers) < 2:
         return "there is a single attention call, with too few GEMMs around it for a layer"
     count = len(order.find_gap(layers[0], layers[1]))
-    return f"{count} GEMMs between one attention and the next: a decoder layer has a different number"
+    return f"{count_noun(count, 'GEMM')} between one attention and the next cannot be a decoder layer"

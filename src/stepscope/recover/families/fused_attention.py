@@ -32,7 +32,7 @@ from stepscope.recover.families.efficient_attention import read_efficient
 from stepscope.recover.families.grids import UNKNOWN
 
 _CUDNN = re.compile(r"_flash_(fprop|bprop)_wgmma_\w+?_(\d+)x(\d+)x(\d+)_\d+x\d+x1_cga1x1x1")
-# (queries or keys, the other, the head): the tiles whose blocks are understood.
+# Tiles of (queries or keys, the other of the two, the head) with a known assignment to blocks.
 _CUDNN_SEEN = {"fprop": ((64, 128, 64), (64, 128, 128)), "bprop": ((64, 64, 64),)}
 # The rows per block, in the grid's first dimension, for heads of 64; unknown for others.
 _CUDNN_AROUND = re.compile(r"cudnn::fusion::(compute_dot_do_o|convert_dq|fmha_reduce_head)")

@@ -128,9 +128,7 @@ def _assemble(found: FileFit) -> Recovery:
     left_open = tuple(_find_left_open(found))
     notes = [*evidence.notes, *left_open]
     if structure.layers_differ:
-        notes.append(
-            "layers or passes have different kernels other than GEMMs: what one layer shows may not apply to all"
-        )
+        notes.append("layers or passes differ in kernels other than GEMMs: what one layer shows may not apply to all")
         fields |= {name: msgspec.structs.replace(fields[name], certain=False) for name in CORE_FIELDS}
     if evidence.exchanges_within(structure.layer_indices):
         notes.append("collectives ran during the forward pass: the sizes may be those of one rank's shard of the model")

@@ -139,8 +139,8 @@ def _draw_roofs(canvas: Canvas, plane: _Plane, width: float) -> list[Text]:
 
 
 def _name_slope(plane: _Plane, start: float, end: float) -> Text:
-    """Place the label left of the slope, a little over halfway up, where no points can be; right of it if there is no
-    room."""
+    """Place the label left of the slope, a little over halfway up, where no points can be; right of it if that is too
+    narrow."""
     bandwidth = plane.roofline.bytes_per_s
     middle = start * (end / start) ** 0.6
     text = f"memory, {format_rate(bandwidth, 'B/s', exact=True)}"
@@ -266,7 +266,7 @@ def list_signs(palette: Palette, roofline: Roofline, points: Sequence[RoofPoint]
     signs = [Sign(fill=palette.fill(group), text=clean(group, 30) or "other") for group in groups]
     if len(roofline.runs) > 1:
         signs += [
-            Sign(fill=palette.faint, text=f"run {clean(run, 40)}", shape="circle", hollow=at == 0)
+            Sign(fill=palette.faint, text=clean(run, 40), shape="circle", hollow=at == 0)
             for at, run in enumerate(roofline.runs)
         ]
     return signs

@@ -263,7 +263,7 @@ def _write_lanes(lanes: Lanes, palette: Palette) -> str:
     )
     below = (
         '<div class="below"><span class="status"></span><span class="linked"></span>'
-        '<button type="button" class="quiet whole">Show the whole step</button></div>'
+        '<button type="button" class="quiet whole">Reset zoom</button></div>'
     )
     legend = _write_legend(entries, "Classes, longest time first")
     strip = '<canvas class="map" aria-hidden="true"></canvas>'
@@ -287,7 +287,7 @@ def _write_timeline(timeline: Timeline, palette: Palette) -> str:
     controls = (
         f'<div class="controls"{"" if timeline.pieces else " hidden"}><label>Detail '
         '<input type="range" min="0" max="100" step="0.1"></label><output class="shown"></output>'
-        '<button type="button" class="quiet whole">Show the whole timeline</button></div>'
+        '<button type="button" class="quiet whole">Reset zoom</button></div>'
     )
     legend = _write_legend(entries, "Areas, top of the stack first")
     return f"{legend}{_write_canvas(label)}{controls}"

@@ -1,7 +1,7 @@
 """A report as one self-contained HTML page: text and tables as HTML, data as JSON, one style sheet and one script.
 
-Text, numbers, findings and tables need no script. The script sorts, searches and draws the large charts. There is no
-chart library: the common ones need `eval`, which the page's policy forbids, and are larger than the whole page.
+Text, numbers, findings and tables need no script. The script sorts, searches and draws the large charts. It uses
+no chart library: the common ones need `eval`, which the page's policy forbids, and are larger than the whole page.
 
 Text from a recording stays text: it is escaped in HTML and embedded as JSON that cannot close its tag. The policy
 allows only the script whose hash it names, and no requests.

@@ -71,7 +71,7 @@ def _pack_beside(key: str, part: Part | None, beside: Beside, what: str) -> Iter
 def pack_breakdown(part: Breakdown) -> dict[str, Any]:
     """Return a breakdown, with times in whole nanoseconds, the resolution of a recording."""
     return {
-        "runs": [clean(run, 20) for run in part.runs],
+        "runs": [clean(run, 40) for run in part.runs],
         "what": clean(part.what, 40),
         "dimensions": [
             {

@@ -4,6 +4,8 @@ from collections.abc import Iterable
 from html import escape
 from itertools import groupby
 
+import msgspec
+
 from stepscope.findings import (
     Bars,
     Beside,
@@ -110,10 +112,9 @@ def _is_long(part: Part | None) -> bool:
 
 
 def _write_missing(missing: Missing) -> str:
-    command = write_copyable(Copyable(label="", text=missing.command)) if missing.command else ""
-    return (
-        f'<div class="missing"><p><strong>{prose(missing.what)}</strong></p><p>{prose(missing.why)}</p>{command}</div>'
-    )
+    """Return one line: what, why, and the command that measures it."""
+    command = f": <code>{markup(missing.command)}</code>" if missing.command else ""
+    return f'<p class="missing"><strong>{prose(missing.what)}</strong>: {prose(missing.why)}{command}</p>'
 
 
 def write_part(
@@ -184,7 +185,18 @@ def _write_answer(question: Question) -> str:
     return f'{figure}<p class="answer">{prose(question.answer)}</p>{command}{evidence}'
 
 
+def _name_once(beside: Beside) -> Beside:
+    """Return the pair with the common start of its titles, up to a colon, as its title, and the rest at each run."""
+    titles = {part.title for part in beside.parts if part is not None}
+    heads = {title.partition(": ")[0] for title in titles}
+    if len(titles) < 2 or len(heads) > 1:
+        return beside
+    parts = tuple(part and msgspec.structs.replace(part, title=part.title.partition(": ")[2]) for part in beside.parts)
+    return Beside(title=heads.pop(), runs=beside.runs, parts=parts)
+
+
 def _write_beside(beside: Beside, key: str, above: str, palette: Palette, *, is_closed: bool) -> str:
+    beside = _name_once(beside)
     title = _write_title(beside.title, above, _find_hint(beside))
     asked = [part if isinstance(part, Questions) else None for part in beside.parts]
     if any(asked):

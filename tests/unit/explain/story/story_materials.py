@@ -94,12 +94,12 @@ def all_there() -> Materials:
 
 
 def not_measured(report: Report) -> tuple[Missing, ...]:
-    """What a page lists as not measured; nothing where it has no such section."""
+    """The lines of the section *Not measured*; empty without one."""
     return next((one.missing for one in report.sections if one.key == "not-measured"), ())
 
 
 def lacks(report: Report, what: str) -> Missing:
-    """The line that names `what`."""
+    """The line that contains `what`."""
     return next(one for one in not_measured(report) if what in one.what)
 
 

@@ -1,4 +1,4 @@
-"""The kernels' time taken apart: it adds up, in every dimension, for one run and for two."""
+"""The breakdown of the kernel time adds up in every dimension, for one run and for two."""
 
 import itertools
 
@@ -14,7 +14,7 @@ from tests.unit.recordings import GEMM_BF16, Timeline
 
 
 def times_by(told: Breakdown, key: str, run: int = 0) -> dict[str, float]:
-    """By the values of a dimension, as shown."""
+    """The time of each value of a dimension, as shown."""
     place = [one.key for one in told.dimensions].index(key)
     times: dict[str, float] = {}
     for row, time in zip(told.places, told.times_ns[run], strict=True):
@@ -29,7 +29,7 @@ def expected(profile: Profile, *columns: str) -> dict[tuple[object, ...], float]
 
 
 @pytest.mark.parametrize("steps", [1, 3])
-def test_every_dimension_adds_up_to_the_kernels_time(steps: int) -> None:
+def test_every_dimension_adds_up_to_the_kernel_time(steps: int) -> None:
     profile = model_profile(steps=steps)
     told = break_down([profile], [""])
     assert sum(told.times_ns[0]) == pytest.approx(profile.gpu_time_ns / steps, abs=1e-6)
@@ -38,7 +38,7 @@ def test_every_dimension_adds_up_to_the_kernels_time(steps: int) -> None:
         assert times_by(told, key) == pytest.approx({name: time for (name,), time in expected(profile, column).items()})
 
 
-def test_rows_are_what_agrees_in_all_dimensions() -> None:
+def test_rows_agree_in_all_dimensions() -> None:
     profile = model_profile(steps=2)
     told = break_down([profile], [""])
     assert len(set(told.places)) == len(told.places)
@@ -54,7 +54,7 @@ def test_rows_are_what_agrees_in_all_dimensions() -> None:
     assert not found
 
 
-def test_the_shortest_and_the_longest_are_of_single_kernels() -> None:
+def test_shortest_and_longest_times_of_single_kernels() -> None:
     tape = Tape()
     with tape.inside("step:0"):
         for ns in (30, 10, 20):
@@ -65,7 +65,7 @@ def test_the_shortest_and_the_longest_are_of_single_kernels() -> None:
     assert (told.shortest_ns, told.longest_ns) == (((10.0,),), ((30.0,),))
 
 
-def test_wall_and_idle_are_a_steps() -> None:
+def test_wall_and_idle_time_are_per_step() -> None:
     profile = model_profile(steps=3)
     told = break_down([profile], [""])
     assert told.walls_ns == (profile.step_ns,)
@@ -73,7 +73,7 @@ def test_wall_and_idle_are_a_steps() -> None:
     assert told.what == "kernels"
 
 
-def test_what_is_not_known_is_unknown() -> None:
+def test_missing_attribution_is_unknown() -> None:
     tape = Tape()
     tape.kernel(GEMM, 100)
     told = break_down([tape.profile()], [""])
@@ -81,7 +81,7 @@ def test_what_is_not_known_is_unknown() -> None:
     assert values["phase"] == values["layer"] == values["module"] == (UNKNOWN,)
 
 
-def test_a_module_outside_of_layers_is_no_unknown_layer() -> None:
+def test_module_outside_layers_is_not_unknown() -> None:
     timeline = Timeline()
     with timeline.step(), timeline.phase("forward"), timeline.module("lm_head"):
         timeline.launch(GEMM_BF16, 20)
@@ -89,7 +89,7 @@ def test_a_module_outside_of_layers_is_no_unknown_layer() -> None:
     assert times_by(told, "layer") == {OUTSIDE_LAYERS: 20_000}
 
 
-def test_two_runs_are_joined_over_what_either_has() -> None:
+def test_two_runs_are_joined() -> None:
     a, b = model_profile(steps=2), model_profile(steps=5, fused=True, gemm_ns=70)
     told = break_down([a, b], ["A", "B"])
     assert told.runs == ("A", "B")
@@ -108,7 +108,7 @@ def test_two_runs_are_joined_over_what_either_has() -> None:
 
 
 @pytest.mark.parametrize("most", [15, 18, 24])
-def test_too_many_rows_lose_layers_before_kernels_and_no_time(monkeypatch: pytest.MonkeyPatch, most: int) -> None:
+def test_surplus_rows_lose_layers_before_kernels(monkeypatch: pytest.MonkeyPatch, most: int) -> None:
     profiles = [model_profile(steps=2), model_profile(steps=3, fused=True)]
     whole = break_down(profiles, ["A", "B"])
     monkeypatch.setattr(breakdown, "MOST_ROWS", most)
@@ -126,7 +126,7 @@ def test_too_many_rows_lose_layers_before_kernels_and_no_time(monkeypatch: pytes
     assert not any(REST in note for note in whole.notes)
 
 
-def test_a_module_that_lost_its_layer_lost_its_number(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_module_without_layer_has_no_number(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(breakdown, "MOST_ROWS", 36)
     told = break_down([model_profile(), model_profile(fused=True)], ["A", "B"])
     assert "have layer `(rest)`" in told.notes[-1]
@@ -141,7 +141,7 @@ def test_a_module_that_lost_its_layer_lost_its_number(monkeypatch: pytest.Monkey
     assert not any(letter.isdigit() for module in modules for letter in module)
 
 
-def test_rows_put_together_keep_their_shortest_and_longest(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_merged_rows_keep_shortest_and_longest(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(breakdown, "MOST_ROWS", 3)
     timeline = Timeline()
     with timeline.step(), timeline.phase("forward"):
@@ -154,7 +154,7 @@ def test_rows_put_together_keep_their_shortest_and_longest(monkeypatch: pytest.M
     assert told.counts[0] == (7, 1, 1)
 
 
-def test_kernels_of_one_short_name_stay_apart_with_their_details() -> None:
+def test_kernels_with_equal_short_names_keep_their_details() -> None:
     timeline = Timeline()
     names = [f"void at::native::vectorized_elementwise_kernel<{n}, at::native::exp_kernel, X>(int)" for n in (2, 4)]
     with timeline.step():
@@ -165,7 +165,7 @@ def test_kernels_of_one_short_name_stay_apart_with_their_details() -> None:
     assert sorted(detail.splitlines()[0] for detail in details) == names
 
 
-def test_operators_of_a_cpu_and_kernels_of_a_gpu() -> None:
+def test_cpu_operators_and_gpu_kernels() -> None:
     tape = Tape()
     with tape.inside("step:0"):
         tape.kernel("aten::mm", 100, kind="cpu")
@@ -179,7 +179,7 @@ def test_operators_of_a_cpu_and_kernels_of_a_gpu() -> None:
     assert any(detail.startswith(GEMM) and "library: cuBLAS" in detail for detail in details.values())
 
 
-def test_the_largest_rows_of_a_step_come_first() -> None:
+def test_largest_rows_come_first() -> None:
     tape = Tape()
     for step, ns in itertools.product(range(10), (5, 5)):
         with tape.inside(f"step:{2 * step + (ns > 5)}"):
@@ -193,7 +193,7 @@ def test_the_largest_rows_of_a_step_come_first() -> None:
     assert told.times_ns[1][0] == 90, "by the time of a step, not of the whole recording"
 
 
-def test_few_of_very_many_kernels_are_described(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_so_many_kernels_are_described(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(breakdown, "MOST_DESCRIBED", 2)
     timeline = Timeline()
     with timeline.step():

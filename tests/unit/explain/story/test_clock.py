@@ -1,4 +1,4 @@
-"""One clock a page: every share is of the step that the headline names."""
+"""One clock per page: every share refers to the step in the headline."""
 
 import pytest
 

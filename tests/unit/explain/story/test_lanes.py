@@ -1,4 +1,4 @@
-"""One step as it ran: which one, what is above what, and that every stretch stands where it belongs."""
+"""The timeline: which step it shows, the order of its tracks, and the position of every span."""
 
 from dataclasses import replace
 
@@ -20,7 +20,7 @@ def track_of(drawn: Lanes, label: str) -> Track:
 
 
 def spans_of(drawn: Lanes, label: str) -> list[tuple[int, int, str]]:
-    """Begin, end and name of each."""
+    """Start, end and name of each span."""
     spans = track_of(drawn, label).spans
     rows = zip(spans.starts_ns, spans.lengths_ns, spans.names, strict=True)
     return [(start, start + length, drawn.names[name]) for start, length, name in rows]
@@ -49,7 +49,7 @@ def test_spans_do_not_overlap_and_lie_in_the_step(mode: str) -> None:
 
 
 def test_phases_layers_and_modules_cover_their_kernels() -> None:
-    """Each kernel of the step, looked up by its own times, lies under what it was attributed to, and is drawn once."""
+    """Every kernel of the step is shown once, below the phase, layer and module it is attributed to."""
     profile = model_profile(steps=3)
     drawn = draw_step(profile)
     begin = next(start for start, end in profile.step_windows if end - start == drawn.span_ns)

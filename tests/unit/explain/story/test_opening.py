@@ -46,7 +46,7 @@ def test_cpu_bound_step() -> None:
     idle = f"{100 * profile.idle_share:.0f}%"
     assert report.sentence.startswith("Small Transformer, 12 layers, d_model 768, 129M parameters: ")
     assert " per training step; " in report.sentence
-    assert f"the GPU is idle {idle} of the time, waiting for the CPU" in report.sentence
+    assert f"the GPU waits for the CPU {idle} of the time" in report.sentence
     assert fact(report, "bound").value == "CPU"
     assert fact(report, "busy").value == pytest.approx(1 - profile.idle_share)
 

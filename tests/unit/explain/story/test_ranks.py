@@ -1,4 +1,4 @@
-"""Ranks beside each other: what each waits for, adding up to its step."""
+"""Ranks side by side: the parts of each add up to its step."""
 
 import pytest
 
@@ -9,7 +9,7 @@ from tests.unit.recordings import ALL_REDUCE, GEMM_BF16, STREAM, Timeline
 
 
 def rank_of(compute_us: int, *, rank: int | None = None, steps: int = 2) -> Profile:
-    """A product on its own, an all-reduce beside the next one, and its rest that nothing hides."""
+    """A GEMM, an all-reduce that overlaps with the next one, and its exposed rest."""
     timeline = Timeline()
     for _ in range(steps):
         with timeline.step(), timeline.phase("backward"):
@@ -30,7 +30,7 @@ def bars_of(*profiles: Profile) -> Bars:
     return first.part
 
 
-def test_the_parts_of_a_rank_add_up_to_its_step() -> None:
+def test_parts_of_a_rank_add_up_to_its_step() -> None:
     ranks = rank_of(100, rank=0), rank_of(160, rank=1, steps=3)
     bars = bars_of(*ranks)
     assert bars.labels == ("rank 0", "rank 1")
@@ -41,21 +41,21 @@ def test_the_parts_of_a_rank_add_up_to_its_step() -> None:
         assert all(part and part > 0 for part in parts)
 
 
-def test_hidden_and_exposed_are_told_apart() -> None:
+def test_hidden_and_exposed_communication() -> None:
     bars = bars_of(rank_of(100), rank_of(100))
     alone, hidden, exposed, idle = (column[0] for column in bars.values)
-    # The all-reduce begins 10 µs after the first product: 190 µs of it are beside the two, 10 are not.
+    # The all-reduce starts 10 µs after the first GEMM: 190 µs of it overlap with the two, 10 do not.
     assert (alone, hidden, exposed) == pytest.approx((0.110, 0.190, 0.010))
     assert idle
     assert idle > 0
 
 
-def test_ranks_without_a_number_are_named_by_place() -> None:
+def test_ranks_without_a_number_are_named_by_position() -> None:
     assert bars_of(rank_of(100), rank_of(100)).labels == ("recording 1", "recording 2")
     assert bars_of(rank_of(100, rank=3), rank_of(100, rank=3)).labels == ("recording 1", "recording 2")
     assert bars_of(rank_of(100, rank=3), rank_of(100, rank=0)).labels == ("rank 3", "rank 0")
 
 
-def test_one_rank_has_nothing_beside_it() -> None:
+def test_single_rank_has_no_comparison() -> None:
     assert tell_ranks([rank_of(100, rank=0)]) == ()
     assert tell_ranks([]) == ()

@@ -1,4 +1,4 @@
-"""What is offered to copy: something for every rule, commands that the command line takes, Python that is Python."""
+"""Fixes to copy: every rule has one, commands parse, and Python code compiles."""
 
 import ast
 import shlex
@@ -47,7 +47,7 @@ def finding(code: str) -> Finding:
 
 
 def read_case(command: str) -> Case:
-    """The case that the command line would make of a command."""
+    """The case that a command describes."""
     program, _, *words = shlex.split(command)
     assert program == "stepscope"
     flags: dict[str, str] = {}
@@ -113,7 +113,7 @@ def test_each_flag_fixes_its_rule() -> None:
     assert workload("SS015") == build_case({"size": "small", "batch": 8}).workload
 
 
-def test_a_model_of_one_s_own_gets_the_command_and_the_code() -> None:
+def test_own_model_gets_a_command_and_code() -> None:
     case = build_case({"model": "my_model:build", "context": 128, "device": "cuda:0"})
     command, python = advise(finding("SS003"), record_ours(product, case=case)).fixes
     assert command.text == "stepscope report --model my_model:build --context 128 --compile"
@@ -121,35 +121,35 @@ def test_a_model_of_one_s_own_gets_the_command_and_the_code() -> None:
 
 
 @pytest.mark.parametrize("settings", [{"model": "my_model.py:build"}, {"hf": "gpt2"}])
-def test_the_adamw_of_a_model_of_ones_own_is_fused_by_a_flag(settings: dict[str, Scalar]) -> None:
+def test_flag_fuses_the_adamw_of_an_own_model(settings: dict[str, Scalar]) -> None:
     profile = record_ours(product, case=build_case(settings), optimizer="adamw-torch")
     command, python = advise(finding("SS007"), profile).fixes
     assert read_case(command.text).workload == build_case({**settings, "optimizer": "adamw-fused"}).workload
     assert "fused=True" in python.text
 
 
-def test_an_optimizer_that_a_factory_brought_is_replaced_by_no_flag() -> None:
-    """`--optimizer` would be refused."""
+def test_no_flag_replaces_the_optimizer_of_a_factory() -> None:
+    """`--optimizer` would be rejected."""
     profile = record_ours(product, case=build_case({"model": "my_model:build"}), optimizer="AdamW")
     (python,) = advise(finding("SS007"), profile).fixes
     assert "fused=True" in python.text
 
 
 @pytest.mark.parametrize("settings", [{"model": "my_model:build"}, {"hf": "gpt2"}, {"size": "small"}])
-def test_the_command_for_precisions_names_no_optimizer(settings: dict[str, Scalar]) -> None:
-    """`stepscope precision` refuses it: no optimizer runs there."""
+def test_precision_command_has_no_optimizer(settings: dict[str, Scalar]) -> None:
+    """`stepscope precision` rejects it, because it runs no optimizer."""
     case = build_case({**settings, "optimizer": "sgd", "device": "cuda:0"})
     assert "--optimizer" not in command_for(Materials(name="a", profile=record_ours(product, case=case)), "precision")
 
 
-def test_without_a_flag_that_fixes_it_a_finding_has_code_only() -> None:
+def test_finding_without_a_fixing_flag_has_code_only() -> None:
     case = build_case({"model": "my_model:build", "device": "cuda:0"})
     (python,) = advise(finding("SS004"), record_ours(product, case=case)).fixes
     assert "scaled_dot_product_attention" in python.text
     assert advice_for("SS007", optimizer="adamw-fused").fixes == ()
 
 
-def test_a_kernel_s_name_is_quoted_and_a_monstrous_one_is_not_typed() -> None:
+def test_kernel_names_are_quoted_and_huge_ones_left_out() -> None:
     def longest(name: str) -> str:
         def launch(timeline: Timeline) -> None:
             timeline.launch(name, 500)
@@ -161,7 +161,7 @@ def test_a_kernel_s_name_is_quoted_and_a_monstrous_one_is_not_typed() -> None:
     assert longest("two\nlines") == "stepscope rule SS014"
 
 
-def test_remarks_follow_what_can_be_fixed() -> None:
+def test_remarks_come_after_fixes() -> None:
     remark = msgspec.structs.replace(finding("SS019"), fix="", saving_ns=10**9)
     found = (remark, finding("SS001"))
     with patch("stepscope.explain.story.run.find_once", return_value=found):
@@ -172,8 +172,8 @@ def test_remarks_follow_what_can_be_fixed() -> None:
     assert "with_stack=True" in stacks.text
 
 
-def test_the_first_advice_is_three_different_things_to_do() -> None:
-    """One flag mends SS001 and SS003: the second of them waits until other things were named."""
+def test_first_three_fixes_are_different() -> None:
+    """One flag fixes SS001 and SS003: the second one comes after other fixes."""
     found = tuple(finding(code) for code in ("SS001", "SS003", "SS004", "SS007"))
     with patch("stepscope.explain.story.run.find_once", return_value=found):
         advice = list_advice(Materials(name="a", profile=record_ours(product)))
@@ -185,24 +185,24 @@ def test_the_first_advice_is_three_different_things_to_do() -> None:
 
 
 @pytest.mark.parametrize("settings", SETTINGS.values(), ids=SETTINGS)
-def test_a_command_makes_the_workload_again(settings: dict[str, Scalar]) -> None:
+def test_command_round_trips_the_workload(settings: dict[str, Scalar]) -> None:
     workload = build_case(settings).workload
     assert read_case(write_command("report", workload)).workload == workload
 
 
-def test_arguments_of_a_factory_come_back() -> None:
+def test_command_round_trips_factory_arguments() -> None:
     workload = build_case({"model": "my_model:build", "set": {"depth": 4, "wide": True, "kind": "a b"}}).workload
     assert read_case(write_command("profile", workload)).workload == workload
 
 
-def test_the_first_gpu_needs_no_flag() -> None:
+def test_first_gpu_needs_no_flag() -> None:
     workload = build_case({"size": "small", "device": "cuda:0"}).workload
     assert write_command("report", workload) == "stepscope report --size small --context 128"
     second = msgspec.structs.replace(workload, device="cuda:1")
     assert write_command("report", second).endswith("--device cuda:1")
 
 
-def test_a_command_of_a_question_gets_the_settings_that_it_does_not_name() -> None:
+def test_command_of_a_question_gets_the_missing_settings() -> None:
     workload = build_case({"size": "small", "context": 1024, "attention": "flash", "compile": True}).workload
     ours = "--size small --context 1024 --attention flash"
     command = "stepscope profile --mode inference --out runs/i && stepscope explain RECORDING runs/i --questions"

@@ -1,4 +1,4 @@
-"""Operators under the device's limits: every point is one kind of call, and what cannot be drawn is said."""
+"""The roofline: every point is one kind of call, and notes name what is left out."""
 
 from dataclasses import replace
 
@@ -12,7 +12,7 @@ from tests.unit.recordings import ADD, BF16, FP32, GEMM_BF16, GEMM_FP32, Timelin
 
 
 def products(*sizes: int, us: float = 100, steps: int = 2, device: str = "NVIDIA H200", **manifest: object) -> Profile:
-    """Square products, one a size and step, and an addition that moves memory."""
+    """One square GEMM per size and step, and an addition that moves memory."""
     timeline = Timeline(device=device)
     for _ in range(steps):
         with timeline.step(), timeline.phase("forward"):

@@ -1,4 +1,4 @@
-"""Too many stretches become few enough to draw: nothing overlaps, no time is lost, and no name is put on another's."""
+"""Merging spans: nothing overlaps, no time is lost, and no span gets a wrong name."""
 
 import numpy as np
 from hypothesis import given
@@ -12,7 +12,7 @@ KERNELS = st.lists(
 
 
 def laid_out(kernels: list[tuple[int, int, int, int]]) -> Stretches:
-    """Gap before it, length, name and group of each, one after another."""
+    """The gap before each span, its length, name and group, in order."""
     gaps, lengths, names, groups = (np.array(column, np.int64) for column in zip(*kernels, strict=True))
     ends = np.cumsum(gaps + lengths)
     laid, hidden = lay_out(ends - lengths, ends, names, groups)
@@ -26,7 +26,7 @@ def assert_in_order(track: Stretches) -> None:
 
 
 @given(kernels=KERNELS, most=st.integers(1, 40))
-def test_blocks_keep_the_time_and_the_number(kernels: list[tuple[int, int, int, int]], most: int) -> None:
+def test_blocks_keep_time_and_count(kernels: list[tuple[int, int, int, int]], most: int) -> None:
     track = laid_out(kernels)
     (merged,), cell = fit([track], most)
     assert len(merged) <= most
@@ -55,19 +55,19 @@ def test_blocks_are_named_after_their_members(kernels: list[tuple[int, int, int,
             assert (track.lengths[members] < cell).all()
             assert (track.starts[members] // cell == start // cell).all(), "nothing is moved by more than a cell"
             most_time = max(times.values())
-            # Every member counts one more, so that marks without length have a group too.
+            # Every member counts one more, so that marks without duration have a group too.
             assert times[group] >= most_time - count
         else:
             assert length == track.lengths[members][0]
 
 
-def test_the_group_is_that_of_most_of_the_time() -> None:
+def test_group_takes_most_of_the_time() -> None:
     track = laid_out([(0, 5, 0, 0), (0, 5, 1, 0), (0, 500, 2, 1)])
     (merged,), _ = fit([track], 1)
     assert merged.groups.tolist() == [1]
 
 
-def test_marks_without_length_have_a_group_of_their_own() -> None:
+def test_marks_without_duration_have_a_group() -> None:
     track = laid_out([(10, 0, 0, 1), (1, 0, 1, 1), (1, 0, 1, 1), (200, 300, 2, 0)])
     (merged,), _ = fit([track], 2)
     assert merged.groups.tolist() == [1, 0]
@@ -75,7 +75,7 @@ def test_marks_without_length_have_a_group_of_their_own() -> None:
 
 
 @given(tracks=st.lists(KERNELS, min_size=1, max_size=4), room=st.integers(0, 30))
-def test_the_room_is_for_all_tracks_together(tracks: list[list[tuple[int, int, int, int]]], room: int) -> None:
+def test_limit_applies_to_all_tracks_together(tracks: list[list[tuple[int, int, int, int]]], room: int) -> None:
     laid = [laid_out(kernels) for kernels in tracks]
     merged, _ = fit(laid, len(tracks) + room)
     assert sum(map(len, merged)) <= len(tracks) + room
@@ -83,7 +83,7 @@ def test_the_room_is_for_all_tracks_together(tracks: list[list[tuple[int, int, i
         assert before.lengths.sum() == after.lengths.sum()
 
 
-def test_a_long_kernel_stays_as_it_is() -> None:
+def test_long_kernel_is_unchanged() -> None:
     track = laid_out([(1, 1, 0, 0)] * 50 + [(10, 1000, 1, 1)] + [(1, 1, 0, 0)] * 50)
     (merged,), _ = fit([track], 12)
     place = merged.starts.tolist().index(110)
@@ -93,7 +93,7 @@ def test_a_long_kernel_stays_as_it_is() -> None:
 @given(
     st.lists(st.tuples(st.integers(0, 100), st.integers(0, 50), st.integers(-1, 2)), min_size=1, max_size=40),
 )
-def test_kernels_side_by_side_are_cut_and_cover_the_same_time(kernels: list[tuple[int, int, int]]) -> None:
+def test_overlapping_kernels_are_clipped_and_cover_the_same_time(kernels: list[tuple[int, int, int]]) -> None:
     kernels.sort()
     starts, lengths, names = (np.array(column, np.int64) for column in zip(*kernels, strict=True))
     covered = np.zeros(200, bool)
@@ -109,7 +109,7 @@ def test_kernels_side_by_side_are_cut_and_cover_the_same_time(kernels: list[tupl
 @given(
     st.lists(st.tuples(st.integers(0, 10), st.integers(1, 9), st.integers(-1, 2)), min_size=1, max_size=40),
 )
-def test_a_run_holds_its_own_and_nothing_else(kernels: list[tuple[int, int, int]]) -> None:
+def test_merged_run_covers_only_its_own_kernels(kernels: list[tuple[int, int, int]]) -> None:
     gaps, lengths, names = (np.array(column, np.int64) for column in zip(*kernels, strict=True))
     ends = np.cumsum(gaps + lengths)
     runs = join_runs(ends - lengths, ends, names, names)

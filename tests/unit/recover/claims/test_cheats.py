@@ -223,7 +223,7 @@ def test_an_extra_gemm_in_one_layer_is_named() -> None:
 def test_a_renamed_gemm_is_detected_by_its_work() -> None:
     answer = spoil(GPT2, lambda all_: [*all_, rename(all_[28], "kernel_7f"), rename(all_[28], "kernel_7f")])
     assert first(answer)[::2] == (ClaimVerdict.REFUTED, "unclaimed work")
-    assert "tensor core work" in answer.unexplained[0].why
+    assert "uses tensor cores" in answer.unexplained[0].why
 
 
 def test_an_extra_gemm_in_the_backward_pass_is_unclaimed_work() -> None:

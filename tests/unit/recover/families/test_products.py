@@ -152,7 +152,7 @@ def test_unknown_steps_and_clusters_bound_the_tensor_work() -> None:
 
 def test_blocks_of_persistent_kernels_with_unknown_clusters() -> None:
     fact = fact_of(Seen(xmma_tf32("128x128x32"), (14, 2, 1), (600, 640, 640, 1)))
-    assert fact.admits(600, 640, 640, 1)  # 25 tiles, with clusters filled up 28
+    assert fact.admits(600, 640, 640, 1)  # 25 tiles, or 28 with full clusters
     assert not fact.admits(600, 800, 640, 1)  # 35
     assert not fact.admits(128, 256, 640, 1)
     full = fact_of(Seen(xmma_tf32("128x128x32"), (30, 4, 1), (25088, 768, 768, 1)))

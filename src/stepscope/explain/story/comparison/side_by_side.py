@@ -35,13 +35,14 @@ def put_beside(key: str, a: Materials, b: Materials, labels: Labels) -> Section:
     pair = [SECTIONS[key](one) if key != "ranks" or len(one.ranks) > 1 else None for one in (a, b)]
     known = [section for section in pair if section is not None]
     exhibits = dict.fromkeys(exhibit.key for section in known for exhibit in section.exhibits)
+    absent = [section.missing if section else () for section in pair]
     joined = [Exhibit(key=one, part=_join(one, _parts(pair, one), (a, b), labels)) for one in exhibits]
     return Section(
         key=key,
         title=known[0].title,
         lead=_join_leads(pair, labels),
         exhibits=tuple(joined),
-        missing=join_missing(*(section.missing if section else () for section in pair), labels),
+        missing=join_missing(absent[0], absent[1], labels),
     )
 
 

@@ -1,1 +1,1 @@
-"""The sections of a report, and the pictures and tables that stand in them."""
+"""The sections of a report, with their charts and tables."""

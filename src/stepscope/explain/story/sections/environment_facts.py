@@ -84,6 +84,15 @@ def _say_where(materials: Materials) -> str:
 
 
 def _rows(materials: Materials) -> Iterator[_Row]:
+    """Settings first, then the device and versions."""
+    case = find_case(materials)
+    if case is not None:
+        yield from _of_case(case, materials)
+    for row in materials.bench[:1]:
+        if row.measurement is not None:
+            yield "parameters", f"{row.measurement.parameters:,}"
+            if row.measurement.attention_kernels:
+                yield "attention kernels", ", ".join(row.measurement.attention_kernels)
     environment = find_environment(materials)
     profile = materials.profile
     if environment is not None:
@@ -92,15 +101,8 @@ def _rows(materials: Materials) -> Iterator[_Row]:
         yield from _of_hardware(profile.hardware)
     for manifest in _manifests(materials):
         yield from _of_manifest(manifest, is_ours=environment is not None)
-    case = find_case(materials)
-    if case is not None:
-        yield from _of_case(case, materials)
     for row in materials.bench[:1]:
         yield "timing started", say_started(row.started)
-        if row.measurement is not None:
-            yield "parameters", f"{row.measurement.parameters:,}"
-            if row.measurement.attention_kernels:
-                yield "attention kernels", ", ".join(row.measurement.attention_kernels)
 
 
 def _of_case(case: Case, materials: Materials) -> Iterator[_Row]:

@@ -35,7 +35,7 @@ def show_attention(materials: Materials) -> Section:
         Exhibit(key="attention-times", part=_finish(time, "Time", left_out)),
         Exhibit(key="attention-sizes", part=_finish(memory, "Memory", left_out)),
     )
-    # If no case was measured, there is nothing to draw, and the table has the reasons.
+    # Charts need a measured case; the table has the reasons if there are none.
     shown = exhibits if any(row.measurement for row in rows) else exhibits[2:3]
     return Section(key=key, title=title, lead=say_attention(rows), exhibits=shown)
 
