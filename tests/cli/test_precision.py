@@ -26,7 +26,7 @@ def kept(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_saved_result_is_the_document_and_needs_no_torch(kept: Path) -> None:
+def test_saved_result_prints_the_document_without_torch(kept: Path) -> None:
     code = (
         "import sys; sys.modules['torch'] = None;"
         "sys.argv = ['stepscope', 'precision', '--from', 'toy.json', '--format', 'json'];"
@@ -42,7 +42,7 @@ def test_saved_result_is_the_document_and_needs_no_torch(kept: Path) -> None:
 
 
 @pytest.mark.parametrize("table", ["dtypes", "errors", "underflow", "accumulation", "norm"])
-def test_each_table_is_available_as_csv(kept: Path, table: str) -> None:
+def test_each_table_prints_in_machine_formats(kept: Path, table: str) -> None:
     done = stepscope(kept, "precision", "--from", "toy.json", "--table", table, "--format", "csv")
     assert done.returncode == 0, done.stderr
     assert len(done.stdout.splitlines()) > 4
@@ -62,7 +62,7 @@ def test_saved_result_is_replaced_only_with_force(kept: Path) -> None:
     assert not list(kept.glob(".*"))
 
 
-def test_speedups_of_bench_are_shown_with_errors(tmp_path: Path) -> None:
+def test_bench_speeds_are_shown_next_to_the_errors(tmp_path: Path) -> None:
     timing = ["--warmup", "0", "--steps", "2", "--precision", "fp32,bf16"]
     assert stepscope(tmp_path, "bench", *SMALL, *timing).returncode == 0
     results = "runs/bench/results.jsonl"
@@ -96,7 +96,7 @@ def test_speedups_of_bench_are_shown_with_errors(tmp_path: Path) -> None:
         (["--from", "missing.json", "--out", "b.json"], ["`--out` cannot be used with `--from`"]),
     ],
 )
-def test_invalid_arguments_are_rejected(tmp_path: Path, arguments: list[str], said: list[str]) -> None:
+def test_impossible_requests_are_rejected(tmp_path: Path, arguments: list[str], said: list[str]) -> None:
     done = stepscope(tmp_path, "precision", *arguments)
     assert done.returncode == 2, done.stdout + done.stderr
     for part in said:
