@@ -56,11 +56,12 @@ aot: setup ## compile every kernel for other GPUs, and check spills, shared memo
 		"$(oldest)/bin/python" -m pip install --quiet triton==3.6.0; } || { rm -rf "$(oldest)"; exit 1; }
 	"$(oldest)/bin/python" tools/aot.py $(ARGS)
 
-check: setup ## check formatting, lint, types and import layers
+check: setup ## check formatting, lint, types, import directions and wording
 	"$(bin)/python" -m ruff format --check .
 	"$(bin)/python" -m ruff check .
 	"$(bin)/python" -m mypy
 	"$(bin)/python" -c "from importlinter.cli import lint_imports_command as check; check()"
+	"$(bin)/python" tools/voice.py --check
 
 # A dead link or a missing anchor is a warning, and -W makes it an error.
 docs: setup ## build the documentation as a website: build/docs/index.html

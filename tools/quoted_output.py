@@ -1,7 +1,8 @@
 """Fills in the tables that docs/worked-example.md quotes from commands: `python tools/quoted_output.py`.
 
-A quote follows the fence with its command, between `<!-- output N -->` and `<!-- end of output -->`. N is the number in
-a table's title, or the table's position where titles have no numbers. A test checks that the page is up to date.
+A quote follows the fence with its command, between `<!-- output N -->` and `<!-- end of output -->`; with `table N` it
+has no notes. N is the number in a table's title, or the table's position where titles have no numbers. A test checks
+that the page is up to date.
 """
 
 import re
@@ -15,23 +16,25 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs/worked-example.md"
 _QUOTE = re.compile(
-    r"(?P<head>```sh\n(?P<command>[^\n]+)\n```\n\n<!-- output (?P<number>\d+) -->\n).*?(?P<end><!-- end of output -->)",
+    r"(?P<head>```sh\n(?P<command>[^\n]+)\n```\n\n<!-- (?P<what>output|table) (?P<number>\d+) -->\n)"
+    r".*?(?P<end><!-- end of output -->)",
     re.DOTALL,
 )
 
 
 def fill_in(page: str) -> str:
     """Return the page with every quote replaced by what its command prints now."""
-    return _QUOTE.sub(
-        lambda quote: f"{quote['head']}\n{_pick(quote['command'], quote['number'])}\n\n{quote['end']}", page
-    )
+    return _QUOTE.sub(_update, page)
 
 
-def _pick(command: str, number: str) -> str:
-    tables = re.split(r"^(?=\*\*)", _run(command), flags=re.MULTILINE)[1:]
-    numbered = [table for table in tables if table.startswith(f"**{number}. ")]
-    table = numbered[0].replace(f"**{number}. ", "**", 1) if numbered else tables[int(number) - 1]
-    return table.strip()
+def _update(quote: re.Match[str]) -> str:
+    tables = re.split(r"^(?=\*\*)", _run(quote["command"]), flags=re.MULTILINE)[1:]
+    number = f"**{quote['number']}. "
+    numbered = [table for table in tables if table.startswith(number)]
+    table = numbered[0].replace(number, "**", 1) if numbered else tables[int(quote["number"]) - 1]
+    if quote["what"] == "table":
+        table = table.partition("\n\n- ")[0]
+    return f"{quote['head']}\n{table.strip()}\n\n{quote['end']}"
 
 
 @cache

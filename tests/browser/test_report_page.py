@@ -2,6 +2,7 @@
 a name. Screenshots are saved to the directory in STEPSCOPE_SCREENSHOTS."""
 
 import os
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -10,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import pytest
 
-from stepscope.findings import Breakdown, Exhibit, Report, Section
+from stepscope.findings import Advice, Breakdown, Copyable, Exhibit, Finding, Report, Section
 from stepscope.render.site import write_site
 from tests.browser.conftest import OpenFile, wait_for_frame
 from tests.unit.render.report_parts import WALL_NS, break_down, categories_table, kernels_of_step
@@ -86,6 +87,13 @@ def test_every_chart_is_drawn_in_both_themes_at_three_widths(
     target.unlink(missing_ok=True)
     page.screenshot(path=target, full_page=True)
     assert target.stat().st_size > 50_000
+
+
+def test_remark_with_long_code_fits_a_narrow_window(open_page: Open) -> None:
+    remark = Finding(code="SS019", title="t", evidence="e", action="a")
+    fix = Copyable(label="", text="with a_context_manager_that_has_a_long_name(with_stack=True) as it:\n    step()")
+    advice = (Advice(finding=remark, fixes=(fix,)),)
+    check_drawn(open_page(msgspec.structs.replace(one_run(), advice=advice), width=360), 360)
 
 
 @pytest.mark.parametrize("sample", [partial, empty])
@@ -299,10 +307,10 @@ def test_bars_are_walked_and_chosen_by_keys(open_page: Open) -> None:
 def test_two_runs_show_their_difference(open_page: Open) -> None:
     page = open_page(two_runs(), width=1440)
     show(page, "figure.breakdown")
-    assert page.inner_text(".told").startswith("A 8.03 ms, B ")
+    assert re.fullmatch(r"A 8.03 ms of 141.6 ms, B [\d.]+ ms of 60.9 ms: all kernels", page.inner_text(".told"))
     assert page.locator(".wall").count() == 2
     headers = [header.split("\n")[0].strip(" ↓") for header in page.locator(".kernels th").all_inner_texts()]
-    assert headers == ["kernel", "A ms", "B ms", "B − A ms", "A count", "B count"]
+    assert headers == ["kernel", "A ms", "B ms", "change ms", "A count", "B count"]
     differences = page.locator(".kernels td.difference").all_inner_texts()
     sizes = [abs(float(text.replace("−", "-").replace("+", ""))) for text in differences]
     assert sizes == sorted(sizes, reverse=True)

@@ -30,7 +30,7 @@ def test_grid_with_failing_cases_completes_and_resumes(tmp_path: Path) -> None:
     assert "predicted" in first.stdout
     assert "next: stepscope attention --from runs/attention/results.jsonl --plot attention.png" in first.stderr
     wider = stepscope(tmp_path, *command, "--implementation", "naive,sdpa,tiled,triton")
-    assert "6 of 8 cases are done already" in wider.stderr
+    assert "6 of 8 cases are already done" in wider.stderr
     assert len(rows(tmp_path, OUT)) == 8
     _check_what_is_shown(tmp_path)
 

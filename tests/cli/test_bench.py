@@ -59,7 +59,7 @@ def test_grid_gives_a_row_per_case_and_resumes_without_rerunning(tmp_path: Path)
     assert "vs fp32" in first.stdout
     assert [r["status"] for r in rows(tmp_path)] == ["ok"] * 4
     again = stepscope(tmp_path, *command)
-    assert "4 of 4 cases are done already" in again.stderr
+    assert "4 of 4 cases are already done" in again.stderr
     assert again.stdout == first.stdout
     assert len(rows(tmp_path)) == 4
     fresh = stepscope(tmp_path, *command, "--fresh", "--context", "8", "--precision", "fp32")
@@ -262,7 +262,7 @@ def test_factory_that_never_builds_is_rejected_despite_other_results(tmp_path: P
         (["--hf", "gone/config.json"], ["not found: `gone/config.json`"]),
         (["--device", "cuda:7"], ["device not found: `cuda:7`", "hint: stepscope doctor"]),
         (["--config", "none.toml"], ["settings file: `none.toml`"]),
-        (["--out", "mine.py/x"], ["cannot write to", "hint: stepscope bench --out FOLDER"]),
+        (["--out", "mine.py/x"], ["cannot write to", "hint: stepscope bench --out DIR"]),
         (["--out", "old"], ["not a results file of this version", "stepscope.bench/0"]),
         (["--from", "nowhere.jsonl"], ["cannot read the results file: `nowhere.jsonl`"]),
         (["--plot", "chart.gif"], ["chart.gif", ".png"]),
@@ -271,9 +271,12 @@ def test_factory_that_never_builds_is_rejected_despite_other_results(tmp_path: P
         (["--seed", "99999999999999999999"], ["seed", "out of range"]),
         (["--batch", "99999999999999999999"], ["batch", "too large"]),
         (["--device", "cuda:99999999999"], ["unknown device"]),
-        (["--plot", ""], ["cannot be written", "--plot figure.png"]),
+        (["--plot", ""], ["unsupported figure format", "--plot figure.png"]),
         (["--out", "x" * 300], ["cannot write to", "too long"]),
-        (["--from", "mine.py"], ["not a results file of this version: `mine.py`", "stepscope bench --out"]),
+        (
+            ["--from", "mine.py"],
+            ["not a results file of this version of stepscope: `mine.py`", "stepscope bench --out"],
+        ),
         (["--config", "deep.toml"], ["not a valid TOML file"]),
         (["--model", "mine:build", "--set", "batch=7"], ["`--set batch`", "hint: --batch 7"]),
         (["--model", "endless:build", "--timeout", "8"], ["timed out after 8 s while importing `endless:build`"]),

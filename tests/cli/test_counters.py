@@ -12,7 +12,10 @@ from tests.unit.ncu_files import COUNTED, StandIn
     ("arguments", "said"),
     [
         (["--counters"], ["`ncu` is not on the PATH", "hint: stepscope doctor"]),
-        (["--counters", "--size", "medium"], ["`24` layers are too many", "0.2 to 0.5 s a kernel", "--num-layers 2"]),
+        (
+            ["--counters", "--size", "medium"],
+            ["too many layers to count: `24`", "0.2 to 0.5 s a kernel", "--num-layers 2"],
+        ),
         (["--counters", "--nsys"], ["`--nsys` and `--counters` are mutually exclusive"]),
         (["--counters", "--annotate", "a:b"], ["`--annotate` cannot be used with `--counters`"]),
         (["--kernel-class", "GEMM"], ["`--kernel-class` requires `--counters`"]),

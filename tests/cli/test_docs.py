@@ -53,7 +53,7 @@ def commands(page: Path) -> list[str]:
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 @pytest.mark.timeout(600)
-def test_commands_of_a_page_run(page: Path, tmp_path: Path) -> None:
+def test_commands_of_a_docs_page_run(page: Path, tmp_path: Path) -> None:
     shutil.copytree(ROOT / "docs/examples", tmp_path / "docs/examples")
     (tmp_path / "cs336_basics").mkdir()
     (tmp_path / "cs336_basics/model.py").write_text(COURSE_MODEL)

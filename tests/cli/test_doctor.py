@@ -6,7 +6,7 @@ from pathlib import Path
 from tests.cli.command import stepscope
 
 
-def test_every_line_has_a_verdict_and_what_is_not_fine_has_advice(tmp_path: Path) -> None:
+def test_every_line_has_a_verdict_and_problems_have_advice(tmp_path: Path) -> None:
     done = stepscope(tmp_path, "doctor", "--format", "json")
     checks = {row["subject"]: row for row in json.loads(done.stdout)["rows"]}
     assert {"python", "cpu", "memory", "torch", "triton", "cuda", "nsys", "ncu", "counters"} <= set(checks)

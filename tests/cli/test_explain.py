@@ -69,7 +69,7 @@ def test_findings_and_questions_print_in_every_format(
     assert done.stdout.strip()
 
 
-def test_several_ranks_stand_beside_each_other(tmp_path: Path, trace: Path) -> None:
+def test_several_ranks_are_shown_side_by_side(tmp_path: Path, trace: Path) -> None:
     second = write_trace(tmp_path / "rank1.json", training_step(), properties=', "distributedInfo": {"rank": 1}')
     found = document(tmp_path, trace.name, second.name)
     assert [one["rank"] for one in found["files"]] == [None, 1]
@@ -112,7 +112,7 @@ def test_perfetto_gets_a_trace_with_our_names_on_it(tmp_path: Path, trace: Path)
     ],
     ids=["empty", "brace", "brackets", "gzip", "sqlite", "pickle", "words", "deep"],
 )
-def test_bad_input_is_exit_2_with_a_sentence(tmp_path: Path, content: bytes) -> None:
+def test_bad_input_exits_with_2_and_a_message(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "bad").write_bytes(content)
     done = stepscope(tmp_path, "explain", "bad")
     assert done.returncode == 2
@@ -121,20 +121,20 @@ def test_bad_input_is_exit_2_with_a_sentence(tmp_path: Path, content: bytes) -> 
     assert "Traceback" not in done.stderr
 
 
-def test_a_file_that_is_not_there_is_exit_2(tmp_path: Path) -> None:
+def test_missing_file_exits_with_2(tmp_path: Path) -> None:
     done = stepscope(tmp_path, "explain", "gone.json")
     assert (done.returncode, done.stdout) == (2, "")
     assert "not found" in done.stderr
 
 
-def test_somebody_elses_sqlite_is_exit_2(tmp_path: Path) -> None:
+def test_foreign_sqlite_file_exits_with_2(tmp_path: Path) -> None:
     with sqlite3.connect(tmp_path / "x.sqlite") as database:
         database.execute("create table t (a)")
     database.close()
     assert stepscope(tmp_path, "explain", "x.sqlite").returncode == 2
 
 
-def test_hostile_names_are_text(tmp_path: Path) -> None:
+def test_hostile_names_are_printed_as_text(tmp_path: Path) -> None:
     evil = "\x1b[31mred\x1b[0m [bold]x[/bold] <script>\u202e \x07" + "A" * 500_000
     events = [event("user_annotation", evil, "0.000", "50.000"), kernel(evil, "10.000", "5.000", 1)]
     write_trace(tmp_path / "evil.json", events)
@@ -167,7 +167,7 @@ def test_force_replaces_recordings_and_nothing_else(tmp_path: Path, trace: Path)
     assert document(tmp_path, trace.name)["gpu_time_ns"]
 
 
-def test_bounded_gives_the_same_and_refuses_the_same(tmp_path: Path, trace: Path) -> None:
+def test_bounded_matches_the_whole_trace(tmp_path: Path, trace: Path) -> None:
     whole, bounded = document(tmp_path, trace.name), document(tmp_path, trace.name, "--bounded")
     for key in ("gpu_time_ns", "wall_ns", "classes", "phases", "modules", "kernels", "devices"):
         assert bounded[key] == whole[key], key

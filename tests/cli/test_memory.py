@@ -24,7 +24,7 @@ DOCUMENT += ["phases", "steps", "saved_bytes", "num_allocations"]
 
 @pytest.fixture(scope="module")
 def recorded(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, "subprocess.CompletedProcess[str]"]:
-    """A folder with one case in it, recorded once for all tests, and what was said."""
+    """A directory with one case, recorded once for all tests, and the output of the command."""
     folder = tmp_path_factory.mktemp("one")
     done = stepscope(folder, "memory", *TINY, "--plot", "memory.html")
     assert done.returncode == 0, done.stderr
@@ -53,7 +53,7 @@ def document(folder: Path, *arguments: str) -> dict[str, Any]:
     return found
 
 
-def test_the_page_says_the_peak_and_the_next_command(
+def test_page_has_the_peak_and_the_next_command(
     recorded: tuple[Path, "subprocess.CompletedProcess[str]"],
 ) -> None:
     folder, done = recorded
@@ -68,11 +68,11 @@ def test_the_page_says_the_peak_and_the_next_command(
     assert [r["status"] for r in rows(folder, "runs/memory")] == ["ok"]
 
 
-def test_the_document_is_the_same_from_every_side(recorded: tuple[Path, "subprocess.CompletedProcess[str]"]) -> None:
+def test_document_is_the_same_from_run_and_file(recorded: tuple[Path, "subprocess.CompletedProcess[str]"]) -> None:
     """Of the run, of its recording, and of the snapshot that it keeps, which other viewers read too."""
     folder, _ = recorded
     again = stepscope(folder, "memory", *TINY, "--format", "json")
-    assert "1 of 1 cases are done already" in again.stderr
+    assert "1 of 1 cases are already done" in again.stderr
     assert len(rows(folder, "runs/memory")) == 1
     ours = json.loads(again.stdout)
     assert ours["schema"] == "stepscope.memory-summary/1"
@@ -89,7 +89,7 @@ def test_the_document_is_the_same_from_every_side(recorded: tuple[Path, "subproc
 @pytest.mark.parametrize(
     "part", ["categories", "phases", "steps", "modules", "layers", "largest", "freed", "leaks", "saved"]
 )
-def test_every_part_stands_alone(recorded: tuple[Path, "subprocess.CompletedProcess[str]"], part: str) -> None:
+def test_every_table_can_be_printed_alone(recorded: tuple[Path, "subprocess.CompletedProcess[str]"], part: str) -> None:
     folder, _ = recorded
     done = stepscope(folder, "memory", "--from", RESULTS, "--table", part, "--format", "csv")
     assert done.returncode == 0, done.stderr
@@ -106,14 +106,14 @@ def test_questions_are_answered_from_a_row(
     folder, _ = recorded
     done = stepscope(folder, "memory", "--from", RESULTS, "--questions", "--detail", "--format", format_)
     assert done.returncode == 0, done.stderr
-    assert "When is most memory allocated" in done.stdout
+    assert "When does memory peak" in done.stdout
 
 
-def test_pictures_are_drawn_again_and_a_foreign_file_not_overwritten_unless_forced(
+def test_plots_are_redrawn_and_foreign_files_need_force(
     recorded: tuple[Path, "subprocess.CompletedProcess[str]"],
 ) -> None:
     folder, done = recorded
-    assert "picture: memory.html" in done.stderr
+    assert "chart: memory.html" in done.stderr
     page = (folder / "memory.html").read_text()
     assert "<html" in page
     assert "activations" in page
@@ -162,7 +162,7 @@ def test_a_grid_is_a_table_of_peaks_and_what_does_not_fit_is_a_row(
         (["--table", "saved"], "--table saved --compile no,yes"),
     ],
 )
-def test_what_is_of_one_case_is_refused_for_several(
+def test_single_case_views_are_rejected_for_a_grid(
     grid: tuple[Path, "subprocess.CompletedProcess[str]"], arguments: list[str], said: str
 ) -> None:
     done = stepscope(grid[0], "memory", "--from", RESULTS, *arguments)
@@ -171,7 +171,7 @@ def test_what_is_of_one_case_is_refused_for_several(
 
 
 @pytest.mark.parametrize("view", [[], ["--questions"], ["--table", "phases"]])
-def test_an_only_case_that_failed_is_shown_as_bench_shows_it(tmp_path: Path, view: list[str]) -> None:
+def test_single_failed_case_is_shown_as_in_bench(tmp_path: Path, view: list[str]) -> None:
     (tmp_path / "mine.py").write_text(
         "import torch\n"
         "class Broken(torch.nn.Linear):\n"
@@ -188,7 +188,7 @@ def test_an_only_case_that_failed_is_shown_as_bench_shows_it(tmp_path: Path, vie
     )
 
 
-def test_a_study_compares_ways_to_recompute(tmp_path: Path) -> None:
+def test_checkpoint_study_compares_strategies(tmp_path: Path) -> None:
     done = stepscope(tmp_path, "memory", *TINY, "--checkpoint-study", "--format", "csv")
     assert done.returncode == 0, done.stderr
     found = list(csv.DictReader(done.stdout.splitlines()))
@@ -200,7 +200,7 @@ def test_a_study_compares_ways_to_recompute(tmp_path: Path) -> None:
     assert all(float(one["step_ms"]) > 0 for one in found)
 
 
-def test_a_recording_that_is_gone_is_said(
+def test_missing_recording_is_reported(
     tmp_path: Path, recorded: tuple[Path, "subprocess.CompletedProcess[str]"]
 ) -> None:
     shutil.copy(recorded[0] / RESULTS, tmp_path / "results.jsonl")
@@ -209,7 +209,7 @@ def test_a_recording_that_is_gone_is_said(
     assert "the recording of this case is missing" in done.stderr
 
 
-def test_an_interrupt_keeps_what_is_done(tmp_path: Path) -> None:
+def test_interrupt_keeps_finished_cases(tmp_path: Path) -> None:
     sweep = start(tmp_path, "memory", *TINY, "--batch", "1,2,3,4,5,6,7,8")
     wait_until(lambda: bool(rows(tmp_path, "runs/memory")))
     assert kill(sweep, signal.SIGINT) == 130
@@ -231,8 +231,8 @@ def test_an_interrupt_keeps_what_is_done(tmp_path: Path) -> None:
         (["--detail", "200%"], ["`--detail 200%`", "hint: --detail 10%"]),
         (["--questions", "--batch", "2,4"], ["`--questions` needs a single case; got several"]),
         (["--table", "phases", "--checkpoint-study"], ["`--table phases` needs a single case; got several"]),
-        (["--checkpoint-study", "--checkpoint", "2"], ["chooses --checkpoint itself"]),
-        (["--checkpoint-study", "--batch", "2,4"], ["`--checkpoint-study` is of one workload"]),
+        (["--checkpoint-study", "--checkpoint", "2"], ["sets --checkpoint itself"]),
+        (["--checkpoint-study", "--batch", "2,4"], ["`--checkpoint-study` takes a single workload"]),
         (["--plot", "memory.gif"], ["memory.gif", ".png"]),
         (["--plot", "none/memory.png"], ["not found: `none`"]),
         (["--by", "colour"], ["colour", "category"]),
@@ -252,9 +252,7 @@ def test_bad_input_is_refused_before_anything_runs(tmp_path: Path, arguments: li
 
 
 @pytest.mark.parametrize("step", ["99", "0"])
-def test_a_step_that_is_not_there_is_no_picture(
-    recorded: tuple[Path, "subprocess.CompletedProcess[str]"], step: str
-) -> None:
+def test_unknown_step_draws_nothing(recorded: tuple[Path, "subprocess.CompletedProcess[str]"], step: str) -> None:
     folder, _ = recorded
     done = stepscope(folder, "memory", "--from", RESULTS, "--plot", "step.png", "--step", step)
     assert done.returncode == 2
@@ -263,7 +261,7 @@ def test_a_step_that_is_not_there_is_no_picture(
     assert not (folder / "step.png").exists()
 
 
-def test_a_word_is_no_step(tmp_path: Path) -> None:
+def test_step_must_be_a_number_last_or_all(tmp_path: Path) -> None:
     done = stepscope(tmp_path, "memory", "--plot", "step.png", "--step", "first")
     assert done.returncode == 2
     assert "`--step first`" in done.stderr
@@ -288,12 +286,12 @@ def foreign() -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("name", ["snapshot.pickle", "snapshot.pickle.gz", "no_ending"])
-def test_a_foreign_snapshot_is_known_by_its_content(tmp_path: Path, name: str) -> None:
+def test_foreign_snapshot_is_detected_by_content(tmp_path: Path, name: str) -> None:
     write(foreign(), tmp_path / name, zipped=name.endswith("gz"))
     assert document(tmp_path, "explain", name)["peak_bytes"] == 8 * MIB
 
 
-def test_a_foreign_snapshot_is_shown_drawn_and_kept(tmp_path: Path) -> None:
+def test_foreign_snapshot_is_shown_plotted_and_saved(tmp_path: Path) -> None:
     name = write(foreign(), tmp_path / "theirs.pickle").name
     page = stepscope(tmp_path, "explain", name)
     assert page.returncode == 0, page.stderr
@@ -320,7 +318,9 @@ def test_a_foreign_snapshot_is_shown_drawn_and_kept(tmp_path: Path) -> None:
         (b"nothing at all", ["not a pickle, or damaged"]),
     ],
 )
-def test_a_pickle_that_is_no_snapshot_is_refused_and_never_run(tmp_path: Path, content: bytes, said: list[str]) -> None:
+def test_pickle_that_is_not_a_snapshot_is_rejected_and_never_run(
+    tmp_path: Path, content: bytes, said: list[str]
+) -> None:
     (tmp_path / "theirs.pickle").write_bytes(content)
     done = stepscope(tmp_path, "explain", "theirs.pickle")
     assert done.returncode == 2, done.stdout
@@ -334,9 +334,9 @@ def test_a_pickle_that_is_no_snapshot_is_refused_and_never_run(tmp_path: Path, c
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["--table", "kernels"], "a recording of memory has no `kernels`"),
+        (["--table", "kernels"], "has no table `kernels`"),
         (["--perfetto", "x.json"], "`--perfetto` needs a trace"),
-        (["--table", "saved"], "does not say what autograd keeps"),
+        (["--table", "saved"], "no saved activations"),
         (["--plot", "x.png", "--step", "2"], "no step markers"),
         (["--detail", "200%"], "`--detail 200%`"),
         (["--questions", "--table", "phases"], "mutually exclusive"),
@@ -344,7 +344,7 @@ def test_a_pickle_that_is_no_snapshot_is_refused_and_never_run(tmp_path: Path, c
         (["theirs.pickle"], "cannot be combined"),
     ],
 )
-def test_what_a_snapshot_cannot_answer_is_said(tmp_path: Path, arguments: list[str], said: str) -> None:
+def test_unsupported_views_of_a_snapshot_are_rejected(tmp_path: Path, arguments: list[str], said: str) -> None:
     write(foreign(), tmp_path / "theirs.pickle")
     done = stepscope(tmp_path, "explain", "theirs.pickle", *arguments)
     assert done.returncode == 2, done.stdout

@@ -16,17 +16,17 @@ SMALL += ["--batch", "1", "--context", "8", "--device", "cpu"]
 
 @pytest.fixture(scope="module")
 def kept(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a result in `toy.json`."""
+    """A directory with a result in `toy.json`."""
     folder = tmp_path_factory.mktemp("precision")
     done = stepscope(folder, "precision", *TOY, "--out", "toy.json")
     assert done.returncode == 0, done.stderr
     assert "next: stepscope precision --from toy.json" in done.stderr
-    for part in ("`layer_norm` is on CUDA's fp32 list", "9.9531", "Gradients that vanish", "all gradients", "rsqrt"):
+    for part in ("`layer_norm` is on CUDA's fp32 list", "9.9531", "Gradient underflow", "all gradients", "rsqrt"):
         assert part in done.stdout
     return folder
 
 
-def test_a_kept_result_is_the_document_and_needs_no_torch(kept: Path) -> None:
+def test_saved_result_is_the_document_and_needs_no_torch(kept: Path) -> None:
     code = (
         "import sys; sys.modules['torch'] = None;"
         "sys.argv = ['stepscope', 'precision', '--from', 'toy.json', '--format', 'json'];"
@@ -42,13 +42,13 @@ def test_a_kept_result_is_the_document_and_needs_no_torch(kept: Path) -> None:
 
 
 @pytest.mark.parametrize("table", ["dtypes", "errors", "underflow", "accumulation", "norm"])
-def test_each_table_alone_in_a_program_s_format(kept: Path, table: str) -> None:
+def test_each_table_is_available_as_csv(kept: Path, table: str) -> None:
     done = stepscope(kept, "precision", "--from", "toy.json", "--table", table, "--format", "csv")
     assert done.returncode == 0, done.stderr
     assert len(done.stdout.splitlines()) > 4
 
 
-def test_a_kept_result_is_replaced_only_by_force(kept: Path) -> None:
+def test_saved_result_is_replaced_only_with_force(kept: Path) -> None:
     before = (kept / "toy.json").read_bytes()
     refused = stepscope(kept, "precision", *TOY, "--set", "loss=mean", "--out", "toy.json")
     assert refused.returncode == 2
@@ -62,7 +62,7 @@ def test_a_kept_result_is_replaced_only_by_force(kept: Path) -> None:
     assert not list(kept.glob(".*"))
 
 
-def test_speeds_of_bench_stand_beside_the_errors(tmp_path: Path) -> None:
+def test_speedups_of_bench_are_shown_with_errors(tmp_path: Path) -> None:
     timing = ["--warmup", "0", "--steps", "2", "--precision", "fp32,bf16"]
     assert stepscope(tmp_path, "bench", *SMALL, *timing).returncode == 0
     results = "runs/bench/results.jsonl"
@@ -81,7 +81,7 @@ def test_speeds_of_bench_stand_beside_the_errors(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        ([*TOY, "--precision", "tf32"], ["precision `tf32` on device `cpu`", "hint:"]),
+        ([*TOY, "--precision", "tf32"], ["`tf32` is unsupported on device `cpu`", "hint:"]),
         ([*TOY, "--precision", "fp8"], ["unknown precision: `fp8`"]),
         ([*TOY, "--batch", "1,2"], ["one case to record, got 2"]),
         ([*TOY, "--set", "loss=meen"], ["unknown loss: `meen`", "hint: --set loss=mean"]),
@@ -96,7 +96,7 @@ def test_speeds_of_bench_stand_beside_the_errors(tmp_path: Path) -> None:
         (["--from", "missing.json", "--out", "b.json"], ["`--out` cannot be used with `--from`"]),
     ],
 )
-def test_what_cannot_be_is_refused_in_a_sentence(tmp_path: Path, arguments: list[str], said: list[str]) -> None:
+def test_invalid_arguments_are_rejected(tmp_path: Path, arguments: list[str], said: list[str]) -> None:
     done = stepscope(tmp_path, "precision", *arguments)
     assert done.returncode == 2, done.stdout + done.stderr
     for part in said:

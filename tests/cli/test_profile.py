@@ -48,7 +48,7 @@ def left(folder: Path) -> set[str]:
     return {path.name for path in folder.iterdir()} - {"mine.py", "__pycache__", "stderr.txt"}
 
 
-def test_a_recording_says_what_ran_where_and_at_what_price(tmp_path: Path) -> None:
+def test_recording_has_workload_device_and_overhead(tmp_path: Path) -> None:
     done = stepscope(tmp_path, "profile", *TINY, "--context", "8", "--record-steps", "2", "--format", "json")
     assert done.returncode == 0, done.stderr
     assert "next: stepscope explain runs/profile" in done.stderr
@@ -83,13 +83,13 @@ def test_a_recording_says_what_ran_where_and_at_what_price(tmp_path: Path) -> No
     assert modules.null_count() < 0.05 * modules.len()
 
 
-def test_a_recording_is_replaced_only_by_force_and_nothing_else_ever_is(folder: Path) -> None:
+def test_only_recordings_are_replaced_and_only_with_force(folder: Path) -> None:
     model = ["profile", "--model", "mine:build", "--device", "cpu", "--steps", "1", "--warmup", "0"]
     assert stepscope(folder, *model, "--annotate", "mine:scale", "--out", "a").returncode == 0
     assert "function:scale" in set(load(folder / "a").ranges["name"])
     refused = stepscope(folder, "profile", "--model", "mine:dies", "--out", "a")
     assert refused.returncode == 2
-    assert "`a` exists" in refused.stderr
+    assert "`a` already exists" in refused.stderr
     assert "function:scale" in set(load(folder / "a").ranges["name"])
     assert stepscope(folder, *model, "--out", "a", "--force").returncode == 0
     assert "function:scale" not in set(load(folder / "a").ranges["name"])
@@ -112,7 +112,7 @@ def test_a_recording_is_replaced_only_by_force_and_nothing_else_ever_is(folder: 
         (["--model", "mine:dies"], ["nothing was recorded: crash", "SIGABRT while building"]),
     ],
 )
-def test_what_fails_says_why_and_leaves_nothing(folder: Path, arguments: list[str], said: list[str]) -> None:
+def test_failures_have_a_reason_and_leave_nothing(folder: Path, arguments: list[str], said: list[str]) -> None:
     done = stepscope(folder, "profile", "--device", "cpu", *arguments)
     assert done.returncode == 2, done.stderr
     for part in said:
@@ -122,7 +122,7 @@ def test_what_fails_says_why_and_leaves_nothing(folder: Path, arguments: list[st
     assert left(folder) == set()
 
 
-def test_an_interrupt_leaves_nothing_and_nobody(folder: Path, monkeypatch: Any) -> None:
+def test_interrupt_leaves_no_files_and_no_processes(folder: Path, monkeypatch: Any) -> None:
     (folder / "tmp").mkdir()
     monkeypatch.setenv("TMPDIR", str(folder / "tmp"))
     process = start(folder, "profile", "--model", "mine:hangs", "--device", "cpu")

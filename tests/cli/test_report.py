@@ -131,7 +131,7 @@ def test_same_command_resumes_after_a_kill_and_ctrl_c(tmp_path: Path) -> None:
     )
     page = (tmp_path / "report.html").read_text()
     assert "the report was interrupted" in page
-    assert "not done yet" not in page
+    assert "not finished when" not in page
     assert is_ours(tmp_path / "report.html")
     wait_until_gone(tmp_path)
     assert {path.name for path in tmp_path.iterdir()} == {"report.html", "data", "stderr.txt"}

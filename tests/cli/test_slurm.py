@@ -99,7 +99,7 @@ def test_array_job_resumes_a_local_run(tmp_path: Path) -> None:
     assert sorted(row["case"]["workload"]["context"] for row in rows(tmp_path)) == [8, 16, 24]
     assert rows(tmp_path)[-1]["command"] == " ".join(["stepscope", *command])
     again = stepscope(tmp_path, *command)
-    assert "3 of 3 cases are done already" in again.stderr
+    assert "3 of 3 cases are already done" in again.stderr
     assert "submitted" not in again.stderr
     assert again.stdout == done.stdout
 
@@ -116,7 +116,7 @@ def test_requeued_job_and_interrupted_command_resume(tmp_path: Path) -> None:
     assert kill(waiting, signal.SIGINT) == 130
     said = (tmp_path / "stderr.txt").read_text()
     number = _manifest(tmp_path)["job_id"]
-    assert f"interrupted: job {number} goes on" in said
+    assert f"interrupted: job {number} keeps running" in said
     assert f"scancel {number}" in said
     first = (tmp_path / "runs/bench/results.jsonl").read_text()
 
@@ -151,7 +151,7 @@ def test_earlier_jobs_are_awaited_and_a_cancelled_one_is_named_with_its_log(tmp_
     assert f"job {number}_1 is no longer known to Slurm" in said
     assert f"job {number}_0 ended with state CANCELLED" in said
     assert f"log: {tmp_path}/runs/bench/slurm/1/{number}_0_0_log.out (there is none" in said
-    assert "the same command submits the rest" in said
+    assert "run the same command again to submit the rest" in said
     rest = stepscope(tmp_path, *command, *NEVER, "--no-wait")
     assert f"submitted: job {_manifest(tmp_path, 2)['job_id']}" in rest.stderr
 

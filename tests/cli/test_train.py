@@ -91,8 +91,8 @@ def test_a_rank_that_hangs_is_named_within_the_timeout(tmp_path: Path) -> None:
     os.kill(processes[0], signal.SIGSTOP)
     assert run.wait(PATIENCE_S) == 2
     said = (tmp_path / "stderr.txt").read_text()
-    assert "rank 1 could not finish" in said
-    assert "rank 0 is halted" in said
+    assert "rank 1 could not complete" in said
+    assert "rank 0 is stopped" in said
     assert not any(Path(f"/proc/{process}").exists() for process in processes)
 
 
@@ -105,7 +105,7 @@ def test_ctrl_c_leaves_no_rank_and_the_last_checkpoint(tmp_path: Path) -> None:
     assert "another training run is writing to `runs/train`" in second.stderr
     run.send_signal(signal.SIGINT)
     assert run.wait(PATIENCE_S) == 130
-    assert "goes on from the last checkpoint" in (tmp_path / "stderr.txt").read_text()
+    assert "resume from the last checkpoint" in (tmp_path / "stderr.txt").read_text()
     assert not any(Path(f"/proc/{process}").exists() for process in processes)
     assert list((tmp_path / "runs/train/checkpoints").glob("*.json"))
 

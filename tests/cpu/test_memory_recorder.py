@@ -38,6 +38,17 @@ def record(case: Case, folder: Path) -> MemoryProfile:
     return make_memory_profile(memory.read(folder / SNAPSHOT_NAME))
 
 
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> MemoryProfile:
+    """A recording that several tests read: it takes longer than they do."""
+    return record(tiny(), tmp_path_factory.mktemp("trained"))
+
+
+@pytest.fixture(scope="module")
+def mixed(tmp_path_factory: pytest.TempPathFactory) -> MemoryProfile:
+    return record(tiny(precision="bf16"), tmp_path_factory.mktemp("mixed"))
+
+
 class LiveStorages(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """The sum of all live storages after every operator, recomputed from scratch."""
 
@@ -99,19 +110,17 @@ def test_timeline_is_the_sum_of_live_storages_at_every_operator(
     assert profile.peak_bytes - max(totals) < 64 * NUMBER_BYTES
 
 
-def test_categories_add_up_after_every_event(tmp_path: Path) -> None:
-    profile = record(tiny(precision="bf16"), tmp_path)
-    for event in range(-1, profile.num_events):
-        assert sum(size for _, size in profile.categories_at(event)) == profile.allocated_at(event)
-    assert profile.totals.min() > 0
+def test_categories_add_up_after_every_event(mixed: MemoryProfile) -> None:
+    for event in range(-1, mixed.num_events):
+        assert sum(size for _, size in mixed.categories_at(event)) == mixed.allocated_at(event)
+    assert mixed.totals.min() > 0
 
 
-def test_training_holds_the_expected_memory_after_each_phase(tmp_path: Path) -> None:
+def test_training_holds_the_expected_memory_after_each_phase(trained: MemoryProfile) -> None:
     case = tiny()
-    profile = record(case, tmp_path)
-    parameters = profile.recording.allocations.filter(pl.col("category") == "parameters")["bytes"].sum()
+    parameters = trained.recording.allocations.filter(pl.col("category") == "parameters")["bytes"].sum()
     after = {
-        phase: dict(profile.categories_at(_last(profile, phase))) for phase in ("forward", "backward", "optimizer")
+        phase: dict(trained.categories_at(_last(trained, phase))) for phase in ("forward", "backward", "optimizer")
     }
     assert parameters == 4 * cost.parameters(case.workload.model).total  # type: ignore[arg-type]
     assert after["forward"]["activations"] == cost.saved_bytes(case.workload)
@@ -128,61 +137,51 @@ def _last(profile: MemoryProfile, phase: str) -> int:
     return span[1] - 1
 
 
-def test_backward_allocation_has_its_module(tmp_path: Path) -> None:
-    profile = record(tiny(), tmp_path)
-    taken = profile.allocations.filter((pl.col("phase") == "backward") & (pl.col("step") == 2))
+def test_backward_allocation_has_its_module(trained: MemoryProfile) -> None:
+    taken = trained.allocations.filter((pl.col("phase") == "backward") & (pl.col("step") == 2))
     modules = set(taken["module"].drop_nulls())
     assert {"blocks.0.ffn.up", "blocks.1.attention.q_proj", "lm_head", "blocks.0.attention"} <= modules
     assert taken["layer"].null_count() < taken.height / 4
 
 
-def test_autocast_copies_are_not_activations(tmp_path: Path) -> None:
+def test_autocast_copies_are_not_activations(mixed: MemoryProfile) -> None:
     case = tiny(precision="bf16")
-    profile = record(case, tmp_path)
-    copies = profile.alive_at(_last(profile, "forward")).filter(pl.col("category") == "autocast copies")
+    copies = mixed.alive_at(_last(mixed, "forward")).filter(pl.col("category") == "autocast copies")
     assert "blocks.0.attention.q_proj.weight" in copies["name"].to_list()
     weights = cost.parameters(case.workload.model)  # type: ignore[arg-type]
     assert copies["bytes"].sum() == 2 * (weights.attention + weights.feed_forward + weights.head)
 
 
-def test_checkpointed_step_recomputes_its_activations_in_backward(tmp_path: Path) -> None:
-    plain = record(tiny(), _folder(tmp_path / "plain"))
-    profile = record(tiny(checkpoint="block"), _folder(tmp_path / "checkpointed"))
+def test_checkpointed_step_recomputes_its_activations_in_backward(trained: MemoryProfile, tmp_path: Path) -> None:
+    profile = record(tiny(checkpoint="block"), tmp_path)
     assert dict(profile.categories_at(_last(profile, "forward")))["activations"] == cost.saved_bytes(
         tiny(checkpoint="block").workload
     )
     recomputed = profile.allocations.filter((pl.col("name") == "recomputed") & (pl.col("step") == 2))
-    kept = plain.allocations.filter((pl.col("category") == "activations") & (pl.col("step") == 2))
+    kept = trained.allocations.filter((pl.col("category") == "activations") & (pl.col("step") == 2))
     in_blocks = int(kept.filter(pl.col("layer").is_not_null())["bytes"].sum())
     assert recomputed.filter(pl.col("phase") == "backward").height == recomputed.height
     assert 0.8 * in_blocks < int(recomputed["bytes"].sum()) <= in_blocks
 
 
-def _folder(path: Path) -> Path:
-    path.mkdir()
-    return path
-
-
-def test_stacks_lead_to_the_line_that_allocated(tmp_path: Path) -> None:
-    profile = record(tiny(), tmp_path)
-    taken = profile.allocations.filter(
+def test_stacks_lead_to_the_line_that_allocated(trained: MemoryProfile) -> None:
+    taken = trained.allocations.filter(
         (pl.col("step") == 2) & (pl.col("module") == "lm_head") & (pl.col("op") == "aten::mm")
     )
     forward = taken.filter(pl.col("phase") == "forward")
-    assert profile.stack_text(forward["stack"][0]).startswith("stepscope/nn/functional.py:")
-    assert "/home" not in profile.stack_text(forward["stack"][0])
+    assert trained.stack_text(forward["stack"][0]).startswith("stepscope/nn/functional.py:")
+    assert "/home" not in trained.stack_text(forward["stack"][0])
 
 
-def test_first_step_creates_the_optimizer_state(tmp_path: Path) -> None:
-    profile = record(tiny(), tmp_path)
-    state = profile.allocations.filter(pl.col("category") == "optimizer state")
+def test_first_step_creates_the_optimizer_state(trained: MemoryProfile) -> None:
+    state = trained.allocations.filter(pl.col("category") == "optimizer state")
     assert state["step"].unique().to_list() == [0]
     assert state["phase"].unique().to_list() == ["optimizer"]
     assert state["end_event"].null_count() == state.height
-    first, last = (profile.span(step) for step in (0, 2))
+    first, last = (trained.span(step) for step in (0, 2))
     assert first is not None
     assert last is not None
-    assert profile.peak_between(*last)[1] - profile.peak_between(*first)[1] > 0
+    assert trained.peak_between(*last)[1] - trained.peak_between(*first)[1] > 0
 
 
 def test_compiled_step_is_recorded(tmp_path: Path) -> None:

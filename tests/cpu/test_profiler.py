@@ -42,22 +42,33 @@ def span(event: dict[str, Any]) -> tuple[float, float]:
     return event["ts"], event["ts"] + event["dur"]
 
 
-def test_ranges_are_user_annotations_in_the_trace(tmp_path: Path) -> None:
-    run(tmp_path)
-    names = Counter(event["name"] for event in events(tmp_path, "user_annotation"))
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("recorded")
+
+
+@pytest.fixture(scope="module")
+def recorded(folder: Path) -> RecordedRun:
+    """A run that several tests read, with its trace in `folder`: recording takes longer than they do."""
+    return run(folder)
+
+
+@pytest.mark.usefixtures("recorded")
+def test_ranges_are_user_annotations_in_the_trace(folder: Path) -> None:
+    names = Counter(event["name"] for event in events(folder, "user_annotation"))
     assert [name for name in names if name.startswith("step:")] == ["step:0", "step:1"]
     expected = ["phase:forward", "phase:loss", "phase:backward", "phase:optimizer", "module:(TransformerLM)"]
     for name in (*expected, "module:blocks.1.attention.q_proj"):
         assert names[name] == 2, name
     assert names["part:scores"] == names["part:softmax"] == names["part:values"] == 2 * 2
-    assert not [event for event in events(tmp_path, "cpu_op") if event["name"].startswith(("module:", "phase:"))]
+    assert not [event for event in events(folder, "cpu_op") if event["name"].startswith(("module:", "phase:"))]
 
 
-def test_every_operator_is_in_a_step_and_every_matmul_in_its_module(tmp_path: Path) -> None:
-    run(tmp_path)
-    ranges = events(tmp_path, "user_annotation")
+@pytest.mark.usefixtures("recorded")
+def test_every_operator_is_in_a_step_and_every_matmul_in_its_module(folder: Path) -> None:
+    ranges = events(folder, "user_annotation")
     steps = [span(event) for event in ranges if event["name"].startswith("step:")]
-    operators = events(tmp_path, "cpu_op")
+    operators = events(folder, "cpu_op")
     assert len(operators) > 100
     for operator in operators:
         start, end = span(operator)
@@ -68,20 +79,19 @@ def test_every_operator_is_in_a_step_and_every_matmul_in_its_module(tmp_path: Pa
         assert sum(first <= start and end <= last for start, end in products) == 1
 
 
-def test_shapes_are_recorded(tmp_path: Path) -> None:
-    run(tmp_path)
-    shapes = [event["args"]["Input Dims"] for event in events(tmp_path, "cpu_op") if event["name"] == "aten::mm"]
+@pytest.mark.usefixtures("recorded")
+def test_shapes_are_recorded(folder: Path) -> None:
+    shapes = [event["args"]["Input Dims"] for event in events(folder, "cpu_op") if event["name"] == "aten::mm"]
     assert [[8, 16], [16, 32]] in shapes
 
 
-def test_unprofiled_times_match_bench(tmp_path: Path) -> None:
-    found = run(tmp_path)
-    assert found.clock == "host"
-    assert list(found.phases_ns) == ["forward", "backward", "optimizer"]
-    assert [len(values) for values in (*found.phases_ns.values(), found.step_ns)] == [4] * 4
-    assert [sum(phases) for phases in zip(*found.phases_ns.values(), strict=True)] == list(found.step_ns)
-    assert len(found.recorded_step_ns) == len(found.annotated_step_ns) >= 5
-    assert "few" in {doubt.code for doubt in found.doubts}
+def test_unprofiled_times_match_bench(recorded: RecordedRun) -> None:
+    assert recorded.clock == "host"
+    assert list(recorded.phases_ns) == ["forward", "backward", "optimizer"]
+    assert [len(values) for values in (*recorded.phases_ns.values(), recorded.step_ns)] == [4] * 4
+    assert [sum(phases) for phases in zip(*recorded.phases_ns.values(), strict=True)] == list(recorded.step_ns)
+    assert len(recorded.recorded_step_ns) == len(recorded.annotated_step_ns) >= 5
+    assert "few" in {doubt.code for doubt in recorded.doubts}
 
 
 def test_unprofiled_steps_run_without_ranges_or_profiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -271,20 +271,26 @@ def test_pytorch_layers_are_counted_in_every_mode(own_module: str, mode: str) ->
 
 
 def test_digest_covers_every_user_file(tmp_path: Path) -> None:
-    """In separate processes: what a process has imported stays imported."""
+    """In forked processes: what a process has imported stays imported, and torch is imported once."""
     (tmp_path / "factory.py").write_text("import layers\ndef build(batch, context): ...\n")
-    code = (
-        "from stepscope.spec import Factory; from stepscope.step.own import *\n"
-        "load_factory(Factory(target='factory:build')); print(source_digest())"
-    )
-    digests = []
-    for content in ("x = 1\n", "x = 2\n", "x = 1\n"):
-        (tmp_path / "layers.py").write_text(content)
-        done = subprocess.run(
-            [sys.executable, "-P", "-c", code], cwd=tmp_path, capture_output=True, text=True, check=True
-        )
-        digests.append(done.stdout)
-    assert digests[0] == digests[2] != digests[1]
+    code = """
+import os
+from pathlib import Path
+from stepscope.spec import Factory
+from stepscope.step.own import load_factory, source_digest
+
+for content in ("x = 1", "x = 2", "x = 1"):
+    Path("layers.py").write_text(content)
+    if (child := os.fork()) == 0:
+        load_factory(Factory(target="factory:build"))
+        print(source_digest(), flush=True)
+        os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0
+"""
+    command = [sys.executable, "-P", "-B", "-c", code]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True)
+    first, changed, restored = done.stdout.splitlines()
+    assert first == restored != changed
 
 
 def test_non_scalar_loss_raises(own_module: str) -> None:

@@ -237,7 +237,7 @@ class MemoryResults(CaseResults[MemoryRow]):
         if not store.is_recording(path):
             raise StepscopeError(
                 f"the recording of this case is missing: `{path}`",
-                detail="its row is still there, so tables work",
+                detail="its row is still in the results file, so tables work",
                 hint=_RECORD_AGAIN,
             )
         try:

@@ -70,7 +70,7 @@ def test_two_axes_have_a_speedup_column_each() -> None:
     assert cells(table, "speedup_compile") == [1.0, 2.0, 1.0, 4.0]
 
 
-def test_mean_is_compared_with_the_longest_warmup() -> None:
+def test_mean_is_compared_with_the_longest_warm_up() -> None:
     cold = (910 * MS, *(100 * MS,) * 9)
     table = bench_table([row(warmup=0, step_ns=cold), row(warmup=5, step_ns=(100 * MS,) * 10)])
     assert cells(table, "mean_vs_warm") == [1.81, 1.0]

@@ -210,7 +210,7 @@ def test_flags_make_a_grid() -> None:
         ({"length": "1,,2"}, "empty value"),
         ({"length": "0"}, "length must be at least 1, got `0`"),
         ({"precision": "fp12"}, "unknown precision"),
-        ({"precision": "tf32", "device": "cpu"}, "`tf32` is not available on device `cpu`"),
+        ({"precision": "tf32", "device": "cpu"}, "`tf32` is unsupported on device `cpu`"),
         ({"seconds": "-1"}, "seconds must be positive"),
         ({"seconds": "0"}, "seconds must be positive"),
         ({"seed": "99999999999999999999999"}, "too large"),

@@ -255,7 +255,7 @@ def test_missing_permission_raises_at_the_first_case(bench: Bench, where: str) -
             "ncu exited with status 9",
             "==ERROR== Failed to find metric x__y.sum",
         ),
-        ({"no_kernels": True}, "not an Nsight Compute CSV file", "expected a header"),
+        ({"no_kernels": True}, "not an Nsight Compute CSV", "expected a header"),
     ],
 )
 def test_failure_of_ncu_has_its_own_message(

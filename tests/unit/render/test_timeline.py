@@ -100,7 +100,7 @@ def test_detail_is_the_share_of_the_largest_pieces() -> None:
 
 
 @pytest.mark.parametrize("detail", [-0.1, 1.1, 10, float("nan")])
-def test_detail_outside_of_zero_to_one_is_rejected(detail: float) -> None:
+def test_detail_outside_zero_to_one_is_rejected(detail: float) -> None:
     with pytest.raises(ValueError, match="from 0 to 1"):
         draw(training_step(), ".svg", detail=detail)
 

@@ -22,7 +22,7 @@ def summary_of(backend: AttentionBackend) -> str:
 
 def test_documentation_quotes_the_summary_of_every_backend() -> None:
     lines = (DOCS / "attention.md").read_text().splitlines()
-    start = lines.index("| implementation | what it is |") + 2
+    start = lines.index("| implementation | description |") + 2
     rows = [
         f"| {quote(tuple(one.name for one in alike))} | {summary} |"
         for summary, alike in groupby(BACKENDS.values(), summary_of)

@@ -117,7 +117,7 @@ def _decode_nccl(anatomy: Anatomy, rest: str) -> KernelName:
 def _warn_of_old_names(base: str) -> list[NamePart]:
     if not base.startswith("ncclKernel_"):
         return []
-    meaning = "naming of older NCCL, whose kernels could run other algorithms and protocols than named"
+    meaning = "name from an older NCCL, whose kernels could also run other algorithms and protocols"
     return [part("ncclKernel", meaning)]
 
 

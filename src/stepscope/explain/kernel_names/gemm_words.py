@@ -217,7 +217,7 @@ def _read_tile(reading: GemmReading, text: str, before: str, match: re.Match[str
 
 
 def _read_type(reading: GemmReading, word: str) -> None:
-    """Before the operation it is the result's dtype; after it, the operands', which is that of the arithmetic."""
+    """A dtype before the operation is the result's; after it, the operands', in which the arithmetic is done."""
     if reading.dtype is None or (reading.letter and not reading.factors):
         reading.dtype = CODES[word]
     factors = bool(reading.letter) and not reading.factors

@@ -212,7 +212,7 @@ def _decode_matmul_ogs(anatomy: Anatomy) -> KernelName:
         parts.append(part(layouts[1], "innermost stride of result, activations and weights: N is 1, T is not"))
     types = _MATMUL_TYPES.search(anatomy.base)
     if types:
-        parts.append(part(types[0].strip("_"), "data types of result, activations and weights"))
+        parts.append(part(types[0].strip("_"), "dtypes of result, activations and weights"))
     tile: tuple[int, ...] | None = None
     split = False
     if found := re.search(r"_(\d{1,4})x(\d{1,4})x(\d{1,4})x(\d{1,4})(?:_|$)", anatomy.base):

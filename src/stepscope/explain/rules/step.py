@@ -179,8 +179,8 @@ RULES = (
         meaning="""The machine was in no state for measuring: throttled, shared, cold, or with widely varying step
             times.""",
         seen="The problems that stepscope noticed while recording.",
-        saving="None. The problem says how far off the numbers may be.",
-        builtin="stepscope doctor, then record again",
+        saving="Not estimated. The warning says how far off the numbers may be.",
+        builtin="run stepscope doctor, then record again",
         own=("# nvidia-smi -q -d PERFORMANCE shows why clocks are throttled",),
         look_up=_look_up_machine,
         on_cpu=True,

@@ -1,7 +1,7 @@
 """Which parameters FSDP shards, and which are gathered together: those that are used together.
 
 A unit is a set of matrices that is gathered before a module runs and freed after it. The module whose call does that is
-the unit's door. Doors are the repeated blocks of a model, the members of its outermost lists, and outside of those
+the unit's door. Doors are the repeated blocks of a model, the members of its outermost lists, and outside those
 every module that owns a matrix: embedding and head. A matrix with several doors, such as the weight of a tied head, is
 a unit of its own, gathered at each of them.
 """

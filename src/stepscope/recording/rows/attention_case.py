@@ -44,8 +44,8 @@ class AttentionCase(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
             raise SpecError(f"seed `{self.seed}` is too large", detail="expected a 64-bit integer", hint="--seed 0")
         if self.precision == "tf32" and self.device == "cpu":
             raise SpecError(
-                "precision `tf32` is not available on device `cpu`",
-                detail="tf32 requires NVIDIA tensor cores",
+                "precision `tf32` is unsupported on device `cpu`",
+                detail="tf32 is a mode of NVIDIA tensor cores",
                 hint="--precision fp32,bf16",
             )
 

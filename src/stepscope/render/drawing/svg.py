@@ -2,7 +2,7 @@
 
 Every chart is laid out here, once. A file gets the elements with literal colours; the page gets the same elements with
 CSS variables, so that they follow its theme. Coordinates are pixels from the upper left corner of the plot, and may be
-outside of it.
+outside it.
 """
 
 import textwrap

@@ -37,7 +37,7 @@ function makeBreakdown(part) {
       if (key === "phase") return (PHASES.indexOf(values[sum.value]) + PHASES.length + 1) % (PHASES.length + 1);
       return key === "layer" && !isNumbered(sum) ? 1 : 0;
     };
-    // Time outside of all layers has no number, and comes last.
+    // Time outside all layers has no number, and comes last.
     const isNumbered = (sum) => /\d/.test(values[sum.value]);
     const byName = (a, b) => (key === "layer" && isNumbered(a) ? wordOrder.compare(values[a.value], values[b.value]) : 0);
     return (a, b) => place(a) - place(b) || byName(a, b) || byTime(a, b);
@@ -194,15 +194,13 @@ charts.breakdown = (root, part, page) => {
   }
 
   function update() {
-    const times = model.timeLeft();
-    const last = model.numRuns - 1;
-    const figures = model.numRuns === 1 ? formatTime(times[0])
-      : times.map((time, run) => `${part.runs[run]} ${formatTime(time)}`).join(", ");
-    const whole = model.numRuns === 1 ? formatTime(part.walls[last])
-      : part.walls.map((time, run) => `${part.runs[run]} ${formatTime(time)}`).join(", ");
     const choice = model.isNarrowed() ? describeChoice(model) : `all ${part.what}`;
-    if (model.areParallel) told.replaceChildren(`${choice} take `, element("strong", figures), ` in a step of ${whole}`);
-    else told.replaceChildren(element("strong", figures), ` of ${whole}: ${choice}`);
+    const link = model.areParallel ? "in a step of" : "of";
+    const figures = model.timeLeft().flatMap((time, run) => {
+      const name = part.runs[run] ? `${part.runs[run]} ` : "";
+      return [run ? ", " : "", element("strong", `${name}${formatTime(time)}`), ` ${link} ${formatTime(part.walls[run])}`];
+    });
+    told.replaceChildren(...(model.areParallel ? [`${choice} take `, ...figures] : [...figures, `: ${choice}`]));
     fillChips();
     fillStrips();
     shown.forEach((at, index) => fillPanel(at, lists[index]));

@@ -39,11 +39,13 @@ def write_table(
     """Return a table as HTML; without a key it has no id. `run` names its run where two are side by side. A long table
     shows its first rows and a button; one that `is_closed` only its title, and one that `is_whole` all rows."""
     if is_closed and table.title:
+        head, _, rest = table.title.partition(": ")
         inner = write_table(table, "", titled=False, run=run, is_whole=True)
-        return f'<details class="fold" id="{key}">{write_summary(table.title, len(table.rows))}{inner}</details>'
+        about = f'<p class="quiet">{prose(rest)}</p>' if rest else ""
+        return f'<details class="fold" id="{key}">{write_summary(head, len(table.rows))}{about}{inner}</details>'
     name = f' id="{key}"' if key else ""
     figure = f'<figure class="table"{name}>'
-    title = f"<figcaption><h3>{markup(table.title)}</h3></figcaption>" if titled and table.title else ""
+    title = _write_title(table.title) if titled else ""
     notes = write_notes(table.notes)
     if not table.rows:
         return f'{figure}{title}<p class="quiet">No rows.</p>{notes}</figure>'
@@ -60,6 +62,15 @@ def write_table(
         f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>"
         f"{'' if is_whole else _write_fold(len(table.rows))}{notes}</figure>"
     )
+
+
+def _write_title(title: str) -> str:
+    """Return the caption of a table: the title up to a colon, and the rest as a line below."""
+    if not title:
+        return ""
+    head, _, rest = title.partition(": ")
+    about = f"<p>{prose(rest)}</p>" if rest else ""
+    return f"<figcaption><h3>{markup(head)}</h3>{about}</figcaption>"
 
 
 def _write_fold(num_rows: int) -> str:

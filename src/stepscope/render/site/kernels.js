@@ -60,7 +60,7 @@ function kernelColumns(model, name) {
   const signed = (text) => (/^[1-9]|^0.*[1-9]/.test(text) ? `+${text}` : text);
   part.runs.forEach((run, at) => columns.push(
     { label: `${run} ms`, read: (kernel) => kernel.times[at], text: (kernel) => (kernel.shortest[at] !== null ? inMs(kernel.times[at]) : "–") }));
-  columns.push({ label: `${part.runs[1]} − ${part.runs[0]} ms`, read: (kernel) => Math.abs(difference(kernel)),
+  columns.push({ label: "change ms", read: (kernel) => Math.abs(difference(kernel)),
     text: (kernel) => signed(inMs(difference(kernel))), className: "difference" });
   part.runs.forEach((run, at) => columns.push({ label: `${run} count`, read: (kernel) => kernel.counts[at],
     text: (kernel) => (kernel.shortest[at] !== null ? formatCount(kernel.counts[at]) : "–"), className: "spread" }));

@@ -389,7 +389,7 @@ def test_trace_length_is_not_compared_with_a_step() -> None:
     assert " vs " not in report.sentence
 
 
-def test_different_devices_are_doubtful() -> None:
+def test_different_devices_are_unreliable() -> None:
     other = msgspec.structs.replace(ENVIRONMENT, driver_name="Another GPU")
     a = timed(*(10**7,) * 5)
     b = replace(a, bench=(msgspec.structs.replace(a.bench[0], environment=other),))

@@ -84,7 +84,7 @@ def test_profiler_overhead_names_the_clock() -> None:
     assert "2 steps recorded with PyTorch profiler, 3 ms to 3 ms" in found.details
 
 
-def test_memory_that_does_not_add_up_is_doubtful() -> None:
+def test_memory_that_does_not_add_up_is_unreliable() -> None:
     facts = MemoryFacts(events=10, allocator_peak_bytes=memory().peak_bytes + 512)
     ours = memory().recording.with_manifest(memory=facts, environment=ENVIRONMENT)
     found = judged(memory=replace(memory(), recording=ours))
@@ -94,7 +94,7 @@ def test_memory_that_does_not_add_up_is_doubtful() -> None:
     assert judged(memory=replace(memory(), recording=exact)).verdict == "sound"
 
 
-def test_estimated_sizes_are_doubtful() -> None:
+def test_estimated_sizes_are_unreliable() -> None:
     facts = MemoryFacts(events=10, estimated_bytes=2**20)
     late = memory().recording.with_manifest(memory=facts)
     assert "1 MiB of allocations are estimated" in judged(memory=replace(memory(), recording=late)).sentence
