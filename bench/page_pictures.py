@@ -13,6 +13,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from playwright.sync_api import Browser, sync_playwright
+
 from worked_example_figures import squeeze
 
 ROOT = Path(__file__).parents[1]
