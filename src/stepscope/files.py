@@ -130,6 +130,8 @@ def read_document(path: Path, kind: type[T], *, refusal: str, hint: str) -> T | 
         return decode(read_plain(path), kind)
     except FileNotFoundError:
         return None
+    except NotADirectoryError:
+        raise StepscopeError(f"`{path.parent}` is not a directory", hint="give a directory, not a file") from None
     except (OSError, msgspec.DecodeError) as error:
         raise StepscopeError(f"{refusal} `{path}`", detail=str(error), hint=hint) from None
 

@@ -80,6 +80,20 @@ def test_special_files_are_rejected_at_once(tmp_path: Path, command: str) -> Non
     assert done.stderr.startswith("error: ")
 
 
+def test_file_in_place_of_a_run_directory_is_rejected(tmp_path: Path) -> None:
+    (tmp_path / "text.txt").write_text("hi")
+    done = shell(tmp_path, "stepscope train --from text.txt")
+    assert done.returncode == 2
+    assert "`text.txt` is not a directory" in done.stderr
+    assert "rm " not in done.stderr
+
+
+def test_empty_kernel_name_is_rejected(tmp_path: Path) -> None:
+    done = shell(tmp_path, "stepscope kernel ' '")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "empty" in done.stderr
+
+
 def test_name_that_is_not_utf8_is_rejected(tmp_path: Path) -> None:
     write_trace(tmp_path / "trace.json", training_step())
     done = shell(tmp_path, r"stepscope explain trace.json --save $'saved\xff'")

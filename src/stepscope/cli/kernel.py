@@ -6,6 +6,7 @@ import typer
 
 from stepscope.cli.options import FormatFlag
 from stepscope.cli.output import show, terminal_width
+from stepscope.errors import StepscopeError
 from stepscope.render.formats import Format
 
 
@@ -23,4 +24,6 @@ def kernel(
     from stepscope.explain.kernel_names import decode, describe
     from stepscope.render.tables import render
 
+    if not name.strip():
+        raise StepscopeError("the kernel name is empty", hint="stepscope kernel ampere_sgemm_128x64_nn")
     show(render(describe(decode(name)), format_, width=terminal_width()))

@@ -79,8 +79,8 @@ def verify(
         return
     if claim is None or not files:
         raise StepscopeError(
-            "nothing to verify: expected evidence and a claim",
-            detail="or a signed report (--signed) and the signer's public key (--public-key)",
+            "evidence and `--claim` are required",
+            detail="to check a signed report instead, use `--signed` and `--public-key`",
             hint="stepscope verify EVIDENCE --claim claim.toml",
         )
     if public_key is not None:

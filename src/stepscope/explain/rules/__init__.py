@@ -53,7 +53,8 @@ def find_once(profile: Profile) -> tuple[Finding, ...]:
 
 
 def find_rule(code: str) -> Rule:
-    found = RULES.get(code.upper())
+    number = code.upper().removeprefix("SS")
+    found = RULES.get(f"SS{number:0>3}")
     if found is None:
         close = nearest(code.upper(), RULES)
         raise StepscopeError(

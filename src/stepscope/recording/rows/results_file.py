@@ -41,7 +41,7 @@ class Parsed(msgspec.Struct, Generic[R], frozen=True, kw_only=True):
 
 def read_rows(path: Path, kind: type[R]) -> tuple[tuple[R, ...], tuple[str, ...]]:
     """Return the newest row of each case, in the order in which cases first appear, and notes on skipped lines."""
-    content = _read(path)
+    content = _read(path, kind)
     parsed = parse_rows(path, content, kind)
     left_out = []
     if cut_bytes := len(content) - parsed.good_bytes:
@@ -66,7 +66,7 @@ class ResultsFile(Generic[R]):
     def __init__(self, path: Path, descriptor: int, kind: type[R]) -> None:
         self.path = path
         self._descriptor = descriptor
-        parsed = parse_rows(path, _read(path), kind)
+        parsed = parse_rows(path, _read(path, kind), kind)
         self.rows = parsed.newest
         self._by_key = {row.key: row for row in self.rows}
         self.damaged_bytes = self._repair(parsed.good_bytes, kind)
@@ -105,7 +105,7 @@ class ResultsFile(Generic[R]):
                 raise
 
     def _repair(self, good_bytes: int, kind: type[R]) -> int:
-        content = _read(self.path)
+        content = _read(self.path, kind)
         rest = content[good_bytes:]
         if not self.rows and not _begins_as_row(rest, kind):
             raise _not_of_this_version(self.path, 1, "", kind)
@@ -177,12 +177,14 @@ def _decode(path: Path, number: int, line: bytes, kind: type[R]) -> R:
     return decode(line, kind)
 
 
-def _read(path: Path) -> bytes:
+def _read(path: Path, kind: type[Row]) -> bytes:
     try:
         return read_plain(path)
     except OSError as error:
         raise StepscopeError(
-            f"cannot read the results file: `{path}`", detail=error.strerror or "", hint="stepscope --help"
+            f"cannot read the results file: `{path}`",
+            detail=error.strerror or "",
+            hint=f"to measure again: {_verb_of(kind)}",
         ) from None
 
 

@@ -156,7 +156,7 @@ def _check_together(claim: Claim) -> None:
 
 
 def _load(path: Path) -> dict[str, Any]:
-    with open_plain(path, what="a claim") as (file, _):
+    with open_plain(path, what="the claim") as (file, _):
         content = file.read(_LARGEST_BYTES + 1)
     if len(content) > _LARGEST_BYTES:
         raise StepscopeError(f"not a claim: `{path}`", detail=f"the file is larger than {_LARGEST_BYTES:,} bytes")

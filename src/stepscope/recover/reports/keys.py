@@ -148,7 +148,7 @@ def parse_public_key(text: str) -> PublicKey:
 
 
 def _read(path: Path, *, private: bool) -> bytes:
-    with open_plain(path, what="a private key" if private else "a public key") as (file, state):
+    with open_plain(path, what="the private key" if private else "the public key") as (file, state):
         if private and state.st_mode & 0o077:
             raise StepscopeError(
                 f"other users can read the private key `{path}`",

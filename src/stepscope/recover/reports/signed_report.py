@@ -216,7 +216,7 @@ def _refuse(error: OSError) -> None:
 
 
 def _hash(path: Path, name: str) -> HashedFile:
-    with open_plain(path, what="a file to hash") as (file, before):
+    with open_plain(path, what="the file to hash") as (file, before):
         digest = hashlib.file_digest(file, "sha256").hexdigest()
         after = os.fstat(file.fileno())
     if (before.st_size, before.st_mtime_ns) != (after.st_size, after.st_mtime_ns):

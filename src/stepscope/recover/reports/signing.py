@@ -180,7 +180,7 @@ def _signer_in(content: bytes) -> PublicKey | None:
 
 
 def _read(path: Path) -> bytes:
-    with open_plain(path, what="a signed report") as (file, _):
+    with open_plain(path, what="the signed report") as (file, _):
         content = file.read(_LARGEST_BYTES + 1)
     if len(content) > _LARGEST_BYTES:
         raise StepscopeError(

@@ -303,7 +303,7 @@ _EXAMPLE = '{"a": {"d_model": 768, "num_heads": 12, "context": 128}}, for counte
 
 def read_truths(path: Path) -> dict[str, Settings]:
     """Return settings by the run's name without directory and extensions."""
-    with open_plain(path, what="a settings file") as (file, _):
+    with open_plain(path, what="the settings file") as (file, _):
         content = file.read(_MOST_BYTES + 1)
     try:
         if len(content) > _MOST_BYTES:

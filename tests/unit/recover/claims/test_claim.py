@@ -139,7 +139,7 @@ def test_flags_add_to_a_claim_but_cannot_change_it(tmp_path: Path) -> None:
 
 
 def test_a_claim_is_a_regular_file_of_limited_size(tmp_path: Path) -> None:
-    with pytest.raises(StepscopeError, match="cannot read a claim"):
+    with pytest.raises(StepscopeError, match="cannot read the claim"):
         read_claim(tmp_path / "none.toml")
     with pytest.raises(StepscopeError, match="Is a directory"):
         read_claim(tmp_path)
