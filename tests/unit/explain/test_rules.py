@@ -196,6 +196,16 @@ def test_a_recording_of_a_cpu_has_no_findings_about_gpus() -> None:
     kernels = recording.kernels.with_columns(kind=pl.lit("cpu"), name=pl.lit("aten::mul"))
     findings = find(make_profile(replace(recording, kernels=kernels)))
     assert {finding.code for finding in findings} <= {"SS013", "SS014", "SS016"}
+    assert not [finding.title for finding in findings if "GPU" in finding.title]
+
+
+def test_findings_on_a_cpu_speak_of_operators() -> None:
+    timeline = Timeline()
+    for name, ns in (("aten::mm", 900), ("aten::mul", 50), ("aten::add", 40), ("aten::copy_", 10)):
+        timeline.launch(name, ns)
+    recording = timeline.record()
+    on_cpu = replace(recording, kernels=recording.kernels.with_columns(kind=pl.lit("cpu")))
+    assert "3 operators take 99% of the CPU time" in {finding.title for finding in find(make_profile(on_cpu))}
 
 
 def test_recording_with_kernels_only_has_few_findings() -> None:

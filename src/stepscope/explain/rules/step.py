@@ -63,8 +63,8 @@ def find_recomputation(evidence: StepEvidence) -> Hit | None:
     if not again.height:
         return None
     gain = evidence.gain_of(evidence.durations, evidence.mark(again), host_share=_unhooked(evidence, again))
-    count = count_per_step(evidence, again.height, "kernel")
-    text = f"recomputing activations in backward takes {ms(evidence.per_step(again))} of GPU time"
+    count = count_per_step(evidence, again.height, "operator" if evidence.profile.on_cpu else "kernel")
+    text = f"recomputing activations in backward takes {ms(evidence.per_step(again))} of {_device(evidence)} time"
     return settle(evidence, gain, text, title=f"Activation checkpointing repeats {count}")
 
 
@@ -85,7 +85,12 @@ def find_dominant_kernels(evidence: StepEvidence) -> Hit | None:
         return None
     named = ", ".join(f"{short} ({say_percent(time / total)})" for short, time in top.iter_rows())
     share = say_percent(float(top["time_ns"].sum()) / total)
-    return Hit(title=f"{FEW_KERNELS} kernels take {share} of the GPU time", evidence=named)
+    what = "operators" if evidence.profile.on_cpu else "kernels"
+    return Hit(title=f"{FEW_KERNELS} {what} take {share} of the {_device(evidence)} time", evidence=named)
+
+
+def _device(evidence: StepEvidence) -> str:
+    return "CPU" if evidence.profile.on_cpu else "GPU"
 
 
 def report_doubts(evidence: StepEvidence) -> Hit | None:
@@ -99,7 +104,7 @@ def _keep_activations(manifest: Manifest) -> dict[str, object]:
 
 def _look_up_longest(profile: Profile) -> Copyable:
     longest = profile.time_by("name").row(0, named=True)["name"]
-    if not longest.isprintable() or len(longest) > _LONGEST_NAME:
+    if profile.on_cpu or not longest.isprintable() or len(longest) > _LONGEST_NAME:
         return Copyable(label="about this finding", text="stepscope rule SS014")
     return Copyable(label="about the longest kernel", text=shlex.join(["stepscope", "kernel", longest]))
 
@@ -158,7 +163,7 @@ RULES = (
     Rule(
         code="SS014",
         title="A few kernels take most of the GPU time",
-        action="Start with these kernels",
+        action="Start with these",
         check=find_dominant_kernels,
         meaning="This is not a problem, but it shows where to look first.",
         seen="Three kernels, by short name, that take at least 60% of the GPU time.",
