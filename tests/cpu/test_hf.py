@@ -75,6 +75,11 @@ class TestTransformers:
             step.run()
         assert loss_of(step) < first
 
+    @pytest.mark.parametrize("config", ["gpt2", "bert", "t5"])
+    def test_sizes_come_from_the_config(self, config: str) -> None:
+        step = make(hf=config, set=self.TINY_ONES[config])
+        assert (step.sizes.num_layers, step.sizes.d_model) == (2, 32)
+
     def test_derived_fields_follow_the_overrides(self) -> None:
         """A llama with 4 heads has 4 key/value heads, and a matching head size, by default."""
         config = load_config(HuggingFace(config="llama", arguments=(("hidden_size", 64), ("num_attention_heads", 4))))

@@ -6,6 +6,7 @@ import re
 from pathlib import PurePosixPath
 
 from stepscope.cost.model import parameters as count_parameters
+from stepscope.recording.rows.bench import NO_SIZES, ConfigSizes
 from stepscope.spec import SIZES, Factory, HuggingFace, ModelShape
 from stepscope.units import clip, count_noun, say_parameters
 
@@ -63,16 +64,16 @@ def name_model(model: Model) -> str:
             return clip(_name_factory(model.target), MOST_NAME)
 
 
-def describe_model(model: Model, *, parameters: int | None = None, layers: int | None = None) -> str:
-    """The name and the sizes that are known. `parameters` and `layers` were measured; the settings of a model come
+def describe_model(model: Model, *, parameters: int | None = None, sizes: ConfigSizes = NO_SIZES) -> str:
+    """The name and the sizes that are known. `parameters` and `sizes` were measured; the settings of a model come
     first."""
-    d_model: int | None
+    layers, d_model = sizes.num_layers, sizes.d_model
     if isinstance(model, ModelShape):
         layers, d_model = model.num_layers, model.d_model
         parameters = parameters or count_parameters(model).total
     else:
         given = dict(model.arguments)
-        layers, d_model = _find(given, _LAYERS) or layers, _find(given, _WIDTHS)
+        layers, d_model = _find(given, _LAYERS) or layers, _find(given, _WIDTHS) or d_model
     words = [name_model(model)]
     words += [count_noun(layers, "layer")] if layers else []
     words += [f"d_model {d_model}"] if d_model else []

@@ -55,6 +55,7 @@ def measure(
         enqueue_ns=tuple(samples.enqueue_ns),
         warmup_ns=tuple(warmup.step_ns),
         parameters=step.parameters,
+        sizes=step.sizes,
         has_tokens=step.has_tokens,
         has_samples=step.has_samples,
         optimizer=step.optimizer_name,

@@ -76,6 +76,7 @@ def record(
         recorded_step_ns=tuple(recorded_ns),
         annotated_step_ns=tuple(annotated_ns),
         parameters=step.parameters,
+        sizes=step.sizes,
         optimizer=step.optimizer_name,
         doubts=doubts,
         notes=_describe_gaps(case, annotation.uncalled),

@@ -23,7 +23,7 @@ from stepscope.errors import StepscopeError
 from stepscope.files import decode, find_foreign, is_of_kind, is_result_of, read_plain, replacing, restore, writing
 from stepscope.recording import tables
 from stepscope.recording.parquet import DamagedTableError, read_tables, write_table
-from stepscope.recording.rows.bench import Doubt, Environment
+from stepscope.recording.rows.bench import NO_SIZES, ConfigSizes, Doubt, Environment
 from stepscope.recording.validation import MisfitError, Repairs, check, check_references, settle
 from stepscope.spec import Case
 
@@ -86,6 +86,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     overhead: Overhead | None = None
     parameters: LongCount | None = None
     optimizer: str | None = None  # what ran: the setting, or the class that a factory created
+    sizes: ConfigSizes = NO_SIZES
     # With hardware counters: theoretical FLOPs of one forward pass by kernel class.
     forward_flops: dict[str, LongCount] | None = None
     compiled: bool = False

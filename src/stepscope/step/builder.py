@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from stepscope.nn import AdamW
+from stepscope.recording.rows.bench import ConfigSizes
 from stepscope.spec import OWN_OPTIMIZER, Factory, HuggingFace, ModelShape, Optimizer, Workload
 from stepscope.step.builtin import build_builtin
 from stepscope.step.checkpointing import checkpoint_blocks
@@ -63,6 +64,14 @@ class Step:
     def parameters(self) -> int:
         """The number of parameters; tied ones count once."""
         return sum(parameter.numel() for parameter in self.module.parameters())
+
+    @property
+    def sizes(self) -> ConfigSizes:
+        """What the config of the module says, which `transformers` models and many others carry."""
+        config = getattr(self.module, "config", None)
+        found = [getattr(config, name, None) for name in ("num_hidden_layers", "hidden_size")]
+        layers, width = (size if isinstance(size, int) and size > 0 else None for size in found)
+        return ConfigSizes(num_layers=layers, d_model=width)
 
     @property
     def loss_scale(self) -> float:

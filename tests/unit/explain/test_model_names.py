@@ -3,6 +3,7 @@
 import pytest
 
 from stepscope.explain.model_names import MOST_NAME, describe_model, name_model
+from stepscope.recording.rows.bench import ConfigSizes
 from stepscope.spec import SIZES, Factory, HuggingFace, ModelShape
 
 WIDE = ModelShape(d_model=512, d_ff=2048, num_layers=1, num_heads=8, num_kv_heads=8)
@@ -33,7 +34,9 @@ def test_name_is_what_people_say(model: ModelShape | HuggingFace | Factory, name
 def test_sizes_come_from_the_settings_and_what_was_measured() -> None:
     llama = HuggingFace(config="llama", arguments=(("num_hidden_layers", 12), ("hidden_size", 1024)))
     assert describe_model(llama, parameters=168_000_000) == "Llama, 12 layers, d_model 1024, 168M parameters"
-    assert describe_model(HuggingFace(config="gpt2"), layers=12) == "GPT-2, 12 layers"
+    of_config = ConfigSizes(num_layers=12, d_model=768)
+    assert describe_model(HuggingFace(config="gpt2"), sizes=of_config) == "GPT-2, 12 layers, d_model 768"
+    assert describe_model(llama, sizes=of_config) == "Llama, 12 layers, d_model 1024"
     assert describe_model(Factory(target="m:Decoder", arguments=(("depth", 1), ("dim", "wide")))) == "Decoder, 1 layer"
     assert describe_model(SIZES["small"]) == "Small Transformer, 12 layers, d_model 768, 129M parameters"
 

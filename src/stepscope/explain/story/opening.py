@@ -17,7 +17,7 @@ from stepscope.explain.story.sources import Materials
 from stepscope.explain.trace.roofline import measure_use
 from stepscope.explain.trace.run_labels import find_torch
 from stepscope.findings import Fact
-from stepscope.recording.rows.bench import BenchRow
+from stepscope.recording.rows.bench import NO_SIZES, BenchRow, ConfigSizes
 from stepscope.spec import Case, HuggingFace, ModelShape
 from stepscope.units import clip, count_noun, say_percent, say_size, say_time
 
@@ -74,12 +74,17 @@ class Opening:
         return next((count for count in (*rows, *counts) if count), None)
 
     @cached_property
-    def layers(self) -> int | None:
-        """The layers that the kernels of a `transformers` model ran in. Other models may number anything."""
+    def sizes(self) -> ConfigSizes:
+        """The sizes in the model's config. Recordings of earlier versions lack them; the layers of a `transformers`
+        model can then be counted in the trace. Other models may number anything."""
+        rows = [row.measurement.sizes for row in self.materials.bench if row.measurement is not None]
         profile = self.materials.profile
+        known = [*rows, *([profile.recording.manifest.sizes] if profile else [])]
+        if found := [sizes for sizes in known if sizes != NO_SIZES]:
+            return found[0]
         if profile is None or self.case is None or not isinstance(self.case.workload.model, HuggingFace):
-            return None
-        return profile.kernels["layer"].drop_nulls().n_unique() or None
+            return NO_SIZES
+        return ConfigSizes(num_layers=profile.kernels["layer"].drop_nulls().n_unique() or None)
 
     @cached_property
     def mfu(self) -> tuple[float, str] | None:
@@ -141,7 +146,7 @@ def _name_run(opening: Opening) -> tuple[str, ...]:
     if opening.case is None:
         return (clip(opening.materials.name, _MOST_FILE),)
     model = opening.case.workload.model
-    return describe_model(model, parameters=opening.parameters, layers=opening.layers), name_model(model)
+    return describe_model(model, parameters=opening.parameters, sizes=opening.sizes), name_model(model)
 
 
 def say_what_matters(opening: Opening) -> str:

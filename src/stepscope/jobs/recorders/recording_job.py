@@ -216,6 +216,7 @@ def describe_recording(
         command=command,
         started=started,
         doubts=run.doubts,
+        sizes=run.sizes,
         notes=(*recording.manifest.notes, *run.notes, *limit_notes([planned.environment])),
         overhead=Overhead(plain_ns=plain_ns, recorded_ns=recorded_ns, annotated_ns=annotated_ns) if plain_ns else None,
     )

@@ -83,6 +83,7 @@ def record(request: NsysRequest) -> NsysRecorded:
         recorded_step_ns=(),
         annotated_step_ns=tuple(annotated_ns),
         parameters=step.parameters,
+        sizes=step.sizes,
         optimizer=step.optimizer_name,
         doubts=doubts,
         notes=tuple(f"`{target}` was not annotated: nothing with that name ran" for target in sorted(uncalled)),

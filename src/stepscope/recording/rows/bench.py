@@ -123,6 +123,16 @@ def require_timing(case: Any, *counts: str) -> None:
         raise SpecError(f"seconds must be positive and finite, got `{case.seconds}`", hint="--seconds 1")
 
 
+class ConfigSizes(msgspec.Struct, frozen=True, kw_only=True):
+    """The sizes by which people know a model, from its own config. Models without one have none."""
+
+    num_layers: int | None = None
+    d_model: int | None = None
+
+
+NO_SIZES = ConfigSizes()
+
+
 class Measurement(msgspec.Struct, frozen=True, kw_only=True):
     """The samples of one case, one entry per step. Phases add up to the step on the same clock."""
 
@@ -143,6 +153,7 @@ class Measurement(msgspec.Struct, frozen=True, kw_only=True):
     has_samples: bool = False  # without tokens: whether the batch is the number of samples
     optimizer: str | None = None  # what ran: the setting, or the class that a factory created
     attention_kernels: tuple[str, ...] = ()  # the kernels that `--attention flash` used
+    sizes: ConfigSizes = NO_SIZES
 
     def __post_init__(self) -> None:
         require_samples(self.step_ns)
@@ -225,6 +236,7 @@ class RecordedRun(msgspec.Struct, frozen=True, kw_only=True):
     doubts: tuple[Doubt, ...] = ()
     # For the user: what is missing from the trace.
     notes: tuple[str, ...] = ()
+    sizes: ConfigSizes = NO_SIZES
 
 
 def case_key(case: msgspec.Struct, environment: Environment, source: str | None) -> str:
