@@ -259,7 +259,7 @@ def ask() -> Questions:
             Question(
                 question="Which kernel takes most of the forward pass?",
                 figure="GEMM, 48%",
-                answer="It runs 49 times a step; in the backward pass it is the same one.",
+                answer="It runs 49 times per step; backward uses the same kernel.",
             ),
             Question(
                 question="How much of the step is communication?",

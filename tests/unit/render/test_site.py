@@ -175,7 +175,7 @@ def test_a_question_to_both_runs_is_asked_once() -> None:
     page = write_site(two_runs())
     text = visible(page[page.index('<div class="questions both">') :])
     assert text.count("Which kernel takes most of the forward pass?") == 1
-    assert text.count("It runs 49 times a step") == 2
+    assert text.count("It runs 49 times per step") == 2
     assert "How much of the step is communication? A The recording is of one rank." in text
     assert "B Not measured in this run." in text
 

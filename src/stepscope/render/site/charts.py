@@ -204,7 +204,7 @@ def _pack_roofline(roofline: Roofline, points: Sequence[RoofPoint], what: str) -
 
 
 def _describe_point(roofline: Roofline, point: RoofPoint, what: str) -> list[str]:
-    run = f", run {clean(roofline.runs[point.run], _MOST_LABEL)}" if len(roofline.runs) > 1 else ""
+    run = f", {clean(roofline.runs[point.run], _MOST_LABEL)}" if len(roofline.runs) > 1 else ""
     lines = [
         clean(point.label),
         f"{clean(point.group) or 'other'}{run}",

@@ -79,7 +79,7 @@ function makeKernelTable(model, body, choose) {
   const state = { column: model.numRuns > 1 ? columns.findIndex((column) => column.className === "difference") : 1, sign: -1,
     most: MOST_ROWS, isOpen: false };
 
-  const box = element("div", "", "kernels");
+  const box = element("div", "", model.numRuns > 1 ? "kernels two" : "kernels");
   const tools = element("div", "", "tools");
   const search = element("input", undefined, "search");
   const found = element("output", "", "found");
