@@ -13,7 +13,7 @@ import msgspec
 import pytest
 
 from stepscope.files import is_ours
-from stepscope.findings import Advice, Beside, Copyable, Exhibit, Fact, Finding, Part, Report, Section
+from stepscope.findings import Advice, Beside, Copyable, Exhibit, Fact, Finding, Missing, Part, Report, Section
 from stepscope.render.drawing.colours import assign_colours, choose_ink, colour_of
 from stepscope.render.formats import COPYABLE, clean, hide_private
 from stepscope.render.site import write_site
@@ -228,12 +228,20 @@ def test_long_tables_get_a_search_box_and_scroll(num_rows: int, has_search: bool
 
 def test_missing_parts_are_explained() -> None:
     text = visible(write_site(one_run()))
-    assert "precision : the stage was not run: stepscope precision --size small" in text
+    assert "precision : the stage was not run. stepscope precision --size small" in text
     assert "incomplete" not in text
     text = visible(write_site(partial()))
     assert "This report is incomplete." in text
     assert "No findings: this run has no kernel trace." in text
     assert "No findings. Most rules need a GPU trace." in visible(write_site(empty()))
+
+
+def test_long_command_of_a_missing_part_is_complete() -> None:
+    command = "stepscope report " + " ".join(f"--set name_{n}=1" for n in range(60))
+    section = Section(
+        key="not-measured", title="Not measured", missing=(Missing(what="it", why="no", command=command),)
+    )
+    assert command in visible(write_site(msgspec.structs.replace(one_run(), sections=(section,))))
 
 
 def test_a_fix_is_copied_exactly() -> None:

@@ -24,6 +24,7 @@ from stepscope.findings import (
     Timeline,
 )
 from stepscope.render.drawing.colours import Palette
+from stepscope.render.formats import COPYABLE
 from stepscope.render.site.charts import write_body
 from stepscope.render.site.hints import write_hint
 from stepscope.render.site.html import MOST_OPEN, markup, prose, write_notes, write_summary, write_table
@@ -113,8 +114,8 @@ def _is_long(part: Part | None) -> bool:
 
 def _write_missing(missing: Missing) -> str:
     """Return one line: what, why, and the command that measures it."""
-    command = f": <code>{markup(missing.command)}</code>" if missing.command else ""
-    return f'<p class="missing"><strong>{prose(missing.what)}</strong>: {prose(missing.why)}{command}</p>'
+    command = f" <code>{markup(missing.command, COPYABLE)}</code>" if missing.command else ""
+    return f'<p class="missing"><strong>{prose(missing.what)}</strong>: {prose(missing.why)}.{command}</p>'
 
 
 def write_part(
