@@ -216,7 +216,7 @@ def test_set_reaches_the_factory(own_module: str) -> None:
 @pytest.mark.parametrize(
     ("factory", "settings", "said"),
     [
-        ("two_things", {}, "a tuple of 2"),
+        ("two_things", {}, "a tuple of length 2"),
         ("no_module", {}, "a str as the module"),
         ("bad_input", {}, "a int as the input"),
         ("bad_loss", {}, "a int as the loss"),
@@ -229,7 +229,7 @@ def test_set_reaches_the_factory(own_module: str) -> None:
         ("flat", {"checkpoint": "block"}, "no repeated blocks"),
         ("not_callable", {}, "not a function"),
         ("no_optimizer", {}, "a str as the optimizer"),
-        ("other_parameters", {}, "no parameters of the returned module"),
+        ("other_parameters", {}, "none of the returned module's parameters"),
         ("trained", {"optimizer": "adamw-fused"}, "returns its own SGD"),
         ("trained", {"set": {"kind": "LBFGS"}}, "requires a closure"),
     ],

@@ -45,7 +45,7 @@ _KINDS: dict[str, Kind] = {
     precision_report.SCHEMA: "precision",
 }
 _ALSO_TAKEN = (
-    "a results.jsonl of `stepscope bench`, `memory` or `attention`, a file written by `stepscope precision --out`, "
+    "a results.jsonl from `stepscope bench`, `memory` or `attention`, a file written by `stepscope precision --out`, "
     "or the directory of an earlier report"
 )
 # The name of each kind in messages, and the report stage that it replaces.

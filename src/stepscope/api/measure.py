@@ -88,7 +88,7 @@ def grid(**settings: object) -> tuple[Workload, ...]:
         if name in TIMING_SETTINGS:
             raise SpecError(
                 f"`{name}` is not a workload setting",
-                detail="it controls timing and belongs to the measuring function",
+                detail="it controls timing; pass it to the function that measures",
                 hint=f"stepscope.bench(workload, {name}=…)",
             )
     given = {name: value for name, value in settings.items() if value is not None}

@@ -301,7 +301,7 @@ class Run:
 
         require_choice("by", by, By)
         if not isinstance(other, Run):
-            raise ValueError(f"other must be a run, as stepscope.load returns, got {type(other).__name__}")
+            raise ValueError(f"other must be a run returned by stepscope.load, got {type(other).__name__}")
         names = (str(self.files[0]), str(other.files[0]))
         return RunComparison(compare(self.require_kernels(), other.require_kernels(), by=by, names=names))
 
@@ -367,7 +367,9 @@ class Run:
 
     def _only(self) -> Opened:
         if len(self.opened) > 1:
-            raise ValueError(f"a run of {len(self.opened)} ranks cannot be saved at once; save each rank: run.ranks[0]")
+            raise ValueError(
+                f"a run with {len(self.opened)} ranks cannot be saved as one recording; save each rank: run.ranks[0]"
+            )
         return self.opened[0]
 
     def __repr__(self) -> str:

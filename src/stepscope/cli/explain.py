@@ -44,7 +44,7 @@ def explain(
         typer.Option(metavar="FILE", help="Write a Perfetto trace annotated with classes, phases and modules."),
     ] = None,
     force: Annotated[
-        bool, typer.Option("--force", help="Overwrite the files of --save, --perfetto and --plot.")
+        bool, typer.Option("--force", help="Overwrite existing files at --save, --perfetto and --plot.")
     ] = False,
     bounded: Annotated[
         bool, typer.Option("--bounded", help="Read a PyTorch trace larger than memory: slower, no findings.")

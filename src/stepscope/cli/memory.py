@@ -32,7 +32,7 @@ def memory(
     top: TopFlag = 20,
     questions: Annotated[bool, typer.Option("--questions", help="Answer common questions about memory.")] = False,
     format_: Annotated[
-        Format, typer.Option("--format", help="Output format; json of one case is the whole document.")
+        Format, typer.Option("--format", help="Output format; for a single case, json prints the whole document.")
     ] = Format.TEXT,
     detail: ShareFlag = None,
     plot: PlotFlag = None,

@@ -22,12 +22,12 @@ def precision(
     grid: Grid,
     table: Annotated[PrecisionPart | None, typer.Option("--table", help="Show only this table.")] = None,
     format_: Annotated[
-        Format, typer.Option("--format", help="Output format; json without --table is the whole document.")
+        Format, typer.Option("--format", help="Output format; json without --table prints the whole document.")
     ] = Format.TEXT,
     detail: Annotated[bool, typer.Option("--detail", help="Show every module instead of one row per role.")] = False,
     bench: Annotated[
         Path | None,
-        typer.Option("--bench", metavar="FILE", help="Add speedups from a results file of stepscope bench."),
+        typer.Option("--bench", metavar="FILE", help="Add speedups from a `stepscope bench` results file."),
     ] = None,
     out: Annotated[Path | None, typer.Option(metavar="FILE.json", help="Save the result.")] = None,
     force: Annotated[
@@ -79,7 +79,7 @@ def _check_flags(
     if table == "speed" and bench is None and from_ is None:
         raise StepscopeError(
             "`--table speed` requires `--bench`",
-            detail="speeds come from a results file of `stepscope bench`",
+            detail="speeds come from a `stepscope bench` results file",
             hint="--bench runs/bench/results.jsonl",
         )
     if out is not None and from_ is not None:

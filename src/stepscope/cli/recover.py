@@ -29,7 +29,7 @@ def recover(
     settings: Annotated[
         Path | None,
         typer.Option(
-            "--settings", metavar="FILE", help="With --study: the settings of runs that do not record them (JSON)."
+            "--settings", metavar="FILE", help="With --study: a JSON file with the settings of runs that lack them."
         ),
     ] = None,
     sign: Annotated[

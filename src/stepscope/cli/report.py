@@ -59,7 +59,7 @@ def report(
         check_folder(export)
     if files:
         _refuse_flags({"--data": data, "--without": without, "--fresh": fresh})
-        refuse_settings(grid, "a report of files does not measure anything")
+        refuse_settings(grid, "a report on existing files does not measure anything")
         _read(files, out, export, force=force, cached=cache)
     else:
         _run(grid, out, export, data=data, without=without, fresh=fresh, force=force)
@@ -68,7 +68,9 @@ def report(
 def _refuse_flags(flags: dict[str, object]) -> None:
     for flag in (flag for flag, given in flags.items() if given not in (None, False)):
         raise StepscopeError(
-            f"`{flag}` has no effect here", detail="a report of files does not measure anything", hint=f"remove {flag}"
+            f"`{flag}` has no effect here",
+            detail="a report on existing files does not measure anything",
+            hint=f"remove {flag}",
         )
 
 
@@ -110,7 +112,7 @@ def _run(
     if page.num_done:
         _end(page, export, next_=f"stepscope {next_}")
     else:
-        say("every stage failed; the page has the reasons")
+        say("every stage failed; the page shows why")
         _end(page, export, next_="stepscope doctor")
         raise typer.Exit(Exit.GATE_FAILED)
 

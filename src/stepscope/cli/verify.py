@@ -25,7 +25,7 @@ def verify(
         typer.Option(
             "--claim",
             metavar="FILE",
-            help="The claimed sizes (TOML or JSON), a transformers config.json, or saved recover --format json.",
+            help="The claimed sizes (TOML or JSON), a transformers config.json, or output of `recover --format json`.",
         ),
     ] = None,
     batch: Annotated[int | None, typer.Option("--batch", min=1, help="Add a batch size to the claim.")] = None,
@@ -56,7 +56,9 @@ def verify(
     ] = None,
     public_key: Annotated[
         str | None,
-        typer.Option("--public-key", metavar="KEY", help="With --signed: the signer's .pub file, or its one line."),
+        typer.Option(
+            "--public-key", metavar="KEY", help="With --signed: the signer's .pub file, or the line it contains."
+        ),
     ] = None,
     force: Annotated[bool, typer.Option("--force", help="Overwrite an existing report.")] = False,
     format_: FormatFlag = Format.TEXT,

@@ -257,10 +257,10 @@ def judge_counters(parameters: str | None, *, is_administrator: bool, is_confide
             subject="counters",
             verdict="limited",
             found="no NVIDIA driver",
-            advice="traces work, hardware counters do not",
+            advice="traces work; hardware counters do not",
         )
     if is_confidential:
-        advice = "traces work, hardware counters need devtools mode, which gives no attestation"
+        advice = "traces work; hardware counters require devtools mode, which provides no attestation"
         return MachineCheck(
             subject="counters", verdict="limited", found="disabled by confidential computing", advice=advice
         )

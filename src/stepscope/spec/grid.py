@@ -55,7 +55,7 @@ def _build_model(settings: Settings) -> ModelShape | Factory | HuggingFace:
         other = (own[1:] or shaped)[0]
         raise SpecError(
             f"`{flag_of(own[0])}` cannot be used with `{flag_of(other)}`",
-            detail="the shape options are for the built-in model; use --set for the arguments of your own",
+            detail="the shape options are for the built-in model; use --set for the arguments of your own model",
             hint=f"{flag_of(own[0])} {settings[own[0]]} --set name=value",
         )
     if not own:

@@ -415,7 +415,7 @@ def parse_size(text: str) -> str:
 
 # The model settings are not fields of one struct: some shape the built-in model, and the others name another model.
 _SIZE = Setting(
-    parse=parse_size, metavar="NAME", help="Named size of the built-in model; `stepscope bench --list` shows them."
+    parse=parse_size, metavar="NAME", help="Named size of the built-in model; `stepscope bench --list` lists all sizes."
 )
 _FACTORY = Setting(
     metavar="MODULE:FACTORY", help="Your own model: a factory function, in a module or as FILE.py:FACTORY."

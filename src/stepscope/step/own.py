@@ -86,7 +86,7 @@ def _check_optimizer(workload: Workload, factory: Factory, module: nn.Module, op
     held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
     if held.isdisjoint(id(parameter) for parameter in module.parameters()):
         raise StepscopeError(
-            f"the {name} returned by the factory `{factory.target}` has no parameters of the returned module",
+            f"the {name} returned by the factory `{factory.target}` has none of the returned module's parameters",
             detail="it was created for another module or for copies, so the weights would never change",
             hint="create it from the returned module: torch.optim.AdamW(module.parameters())",
         )
@@ -326,4 +326,4 @@ def _wrong_result(factory: Factory, found: str) -> StepscopeError:
 
 
 def _length(value: object) -> str:
-    return f" of {len(value)}" if isinstance(value, tuple) else ""
+    return f" of length {len(value)}" if isinstance(value, tuple) else ""

@@ -228,7 +228,7 @@ RULES = (
         check=find_single_precision,
         meaning="""The tensor cores are idle. TF32 keeps the range of fp32, rounds the inputs of GEMMs to 10 bits and
             has about seven times the peak throughput. bf16 doubles that again and halves the memory traffic.""",
-        seen="GEMM kernels whose name says fp32 on the CUDA cores, on a GPU with TF32.",
+        seen="GEMM kernels that, by their names, run in fp32 on the CUDA cores, on a GPU that supports TF32.",
         saving="""Each GEMM is assumed to reach the same share of the TF32 peak as it reaches of the fp32 peak now (at
             most 75%), limited by 89% of the memory bandwidth. The result is replayed. In one check the estimate was 52
             ms and the step gained 57 of 167 ms (71 in the fastest steps). The step then became CPU-bound, and the
@@ -251,8 +251,8 @@ RULES = (
         action="Pad the vocabulary and other sizes to a multiple of 64",
         check=find_odd_sizes,
         meaning="""GEMMs are computed in tiles and loaded 16 bytes at a time. A size that is not a multiple of 8 (in 16
-            bits; 4 in TF32) needs slower loads and kernels. A size just above a multiple of the tile computes mostly
-            padding.""",
+            bits; 4 in TF32) needs slower loads and kernels. With a size just above a multiple of the
+            tile, the last tiles compute mostly padding.""",
         seen="""GEMMs on tensor cores with a size that is not such a multiple, or whose tiles (from the kernel's name)
             compute at least 15% more than needed.""",
         saving="""For unaligned sizes: the GEMM, padded to a multiple of 64, at the speed of the fastest aligned GEMM of
@@ -273,8 +273,8 @@ RULES = (
         title="The last wave of a GEMM is partly empty",
         action="Let the compiler choose the tiles",
         check=find_empty_waves,
-        meaning="""Thread blocks run in waves of as many as the GPU holds at once. 133 tiles on 132 multiprocessors take
-            as long as 264.""",
+        meaning="""Thread blocks run in waves, each with as many blocks as the GPU can hold at once. 133 tiles on 132
+            multiprocessors take as long as 264.""",
         seen="GEMMs whose tiles make one to six waves, with at least 10% of all slots empty in the last one.",
         saving="""The empty share of their time. This is an upper bound: libraries split work along K to fill the last
             wave, and the result depends on all sizes together. Treat it as a reason to try, not as a promise.""",
@@ -295,9 +295,9 @@ RULES = (
         action="Increase the batch size",
         check=find_memory_bound,
         meaning="""A GEMM does few operations per byte if one of its sizes is small. Memory bandwidth is then the limit,
-            so tensor cores and lower-precision arithmetic do not help. More rows are free.""",
-        seen="""GEMMs whose bytes take longer at full bandwidth than their FLOPs at the peak, in total at least 5% of
-            the step.""",
+            so tensor cores and lower-precision arithmetic do not help. Additional rows are free.""",
+        seen="""GEMMs whose memory traffic takes longer at full bandwidth than their FLOPs take at peak throughput, in
+            total at least 5% of the step.""",
         saving="Not estimated: the step does not get shorter, but it does more work.",
         builtin="a larger --batch or --context",
         own=(

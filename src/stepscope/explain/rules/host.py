@@ -52,8 +52,8 @@ def find_launch_bound(evidence: StepEvidence) -> Hit | None:
     each = evidence.clock.busy_step_ns / max(1.0, count)
     title = f"Launch-bound: the GPU is idle {say_percent(evidence.idle_share)} of the step"
     text = (
-        f"{starved:,.0f} of {count:,.0f} kernels per step start late because of late launches; a kernel runs for "
-        f"{ms(each)} on average"
+        f"{starved:,.0f} of {count:,.0f} kernels per step start late because the CPU launched them late; a kernel "
+        f"runs for {ms(each)} on average"
     )
     return Hit(title=title, evidence=text, saving_ns=saving)
 
@@ -277,7 +277,7 @@ RULES = (
         check=find_step_end_wait,
         meaning="""A step that ends with loss.item() or torch.cuda.synchronize() makes the next step start with an empty
             launch queue.""",
-        seen="A wait with no launch after it in its step, and another step after it.",
+        seen="A wait after the last launch of a step, if another step follows.",
         saving="The recording is replayed without these waits.",
         builtin="not needed: stepscope waits between steps, which does not count",
         own=(
