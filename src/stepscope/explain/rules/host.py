@@ -52,7 +52,7 @@ def find_launch_bound(evidence: StepEvidence) -> Hit | None:
     each = evidence.clock.busy_step_ns / max(1.0, count)
     title = f"Launch-bound: the GPU is idle {say_percent(evidence.idle_share)} of the step"
     text = (
-        f"{starved:,.0f} of {count:,.0f} kernels per step start late because of late launches; a kernel runs for "
+        f"{starved:,.0f} of {count:,.0f} kernels per step start late because they are launched late; a kernel runs for "
         f"{ms(each)} on average"
     )
     return Hit(title=title, evidence=text, saving_ns=saving)
@@ -219,9 +219,9 @@ RULES = (
             arrive.""",
         seen="""Calls that synchronize or copy to the CPU, take over 10 µs, and are followed by launches in the same
             step.""",
-        saving="""The recording is replayed without these waits. In one check the estimate was 3.1 ms and the step
-            gained 2.4 of 59.4 ms; the difference is 1% of the step, less than the spread of step times. In a CPU-bound
-            step there is little to gain, and the rule does not fire.""",
+        saving="""The recording is replayed without these waits. In one check the estimate was 3.1 ms and the
+            measured saving 2.4 of 59.4 ms; the difference is 1% of the step, less than the spread of step times. In a
+            CPU-bound step there is little to gain, and the rule does not fire.""",
         builtin="--precision bf16 instead of fp16, whose gradient scaler waits once per step; nothing else waits",
         own=(
             "total_loss += loss.detach()  # not loss.item(): read the value every 100 steps",
@@ -277,9 +277,9 @@ RULES = (
         check=find_step_end_wait,
         meaning="""A step that ends with loss.item() or torch.cuda.synchronize() makes the next step start with an empty
             launch queue.""",
-        seen="A wait with no launch after it in its step, and another step after it.",
+        seen="A wait after the last launch of a step that is followed by another step.",
         saving="The recording is replayed without these waits.",
-        builtin="not needed: stepscope waits between steps, which does not count",
+        builtin="not needed: stepscope waits between steps, and that time is not counted",
         own=(
             "losses.append(loss.detach())  # torch.stack(losses).mean().item() every 100 steps",
             "# no torch.cuda.synchronize() in the training loop",
