@@ -224,7 +224,7 @@ STAGES: dict[str, StageText] = {
     "bench": StageText("step times", "step times"),
     "profile": StageText("recording of a step", "kernels of a step"),
     "memory": StageText("memory snapshot", "memory over time"),
-    "precision": StageText("comparison of precisions", "dtypes and errors of low precision"),
+    "precision": StageText("comparison of precisions", "low-precision dtypes and errors"),
     "attention": StageText("comparison of attention implementations", "attention implementations"),
 }
 

@@ -21,7 +21,7 @@ def test_roofline_tooltip_has_the_numbers_of_a_point(open_parts: Open) -> None:
     text = page.inner_text("#tip")
     for expected in (
         "flash attention 4×12×512×64",
-        "0.440 ms per step, 16.1% of the time of all kernels",
+        "0.440 ms per step, 16.1% of all kernel time",
         "130.0 TFLOP/s at 128.0 FLOP/byte",
         "21.2% of the device's limit",
         "compute-bound",

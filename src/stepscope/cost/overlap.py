@@ -199,7 +199,7 @@ class _Rank:
 
     def __init__(self, processor_share: float) -> None:
         if not 0 <= processor_share <= 1:
-            raise ValueError(f"`processor_share` must lie between 0 and 1, not {processor_share}")
+            raise ValueError(f"`processor_share` must be between 0 and 1, got {processor_share}")
         self._share = processor_share
         self._now_ns = 0.0
         self._worked_ns = 0.0

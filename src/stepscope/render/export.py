@@ -45,8 +45,8 @@ def check_folder(folder: Path) -> None:
     foreign = find_foreign(folder, _names_of(folder).__contains__)
     if foreign is not None:
         raise StepscopeError(
-            f"`{folder}` has a file that no export wrote: `{foreign}`",
-            detail="an export only replaces an earlier export without other files in it",
+            f"`{folder}` contains a file that is not part of an export: `{foreign}`",
+            detail="an export only replaces a directory that contains nothing but an earlier export",
             hint="--export OTHER_DIRECTORY",
         )
 

@@ -198,7 +198,7 @@ def test_figure_has_a_panel_per_head_dim_and_a_line_per_implementation() -> None
     assert list(dict.fromkeys(point.panel for point in figure.points)) == ["D 16", "D 64"]
     assert {point.series for point in figure.points} == {"naive", "sdpa-flash", "sdpa-cudnn", "hopper"}
     assert (figure.x.log, figure.y.log) == (True, True)
-    assert "out of memory: naive from length 4096; 2 unsupported" in figure.subtitle
+    assert "out of memory: naive at length 4096 and above; 2 unsupported" in figure.subtitle
 
 
 def test_other_differences_get_their_own_panels() -> None:

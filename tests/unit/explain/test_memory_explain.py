@@ -260,7 +260,7 @@ def test_snapshot_without_events_shows_live_memory(tmp_path: Path) -> None:
 def test_empty_snapshot_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(StepscopeError, match="has no memory data"):
         read(empty(), tmp_path)
-    with pytest.raises(StepscopeError, match="made without recording memory"):
+    with pytest.raises(StepscopeError, match="memory was not recorded"):
         make_memory_profile(Recording(manifest=Manifest(source="pytorch profiler", file="a")))
 
 

@@ -294,7 +294,7 @@ def test_two_reports_cannot_share_a_directory(bench: Bench) -> None:
 def test_foreign_directory_is_left_alone(bench: Bench) -> None:
     (bench.folder / "data").mkdir()
     (bench.folder / "data" / "thesis.tex").touch()
-    with pytest.raises(StepscopeError, match="is not the directory of a report"):
+    with pytest.raises(StepscopeError, match="is not a report directory"):
         bench.make()
     assert not is_data(bench.folder / "data")
     assert bench.stages["bench"].runs == 0

@@ -294,7 +294,7 @@ def test_foreign_files_are_never_touched(tmp_path: Path, name: str) -> None:
     export(report_of(), place)
     (place / name).parent.mkdir(exist_ok=True)
     (place / name).write_text("work of months")
-    with pytest.raises(StepscopeError, match="no export wrote") as caught:
+    with pytest.raises(StepscopeError, match="not part of an export") as caught:
         check_folder(place)
     assert name.split("/")[0] in str(caught.value)
     assert (place / name).read_text() == "work of months"
@@ -302,7 +302,7 @@ def test_foreign_files_are_never_touched(tmp_path: Path, name: str) -> None:
 
 def test_foreign_directory_is_rejected(tmp_path: Path) -> None:
     (tmp_path / "README.md").write_text("# Mine")
-    with pytest.raises(StepscopeError, match=r"no export wrote: `README\.md`"):
+    with pytest.raises(StepscopeError, match=r"not part of an export: `README\.md`"):
         check_folder(tmp_path)
     with pytest.raises(StepscopeError, match="not a directory"):
         check_folder(tmp_path / "README.md")

@@ -97,7 +97,7 @@ def attention_table(rows: Sequence[AttentionRow], *, part: Part, peer: Implement
     for result in ("output", "dq", "dk", "dv"):
         columns.add(f"{result}_error", f"{result} error", partial(_error, result=result), "number", detail=True)
     columns.add_ends(_failure if part == "memory" else _remark)  # quality warnings are about time
-    what = {"time": "median times", "memory": "memory without the inputs", "all": "time and memory"}[part]
+    what = {"time": "median times", "memory": "memory excluding the inputs", "all": "time and memory"}[part]
     return columns.table(f"{say_common(ordered)}; {what}", _notes(ordered, part, peers))
 
 
@@ -305,9 +305,9 @@ def _notes(rows: Sequence[AttentionRow], part: Part, peers: _Peers) -> list[str]
 
 
 def _memory_notes(rows: Sequence[AttentionRow], measured: Sequence[AttentionMeasurement]) -> list[str]:
-    notes = ["memory: without q, k, v and the gradient of the output"]
+    notes = ["memory: excludes q, k, v and the gradient of the output"]
     if any(one.memory.counter == "cuda allocator" for one in measured):
-        notes.append("measured by the CUDA caching allocator, in blocks; reserved memory is that of the whole process")
+        notes.append("measured by the CUDA caching allocator, in blocks; reserved memory covers the whole process")
     if any(one.memory.counter == "profiler" for one in measured):
         notes.append("measured by the PyTorch profiler: memory that operators allocated minus what they freed")
     names = [name for name in IMPLEMENTATIONS if any(row.case.implementation == name for row in rows)]
@@ -338,8 +338,8 @@ _DRAWN: dict[AttentionQuantity, tuple[str, Axis]] = {
     "both": ("Attention forward and backward (median; bars span the middle 60% of repetitions)", _TIME),
     "forward-rate": ("Attention forward throughput", _RATE),
     "backward-rate": ("Attention backward throughput", _RATE),
-    "before-backward": ("Attention memory between forward and backward, without the inputs", _MEMORY),
-    "peak": ("Attention peak memory in forward and backward, without the inputs", _MEMORY),
+    "before-backward": ("Attention memory between forward and backward, excluding the inputs", _MEMORY),
+    "peak": ("Attention peak memory in forward and backward, excluding the inputs", _MEMORY),
 }
 
 
@@ -373,7 +373,7 @@ def _say_missing(rows: Sequence[AttentionRow]) -> list[str]:
         if row.status == "oom":
             name = row.case.implementation
             shortest[name] = min(row.case.length, shortest.get(name, row.case.length))
-    where = ", ".join(f"{name} from length {length}" for name, length in shortest.items())
+    where = ", ".join(f"{name} at length {length} and above" for name, length in shortest.items())
     return [f"out of memory: {where}"] * bool(where) + count_failed(rows, but=("ok", "oom"))
 
 

@@ -259,7 +259,7 @@ def _notes(rows: Sequence[BenchRow]) -> list[str]:
     if any(row.measurement and row.measurement.flops_source == "counted" for row in rows):
         notes.append(f"FLOP: {cost.COUNTED_CONVENTION}")
     if any(row.measurement and row.measurement.peak_kind == "rss above start" for row in rows):
-        notes.append("peak memory: growth of the process's resident memory since it started, without code")
+        notes.append("peak memory: growth of the process's resident memory since it started, excluding code")
     if any(row.measurement and row.measurement.peak_kind == "cuda allocator" for row in rows):
         notes.append("peak memory: allocated by the CUDA caching allocator; times: CUDA events")
     notes += limit_notes(row.environment for row in rows) + doubt_notes(rows, DOUBTS)

@@ -41,7 +41,7 @@ def train_table(run: TrainRun, rows: Sequence[TrainRow]) -> Table:
     step went."""
     notes = (
         *say_not_finite(rows),
-        f"times are medians without the first {_SETTLED} steps of each row (warm-up)",
+        f"times are medians, excluding the first {_SETTLED} steps of each row (warm-up)",
         "compute is the step time minus exposed communication; all times are those of the slowest rank",
         f"MFU: {cost.FLOP_CONVENTION}; relative to ranks × the peak of {run.environment.hardware.name}"
         f" ({run.environment.hardware.source})",
@@ -75,8 +75,8 @@ def memory_table(run: TrainRun, memory: Sequence[TrainMemory]) -> Table:
         ),
         rows=tuple(lines),
         notes=(
-            "held: parameters, gradients and optimizer state; gathered: the most gathered weights at any time",
-            f"predicted: {'an upper bound on ' if run.training.shard_optimizer else ''}what the fullest rank holds",
+            "held: parameters, gradients and optimizer state; gathered: the most weights gathered at any one time",
+            f"predicted: {'an upper bound on ' if run.training.shard_optimizer else ''}bytes held by the fullest rank",
             "peak memory includes activations; on a CPU it includes everything the process allocated since it started",
         ),
     )

@@ -256,7 +256,7 @@ def _decode_product(anatomy: Anatomy, match: re.Match[str]) -> KernelName:
     dtype, type_part = _read_type(match["type"])
     library = "hipBLASLt" if "UserArgs" in rest else "rocBLAS"
     parts = [
-        part("Cijk", "the result has rows i and columns j, k counts the batch, l is summed"),
+        part("Cijk", "i and j index the result's rows and columns, k the batch, l the summed dimension"),
         NamePart(f"{match['a']}_{match['b']}", f"{layout}: {explain_layout(layout).meaning}"),
         type_part,
     ]
@@ -299,7 +299,7 @@ def _read_type(code: str) -> tuple[str | None, NamePart]:
     codes = _TYPE.findall(code)
     first = _TYPES[codes[0]] if codes else None
     if len(codes) >= 3:
-        meaning = f"{first} operands, {_TYPES[codes[1]]} result, sums in {_TYPES[codes[2]]}"
+        meaning = f"{first} operands, {_TYPES[codes[1]]} result, {_TYPES[codes[2]]} accumulation"
     else:
         meaning = f"{first or 'unknown'} data"
     return first, part(code, meaning)

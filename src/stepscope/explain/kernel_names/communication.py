@@ -8,11 +8,11 @@ from stepscope.explain.kernel_names.vocabulary import KernelName, NamePart, buil
 
 _NCCL = re.compile(r"(?:nccl|rccl|msccl)(?:Dev)?(?:Symk?Dev)?Kernel(?:Debug)?_(\w+)", re.IGNORECASE)
 _COLLECTIVES = {
-    "AllReduce": ("all-reduce", "every rank ends with the sum (or other reduction) over all ranks"),
-    "AllGather": ("all-gather", "every rank ends with the pieces of all ranks"),
-    "ReduceScatter": ("reduce-scatter", "every rank ends with its piece of the reduction over all ranks"),
+    "AllReduce": ("all-reduce", "every rank ends up with the sum (or other reduction) over all ranks"),
+    "AllGather": ("all-gather", "every rank ends up with the pieces of all ranks"),
+    "ReduceScatter": ("reduce-scatter", "every rank ends up with its piece of the reduction over all ranks"),
     "Broadcast": ("broadcast", "one rank's data goes to all others"),
-    "Reduce": ("reduce", "one rank ends with the reduction over all ranks"),
+    "Reduce": ("reduce", "one rank ends up with the reduction over all ranks"),
     "SendRecv": ("send and receive", "point-to-point messages: pipeline stages, all-to-all"),
     "AllToAll": ("all-to-all", "every rank sends a different piece to every other"),
     "AlltoAll": ("all-to-all", "every rank sends a different piece to every other"),
@@ -107,7 +107,12 @@ def _decode_nccl(anatomy: Anatomy, rest: str) -> KernelName:
             parts.append(part(word, _PROTOCOLS[word]))
         elif word in _REDUCTIONS:
             parts.append(
-                part(word, "the reduction; copies of bytes carry `Sum` too" if word == "Sum" else "the reduction")
+                part(
+                    word,
+                    "the reduction; kernels that only copy bytes are also named `Sum`"
+                    if word == "Sum"
+                    else "the reduction",
+                )
             )
     parts.extend(_warn_of_old_names(anatomy.base))
     summary = join(operation, dtype, (algorithm or "").lower() or None, protocol, f"({library})")

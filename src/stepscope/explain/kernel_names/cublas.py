@@ -152,7 +152,7 @@ def _explain_nvjet_word(word: str) -> str:
     if lower.startswith("2cta"):
         return "two thread blocks on neighboring SMs share one tensor-core instruction"
     if lower.startswith("coop"):
-        return "groups of warps share one tile; how is not documented"
+        return "groups of warps share one tile; the details are not documented"
     if "bias" in lower:
         return "the epilogue adds a bias"
     return "not documented"

@@ -71,7 +71,7 @@ def _advise(decoded: KernelName) -> list[str]:
     if products and decoded.tensor_cores is False and decoded.dtype == "fp32" and "vector" not in decoded.operation:
         return [
             "to make it faster: TF32 (torch.set_float32_matmul_precision('high')) or bf16 autocast uses tensor cores; "
-            "this is fp32 without them"
+            "this fp32 kernel does not"
         ]
     if products and decoded.tensor_cores and re.search(r"_align1(?!\d)", decoded.name[:LOOKED_AT]):
         return [

@@ -150,14 +150,14 @@ def _read_operation(reading: GemmReading, word: str, match: re.Match[str]) -> No
         if reading.dtype is None:
             reading.dtype = {"s": "tf32", "i": "int8"}.get(letter, accumulator)
         shape = _spell_instruction(instruction)
-        reading.note(word, f"{what} on tensor cores, {shape} per instruction, sums kept in {accumulator}")
+        reading.note(word, f"{what} on tensor cores, {shape} per instruction, accumulates in {accumulator}")
     else:
         reading.dtype = reading.dtype or accumulator
         if letter in "sd" and reading.tensor_cores is None:
             reading.tensor_cores = False
             reading.note(word, f"{what} in {accumulator} on the CUDA cores: no tensor cores")
         else:
-            reading.note(word, f"{what}, sums kept in {accumulator}")
+            reading.note(word, f"{what}, accumulates in {accumulator}")
 
 
 def _spell_instruction(digits: str) -> str:
@@ -198,7 +198,7 @@ def _read_prefixed(reading: GemmReading, text: str, word: str, value: str) -> No
         case _:
             matrix = {"aligna": "the first matrix", "alignb": "the second matrix", "alignc": "the result"}.get(word)
             rule = f"aligned to {value} elements" if value != "1" else "with any alignment"
-            reading.note(text, f"takes {matrix or 'matrices'} {rule}")
+            reading.note(text, f"accepts {matrix or 'matrices'} {rule}")
 
 
 def _read_tile(reading: GemmReading, text: str, before: str, match: re.Match[str]) -> None:
@@ -223,7 +223,7 @@ def _read_type(reading: GemmReading, word: str) -> None:
     factors = bool(reading.letter) and not reading.factors
     reading.factors = reading.factors or factors
     where = (
-        "factors in"
+        "operands in"
         if factors
         else "another dtype:"
         if reading.letter
@@ -237,7 +237,7 @@ def _read_type(reading: GemmReading, word: str) -> None:
 def _read_types(reading: GemmReading, text: str, match: re.Match[str]) -> None:
     first, second = CODES[match[1]], CODES[match[2]]
     reading.dtype = "tf32" if "tf32" in (reading.dtype, first) else reading.dtype or first
-    reading.note(text, f"dtypes of two of operands, result and accumulator: {first} and {second}")
+    reading.note(text, f"two of the operand, result and accumulator dtypes: {first} and {second}")
 
 
 def _read_layout(reading: GemmReading, word: str) -> None:

@@ -207,9 +207,11 @@ def find_direction(text: str) -> Direction | None:
 
 def _decode_matmul_ogs(anatomy: Anatomy) -> KernelName:
     """`_matmul_ogs_NNT_bf16xbf16xmxfp4_128x128x128x1_swiglu`: result, activations and weights of experts."""
-    parts = [part("matmul_ogs", "GEMM of Triton's own library that gathers and scatters tokens for experts")]
+    parts = [part("matmul_ogs", "GEMM from Triton's own library that gathers and scatters tokens for experts")]
     if layouts := re.search(r"_([NT]{3})_", anatomy.base):
-        parts.append(part(layouts[1], "innermost stride of result, activations and weights: N is 1, T is not"))
+        parts.append(
+            part(layouts[1], "innermost stride of result, activations and weights: N means 1, T means any other")
+        )
     types = _MATMUL_TYPES.search(anatomy.base)
     if types:
         parts.append(part(types[0].strip("_"), "dtypes of result, activations and weights"))

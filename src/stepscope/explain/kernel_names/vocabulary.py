@@ -161,15 +161,15 @@ _GENERATIONS = {"5": "Maxwell", "6": "Pascal", "70": "Volta", "72": "Volta", "75
 LAYOUTS = {
     "tn": (
         "the first matrix is transposed, the second is not (BLAS's column-major terms): x @ W.T, usually the"
-        " forward of nn.Linear"
+        " forward pass of nn.Linear"
     ),
     "nn": (
-        "neither matrix is transposed (BLAS's column-major terms): dy @ W, the gradient of the"
-        " input of nn.Linear, or any row-major a @ b"
+        "neither matrix is transposed (BLAS's column-major terms): dy @ W, the input gradient of"
+        " nn.Linear, or any row-major a @ b"
     ),
     "nt": (
-        "the second matrix is transposed, the first is not (BLAS's column-major terms): dy.T @ x, the gradient"
-        " of the weight of nn.Linear"
+        "the second matrix is transposed, the first is not (BLAS's column-major terms): dy.T @ x, the weight gradient"
+        " of nn.Linear"
     ),
     "tt": "both matrices are transposed (BLAS's column-major terms)",
 }

@@ -229,7 +229,7 @@ def _example() -> Answer:
     kept = cost.total_bytes(terms)
     return Answer(
         key="by-hand",
-        question="How much does a feed-forward block save for backward, counted by hand and exactly?",
+        question="How much does a feed-forward block save for backward, and does a count by hand agree?",
         figure=f"{kept / MIB:,.2f} MiB",
         sentence=f"At batch {_BATCH}, context {_CONTEXT}, d_model {_WIDTH} and d_ff {_INNER}, counting the inputs of "
         f"its three GEMMs by hand gives {by_hand / MIB:,.2f} MiB; autograd saves {kept / MIB:,.2f} MiB. The gate and "
@@ -250,7 +250,7 @@ def _example() -> Answer:
 
 
 def _leftover(summary: MemorySummary) -> Answer:
-    key, question = "leftover", "How much memory stays after a step: allocated or only cached?"
+    key, question = "leftover", "How much memory stays allocated after a step, and how much is only cached?"
     if not summary.steps:
         return missing(key, question, "this recording has no step markers", _TRAIN)
     last = summary.steps[-1]

@@ -248,7 +248,7 @@ def _study_notes(rows: Sequence[MemoryRow], plain: MemoryRow) -> list[str]:
         predicted = cost.best_checkpoint(plain.case.workload)
         notes.append(f"lowest predicted peak: checkpoint {predicted.checkpoint}, {say_bytes(predicted.bytes)}")
         notes.append(
-            "predicted peak: parameters, optimizer state, gradients and activations, without workspaces and rounding"
+            "predicted peak: parameters, optimizer state, gradients and activations, excluding workspaces and rounding"
         )
     return notes
 

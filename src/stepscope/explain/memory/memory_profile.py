@@ -171,7 +171,7 @@ def make_memory_profile(recording: Recording) -> MemoryProfile:
     if facts is None or not allocations.height:
         raise StepscopeError(
             f"the recording has no memory data: `{recording.manifest.file}`",
-            detail="it contains no allocations" if facts else "it was made without recording memory",
+            detail="it contains no allocations" if facts else "memory was not recorded",
             hint="stepscope memory",
         )
     device = _choose_device(recording)

@@ -256,7 +256,7 @@ def leaks_table(profile: MemoryProfile) -> Table:
         stack = profile.stack_text(row["stack"])
         where = row["module"] or row["op"] or stack.partition("\n")[0] or "unknown"
         rows.append((row["bytes"] // row["hit"], row["bytes"], row["hit"], where, stack.replace("\n", " < ") or None))
-    note = f"over {steps} steps, without the first {_SETTLED} and the last"
+    note = f"over {steps} steps, excluding the first {_SETTLED} and the last"
     return Table(title=title, columns=_LEAKS, rows=tuple(rows), notes=(note,))
 
 

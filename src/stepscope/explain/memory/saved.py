@@ -197,7 +197,7 @@ def _compare_sizes(left: pl.DataFrame, right: pl.DataFrame) -> Table:
             Column(key="eager_ops", label="saved in eager by"),
         ),
         rows=tuple(both.select(*keys, "eager", "compiled", "gone", "ops").iter_rows()),
-        notes=(_NOTE, "a negative size: compiled saves more"),
+        notes=(_NOTE, "a negative size means that the compiled model saves more"),
     )
 
 

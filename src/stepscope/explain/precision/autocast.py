@@ -125,7 +125,7 @@ def _explain_unlisted(output: Output, device: str, *, listed: bool) -> str:
     assert operation is not None
     if listed:
         return (
-            f"the known list for `{operation}` does not give {output.dtype}: this PyTorch version has a different list"
+            f"{output.dtype} does not match the known list for `{operation}`: this PyTorch version has a different list"
         )
     if operation in _CASTS:
         return f"the model casts it explicitly (`{operation}`)"

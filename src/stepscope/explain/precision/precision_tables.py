@@ -80,7 +80,9 @@ def _say_underflow(run: PrecisionRun) -> str:
         return ""
     overflowing = [one.scale for one in run.backwards if one.total.parameters_not_finite]
     over = (
-        f"gradients overflow from {_power(min(overflowing))} on" if overflowing else "none overflows at any scale tried"
+        f"gradients overflow at {_power(min(overflowing))} and above"
+        if overflowing
+        else "no gradient overflows at any tested scale"
     )
     return (
         f"fp16 without loss scaling: {_lost(plain.total, 'parameters'):.2%} of parameter gradients and "
@@ -216,7 +218,7 @@ def _error_notes(report: PrecisionReport) -> list[str]:
     ]
     narrowed = report.comparison.truth.narrowed
     if narrowed:
-        notes.append(f"Not float64 in {count_noun(len(narrowed), 'place')} of the reference, such as {narrowed[0]}.")
+        notes.append(f"The reference is not float64 in {count_noun(len(narrowed), 'place')}, such as {narrowed[0]}.")
     return notes + limit_notes([report.environment])
 
 
@@ -369,7 +371,7 @@ def find_speeds(rows: Sequence[BenchRow], case: Case) -> tuple[Speed, ...]:
     if not speeds:
         size = f"--size {case.workload.model.name} " if isinstance(case.workload.model, ModelShape) else ""
         raise StepscopeError(
-            f"no case of `{case.workload.model.name}` was timed in fp32 and in another precision",
+            f"no case of `{case.workload.model.name}` was timed both in fp32 and in another precision",
             detail=f"the file contains {', '.join(dict.fromkeys(row.case.workload.model.name for row in rows))}",
             hint=f"stepscope bench {size}--precision fp32,bf16",
         )
@@ -411,7 +413,7 @@ def _speed_table(report: PrecisionReport, _detail: bool) -> Table:
     if not report.speeds:
         raise StepscopeError(
             "this result has no speeds",
-            detail="speeds come from a results file of `stepscope bench`",
+            detail="speeds come from a `stepscope bench` results file",
             hint="--bench FILE",
         )
     settings = [

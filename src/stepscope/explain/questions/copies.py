@@ -45,7 +45,7 @@ _REASONS = (
         r"MmBackward|BmmBackward|AddmmBackward|LinearBackward|MatmulBackward|EinsumBackward",
         "layout: an operand whose strides the GEMM cannot use is made contiguous first",
     ),
-    (r"Convolution|Conv", "layout: an operand of a convolution is converted to the layout of its algorithm"),
+    (r"Convolution|Conv", "layout: an operand of a convolution is converted to the layout its algorithm needs"),
     (r"Norm", "layout: an operand of a normalization is made contiguous or copied between buffers"),
     (r"CheckpointFunction|Checkpoint", _AGAIN),
     (r"CompiledFunction", "compiled code: a compiled kernel is named after a copy, and its operators are not recorded"),
@@ -71,7 +71,7 @@ def copies_in_backward(profile: Profile) -> Answer:
     count = count_noun(copies.height / steps, f"copy {kernel_word(profile)}")
     sentence = (
         f"{_say_first(first['reason'])}. {count} per step, {say_time(time_of(copies) / steps)}, {say_share(share)} of "
-        f"backward ({say_share(before)} of forward is copies): {said}"
+        f"backward (copies take {say_share(before)} of forward): {said}"
     )
     return Answer(
         key=_KEY,

@@ -167,7 +167,7 @@ def top_kernel(profile: Profile) -> Answer:
         question=question,
         figure=f"{say_share(share)} of forward",
         sentence=sentence + ".",
-        evidence=_kernel_table(f"{word.capitalize()}s with the most time, per step", tuple(rows), "in"),
+        evidence=_kernel_table(f"{word.capitalize()}s that take the most time, per step", tuple(rows), "in"),
     )
 
 
@@ -186,8 +186,8 @@ def _others(scopes: list[tuple[str, pl.DataFrame]], forward_name: str, *, both: 
         said = f"also in forward and backward together ({say_share(share)})"
     else:
         said = f"in forward and backward together it is `{_short(both, name)}` ({say_share(share)})"
-    same = "the same" if whole[0] == name else f"`{_short(scopes[1][1], whole[0])}`"
-    return f"{said}, in the whole step {same} ({say_share(whole[3])})"
+    same = "the same one" if whole[0] == name else f"`{_short(scopes[1][1], whole[0])}`"
+    return f"{said}, and in the whole step it is {same} ({say_share(whole[3])})"
 
 
 def _kernel_table(title: str, rows: tuple[tuple[Cell, ...], ...], scope: str) -> Table:
@@ -236,7 +236,7 @@ def what_else_matters(profile: Profile) -> Answer:
             rows.append(
                 ("kernel", row["short"], row["count"] / steps, row["time_ns"] / steps / 1e6, share, row["name"])
             )
-    table = _kernel_table("Other than GEMMs, with at least 1% of forward, per step", tuple(rows), "")
+    table = _kernel_table("Non-GEMM time in forward, per step (at least 1% of forward)", tuple(rows), "")
     hidden = [kind for kind in ("attention", "convolution") if kind in others["class"].to_list()]
     notes = [f"{kind}: these kernels contain GEMMs, which a kernel name cannot separate" for kind in hidden]
     return Answer(

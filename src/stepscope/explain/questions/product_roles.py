@@ -190,7 +190,7 @@ def products_by_role(profile: Profile) -> Answer:
         )
         if known.height < products.height:
             share = 1 - known.height / products.height
-            sentence += f"; {share * 100:.0f}% have no role in their module names"
+            sentence += f"; {share * 100:.0f}% could not be assigned a role from their module names"
     else:
         layers, roles, passes = expected
         per_layer = [role for role in roles if role != "head"]

@@ -102,7 +102,7 @@ def _reason(profile: Profile, found: _Attention) -> str:
     if hardware is None or not peak or not hardware.bandwidth:
         return f"{said}. The limits of the device are unknown"
     balance = peak / hardware.bandwidth
-    said += f", and {hardware.name} can do {balance:.3g} in {found.precision} per byte"
+    said += f", and {hardware.name} needs {balance:.3g} to be compute-bound in {found.precision}"
     if high > balance:
         return f"{said}: softmax is memory-bound, the GEMMs are compute-bound"
     return f"{said}: both are memory-bound"

@@ -231,7 +231,7 @@ RULES = (
         seen="GEMM kernels that, by their names, run in fp32 on the CUDA cores, on a GPU that supports TF32.",
         saving="""Each GEMM is assumed to reach the same share of the TF32 peak as it reaches of the fp32 peak now (at
             most 75%), limited by 89% of the memory bandwidth. The result is replayed. In one check the estimate was 52
-            ms and the step gained 57 of 167 ms (71 in the fastest steps). The step then became CPU-bound, and the
+            ms and the measured saving 57 of 167 ms (71 in the fastest steps). The step then became CPU-bound, and the
             replay assumes the slowest CPU that fits the recording.""",
         builtin="--precision tf32, or bf16",
         own=(
@@ -273,7 +273,7 @@ RULES = (
         title="The last wave of a GEMM is partly empty",
         action="Let the compiler choose the tiles",
         check=find_empty_waves,
-        meaning="""Thread blocks run in waves, each with as many blocks as the GPU can hold at once. 133 tiles on 132
+        meaning="""Thread blocks run in waves, each as large as the GPU can hold at once. 133 tiles on 132
             multiprocessors take as long as 264.""",
         seen="GEMMs whose tiles make one to six waves, with at least 10% of all slots empty in the last one.",
         saving="""The empty share of their time. This is an upper bound: libraries split work along K to fill the last

@@ -219,9 +219,9 @@ RULES = (
             arrive.""",
         seen="""Calls that synchronize or copy to the CPU, take over 10 µs, and are followed by launches in the same
             step.""",
-        saving="""The recording is replayed without these waits. In one check the estimate was 3.1 ms and the step
-            gained 2.4 of 59.4 ms; the difference is 1% of the step, less than the spread of step times. In a CPU-bound
-            step there is little to gain, and the rule does not fire.""",
+        saving="""The recording is replayed without these waits. In one check the estimate was 3.1 ms and the
+            measured saving 2.4 of 59.4 ms; the difference is 1% of the step, less than the spread of step times. In a
+            CPU-bound step there is little to gain, and the rule does not fire.""",
         builtin="--precision bf16 instead of fp16, whose gradient scaler waits once per step; nothing else waits",
         own=(
             "total_loss += loss.detach()  # not loss.item(): read the value every 100 steps",
@@ -279,7 +279,7 @@ RULES = (
             launch queue.""",
         seen="A wait after the last launch of a step, if another step follows.",
         saving="The recording is replayed without these waits.",
-        builtin="not needed: stepscope waits between steps, which does not count",
+        builtin="not needed: stepscope waits between steps, and that time is not counted",
         own=(
             "losses.append(loss.detach())  # torch.stack(losses).mean().item() every 100 steps",
             "# no torch.cuda.synchronize() in the training loop",

@@ -184,11 +184,11 @@ RULES = (
             times. A fused kernel keeps it on the chip and skips the masked half. Its memory grows linearly with the
             context length, not quadratically.""",
         seen="The parts of the built-in attention, or two batched GEMMs with a softmax between them.",
-        saving="""The time of these kernels minus that of a fused kernel, estimated from its FLOPs at the speed of
-            PyTorch's own kernels on an H200 (a share of the peak that grows with the number of queries; fp32 kernels
-            are slower than bf16). This is within 10% for cuDNN's kernels at lengths of 512 and 1024. The replay counts
-            four launches per call. In one check the estimate was 48 ms and the step gained 39 of 146 ms (53 in the
-            fastest steps), because the step became CPU-bound. In that case, expect errors of 25% either way.""",
+        saving="""The time of these kernels minus that of a fused one, from its FLOPs at the speed of PyTorch's own
+            kernels on an H200 (a share of the peak that grows with the number of queries; fp32 kernels are slower than
+            bf16). This is within 10% for cuDNN's kernels at lengths of 512 and 1024. The replay counts four launches
+            per call. In one check the estimate was 48 ms and the measured saving 39 of 146 ms (53 in the fastest
+            steps), because the step became CPU-bound. In that case, expect errors of 25% either way.""",
         builtin="--attention flash",
         own=(
             "out = stepscope.kernels.flash_attention(q, k, v, causal=True)  # docs/kernels.md",

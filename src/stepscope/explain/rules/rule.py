@@ -90,7 +90,7 @@ def _round(count: float) -> float:
 
 
 def workload_of(manifest: Manifest) -> Workload:
-    assert manifest.case is not None, "only stepscope runs have settings to change"
+    assert manifest.case is not None, "only stepscope's own runs have settings to change"
     return manifest.case.workload
 
 

@@ -47,7 +47,7 @@ def _find_exposed(evidence: StepEvidence, kernels: pl.DataFrame, what: str, phas
     computing = kernels.filter(pl.col("class") != "communication")
     in_phase = computing.filter(pl.col("phase") == phase) if phase else computing.head(0)
     room = max(0.0, evidence.per_step(in_phase if in_phase.height else computing) - hidden)
-    text = f"{ms(exposed)} per step do not overlap with any other kernel; {ms(hidden)} do"
+    text = f"{ms(exposed)} per step does not overlap with other kernels, {ms(hidden)} does"
     if room >= exposed:
         text += f"; {ms(room)} of other kernels are available to overlap with"
     else:
@@ -122,8 +122,8 @@ RULES = (
         meaning="""Collectives run while the device has nothing else to do. A rank that waits for a slower one counts as
             communication as well.""",
         seen="Time in which only communication runs on the device, at least 2% of the step.",
-        saving="""The exposed time, but no more than the backward kernels that do not overlap with communication yet.
-            How much of it can be hidden depends on the order of the gradients.""",
+        saving="""The exposed time, but at most that of the backward kernels that do not overlap with communication
+            yet. How much of it can overlap depends on the order of the gradients.""",
         builtin="not needed: it runs in one process",
         own=(
             "model = DistributedDataParallel(model, bucket_cap_mb=100, gradient_as_bucket_view=True)",
@@ -146,8 +146,8 @@ RULES = (
         seen="Modules that are called inside the backward pass.",
         saving="""The time of these kernels, replayed, and a fifth of the CPU time of the other launches in their
             modules, because PyTorch passes each saved tensor through Python (not with use_reentrant=True). In one check
-            the estimate was 76 ms and the step gained 88 of 192 ms (71 in the fastest steps); the step was CPU-bound.
-            The recording does not show whether the memory is sufficient.""",
+            of a CPU-bound step the estimate was 76 ms and the measured saving 88 of 192 ms (71 in the fastest steps).
+            The recording does not show whether there is enough memory.""",
         builtin="--checkpoint none",
         own=(
             "# checkpoint fewer blocks: every second one, or only those with the largest activations",
@@ -181,8 +181,8 @@ RULES = (
         title="Unreliable measurement",
         action="Run `stepscope doctor`, then record again",
         check=report_doubts,
-        meaning="""The machine was not in a state to measure reliably: throttled, shared, cold, or with widely varying
-            step times.""",
+        meaning="""The machine was not in a good state for measuring: it was throttled, shared or cold, or step times
+            varied widely.""",
         seen="The problems that stepscope noticed while recording.",
         saving="Not estimated. The warning says how far off the numbers may be.",
         builtin="run stepscope doctor, then record again",
@@ -197,8 +197,8 @@ RULES = (
         check=find_exposed_copies,
         meaning="Weights, activations or optimizer state are copied over the bus while the GPU has nothing else to do.",
         seen="Time in which only copies to or from the CPU run on the device, at least 2% of the step.",
-        saving="""The exposed time, but no more than the other GPU work that does not overlap with copies yet: on a
-            separate stream, copies can overlap with it. Saving more requires copying fewer bytes.""",
+        saving="""The exposed time, but at most that of the other GPU work that does not overlap with copies yet: on a
+            separate stream, copies can overlap with it. Saving more than that requires copying fewer bytes.""",
         builtin="not needed: its weights and batch stay on the GPU",
         own=(
             "with torch.cuda.stream(copies): layer.weight.copy_(pinned, non_blocking=True)  # one layer ahead",

@@ -249,7 +249,7 @@ def _memory(opening: Opening) -> Fact | None:
         note = f"allocated, in {phase}" if phase else "allocated"
     else:
         of_process = row is not None and row.measurement is not None and row.measurement.peak_kind == "rss above start"
-        note = "of the process, above its start" if of_process else "allocated"
+        note = "growth of the process since it started" if of_process else "allocated"
     return Fact(key="memory", label="peak memory", value=opening.peak_bytes, kind="bytes", note=note)
 
 

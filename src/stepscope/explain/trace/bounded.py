@@ -161,7 +161,7 @@ def make_part(profile: BoundedProfile, name: str, *, top: int | None = None) -> 
     """Return one of `PARTS`. Raises StepscopeError for a table that needs single kernels."""
     if name not in PARTS:
         raise StepscopeError(
-            f"`{name}` is not available in bounded memory",
+            f"`{name}` is not available for a trace read in bounded memory",
             detail=f"expected one of {', '.join(PARTS)}",
             hint=f"stepscope explain FILE --table {name}",
         )

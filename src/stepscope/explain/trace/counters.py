@@ -175,7 +175,7 @@ def _kernel_notes(recording: Recording, *, rest: int, total: int) -> tuple[str, 
     passes = recording.counters.filter(metric=PASSES)["value"].max()
     replayed = f"; each kernel was replayed {passes:.0f} times" if isinstance(passes, float) else ""
     return (
-        "counters of one launch, in launch order; identical kernels are one row" + replayed,
+        "counters of one launch, in launch order; identical kernels share one row" + replayed,
         "tensor-core ops include padding to full tiles; CUDA-core FLOPs are fp32 additions and multiplications",
         *((f"{count_noun(rest, 'more row')}: --table counters --top {total}",) if rest else ()),
     )
@@ -282,6 +282,6 @@ def _case_notes(cases: Sequence[CountedCase], totals: Sequence[tuple[CountedCase
     notes = ["all launches of a class; formula: 2 operations per multiply-add, attention as B·H·4L²·d per layer"]
     absent = {kind for _, kind, total in totals if total["launches"] == 0}
     if "attention" in absent:
-        notes.append("no fused attention ran; unfused attention is GEMMs and a softmax: --kernel-class GEMM")
+        notes.append("no fused attention ran; unfused attention consists of GEMMs and a softmax: --kernel-class GEMM")
     notes.extend(f"{case.name}: {case.reason}" for case in cases if case.recording is None)
     return tuple(notes)

@@ -38,8 +38,8 @@ def headline(profile: Profile) -> str:
     ]
     if profile.steps_in_window > 1.01 * profile.num_steps:
         lines.append(
-            f"the recording holds the work of about {profile.steps_in_window:.1f} steps, {profile.num_steps} of them "
-            "marked; numbers per step count all of them"
+            f"the recording has about {profile.steps_in_window:.1f} steps of work, {profile.num_steps} of them marked; "
+            "per-step figures use the former"
         )
     if len(profile.devices) > 1:
         lines.append(f"{len(profile.devices)} devices; times below are summed over them")
@@ -344,8 +344,8 @@ _COLUMNS = (
 def overhead_table(manifest: Manifest) -> Table:
     """Return the step time unprofiled, profiled, and profiled with annotations; rows that were not timed are left
     out."""
-    assert manifest.case is not None, "only recordings of stepscope have a case"
-    assert manifest.overhead is not None, "recordings of stepscope have their overhead"
+    assert manifest.case is not None, "only stepscope's own recordings have a case"
+    assert manifest.overhead is not None, "stepscope's own recordings have an overhead"
     cost = manifest.overhead
     timed = [("unprofiled", cost.plain_ns), ("profiled", cost.recorded_ns), ("profiled, annotated", cost.annotated_ns)]
     known = [(name, value) for name, value in timed if value is not None]

@@ -117,7 +117,7 @@ def _say(name: str, workload: Workload) -> str:
         case "attention":
             return value or "default attention"
         case "optimizer":
-            return value or "own optimizer"
+            return value or "custom optimizer"
         case "precision" | "mode":
             return str(value)
         case _:

@@ -67,7 +67,7 @@ def check_data(folder: Path) -> None:
     if folder.is_dir() and any(folder.iterdir()):
         if not is_data(folder):
             raise StepscopeError(
-                f"`{folder}` is not the directory of a report",
+                f"`{folder}` is not a report directory",
                 detail=f"it has files but no {STATE_NAME}; expected a new, empty or earlier report directory",
                 hint="--data DIR",
             )

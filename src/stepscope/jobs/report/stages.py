@@ -264,7 +264,7 @@ class AttentionStage(ReportStage):
         workload = work.planned.case.workload
         shape = workload.model
         if not isinstance(shape, ModelShape):
-            raise UnavailableError("requires the built-in model: the heads of other models are unknown")
+            raise UnavailableError("requires the built-in model: the attention shape of other models is unknown")
         on_cpu = workload.device == "cpu"
         half = workload.precision in ("bf16", "fp16")
         lengths = dict.fromkeys(

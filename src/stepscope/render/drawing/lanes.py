@@ -192,5 +192,5 @@ def _make_notes(lanes: Lanes, tracks: Sequence[Track]) -> list[str]:
         notes.append(f"{count_noun(hidden, 'more track')} not drawn.")
     lengths = (length for track in tracks if track.kind == "stream" for length in track.spans.lengths_ns)
     if any(length < lanes.span_ns / PAGE_WIDTH for length in lengths):
-        notes.append("Where kernels are too short to draw, each colour is as high as its share of the time.")
+        notes.append("Where kernels are too short to draw, each color is as high as its share of the time.")
     return [*notes, *lanes.notes]

@@ -208,7 +208,7 @@ def _describe_point(roofline: Roofline, point: RoofPoint, what: str) -> list[str
     lines = [
         clean(point.label),
         f"{clean(point.group) or 'other'}{run}",
-        f"{format_value('ms', point.time_ms)} per step, {format_value('share', point.share)} of the time of all {what}",
+        f"{format_value('ms', point.time_ms)} per step, {format_value('share', point.share)} of all {what[:-1]} time",
         f"{format_rate(point.flops_per_s, 'FLOP/s')} at {format_measured(point.intensity)} FLOP/byte",
     ]
     if point.reached is not None:

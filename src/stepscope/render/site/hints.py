@@ -23,8 +23,8 @@ _ONLY = "Select a name in the legend to show only that class."
 _HINTS: dict[type, Hint] = {
     Lanes: Hint(
         reading=(
-            "Colours are classes. Where kernels are too short to draw, a column has the colour of the class that takes "
-            "most of its time. Empty columns are idle time.",
+            "Each color is a class. Where kernels are too short to draw, a column has the color of the class that "
+            "takes most of its time. Empty columns are idle time.",
             _ONLY,
         ),
         mouse=(
@@ -38,7 +38,7 @@ _HINTS: dict[type, Hint] = {
     ),
     Breakdown: Hint(
         reading=(
-            "Colours are classes.",
+            "Each color is a class.",
             "Select a bar to narrow all other lists and the table to it; select it again to undo.",
         ),
         mouse=("Keys: ↑ ↓ move within a list, ← → between lists, / searches, Esc clears the selection.",),
@@ -60,7 +60,7 @@ _HINTS: dict[type, Hint] = {
     ),
     Timeline: Hint(
         reading=(
-            "Areas are stacked. The slider sets how many of the largest pieces are drawn one by one.",
+            "Areas are stacked. The slider sets how many of the largest pieces are drawn individually.",
             "Select a name in the legend to hide or show it.",
         ),
         mouse=(

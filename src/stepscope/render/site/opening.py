@@ -16,7 +16,7 @@ _VERDICTS = {"sound": "Reliable", "doubtful": "Unreliable", "unknown": "Measurem
 def write_opening(report: Report) -> str:
     strip = (
         '<p class="strip" role="note"><strong>This report is incomplete.</strong> It was interrupted or is still '
-        "being made. Each missing part says how to get it.</p>"
+        "being generated. Each missing part says how to get it.</p>"
     )
     return f"""<header class="opening" id="top">
 {strip if report.is_partial else ""}

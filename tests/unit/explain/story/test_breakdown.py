@@ -129,7 +129,7 @@ def test_surplus_rows_lose_layers_before_kernels(monkeypatch: pytest.MonkeyPatch
 def test_module_without_layer_has_no_number(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(breakdown, "MOST_ROWS", 36)
     told = break_down([model_profile(), model_profile(fused=True)], ["A", "B"])
-    assert "have layer `(rest)`" in told.notes[-1]
+    assert "`(rest)` as their layer" in told.notes[-1]
     modules = {
         module
         for layer, module in (

@@ -118,7 +118,8 @@ def _fit(rows: pl.DataFrame, steps: Sequence[float], most: int) -> tuple[pl.Data
     share = tail.select(total).item() / max(1.0, rows.select(total).item())
     said = " and ".join(given_up) if len(given_up) < 3 else f"{', '.join(given_up[:-1])} and {given_up[-1]}"
     note = (
-        f"the smallest {tail.height:,} of {rows.height:,} combinations, {share:.2%} of the time, have {said} `{REST}`"
+        f"the smallest {tail.height:,} of {rows.height:,} combinations ({share:.2%} of the time) are merged, with "
+        f"`{REST}` as their {said}"
     )
     return _sort(_regroup(pl.concat([head, merged]), len(steps)), steps), [note]
 

@@ -31,7 +31,7 @@ _REST = "the rest"
 _WHAT_IS_SAVED = "saved activations"
 _NO_HISTORY = Missing(
     what="memory over time",
-    why="the snapshot has a single moment and no history",
+    why="the snapshot captures a single moment and has no history",
     command="torch.cuda.memory._record_memory_history()",
 )
 _OWN = "stepscope memory --model my_model:build"

@@ -48,7 +48,7 @@ def _say_step(profile: Profile, step_ns: float) -> str:
     if step_ns != profile.recorded_step_ns:
         said += f" ({say_time(profile.recorded_step_ns)} in the profiled step shown here)"
     elif profile.recording.manifest.overhead is not None:
-        said += f" while profiling, {say_time(profile.recording.manifest.overhead.plain_ns)} without"
+        said += f" while profiling ({say_time(profile.recording.manifest.overhead.plain_ns)} unprofiled)"
     phases = [row for row in profile.time_by("phase").iter_rows(named=True) if row["phase"] != "unknown"]
     named = ", ".join(f"{row['phase']} {say_percent(row['share'])}" for row in phases)
     return f"{said}. {word.capitalize()} time: {named}." if phases else f"{said}."
