@@ -84,7 +84,7 @@ def test_damage_in_the_middle_is_an_error(tmp_path: Path) -> None:
 )
 def test_file_of_another_version_is_rejected_and_unchanged(tmp_path: Path, line: bytes) -> None:
     path = write(tmp_path / "results.jsonl", [line])
-    with pytest.raises(StepscopeError, match="not a results file of this version"), ResultsFile.open(path, BenchRow):
+    with pytest.raises(StepscopeError, match="not a results file from this version"), ResultsFile.open(path, BenchRow):
         pass
     assert path.read_bytes() == line
 

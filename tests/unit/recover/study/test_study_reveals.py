@@ -37,7 +37,7 @@ def exactly(power: float) -> Elasticity:
 
 def reveal(sensitivity: dict[PartCounter, dict[FieldUnit, Elasticity]], unit: FieldUnit) -> dict[str, Any]:
     design = Design(runs=(), units=(CONTEXT, BATCH, WIDTH), constant=())
-    (row,) = (row for row in find([reveals_table(design, sensitivity)], "What") if row["field"] == unit.label)
+    (row,) = (row for row in find([reveals_table(design, sensitivity)], "Counters") if row["field"] == unit.label)
     return row
 
 
