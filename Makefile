@@ -20,9 +20,9 @@ help: ## list all targets
 	@echo
 	@echo '  ARGS="..."                options for the command, e.g. make run ARGS="--help", make test ARGS="-k flash"'
 	@echo '  PYTHON=/path/to/python    the Python to use (default: the first suitable one of python3, python3.13, ...)'
-	@echo '  TORCH=installed           use the torch, numpy and triton of this Python; TORCH=pinned reverts this'
+	@echo '  TORCH=installed           use the torch, numpy and triton from this Python; TORCH=pinned reverts this'
 	@echo '  DEPS="msgspec typer"      install only these additional packages (or DEPS=none, DEPS=all)'
-	@echo '  VENV=/path                use another environment than .venv'
+	@echo '  VENV=/path                use an environment other than .venv'
 	@echo '  PROCESSES=8               number of processes for `make test` (default: twice the cores)'
 
 setup: ## create .venv with the pinned packages, if it is not up to date
@@ -35,7 +35,7 @@ run: setup ## run `stepscope report` on the default workload, on the GPU if ther
 # One thread per process, because threads that synchronize at every small operation are slower than one. Twice as many
 # processes as cores, because they often wait for ranks, a cluster or browsers. The longest tests come first.
 PROCESSES ?= $(shell echo $$((2 * $$(nproc))))
-test: setup ## run all tests that need no GPU; page tests need chromium, installed automatically as root
+test: setup ## run all tests that need no GPU; page tests need Chromium, which is installed automatically as root
 	@sh tools/chromium.sh
 	OMP_NUM_THREADS=1 "$(bin)/python" -m pytest -n $(PROCESSES) --dist loadgroup --no-loadscope-reorder \
 		tests/cli tests/browser tests/cpu tests/fuzz tests/unit $(ARGS)

@@ -124,9 +124,9 @@ def cases() -> Iterator[Case]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description="Our attention against PyTorch's own.")
+    parser = argparse.ArgumentParser(description="Compare our attention with PyTorch's.")
     parser.add_argument("--out", type=Path, help="append one JSON line per case and direction")
-    parser.add_argument("--from", dest="source", type=Path, help="print the table of such a file without measuring")
+    parser.add_argument("--from", dest="source", type=Path, help="print the table from such a file without measuring")
     parser.add_argument("--only", default="", help="only cases whose name contains this, such as `bf16 causal`")
     parser.add_argument("--rounds", type=int, choices=range(1, 101), metavar="N", default=ROUNDS)
     parser.add_argument("--plot", type=Path, help="plot the bf16 throughput as .png, .svg, .pdf or .html")
@@ -288,7 +288,7 @@ def describe_row(row: dict[str, Any]) -> str:
 
 def print_table(rows: list[dict[str, Any]]) -> int:
     missed = 0
-    print("\n| direction | dtype | mask | B,H,L,D | TFLOP/s | ratio, wanted |\n| --- | --- | --- | --- | --- | --- |")
+    print("\n| direction | dtype | mask | B,H,L,D | TFLOP/s | ratio, target |\n| --- | --- | --- | --- | --- | --- |")
     for row in sorted(rows, key=lambda row: row["direction"], reverse=True):
         verdicts = []
         for target in TARGETS:

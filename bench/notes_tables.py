@@ -123,7 +123,7 @@ def compare() -> Table:
         ),
         rows=tuple(_compare_one(note) for note in NOTES),
         notes=(
-            f"the only unknown of the model: heads × batch × launches = {HEADS_BATCHES_LAUNCHES:,}",
+            f"the only unknown in the model: heads × batch × launches = {HEADS_BATCHES_LAUNCHES:,}",
             "the formula for fp32 fma is B·H·2L²d; formulas are for one sequence, B = 1",
             "the GEMMs run on the tensor cores as 3×TF32 and are in none of these counters",
         ),
@@ -165,7 +165,7 @@ def notes_tables() -> list[Table]:
 def _compare_layers() -> Table:
     rows = [_compare_layer(layers, note) for layers, measured in _OVER_LAYERS.items() for note in _notes(*measured)]
     return Table(
-        title="The same over the number of layers",
+        title="The same counters for different numbers of layers",
         columns=(
             Column(key="num_layers", label="layers", kind="count"),
             Column(key="counter", label="counter"),
@@ -176,8 +176,8 @@ def _compare_layers() -> Table:
         rows=tuple(rows),
         notes=(
             f"length {_LENGTH}, hidden {_WIDTH}; the model does not use the number of layers",
-            "equal sums: every run counted the same number of launches, and another layer is the same "
-            "kernels once more",
+            "equal sums: every run counted the same number of launches, and another layer launches "
+            "the same kernels again",
         ),
     )
 

@@ -78,7 +78,7 @@ def _measure(options: argparse.Namespace) -> list[dict[str, object]]:
         if name == ALONE:
             reference = found
         apart = max(float((one - other).abs().max()) for one, other in zip(found, reference, strict=True))
-        print(f"{name}: at most {apart:.2g} from the bare model after two steps", flush=True)
+        print(f"{name}: differs from the bare model by at most {apart:.2g} after two steps", flush=True)
         assert apart < MOST_APART, f"{name} trains a different model"
     samples: dict[str, list[float]] = {name: [] for name in NAMES}
     for number in range(options.rounds + 3):

@@ -308,7 +308,9 @@ def _faster(timed: Mapping[str, Timed], peers: Sequence[str]) -> str | None:
 
 def print_agreement(network: str, agreed: Mapping[str, Agreement]) -> None:
     others = [f"{name} differs by {one.largest:.1g}" for name, one in agreed.items() if not one.bitwise]
-    print(f"\n{network}: parameters after two steps are bitwise those of plain training, except: {others or 'none'}")
+    print(
+        f"\n{network}: parameters after two steps are bitwise identical to plain training, except: {others or 'none'}"
+    )
 
 
 def print_prediction(network: str, prediction: Prediction) -> None:
@@ -363,17 +365,17 @@ def main() -> int:
         help=f"comma-separated list of {', '.join(RATES)}; all but loopback require root",
     )
     parser.add_argument(
-        "--rounds", type=int, choices=range(1, 1001), metavar="N", help=f"turns of each strategy [{ROUNDS}]"
+        "--rounds", type=int, choices=range(1, 1001), metavar="N", help=f"rounds per strategy [{ROUNDS}]"
     )
     parser.add_argument(
         "--only", default="", help="only strategies whose name contains one of these, comma-separated, and `alone`"
     )
-    parser.add_argument("--quick", action="store_true", help="a tiny model and one round, to see that it runs")
+    parser.add_argument("--quick", action="store_true", help="smoke test: a tiny model and one round")
     parser.add_argument("--name", help="append to results/parallel_NAME.jsonl")
     arguments = parser.parse_args()
     networks = arguments.networks.split(",")
     if unknown := [name for name in networks if name not in RATES]:
-        parser.error(f"unknown network: `{unknown[0]}`; expected some of {', '.join(RATES)}")
+        parser.error(f"unknown network: `{unknown[0]}`; expected one or more of {', '.join(RATES)}")
     job = Job(shape=QUICK_SHAPE, batch=1, context=16) if arguments.quick else Job(shape=SHAPE, batch=1, context=128)
     # Either signal also removes the ranks and the network; background jobs of a shell ignore the first one.
     for number in (signal.SIGINT, signal.SIGTERM):

@@ -80,7 +80,7 @@ def attention_of(profiles: dict[str, Profile]) -> Segments:
             continue
         keys = [column.key for column in table.columns]
         products, softmax = (dict(zip(keys, row, strict=True)) for row in table.rows[:2])
-        for bar, key in (("operations, in all four", "flops"), (f"time, {label(name)}", "per_step_ms")):
+        for bar, key in (("operations, all four runs", "flops"), (f"time, {label(name)}", "per_step_ms")):
             pair = [float(row[key] or 0) for row in (products, softmax)]
             bars[bar] = {part: value / sum(pair) for part, value in zip(PARTS, pair, strict=True)}
     return bars
@@ -121,8 +121,8 @@ def overview(profiles: dict[str, Profile]) -> Table:
             Column(key="idle_share", label="GPU idle", kind="share"),
             Column(key="kernels", label="kernels", kind="count"),
             Column(key="products_share", label="GEMM", kind="share"),
-            Column(key="tflops", label="their TFLOP/s", kind="number"),
-            Column(key="peak_share", label="of the peak", kind="share"),
+            Column(key="tflops", label="GEMM TFLOP/s", kind="number"),
+            Column(key="peak_share", label="share of peak", kind="share"),
             Column(key="softmax_ratio", label="softmax / GEMMs", kind="ratio"),
         ),
         rows=tuple(rows),
@@ -144,7 +144,7 @@ def forward_clocks(profiles: dict[str, Profile]) -> Table:
             Column(key="span_ms", label="profiled", kind="ms"),
         ),
         rows=tuple(rows),
-        notes=("train: with the loss",),
+        notes=("train: includes the loss",),
     )
 
 
@@ -168,7 +168,7 @@ def shares_by_phase(profiles: dict[str, Profile]) -> Table:
             Column(key="forward", label="forward", kind="share"),
             Column(key="backward", label="backward", kind="share"),
             Column(key="step", label="whole step", kind="share"),
-            Column(key="optimizer", label="for comparison: optimizer, of the step", kind="share"),
+            Column(key="optimizer", label="optimizer, share of step", kind="share"),
         ),
         rows=tuple(rows),
     )
@@ -222,11 +222,11 @@ def main() -> None:
         steps = {label(name): ms_of_phases(one) for name, one in profiles.items() if name.startswith(size)}
         note = "Next to each bar: the unprofiled step time"
         if steps:
-            title = f"Where a step goes, {size}: GPU time by phase, and idle"
+            title = f"Step time, {size}: GPU time by phase, and idle time"
             save(draw_segments(steps, "ms", title, note), options.out / f"steps_{size}.png")
     note = "Shares of the two GEMMs and softmax together, in a forward pass; scaling and masking left out"
     parts = attention_of(profiles)
-    save(draw_segments(parts, "share", "Attention: operations against time", note), options.out / "softmax.png")
+    save(draw_segments(parts, "share", "Attention: share of operations and of time", note), options.out / "softmax.png")
 
 
 if __name__ == "__main__":

@@ -145,7 +145,7 @@ def _run(tool: str, *arguments: str) -> subprocess.CompletedProcess[str]:
 
 def _find(pattern: str, text: str) -> str:
     found = re.search(pattern, text)
-    assert found is not None, f"ptxas no longer says {pattern!r}"
+    assert found is not None, f"ptxas no longer reports {pattern!r}"
     return found[1]
 
 

@@ -62,7 +62,7 @@ def main() -> int:
 
 
 def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description="Create the virtual environment of this checkout.")
+    parser = argparse.ArgumentParser(description="Create the virtual environment for this checkout.")
     parser.add_argument(
         "--venv", type=Path, default=Path(".venv"), help="directory of the environment (default: .venv)"
     )
@@ -190,7 +190,7 @@ def check_installed_torch(project: dict[str, Any]) -> str:
     # Compare major and minor only: a vendor's 2.11.0a0+abc counts as 2.11, although PEP 440 sorts it before.
     major_minor = tuple(map(int, version.split(".")[:2]))
     if not low <= major_minor < high:
-        raise SetupError(f"torch `{version}` of `{sys.executable}` is unsupported; expected {wanted}", other)
+        raise SetupError(f"torch `{version}` in `{sys.executable}` is unsupported; expected {wanted}", other)
     return version
 
 

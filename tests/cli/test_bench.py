@@ -263,7 +263,7 @@ def test_factory_that_never_builds_is_rejected_despite_other_results(tmp_path: P
         (["--device", "cuda:7"], ["device not found: `cuda:7`", "hint: stepscope doctor"]),
         (["--config", "none.toml"], ["settings file: `none.toml`"]),
         (["--out", "mine.py/x"], ["cannot write to", "hint: stepscope bench --out DIR"]),
-        (["--out", "old"], ["not a results file of this version", "stepscope.bench/0"]),
+        (["--out", "old"], ["not a results file from this version", "stepscope.bench/0"]),
         (["--from", "nowhere.jsonl"], ["cannot read the results file: `nowhere.jsonl`"]),
         (["--plot", "chart.gif"], ["chart.gif", ".png"]),
         (["--plot", "none/chart.png"], ["not found: `none`", "mkdir"]),
@@ -275,7 +275,7 @@ def test_factory_that_never_builds_is_rejected_despite_other_results(tmp_path: P
         (["--out", "x" * 300], ["cannot write to", "too long"]),
         (
             ["--from", "mine.py"],
-            ["not a results file of this version of stepscope: `mine.py`", "stepscope bench --out"],
+            ["not a results file from this version of stepscope: `mine.py`", "stepscope bench --out"],
         ),
         (["--config", "deep.toml"], ["not a valid TOML file"]),
         (["--model", "mine:build", "--set", "batch=7"], ["`--set batch`", "hint: --batch 7"]),

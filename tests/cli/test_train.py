@@ -51,7 +51,7 @@ def test_two_ranks_train_resume_and_are_shown(tmp_path: Path) -> None:
     assert "<svg" in (tmp_path / "loss.svg").read_text()
     other = stepscope(tmp_path, *command, "--steps", "9", "--seed", "1", **ONE_THREAD)
     assert other.returncode == 2
-    assert "seed was `0` and is `1`" in other.stderr
+    assert "seed was `0` and is now `1`" in other.stderr
     assert steps(tmp_path) == [1, 2, 3, 4, 5]
     anew = stepscope(tmp_path, *command, "--fresh", "--steps", "1", "--seed", "1", **ONE_THREAD)
     assert anew.returncode == 0, anew.stderr

@@ -43,6 +43,6 @@ def test_model_with_too_many_layers_raises_once_built() -> None:
         return nn.ModuleDict({"layers": nn.ModuleList(nn.Linear(2, 2) for _ in range(layers)), "head": nn.Linear(2, 2)})
 
     check_layers(model(12))
-    with pytest.raises(StepscopeError, match="too many layers to count: `13`") as raised:
+    with pytest.raises(StepscopeError, match="too many layers for hardware counters: `13`") as raised:
         check_layers(model(13))
     assert "--set" in raised.value.hint

@@ -130,7 +130,7 @@ def make_report(
     hashed = hash_files(evidence)
     if seen and tuple(seen) != tuple(hashed):
         raise StepscopeError(
-            "the evidence changed while it was being read", hint="run it again when nothing writes to these files"
+            "the evidence changed while it was being read", hint="run it again when nothing is writing to these files"
         )
     return SignedReport(
         stepscope=__version__,

@@ -42,7 +42,7 @@ def measure_collectives(
     place = choose_device(device, local_rank=int(os.environ.get("LOCAL_RANK", communicator.rank)))
     if place.type == "cuda":
         torch.cuda.set_device(place)
-    for case in communicator.share_objects(tuple(cases), "the cases of rank 0")[0]:
+    for case in communicator.share_objects(tuple(cases), "rank 0's cases")[0]:
         yield _measure(case, communicator, place, on_stage)
         gc.collect()
         if place.type == "cuda":
@@ -52,18 +52,18 @@ def measure_collectives(
 def _measure(case: CommCase, communicator: Communicator, device: torch.device, on_stage: OnStage) -> CommOutcome:
     on_stage("checking")
     problem, trouble = _try_to_make(case, communicator, device)
-    if said := _first_said(communicator, trouble, "whether the message fits"):
+    if said := _first_said(communicator, trouble, "the memory check"):
         return CommOutcome(status="oom", reason=said)
     assert problem is not None
     problem.fill()
     problem.issue().wait()
-    if said := _first_said(communicator, problem.say_wrong(), "whether the result is right"):
+    if said := _first_said(communicator, problem.say_wrong(), "the result check"):
         return CommOutcome(status="wrong", reason=said)
     on_stage("timing")
     problem.clear()
     clock = _CollectiveClock(problem, communicator, device)
     guesses = [min(clock.sample() for _ in range(_WARMUPS))]
-    slowest_ns = max(one[0] for one in communicator.share_objects(guesses, "how long it takes"))
+    slowest_ns = max(one[0] for one in communicator.share_objects(guesses, "the time estimates"))
     fitting = round(case.seconds * 1e9 / max(1, slowest_ns))
     clock.start_counting()
     samples = tuple(clock.sample() for _ in range(min(case.repetitions, max(_FEWEST, fitting))))

@@ -74,7 +74,9 @@ def train(
     elif "OMP_NUM_THREADS" not in os.environ:  # ranks on one machine share its cores
         torch.set_num_threads(max(1, (os.cpu_count() or 1) // communicator.world))
     is_first = communicator.rank == 0
-    require_agreement(communicator, _say_settings(training, data_digest), "training", hint="one command on all ranks")
+    require_agreement(
+        communicator, _say_settings(training, data_digest), "training", hint="run the same command on all ranks"
+    )
     run = _TrainingRun(training, folder, communicator, place, data_digest)
     done = run.resume()
     if is_first:
@@ -267,5 +269,5 @@ def _differences(was: Training, now: Training) -> str:
     for before, after in ((was.workload.model, now.workload.model), (was.workload, now.workload), (was, now)):
         for name in before.__struct_fields__:
             if name not in ("model", "workload") and getattr(before, name) != getattr(after, name, None):
-                return f"{name} was `{getattr(before, name)}` and is `{getattr(after, name, None)}`"
+                return f"{name} was `{getattr(before, name)}` and is now `{getattr(after, name, None)}`"
     return ""

@@ -126,10 +126,10 @@ class Communicator:
     def share(self, parts: Sequence[tuple[int, Tensor]], name: str) -> list["Pending"]:
         """Overwrite each tensor in place with that of the rank it is paired with; all of them are sent concurrently."""
         if self.backend != "gloo":
-            return [self.broadcast(tensor, source, f"{name}, those of rank {source}") for source, tensor in parts]
+            return [self.broadcast(tensor, source, f"{name} from rank {source}") for source, tensor in parts]
         staged = [(source, self._stage(tensor)) for source, tensor in parts]
         pending = self._begin(
-            f"sharing of {name}",
+            f"exchange of {name}",
             sum(tensor.nbytes for _, tensor in parts),
             lambda: Exchange.share(self._threads(), staged, self.group),
         )
@@ -144,7 +144,7 @@ class Communicator:
     def share_objects(self, value: T, name: str) -> list[T]:
         """Return small Python values of all ranks, in rank order."""
         values: list[T | None] = [None] * self.world
-        self._run(f"sharing of {name}", lambda: dist.all_gather_object(values, value, group=self.group))
+        self._run(f"object all-gather of {name}", lambda: dist.all_gather_object(values, value, group=self.group))
         return values  # type: ignore[return-value]
 
     def barrier(self, name: str) -> None:

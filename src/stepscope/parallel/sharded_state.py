@@ -38,7 +38,7 @@ def exchange_states(
     """
     mine = {index: _outline(states[index]) for index, source in sources.items() if source == communicator.rank}
     outlines: dict[int, State] = {}
-    for theirs in communicator.share_objects(mine, "what the optimizer's state holds"):
+    for theirs in communicator.share_objects(mine, "the layout of the optimizer's state"):
         outlines |= theirs
     received = {}
     for index in sorted(sources):

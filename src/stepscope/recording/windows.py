@@ -62,7 +62,7 @@ class EventTable:
         self.num_rows = 0
 
     def _windows(self, borders: Sequence[int]) -> Iterator[pl.DataFrame]:
-        assert not borders, "a table in memory has one window"
+        assert not borders, "a table in memory cannot be split into windows"
         yield pl.concat(self._frames, rechunk=False) if len(self._frames) > 1 else self._frames[0]
 
 
@@ -252,5 +252,5 @@ class _Carried:
 
 
 def _writing(folder: Path) -> AbstractContextManager[None]:
-    room = "`--bounded` needs disk space of about a tenth of the uncompressed trace"
+    room = "`--bounded` needs disk space for about a tenth of the uncompressed trace"
     return writing(folder, if_full=room, hint="STEPSCOPE_CACHE=DIR stepscope explain FILE --bounded")

@@ -158,7 +158,7 @@ def find_window(
     The window contains every size that `admits` accepts. With divisors, `admits` may reject some sizes in the window.
     """
     sizes = (rows, columns, inner, batch)
-    assert sizes.count(None) == 1, "one size is asked for, the others are given"
+    assert sizes.count(None) == 1, "exactly one size must be None"
     axis = sizes.index(None)
     low, high = 1, largest
     for bound in product.bounds:

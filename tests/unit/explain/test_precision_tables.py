@@ -291,7 +291,7 @@ def test_foreign_file_is_rejected(tmp_path: Path) -> None:
     newer = encode_report(report(run("bf16"))).decode().replace("stepscope.precision/1", "stepscope.precision/9")
     for content in (newer, "{}", '{"schema": "stepscope.explain/1"}', "no json", '{"schema": "stepscope.precision/1"}'):
         (tmp_path / "a.json").write_text(content)
-        with pytest.raises(StepscopeError, match="not a result of `stepscope precision`"):
+        with pytest.raises(StepscopeError, match="not a `stepscope precision` result"):
             read_report(tmp_path / "a.json")
     with pytest.raises(StepscopeError, match="cannot read"):
         read_report(tmp_path / "missing.json")

@@ -286,8 +286,8 @@ def test_without_a_gpu_ncu_is_not_started(bench: Bench) -> None:
 @pytest.mark.parametrize(
     ("flags", "message", "hint"),
     [
-        ({"size": "medium"}, "too many layers to count: `24`", "--num-layers 2"),
-        ({"num_layers": "2,13"}, "too many layers to count: `13`", "--num-layers 2"),
+        ({"size": "medium"}, "too many layers for hardware counters: `24`", "--num-layers 2"),
+        ({"num_layers": "2,13"}, "too many layers for hardware counters: `13`", "--num-layers 2"),
         ({"mode": "train"}, "`--mode train` is not supported with `--counters`", "stepscope profile --mode train"),
         ({"mode": "forward-backward"}, "`--mode forward-backward` is not supported", "stepscope profile --mode"),
         ({"steps": "4"}, "`--steps` cannot be used with `--counters`", "--record-steps 1"),

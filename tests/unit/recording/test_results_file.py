@@ -84,7 +84,7 @@ def test_damage_in_the_middle_is_an_error(tmp_path: Path) -> None:
 )
 def test_file_of_another_version_is_rejected_and_unchanged(tmp_path: Path, line: bytes) -> None:
     path = write(tmp_path / "results.jsonl", [line])
-    with pytest.raises(StepscopeError, match="not a results file of this version"), ResultsFile.open(path, BenchRow):
+    with pytest.raises(StepscopeError, match="not a results file from this version"), ResultsFile.open(path, BenchRow):
         pass
     assert path.read_bytes() == line
 
@@ -140,14 +140,14 @@ def test_rows_of_a_later_version_are_skipped_and_counted(tmp_path: Path, old: by
     path = write(tmp_path / "results.jsonl", [whole[0], whole[1].replace(old, new), whole[2]])
     rows, (remark,) = read_rows(path, BenchRow)
     assert rows == (ROWS[0], ROWS[2])
-    assert remark == "skipped: 1 row of a later version of stepscope"
+    assert remark == "skipped: 1 row from a later version of stepscope"
     before = path.read_bytes()
     with ResultsFile.open(path, BenchRow) as results:
         assert results.rows == (ROWS[0], ROWS[2])
     assert path.read_bytes() == before
     with pytest.raises(StepscopeError, match="no rows") as raised:
         read_rows(write(tmp_path / "results.jsonl", [whole[1].replace(old, new)]), BenchRow)
-    assert "1 row of a later version" in raised.value.detail
+    assert "1 row from a later version" in raised.value.detail
 
 
 @pytest.mark.parametrize("content", [b"", b"hi", b"not json at all\n"])

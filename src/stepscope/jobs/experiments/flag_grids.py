@@ -111,7 +111,7 @@ class AttentionGrid(msgspec.Struct, frozen=True, kw_only=True):
     heads: Annotated[int, Setting(metavar="N", help="Number of heads.  [default: 1]")] = 1
     causal: Annotated[bool, Setting(help="Use a causal mask.  [default: causal]")] = True
     device: Annotated[str, Setting(metavar="auto|cpu|cuda|cuda:N", help="Where to run.")] = "auto"
-    seed: Annotated[int, Setting(metavar="N", help="Seed of the inputs.")] = 0
+    seed: Annotated[int, Setting(metavar="N", help="Seed for the inputs.")] = 0
     repetitions: Annotated[int, Setting(metavar="N", help="Maximum repetitions.  [default: 100]")] = 100
     seconds: Annotated[
         float | None,
@@ -184,7 +184,7 @@ class CommGrid(msgspec.Struct, frozen=True, kw_only=True):
         str | None, Setting(metavar="gloo|nccl", help="Backend.  [default: gloo on a CPU, nccl on GPUs]")
     ] = None
     device: Annotated[
-        str, Setting(metavar="auto|cpu|cuda", help="Device of the tensors; on CUDA, rank r uses GPU r.")
+        str, Setting(metavar="auto|cpu|cuda", help="Device for the tensors; on CUDA, rank r uses GPU r.")
     ] = "auto"
     dtype: Annotated[tuple[str, ...], Setting(metavar="fp32|bf16|fp16,…", help="Element type.  [default: fp32]")] = ()
     repetitions: Annotated[int, Setting(metavar="N", help="Maximum repetitions.  [default: 20]")] = 20

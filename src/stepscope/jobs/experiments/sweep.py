@@ -381,7 +381,7 @@ def judge(answer: Result | Died) -> tuple[Status, str]:
         case Died(status=status, reason=reason):
             return status, reason
         case Probed() | Inspected() | StepsRecorded() | PrecisionsCompared() | AttentionDone():
-            raise AssertionError("a case was answered with the reply of another request")
+            raise AssertionError("a case was answered with the reply to another request")
 
 
 def keep_log(folder: Path, key: str, log: bytes) -> None:

@@ -100,7 +100,7 @@ def count_with_ncu(
     finished = run_outside(command, look)
     answer: NcuAnswer | None = hear(answer_path(request), NcuAnswer)
     _check(answer, finished, csv, command)
-    assert isinstance(answer, NcuCounted), "anything else raised"
+    assert isinstance(answer, NcuCounted), "_check raises for any other answer"
     return csv, answer
 
 

@@ -147,7 +147,7 @@ def _check_pytorch(pytorch: str | None) -> tuple[str, ...]:
     for option in asked:
         if option not in PYTORCH_OPTIONS:
             raise StepscopeError(
-                f"unknown value for --pytorch of nsys: `{option}`",
+                f"unknown value for nsys --pytorch: `{option}`",
                 detail=f"expected a comma-separated list of {', '.join(PYTORCH_OPTIONS)}",
                 hint="remove it: stepscope emits PyTorch's operators itself",
             )

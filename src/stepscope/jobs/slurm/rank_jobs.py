@@ -78,7 +78,7 @@ class SlurmRanks:
             raise StepscopeError(
                 f"job {job.id} is already running in `{self.folder}`",
                 detail=f"it was submitted with: {kept.submission.command}",
-                hint=f"scancel {job.id}, then rerun that command to see it end; or use --out DIR",
+                hint=f"scancel {job.id}, then rerun that command to confirm that it ended; or use --out DIR",
             )
         return None
 
@@ -102,6 +102,6 @@ def _alone(run_folder: Path) -> AbstractContextManager[None]:
     on the directory itself, so no file is left behind.
     """
     refusal = StepscopeError(
-        f"another command is waiting for the jobs of `{run_folder}`", hint="stop that command, or use --out DIR"
+        f"another command is waiting for the jobs in `{run_folder}`", hint="stop that command, or use --out DIR"
     )
     return locked(run_folder / FOLDER_NAME, refusal)

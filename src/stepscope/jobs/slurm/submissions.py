@@ -87,7 +87,7 @@ class Job:
             read_document(
                 path,
                 TaskOutcome,
-                refusal="cannot read the result of a job:",
+                refusal="cannot read the job result:",
                 hint=f"rm {path}    # the job then counts as running",
             )
             for path in paths

@@ -183,7 +183,7 @@ class _OnCpu(_Recorder):
         if not self._happenings:
             raise StepscopeError(
                 "PyTorch's profiler reported no memory events",
-                detail="a model that runs a profiler of its own stops ours",
+                detail="a profiler that runs inside the model stops stepscope's profiler",
                 hint="remove the profiler from the model",
             )
         with profiling(with_stack=True) as profiler:
@@ -339,7 +339,7 @@ def profiling(*, with_stack: bool = False) -> Iterator[_KinetoProfile]:
 
 def results_of(profiler: _KinetoProfile) -> Any:
     """Return the events of a profiler that has stopped."""
-    assert profiler.profiler is not None, "it was started"
+    assert profiler.profiler is not None, "the profiler must have been started"
     return profiler.profiler.kineto_results
 
 

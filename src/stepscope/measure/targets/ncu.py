@@ -57,7 +57,7 @@ def progress_path(request: Path) -> Path:
 
 def too_many_layers(layers: int, hint: str) -> StepscopeError:
     return StepscopeError(
-        f"too many layers to count: `{layers}`",
+        f"too many layers for hardware counters: `{layers}`",
         detail=f"expected at most {MOST_LAYERS}: Nsight Compute takes 0.2 to 0.5 s per kernel, and further layers "
         "add nothing new",
         hint=hint,
@@ -117,7 +117,7 @@ def check_layers(module: "torch.nn.Module") -> None:
     layers = sum(1 for _ in repeated_blocks(module))
     if layers > MOST_LAYERS:
         raise too_many_layers(
-            layers, "use fewer layers, under the name your model gives them: --set num_hidden_layers=2"
+            layers, "use fewer layers, such as --set num_hidden_layers=2 (the name depends on the model)"
         )
 
 

@@ -59,7 +59,9 @@ class FullTensors:
         wanted = self._is_wanted(to)
         ours = {place.name: optimizer.state.get(place.piece, {}) for _, place in self._places()}
         all_kinds = self._communicator.share_objects(self._describe(ours), "the optimizer's state")
-        others = self._communicator.share_objects(self._pass_through(ours, all_kinds), "the optimizer's numbers")
+        others = self._communicator.share_objects(
+            self._pass_through(ours, all_kinds), "the optimizer's unsharded values"
+        )
         state: State = {}
         for flat in self._flats:
             for key, dtype in _sharded_keys(flat, all_kinds):

@@ -282,7 +282,7 @@ class _Reader:
     def _actions(self, entries: list[Any], place: str) -> NDArray[np.uint8]:
         actions = [entry.get("action") for entry in entries]
         if not set(map(type, actions)) <= {str}:
-            self._refuse_first(entries, place, lambda entry: type(entry.get("action")) is str, "a text `action`")
+            self._refuse_first(entries, place, lambda entry: type(entry.get("action")) is str, "`action` as text")
         other = _CODES[OTHER]
         return np.fromiter((_CODES.get(action, other) for action in actions), np.uint8, len(actions))
 

@@ -183,7 +183,7 @@ class Blocks:
         if self.properties.get("stepscope") == "a picture":
             raise StepscopeError(
                 f"`{self._path}` was exported with --perfetto, for viewing only",
-                hint="pass the recording that it was made from",
+                hint="pass the recording that it was exported from",
             )
 
     def _read_properties(self, text: bytes) -> bool:

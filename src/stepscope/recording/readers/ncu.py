@@ -284,7 +284,7 @@ def _first_of(counters: pl.DataFrame, kernels: int, metrics: tuple[str, ...], sc
 def _explain(seen: _Seen, counters: pl.DataFrame) -> list[str]:
     notes = []
     if seen.program_lines:
-        notes.append(f"{count_noun(seen.program_lines, 'line is', 'lines are')} not CSV, such as output of the program")
+        notes.append(f"{count_noun(seen.program_lines, 'line is', 'lines are')} not CSV, such as program output")
     if seen.bad_rows:
         notes.append(f"{count_noun(seen.bad_rows, 'row')} with too few or too many fields left out")
     if seen.cut_short:

@@ -192,7 +192,7 @@ def read_report(path: Path) -> PrecisionReport:
         return decode_as(content, PrecisionReport, SCHEMA)
     except msgspec.DecodeError as error:
         raise StepscopeError(
-            f"not a result of `stepscope precision`: `{path}`",
+            f"not a `stepscope precision` result: `{path}`",
             detail=str(error),
             hint=f"stepscope precision --out {path.name}",
         ) from None

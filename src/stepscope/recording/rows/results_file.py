@@ -47,7 +47,7 @@ def read_rows(path: Path, kind: type[R]) -> tuple[tuple[R, ...], tuple[str, ...]
     if cut_bytes := len(content) - parsed.good_bytes:
         left_out.append(f"skipped: a truncated last line ({cut_bytes:,} bytes)")
     if parsed.later:
-        left_out.append(f"skipped: {count_noun(parsed.later, 'row')} of a later version of stepscope")
+        left_out.append(f"skipped: {count_noun(parsed.later, 'row')} from a later version of stepscope")
     if not parsed.rows:
         expected = f"expected rows of schema `{_schema_of(kind)}`"
         raise StepscopeError(f"no rows in `{path}`", detail="\n".join([expected, *left_out]), hint=_verb_of(kind))
@@ -154,7 +154,7 @@ def _begins_as_row(line: bytes, kind: type[Row]) -> bool:
 
 def _not_of_this_version(path: Path, number: int, schema: str, kind: type[Row]) -> StepscopeError:
     return StepscopeError(
-        f"not a results file of this version of stepscope: `{path}`, line {number}",
+        f"not a results file from this version of stepscope: `{path}`, line {number}",
         detail=f"expected rows of schema `{_schema_of(kind)}`, got `{schema[:60] or 'none'}`",
         hint=f"choose another directory: {_verb_of(kind)} --out DIR",
     )

@@ -146,17 +146,17 @@ def read_log(path: Path) -> tuple[list[TrainRow], int]:
             raise StepscopeError(
                 f"not a training log: `{path}`, line {number}",
                 detail=str(error),
-                hint=f"expected `{LOG_NAME}` from a directory of stepscope train",
+                hint=f"expected a `{LOG_NAME}` written by stepscope train",
             ) from None
         if not row.step_ns or min(row.step_ns) <= 0 or len({len(times) for times in row.times}) > 1:
             raise StepscopeError(
                 f"invalid step times: `{path}`, line {number}",
-                detail="expected positive step times, and all times for the same number of ranks",
+                detail="expected positive step times, and the same number of ranks for all times",
                 hint=f"fix or delete that line: {path}",
             )
         if row.schema != SCHEMA:
             raise StepscopeError(
-                f"not a training log of this version of stepscope: `{path}`, line {number}",
+                f"not a training log from this version of stepscope: `{path}`, line {number}",
                 detail=f"expected schema `{SCHEMA}`, got `{row.schema}`",
                 hint="stepscope train --out DIR",
             )
@@ -188,7 +188,7 @@ def read_run(folder: Path) -> TrainRun | None:
         return None
     if run.schema != SCHEMA:
         raise StepscopeError(
-            f"not a run of this version of stepscope: `{path}`",
+            f"not a run from this version of stepscope: `{path}`",
             detail=f"expected schema `{SCHEMA}`, got `{run.schema}`",
             hint="stepscope train --from DIR",
         )

@@ -140,7 +140,7 @@ def _check(name: str, value: object, path: Path) -> None:
 
 def _check_together(claim: Claim) -> None:
     if not claim.fields:
-        raise StepscopeError("the claim is empty", detail=f"expected some of {_FORM}")
+        raise StepscopeError("the claim is empty", detail=f"expected at least one of {_FORM}")
     heads, kv_heads = claim.num_heads, claim.num_kv_heads
     if heads is not None and kv_heads is not None and heads % kv_heads:
         raise StepscopeError(
@@ -192,7 +192,7 @@ def _from_recovery(plain: Mapping[str, Any], path: Path) -> dict[str, Any]:
     if not fields:
         raise StepscopeError(
             f"no certain fields in `{path}`",
-            detail=f"only the certain fields of a recovery are claimed; or write the sizes as a claim: {_FORM}",
+            detail=f"only fields that a recovery marks as certain are used; or write the sizes as a claim: {_FORM}",
             hint="stepscope recover EVIDENCE --format json",
         )
     return fields
@@ -210,7 +210,7 @@ def _from_config(plain: Mapping[str, Any], path: Path) -> dict[str, Any]:
     try:
         fields = reader(plain)
     except KeyError as error:
-        raise StepscopeError(f"`{error.args[0]}` is missing in the config `{path}`") from None
+        raise StepscopeError(f"`{error.args[0]}` is missing from the config `{path}`") from None
     known = {name: value for name, value in fields.items() if value is not None}
     return {**known, "model_type": str(model_type)}
 

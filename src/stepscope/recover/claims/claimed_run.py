@@ -210,7 +210,7 @@ class _Opened:
         best = self._read(claim, shape, claim.gated)
         if best is None:
             count = self.run.gap_products
-            gap = "around attention" if count is None else "between one attention and the next"
+            gap = "around attention" if count is None else "between consecutive attention calls"
             gemms = "the GEMMs" if count is None else count_noun(count, "GEMM")
             raise NoTransformerError(f"{gemms} {gap} cannot be a decoder layer")
         other = self._read(claim, shape, not claim.gated) if claim.gated is not None else None

@@ -133,7 +133,7 @@ def _find_copies(sightings: Sequence[Sighting], placement: Placement) -> Iterato
             yield Complaint(
                 sighting=kernels[0],
                 expected="durations and memory traffic that vary between layers, as on every GPU",
-                seen=f"{len(kernels)} kernels with exactly the values of those from #{known[key]} on",
+                seen=f"{len(kernels)} kernels with exactly the same values as those starting at #{known[key]}",
                 is_unclear=not counted and (is_coarse or by_chance > _CHANCE),
             )
 

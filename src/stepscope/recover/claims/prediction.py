@@ -285,7 +285,7 @@ def _speed_check(role: Role, place: KernelPlace, peak: float) -> ShapeCheck:
     duration_us = place.sighting.duration_ns / 1e3
     return ShapeCheck(
         sighting=place.sighting,
-        what=f"shortest time of {_WORDS[role]}",
+        what=f"{_WORDS[role]} duration",
         where=_where(place),
         test=test,
         expect=lambda shape: f"at least {least_us(shape) or 0:,.2f} µs at this GPU's peak",

@@ -69,7 +69,7 @@ def refute_sizes(file: ClaimedRun, shape: ClaimedShape) -> Iterator[Refutation]:
             one.sighting,
             where=f"pass {one.pass_number}, layer {one.layer}",
             what="unclaimed work",
-            expected="no GEMM here in a layer of the claimed model",
+            expected="no GEMM at this position in a layer of the claimed model",
             seen=f"a GEMM of {one.sighting.duration_ns / 1e3:,.1f} µs, {describe_launch(one.sighting)}",
         )
     yield from _refute_checks(file, shape)
@@ -109,13 +109,13 @@ def refute_updates(file: ClaimedRun, claim: Claim) -> Iterator[Refutation]:
         return
     first, low, high = seen
     if not low <= claimed <= high:
-        updated = f"at most {high:,}: layers share weights, or some weights are frozen"
+        updated = f"at most {high:,} parameters: layers share weights, or some weights are frozen"
         yield make_refutation(
             file,
             first,
             what="optimizer",
             expected=f"{claimed:,} parameters",
-            seen=f"updates of {updated}" if high < claimed else f"updates of at least {low:,}",
+            seen=f"updates to {updated}" if high < claimed else f"updates to at least {low:,} parameters",
         )
 
 

@@ -207,9 +207,9 @@ def _describe_others(others: Sequence[Interval]) -> str:
 
 def describe_untested(name: str, result: FieldResult) -> str:
     if result.passes_too:
-        return f"{_describe_others(result.passes_too)} would pass as well as {result.claimed}"
+        return f"{_describe_others(result.passes_too)} would also pass (claimed: {result.claimed})"
     if name == "dtype":
-        return "not every GEMM kernel has it in its name"
+        return "some GEMM kernel names do not contain the dtype"
     return "nothing in the evidence depends on it"
 
 

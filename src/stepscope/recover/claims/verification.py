@@ -153,8 +153,8 @@ class _Judge:
                         file,
                         first,
                         what="unclaimed work",
-                        expected="no GEMMs other than those of the claim",
-                        seen=f"{len(extra)}, in {spent:.1%} of the GPU time",
+                        expected="no GEMMs beyond those in the claim",
+                        seen=f"{len(extra)}, taking {spent:.1%} of the GPU time",
                     )
                 )
             strange = [one for one in file.placement.others if one.zone in _LAYER_ZONES and is_unknown(one.sighting)]
@@ -309,7 +309,7 @@ class _Judge:
                 passes = count_noun(left_out, "pass", "passes")
                 yield f"{file.evidence.file}: skipped {passes} with one token per sequence"
             if any(one.is_unclear for one in file.placement.complaints):
-                yield "a layer lacks a GEMM next to the end of the evidence or a kernel with an unknown name"
+                yield "a layer lacks a GEMM at the end of the evidence or next to a kernel with an unknown name"
             yield from self._find_untrained(file)
             yield from self._find_cut_passes(file)
 
@@ -371,7 +371,7 @@ def _note_limits(file: ClaimedRun) -> Iterator[str]:
     if any(one.is_unclear for one in find_contradictions(sightings, file.placement, None)):
         yield (
             f"{name}: some layers have equal durations; with a clock resolution of {find_step_ns(sightings):,} ns that "
-            "may be chance, so a copied layer cannot be detected"
+            "may be a coincidence, so a copied layer cannot be detected"
         )
 
 

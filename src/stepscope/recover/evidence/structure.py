@@ -314,4 +314,4 @@ def _describe_gap(order: KernelOrder, layers: Sequence[Anchor]) -> str:
     if len(layers) < 2:
         return "there is a single attention call, with too few GEMMs around it for a layer"
     count = len(order.find_gap(layers[0], layers[1]))
-    return f"{count_noun(count, 'GEMM')} between one attention and the next cannot be a decoder layer"
+    return f"{count_noun(count, 'GEMM')} between consecutive attention calls cannot be a decoder layer"

@@ -202,7 +202,7 @@ def _follow_maximum(
     """In the first tile every maximum changes from minus infinity; later, the sums so far are rescaled."""
     if first_key == 0:
         return InstructionCounts(plain=4 * variant.queries)
-    assert variant.in_registers, "the widest kernel was seen with one tile of keys alone"
+    assert variant.in_registers, "the widest kernel was only observed with a single key tile"
     moved = 0.0
     for row in range(variant.queries):
         seen = keys if mask == "none" else min(keys, max(0, first_query + row + 1 - first_key))

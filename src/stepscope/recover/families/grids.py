@@ -145,7 +145,7 @@ def join_choices(choices: Sequence[Fact]) -> Fact | None:
     if len(choices) < 2:
         return choices[0] if choices else None
     first = choices[0]
-    assert isinstance(first, Elements | Rows | Gather | Update), "GEMMs and attention have a single fact"
+    assert isinstance(first, Elements | Rows | Gather | Update), "GEMM and attention facts cannot be joined"
     names = first.__struct_fields__
     return msgspec.structs.replace(
         first, **{name: _join_known([getattr(one, name) for one in choices]) for name in names}

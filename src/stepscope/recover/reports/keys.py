@@ -141,9 +141,7 @@ def parse_public_key(text: str) -> PublicKey:
         )
     y = int.from_bytes(raw, "little") & (2**255 - 1)
     if y >= _FIELD or y in _WEAK:
-        raise StepscopeError(
-            "weak public key", detail="anybody can forge signatures for it: do not trust where it came from"
-        )
+        raise StepscopeError("weak public key", detail="anybody can forge signatures for it: do not trust its source")
     return PublicKey(raw)
 
 

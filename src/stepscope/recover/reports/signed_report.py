@@ -139,7 +139,7 @@ def _require_plain(value: object) -> None:
 
 
 def _no_report(why: str) -> StepscopeError:
-    return StepscopeError("the signed content is not a report of this version", detail=why[:200])
+    return StepscopeError("the signed content is not a report in this version's format", detail=why[:200])
 
 
 # --- Hashes of evidence and weights: SHA-256 of raw bytes, read once, whatever the size
@@ -221,7 +221,7 @@ def _hash(path: Path, name: str) -> HashedFile:
         after = os.fstat(file.fileno())
     if (before.st_size, before.st_mtime_ns) != (after.st_size, after.st_mtime_ns):
         raise StepscopeError(
-            f"`{path}` changed while it was being read", hint="run it again when nothing writes to this file"
+            f"`{path}` changed while it was being read", hint="run it again when nothing is writing to this file"
         )
     return HashedFile(name=name, bytes=before.st_size, sha256=digest)
 

@@ -244,11 +244,13 @@ def _layers_field(found: FileFit) -> Field:
     passes = f"each of {structure.num_passes} forward passes" if structure.num_passes > 1 else "the forward pass"
     said = f"the same GEMMs around attention {structure.num_layers} times in {passes}"
     if structure.may_be_one_layer:
-        unsure = "every attention is followed by the same kernels: this may be one layer run repeatedly"
+        unsure = "every attention call is followed by the same kernels: this may be one layer run repeatedly"
         return Field(value=structure.num_layers, certain=False, alternatives=(1,), evidence=(said, unsure))
     if has_head and structure.has_start and not is_cut and not structure.has_others:
         return Field(value=structure.num_layers, certain=True, evidence=(said,))
-    unsure = "there is attention outside these layers" if structure.has_others else "the file may not have all layers"
+    unsure = (
+        "there is attention outside these layers" if structure.has_others else "the file may not contain all layers"
+    )
     return Field(value=structure.num_layers, certain=False, low=structure.num_layers, evidence=(said, unsure))
 
 
@@ -337,7 +339,7 @@ def _vocabulary_evidence(fitted: FittedReading) -> tuple[str, ...]:
     first, *others = dict.fromkeys(sized.apart or (sized.window,))
     parts = [f"the LM head GEMM allows {_spell(first)}"]
     parts += [f"{_spell(one)} if it ran on fewer tokens" for one in others]
-    return (", or ".join(parts), *_told(sized, "after it"))
+    return (", or ".join(parts), *_told(sized, "after the LM head"))
 
 
 def _spell(window: Window) -> str:

@@ -166,7 +166,7 @@ def _find_settings(case: Case | None, name: str, truths: Mapping[str, Settings])
     if case is None:
         raise StepscopeError(
             f"the settings of `{name}` are unknown",
-            detail="recordings of `stepscope profile --counters` include them; for other files, list them by name:\n"
+            detail="`stepscope profile --counters` recordings include them; for other files, list them by name:\n"
             f'{{"{_bare(name)}": {{"d_model": 768, "num_heads": 12, "context": 128}}}}',
             hint="stepscope profile --counters --context 128,256,512",
         )
@@ -211,7 +211,7 @@ def _sort_out(settings: Settings, name: str) -> tuple[dict[str, int], dict[str, 
 def _whole(value: object, key: str, name: str) -> int:
     if _is_size(value):
         return value
-    raise StepscopeError(f"invalid {key} of `{name}`: `{value}`", detail="expected a positive integer")
+    raise StepscopeError(f"invalid {key} for `{name}`: `{value}`", detail="expected a positive integer")
 
 
 def _is_size(value: object) -> TypeGuard[int]:

@@ -127,7 +127,7 @@ def _leading_rows(design: Design) -> list[PartCounter]:
     return list(first.values())[:_MOST_SERIES]
 
 
-# --- What reveals each field
+# --- Counters that reveal each field
 #
 # For each field, the counter that depends on this field only, or a ratio of two counters that does.
 #
@@ -160,7 +160,7 @@ def reveals_table(design: Design, sensitivity: Mapping[PartCounter, Elasticities
     counters = [_Sign(row=row, found=found) for row, found in sensitivity.items() if row.counter not in LOOSE]
     ratios = _make_ratios([sign for sign in counters if len(sign.found) == len(design.seen)])
     return Table(
-        title="What reveals each field",
+        title="Counters that reveal each field",
         columns=(
             Column(key="field", label="field"),
             Column(key="part", label="kernels"),
@@ -168,7 +168,7 @@ def reveals_table(design: Design, sensitivity: Mapping[PartCounter, Elasticities
             Column(key="over", label="divided by"),
             Column(key="power", label="exponent"),
             Column(key="others", label="also depends on"),
-            Column(key="alone", label="counters of this field only", kind="count"),
+            Column(key="alone", label="counters that depend only on it", kind="count"),
         ),
         rows=tuple(_reveal(unit, design, counters, ratios) for unit in design.units),
         notes=("only fields that varied; without durations and DRAM bytes",),

@@ -85,7 +85,7 @@ def test_busy_work_in_a_layer_is_listed_and_cannot_tell() -> None:
 def test_copied_layers_are_detected() -> None:
     answer = spoil(GPT2, lambda all_: [*all_[:32], *all_[LAYER], *all_[32:]], num_layers=3)
     assert first(answer)[::2] == (ClaimVerdict.REFUTED, "inconsistent evidence")
-    assert "exactly the values" in answer.refuted_by[0].seen
+    assert "exactly the same values" in answer.refuted_by[0].seen
 
 
 def test_a_layer_copied_in_a_trace_is_detected_by_its_durations() -> None:
@@ -195,7 +195,7 @@ def test_work_faster_than_the_gpu_is_refuted() -> None:
     trace = "gpt2_tf32.forward.json.gz"
     answer = spoil(trace, lambda all_: [time(one, 0.02) if is_product(one) else one for one in all_], gated=None)
     assert answer.verdict is ClaimVerdict.REFUTED
-    assert answer.refuted_by[0].what.startswith("shortest time")
+    assert answer.refuted_by[0].what.endswith("duration")
 
 
 def test_a_consistent_forgery_is_not_caught() -> None:

@@ -165,14 +165,14 @@ def test_validly_signed_content_that_is_not_a_report_is_rejected(old: bytes, new
     path, public = make_key(tmp_path)
     content = canonical_bytes(make_report(public_key=public.text))
     assert content.count(old) == 1
-    with pytest.raises(StepscopeError, match="not a report of this version"):
+    with pytest.raises(StepscopeError, match="not a report in this version's format"):
         check_signed_bytes(sign_raw(content.replace(old, new), load_private_key(path)), public)
 
 
 def test_a_second_report_in_the_signed_bytes_is_rejected(tmp_path: Path) -> None:
     path, public = make_key(tmp_path)
     content = canonical_bytes(make_report(public_key=public.text))
-    with pytest.raises(StepscopeError, match="not a report of this version"):
+    with pytest.raises(StepscopeError, match="not a report in this version's format"):
         check_signed_bytes(sign_raw(content + b',"report":' + content, load_private_key(path)), public)
 
 

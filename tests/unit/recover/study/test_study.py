@@ -65,7 +65,7 @@ def test_num_layers_only_affects_the_number_of_launches() -> None:
     following = [row for row in find(found, "Sensitivity") if abs(row["num_layers"]) > 0.05]
     assert {row["part"] for row in following} == {"each layer kernel", "all kernels"}
     assert follow(found, "each layer kernel", "launches")["num_layers"] == pytest.approx(1)
-    (revealed,) = (row for row in find(found, "What reveals") if row["field"] == "num_layers")
+    (revealed,) = (row for row in find(found, "Counters that reveal") if row["field"] == "num_layers")
     assert (revealed["part"], revealed["counter"]) == ("each layer kernel", "launches")
     assert (revealed["power"], revealed["others"]) == ("1.00", "nothing")
 
@@ -255,8 +255,8 @@ def test_identical_runs_have_no_sensitivity() -> None:
     found = study([run, run], names=["a", "b"], truths={"a": {"context": 128}, "b": {"context": 256}})
     assert find(found, "Sensitivity") == []
     assert "counters that depend on none of these fields" in notes_of(found)
-    assert find(found, "What reveals")[0]["others"] == "no counter depends on it"
-    assert [one.title for one in found] == [found[0].title, "What reveals each field"]
+    assert find(found, "Counters that reveal")[0]["others"] == "no counter depends on it"
+    assert [one.title for one in found] == [found[0].title, "Counters that reveal each field"]
 
 
 def test_a_real_run_shows_its_gemms_and_attention() -> None:

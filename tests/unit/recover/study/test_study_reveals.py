@@ -1,4 +1,4 @@
-"""What reveals each field: a counter that depends on it only, or a ratio of two."""
+"""Counters that reveal each field: a counter that depends on it only, or a ratio of two."""
 
 from typing import Any
 
@@ -11,14 +11,14 @@ from tests.unit.recover.counted_runs import FFMA, GRID, HEAD, LAWS, find, follow
 
 def test_a_counter_of_one_field_is_preferred() -> None:
     laws = {**LAWS, "norm": lambda workload: {FFMA: 10 * shape_of(workload).d_model}}
-    rows = {row["field"]: row for row in find(run_all(GRID, laws), "What reveals")}
+    rows = {row["field"]: row for row in find(run_all(GRID, laws), "Counters that reveal")}
     assert (rows["d_model"]["part"], rows["d_model"]["counter"]) == ("norm before the layers", "ffma")
     assert (rows["d_model"]["power"], rows["d_model"]["others"], rows["d_model"]["alone"]) == ("1.00", "nothing", 4)
     assert rows["d_model"]["over"] is None
 
 
 def test_otherwise_a_ratio_of_two_counters_is_used() -> None:
-    rows = {row["field"]: row for row in find(run_all(GRID), "What reveals")}
+    rows = {row["field"]: row for row in find(run_all(GRID), "Counters that reveal")}
     assert (rows["vocab_size"]["part"], rows["vocab_size"]["over"]) == (HEAD, "norm before the layers: store bytes")
     assert (rows["vocab_size"]["power"], rows["vocab_size"]["others"]) == ("1.00", "nothing")
     assert (rows["context"]["part"], rows["context"]["over"]) == ("attention", "norm before the layers: store bytes")
@@ -37,7 +37,7 @@ def exactly(power: float) -> Elasticity:
 
 def reveal(sensitivity: dict[PartCounter, dict[FieldUnit, Elasticity]], unit: FieldUnit) -> dict[str, Any]:
     design = Design(runs=(), units=(CONTEXT, BATCH, WIDTH), constant=())
-    (row,) = (row for row in find([reveals_table(design, sensitivity)], "What") if row["field"] == unit.label)
+    (row,) = (row for row in find([reveals_table(design, sensitivity)], "Counters") if row["field"] == unit.label)
     return row
 
 

@@ -39,7 +39,7 @@ def test_fields_that_change_together_have_no_exponent() -> None:
     found = run_all([case(num_layers=2, d_model=256, context=64), case(num_layers=4, d_model=768, context=64)])
     assert find(found, "Sensitivity") == []
     assert "num_layers, d_model changed together and cannot be separated" in notes_of(found)
-    assert {row["part"] for row in find(found, "What reveals")} == {None}
+    assert {row["part"] for row in find(found, "Counters that reveal")} == {None}
     assert "d_model" not in find(found, "Principal")[0]
 
 
@@ -133,7 +133,7 @@ def test_settings_that_contradict_the_kernels_are_reported() -> None:
 @pytest.mark.parametrize("value", [0, -1, "128", 1.5, True, None])
 def test_settings_must_be_positive_integers(value: object) -> None:
     runs = [strip(record(one, LAWS), name) for one, name in zip(GRID[:2], "ab", strict=True)]
-    with pytest.raises(StepscopeError, match="invalid context of `b`: `"):
+    with pytest.raises(StepscopeError, match="invalid context for `b`: `"):
         study(runs, truths={"a": {"context": 128}, "b": {"context": value}})
 
 
