@@ -71,6 +71,11 @@ def count_noun(count: float, noun: str, plural: str = "") -> str:
     return f"{say_count(count)} {noun if count == 1 else plural or f'{noun}s'}"
 
 
+def with_article(noun: str) -> str:
+    """Return `a list` or `an int`."""
+    return f"{'an' if noun[:1].lower() in 'aeiou' else 'a'} {noun}"
+
+
 def say_factor(factor: float) -> str:
     """Return a ratio with three digits: `3.2×`."""
     return f"{say_digits(factor)}×"

@@ -218,8 +218,8 @@ def test_set_reaches_the_factory(own_module: str) -> None:
     [
         ("two_things", {}, "a tuple of length 2"),
         ("no_module", {}, "a str as the module"),
-        ("bad_input", {}, "a int as the input"),
-        ("bad_loss", {}, "a int as the loss"),
+        ("bad_input", {}, "an int as the input"),
+        ("bad_loss", {}, "an int as the loss"),
         ("needs_more", {}, "requires `width`"),
         ("build", {"set": {"dept": 3}}, "no parameter `dept`"),
         ("build", {"attention": "sdpa"}, "no parameter `attention`"),

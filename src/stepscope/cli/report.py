@@ -97,7 +97,9 @@ def _run(
                 grid, out, force=force, data=data, without=left_out, fresh=fresh, progress=watcher, command=_words()
             )
     except Interrupted as interrupted:
-        where = f"finished stages are in {interrupted.page}" if interrupted.page else f"{out} was not changed"
+        where = (
+            f"stages that finished, if any, are in {interrupted.page}" if interrupted.page else f"{out} was not changed"
+        )
         say(f"interrupted: {where}; resume with: {interrupted.go_on}")
         raise
     except NothingMeasuredError as error:

@@ -80,7 +80,7 @@ BACKENDS: dict[Implementation, AttentionBackend] = {
         ),
         AttentionBackend(
             name="sdpa",
-            summary="PyTorch's `scaled_dot_product_attention`, which chooses one of the next four",
+            summary="PyTorch's `scaled_dot_product_attention`, which chooses one of the four backends below",
             keeps="log-sum-exp",
             compared_on=("cpu",),
         ),

@@ -53,10 +53,13 @@ def _build_model(settings: Settings) -> ModelShape | Factory | HuggingFace:
     assert isinstance(arguments, Mapping)
     if own and (len(own) > 1 or shaped):
         other = (own[1:] or shaped)[0]
+        given = f"{flag_of(own[0])} {settings[own[0]]}"
         raise SpecError(
             f"`{flag_of(own[0])}` cannot be used with `{flag_of(other)}`",
-            detail="the shape options are for the built-in model; use --set for the arguments of your own model",
-            hint=f"{flag_of(own[0])} {settings[own[0]]} --set name=value",
+            detail=""
+            if own[1:]
+            else "shape options are for the built-in model; use --set for arguments of your own model",
+            hint=given if own[1:] else f"{given} --set name=value",
         )
     if not own:
         if arguments:

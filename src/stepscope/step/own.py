@@ -29,6 +29,7 @@ from torch import Tensor, nn
 
 from stepscope.errors import StepscopeError, nearest
 from stepscope.spec import DEFAULT_CONTEXT, Factory, Workload
+from stepscope.units import with_article
 
 CONTRACT = (
     "expected (module, input, loss): an nn.Module, a tensor or a tuple or dict of tensors, and a function or None; "
@@ -58,9 +59,9 @@ def build_own(workload: Workload, factory: Factory, device: torch.device) -> Par
         raise _wrong_result(factory, f"a {type(result).__name__}" + _length(result))
     module, batch, loss, optimizer = (*result, None)[:4]
     if not isinstance(module, nn.Module):
-        raise _wrong_result(factory, f"a {type(module).__name__} as the module")
+        raise _wrong_result(factory, f"{with_article(type(module).__name__)} as the module")
     if loss is not None and not callable(loss):
-        raise _wrong_result(factory, f"a {type(loss).__name__} as the loss")
+        raise _wrong_result(factory, f"{with_article(type(loss).__name__)} as the loss")
     _check_optimizer(workload, factory, module, optimizer)
     return Parts(
         module=module,
@@ -76,7 +77,7 @@ def _check_optimizer(workload: Workload, factory: Factory, module: nn.Module, op
     if optimizer is None:
         return
     if not isinstance(optimizer, torch.optim.Optimizer):
-        raise _wrong_result(factory, f"a {type(optimizer).__name__} as the optimizer")
+        raise _wrong_result(factory, f"{with_article(type(optimizer).__name__)} as the optimizer")
     name = type(optimizer).__name__
     if workload.optimizer is not None:
         raise StepscopeError(
@@ -289,7 +290,7 @@ def _feeder(factory: Factory, batch: object) -> Callable[[Callable[..., object]]
         case tuple() | list():
             return lambda run: run(*batch)
         case _:
-            raise _wrong_result(factory, f"a {type(batch).__name__} as the input")
+            raise _wrong_result(factory, f"{with_article(type(batch).__name__)} as the input")
 
 
 def _move(batch: object, device: torch.device) -> object:

@@ -327,7 +327,7 @@ def test_unopenable_file_is_an_error(tmp_path: Path) -> None:
         (gzip.compress(pickle.dumps(empty()), mtime=0)[:-8] + b"\0" * 8, "damaged"),
         (gzip.compress(b"", mtime=0), "truncated"),
         (pickle.dumps([1, 2]), "it contains a list"),
-        (pickle.dumps(7), "it contains a int"),
+        (pickle.dumps(7), "it contains an int"),
         (pickle.dumps({"segments": []}), "no list `device_traces`"),
         (pickle.dumps({"segments": {}, "device_traces": []}), "no list `segments`"),
         (b"\x80\x04]}R.", "not a pickle"),

@@ -84,6 +84,8 @@ class Made:
 
 def check_page(path: Path, *, force: bool, inputs: Sequence[Path] = ()) -> None:
     """Raise unless `path` can be written: an earlier page is replaced, other files only with `force`, inputs never."""
+    if path.is_dir():
+        raise StepscopeError(f"`{path}` is a directory", hint=f"--out {path / 'report.html'}")
     if path.suffix.lower() != ".html":
         raise StepscopeError(
             f"unsupported file extension `{path.suffix or path.name}`: `{path}`",

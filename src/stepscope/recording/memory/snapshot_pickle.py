@@ -29,7 +29,7 @@ from typing import Any, BinaryIO, NoReturn
 
 from stepscope.errors import StepscopeError
 from stepscope.hardware import available_bytes, read_proc_bytes
-from stepscope.units import GIB
+from stepscope.units import GIB, with_article
 
 LIMIT_BYTES = 12 << 30  # the most memory that loading may add to this process
 _EXPECTED = "expected a file from torch.cuda.memory._dump_snapshot"
@@ -78,7 +78,7 @@ def load(path: Path) -> dict[str, Any]:
     with _opened(path) as file, without_collection(), _bounded():
         content = _unpickled(path, file)
     if type(content) is not dict:
-        _refuse_content(path, f"it contains a {type(content).__name__}")
+        _refuse_content(path, f"it contains {with_article(type(content).__name__)}")
     for key in ("segments", "device_traces"):
         if type(content.get(key)) is not list:
             _refuse_content(path, f"it has no list `{key}`")

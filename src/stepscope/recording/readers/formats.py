@@ -1,5 +1,6 @@
 """Open any supported file as a recording. The format is recognized by the first bytes, not by the name."""
 
+import shlex
 import stat
 import zlib
 from pathlib import Path
@@ -53,7 +54,7 @@ def _first_bytes(path: Path) -> bytes:
             raise StepscopeError(
                 f"directory `{path}` is not a recording",
                 detail=f"it has no {store.MANIFEST_NAME}; expected {_READABLE}",
-                hint="to read the traces in it: stepscope explain DIR/*.json.gz",
+                hint=f"to read traces in it: stepscope explain {shlex.quote(str(path))}/*.json.gz",
             )
         if not stat.S_ISREG(mode):
             raise StepscopeError(f"`{path}` is not a regular file", detail=f"expected {_READABLE}")
