@@ -169,7 +169,7 @@ def test_cpu_page_says_operators_everywhere(open_page: Open) -> None:
     show_all(page)
     assert "all operators" in page.inner_text(".told")
     page.hover("figure.roofline ol.points li")
-    assert "of all operators" in page.inner_text("#tip")
+    assert "of all operator time" in page.inner_text("#tip")
 
 
 def _on_cpu(exhibit: Exhibit) -> Exhibit:

@@ -25,7 +25,7 @@ def test_roofline_tooltip_has_the_numbers_of_a_point(open_parts: Open) -> None:
         "130.0 TFLOP/s at 128.0 FLOP/byte",
         "21.2% of the device's limit",
         "compute-bound",
-        "12 calls a step",
+        "12 calls per step",
     ):
         assert expected in text
     page.mouse.move(5, 5)

@@ -69,8 +69,8 @@ def test_built_in_model_is_seen_through_views_and_casts() -> None:
     assert found["blocks.1.attention"] == ("bf16", "matmul")
     assert found["blocks.0"] == ("fp32", "add")
     reasons = {one.name: explain_dtype(one, device="cpu", precision="bf16") for one in (*run.outputs, run.loss)}
-    assert "our rms_norm widens" in reasons["final_norm"]
-    assert "our cross_entropy widens" in reasons["loss"]
+    assert "rms_norm converts to fp32" in reasons["final_norm"]
+    assert "cross_entropy converts to fp32" in reasons["loss"]
     assert "type promotion of fp32 and bf16" in reasons["blocks.0"]
 
 

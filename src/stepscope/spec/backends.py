@@ -59,7 +59,7 @@ class AttentionBackend(msgspec.Struct, frozen=True, kw_only=True):
 _ROW_STATISTICS = Workspace(
     tensor="log-sum-exp and delta", bytes_formula="B·H·P·4", why="stored in the order in which tiles are read", count=2
 )
-_ONE_OF_SDPA = "this SDPA backend, forced"
+_ONE_OF_SDPA = "SDPA with this backend forced"
 
 BACKENDS: dict[Implementation, AttentionBackend] = {
     backend.name: backend
@@ -94,7 +94,7 @@ BACKENDS: dict[Implementation, AttentionBackend] = {
         ),
         AttentionBackend(
             name="tiled",
-            summary="FlashAttention-2 as a loop over tiles in PyTorch, for reading rather than for speed",
+            summary="FlashAttention-2 as a loop over tiles in PyTorch, written for readability, not speed",
             keeps="log-sum-exp",
             exact=("before backward",),
             workspaces=(

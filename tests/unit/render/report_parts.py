@@ -194,7 +194,7 @@ def draw_roofline(runs: tuple[str, ...] = ("",)) -> Roofline:
             share=time / 2.73,
             reached=min(1.0, rate / min(989e12, intensity * 4.8e12)),
             bound=bound,
-            detail="12 calls a step",
+            detail="12 calls per step",
             run=run,
         )
         for run in range(len(runs))
