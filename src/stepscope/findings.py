@@ -377,7 +377,7 @@ class Questions(msgspec.Struct, frozen=True, kw_only=True):
     questions: tuple[Question, ...]
 
 
-class Beside(msgspec.Struct, frozen=True, kw_only=True):
+class SideBySide(msgspec.Struct, frozen=True, kw_only=True):
     """The same part of each run, side by side if there is room. None if a run does not have it."""
 
     title: str
@@ -385,7 +385,7 @@ class Beside(msgspec.Struct, frozen=True, kw_only=True):
     parts: "tuple[Part | None, ...]"
 
 
-Part = Table | Figure | Timeline | Breakdown | Lanes | Roofline | Bars | Questions | Beside
+Part = Table | Figure | Timeline | Breakdown | Lanes | Roofline | Bars | Questions | SideBySide
 
 
 class Exhibit(msgspec.Struct, frozen=True, kw_only=True):

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 import msgspec
 import pytest
 
-from stepscope.findings import Beside, Lanes, Part, Spans, Track
+from stepscope.findings import Lanes, Part, SideBySide, Spans, Track
 from tests.browser.chart_views import CANVASES, DRAWINGS, ask, count_colours, move_to, picture, read_pixel, view_of
 from tests.browser.conftest import Open, wait_for_frame
 from tests.unit.render.report_parts import (
@@ -314,7 +314,7 @@ def test_a_click_narrows_the_breakdown_to_its_class(open_parts: Open) -> None:
 def test_two_steps_share_a_scale(open_parts: Open) -> None:
     kernels = kernels_of_step()
     parts = (lay_lanes(kernels), lay_lanes(kernels[:60]))
-    page = open_parts(Beside(title="Steps", runs=("A", "B"), parts=parts), width=1440)
+    page = open_parts(SideBySide(title="Steps", runs=("A", "B"), parts=parts), width=1440)
     script = "() => [...document.querySelectorAll('figure.lanes')].map(({ chart }) => [chart.view.end, chart.spanNs])"
     (first_end, first), (second_end, second) = page.evaluate(script)
     assert first_end == second_end == first == parts[0].span_ns

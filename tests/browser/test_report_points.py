@@ -5,7 +5,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from stepscope.findings import Axis, Bars, Beside, Figure, Point, Timeline
+from stepscope.findings import Axis, Bars, Figure, Point, SideBySide, Timeline
 from stepscope.render.figures import save
 from tests.browser.chart_views import ask, look_at, move_to, picture, view_of
 from tests.browser.conftest import Open, OpenFile, wait_for_frame
@@ -165,7 +165,7 @@ def test_two_timelines_share_only_their_scale(open_parts: Open) -> None:
         msgspec.structs.replace(area, values=tuple(value // 4096 * 1024 for value in area.values)) for area in low.areas
     )
     lower: Timeline = msgspec.structs.replace(low, areas=areas, line=None, pieces=())
-    page = open_parts(Beside(title="Memory", runs=("A", "B"), parts=(training_step(200), lower)), width=1440)
+    page = open_parts(SideBySide(title="Memory", runs=("A", "B"), parts=(training_step(200), lower)), width=1440)
     views = "() => [...document.querySelectorAll('figure.timeline')].map(({ chart }) => ({ ...chart.view }))"
     first, second = page.evaluate(views)
     assert first == second

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from stepscope import cost
-from stepscope.explain.memory.saved import compare_saved, held_storages, saved_beside_closed_form
+from stepscope.explain.memory.saved import compare_saved, held_storages, saved_and_predicted
 from stepscope.measure.memory.marks import LOSS, Places
 from stepscope.measure.memory.saved_tensors import SavedTensor, audit
 from stepscope.nn.model import SwiGLU
@@ -87,7 +87,7 @@ def test_any_shape_saves_what_the_formula_says(
 @pytest.mark.parametrize("batch", [1, 3])
 def test_every_part_saves_what_the_formula_says(attention: str, precision: str, batch: int) -> None:
     chosen = case(attention=attention, precision=precision, batch=batch)
-    table = saved_beside_closed_form(saved_by(chosen.workload), cost.activations_of(chosen.workload))
+    table = saved_and_predicted(saved_by(chosen.workload), cost.activations_of(chosen.workload))
     assert [row[0] for row in table.rows if row[-1] != 0] == []
 
 

@@ -12,6 +12,7 @@ results; by default it is the equivalent command line.
 """
 
 import weakref
+from abc import abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -163,8 +164,8 @@ class CaseResults(Sequence[R], Generic[R]):
         self.remarks = tuple(remarks)
 
     @property
-    def table(self) -> DataTable:
-        raise NotImplementedError
+    @abstractmethod
+    def table(self) -> DataTable: ...
 
     @property
     def frame(self) -> "pl.DataFrame":

@@ -96,11 +96,11 @@ class Disk:
 
 
 @contextmanager
-def spilling(beside: Path) -> Iterator[Disk]:
-    """Create a directory inside `beside` and delete it when the block exits."""
-    with _writing(beside):
-        beside.mkdir(parents=True, exist_ok=True)
-    with scratch_folder(beside, "spill") as folder:
+def spilling(parent: Path) -> Iterator[Disk]:
+    """Create a directory inside `parent` and delete it when the block exits."""
+    with _writing(parent):
+        parent.mkdir(parents=True, exist_ok=True)
+    with scratch_folder(parent, "spill") as folder:
         yield Disk(folder)
 
 

@@ -18,7 +18,6 @@ from stepscope.explain.story.sections.breakdown import tabulate_dimensions
 from stepscope.findings import (
     Advice,
     Bars,
-    Beside,
     Breakdown,
     Cell,
     Column,
@@ -27,6 +26,7 @@ from stepscope.findings import (
     Questions,
     Report,
     Roofline,
+    SideBySide,
     Table,
     Timeline,
 )
@@ -117,7 +117,7 @@ def _take(key: str, section: int | None, part: Part | None) -> Iterable[Drawing 
             for number, question in enumerate(part.questions, start=1):
                 if question.evidence is not None:
                     yield _list(f"{key}-{number}", section, question.evidence)
-        case Beside():
+        case SideBySide():
             for letter, run, inner in zip(ascii_lowercase, part.runs, part.parts, strict=False):
                 if inner is not None:
                     named = msgspec.structs.replace(inner, title=f"{run}: {inner.title}")

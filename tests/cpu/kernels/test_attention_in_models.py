@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from stepscope import cost
-from stepscope.explain.memory.saved import saved_beside_closed_form
+from stepscope.explain.memory.saved import saved_and_predicted
 from stepscope.kernels.attention import chosen_backends
 from stepscope.kernels.attention.transformers import register
 from stepscope.measure.flops import count_forward_flops
@@ -85,7 +85,7 @@ def test_flops_are_counted_as_for_sdpa(attention: str) -> None:
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_saved_bytes_match_the_formula(attention: str, precision: str) -> None:
     chosen = build_case({**BUILT_IN, "attention": attention, "precision": precision})
-    table = saved_beside_closed_form(saved_by(chosen.workload), cost.activations_of(chosen.workload))
+    table = saved_and_predicted(saved_by(chosen.workload), cost.activations_of(chosen.workload))
     assert [row[0] for row in table.rows if row[-1] != 0] == []
 
 

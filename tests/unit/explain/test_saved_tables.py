@@ -10,7 +10,7 @@ from stepscope.explain.memory.saved import (
     OUTSIDE,
     compare_saved,
     held_storages,
-    saved_beside_closed_form,
+    saved_and_predicted,
     saved_by_block,
     saved_by_module,
     saved_by_role,
@@ -139,7 +139,7 @@ def test_predicted_and_measured_are_compared_by_part() -> None:
             frame((5, "PowBackward0", "self", "final_norm", 6, 23, "activation")),
         ]
     )
-    table = saved_beside_closed_form(saved, closed)
+    table = saved_and_predicted(saved, closed)
     found = {row[0]: row[1] for row in cells(table, "part", "audit_bytes")}
     assert {part: found[part] for part in ("weights", "projections", "attention", "ffn", "head", "norm", "loss")} == {
         "weights": 7,

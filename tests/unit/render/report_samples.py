@@ -14,7 +14,6 @@ import msgspec
 from stepscope.findings import (
     Axis,
     Bars,
-    Beside,
     Column,
     Copyable,
     Exhibit,
@@ -24,6 +23,7 @@ from stepscope.findings import (
     Questions,
     Report,
     Section,
+    SideBySide,
     Soundness,
     Table,
     Timeline,
@@ -145,11 +145,11 @@ def two_runs() -> Report:
         series=runs,
         values=((2.9, 1.4, 0.7), (2.9, 0.5, 0.1)),
     )
-    lanes = Beside(title="One step as it ran", runs=runs, parts=(lay_lanes(before), lay_lanes(after)))
-    memory = Beside(title="Memory", runs=runs, parts=(training_step(300), None))
-    tables = Beside(title="Categories", runs=runs, parts=(categories_table(), categories_table(4)))
+    lanes = SideBySide(title="One step as it ran", runs=runs, parts=(lay_lanes(before), lay_lanes(after)))
+    memory = SideBySide(title="Memory", runs=runs, parts=(training_step(300), None))
+    tables = SideBySide(title="Categories", runs=runs, parts=(categories_table(), categories_table(4)))
     asked = ask()
-    both = Beside(
+    both = SideBySide(
         title="Questions", runs=runs, parts=(asked, msgspec.structs.replace(asked, questions=asked.questions[:2]))
     )
     sections = (

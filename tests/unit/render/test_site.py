@@ -13,7 +13,7 @@ import msgspec
 import pytest
 
 from stepscope.files import is_ours
-from stepscope.findings import Advice, Beside, Copyable, Exhibit, Fact, Finding, Missing, Part, Report, Section
+from stepscope.findings import Advice, Copyable, Exhibit, Fact, Finding, Missing, Part, Report, Section, SideBySide
 from stepscope.render.drawing.colours import assign_colours, choose_ink, colour_of
 from stepscope.render.formats import COPYABLE, clean, hide_private
 from stepscope.render.site import write_site
@@ -165,7 +165,7 @@ def test_parts_of_a_pair_have_their_own_keys() -> None:
 
 def test_titles_of_a_pair_are_not_repeated() -> None:
     tables = [msgspec.structs.replace(categories_table(2), title=f"Error: {name}") for name in ("small", "large")]
-    pair = Beside(title="A: Error: small; B: Error: large", runs=("A", "B"), parts=tuple(tables))
+    pair = SideBySide(title="A: Error: small; B: Error: large", runs=("A", "B"), parts=tuple(tables))
     section = Section(key="precision", title="Precision", exhibits=(Exhibit(key="pair", part=pair),))
     page = write_site(msgspec.structs.replace(one_run(), sections=(section,)))
     assert re.findall(r"<h3>(.*?)</h3>", page[page.index('class="pair"') :]) == ["Error", "small", "large"]
@@ -392,7 +392,7 @@ def test_counts_of_a_step_keep_enough_digits_to_divide_by() -> None:
 
 
 def test_only_what_scrolls_by_itself_is_a_place() -> None:
-    beside = Beside(title="Sizes", runs=("A", "B"), parts=(categories_table(60), categories_table(60)))
+    beside = SideBySide(title="Sizes", runs=("A", "B"), parts=(categories_table(60), categories_table(60)))
     exhibits = (Exhibit(key="short", part=categories_table(5)), Exhibit(key="both", part=beside))
     section = Section(key="sizes", title="Sizes", exhibits=exhibits)
     page = write_site(msgspec.structs.replace(one_run(), sections=(section,)))

@@ -10,7 +10,7 @@ from stepscope.cost.activations import activations_of
 from stepscope.errors import StepscopeError
 from stepscope.explain.experiments.cases import describe_case
 from stepscope.explain.memory.memory_profile import UNKNOWN, MemoryProfile
-from stepscope.explain.memory.saved import saved_beside_closed_form, saved_by_module
+from stepscope.explain.memory.saved import saved_and_predicted, saved_by_module
 from stepscope.explain.memory.timeline import label_of, say_shape, say_when
 from stepscope.findings import Cell, Column, Page, Table
 from stepscope.recording.rows.memory_summary import Allocation, MemorySummary
@@ -302,7 +302,7 @@ def saved_table(profile: MemoryProfile) -> Table:
     eager = case is not None and isinstance(case.workload.model, ModelShape) and not case.workload.compile
     if case is None or not eager or case.workload.checkpoint != "none":
         return saved_by_module(saved)
-    return saved_beside_closed_form(saved, activations_of(case.workload))
+    return saved_and_predicted(saved, activations_of(case.workload))
 
 
 PARTS = ("categories", "phases", "steps", "modules", "layers", "largest", "freed", "leaks", "saved")

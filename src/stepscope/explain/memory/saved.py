@@ -122,7 +122,7 @@ def compare_saved(eager: pl.DataFrame, compiled: pl.DataFrame) -> tuple[Table, T
     return _compare_ops(left, right), _compare_sizes(left, right)
 
 
-def saved_beside_closed_form(saved: pl.DataFrame, closed: Activations) -> Table:
+def saved_and_predicted(saved: pl.DataFrame, closed: Activations) -> Table:
     """The saved activations of the built-in model, eager and without checkpointing: predicted and measured by part."""
     held = held_storages(saved)
     found: dict[str, int] = {}

@@ -127,11 +127,3 @@ def share_by(kernels: pl.DataFrame, *columns: str) -> pl.DataFrame:
         .with_columns(share=pl.col("time_ns") / total)
         .sort("time_ns", *columns, descending=[True, *([False] * len(columns))], nulls_last=True)
     )
-
-
-def device_word(profile: Profile) -> str:
-    return "CPU" if profile.on_cpu else "GPU"
-
-
-def kernel_word(profile: Profile) -> str:
-    return "operator" if profile.on_cpu else "kernel"

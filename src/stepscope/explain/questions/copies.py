@@ -4,10 +4,10 @@ import re
 
 import polars as pl
 
-from stepscope.explain.questions.answers import Answer, in_phases, kernel_word, missing, share_by, time_of
+from stepscope.explain.questions.answers import Answer, in_phases, missing, share_by, time_of
 from stepscope.explain.trace.attribution import EVALUATE
 from stepscope.explain.trace.nesting import around
-from stepscope.explain.trace.profile import Profile
+from stepscope.explain.trace.profile import Profile, kernel_word
 from stepscope.findings import Column, Table
 from stepscope.units import count_noun, say_share, say_time
 

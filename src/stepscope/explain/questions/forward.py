@@ -7,9 +7,7 @@ import polars as pl
 
 from stepscope.explain.questions.answers import (
     Answer,
-    device_word,
     in_phases,
-    kernel_word,
     missing,
     say_list,
     share_by,
@@ -17,7 +15,7 @@ from stepscope.explain.questions.answers import (
     time_of,
 )
 from stepscope.explain.trace.phases import FORWARD_RANGE, number_passes
-from stepscope.explain.trace.profile import Profile
+from stepscope.explain.trace.profile import Profile, device_word, kernel_word
 from stepscope.findings import Cell, Column, Table
 from stepscope.units import count_noun, say_factor, say_share, say_time
 

@@ -11,9 +11,9 @@ from collections.abc import Iterator
 import numpy as np
 import polars as pl
 
-from stepscope.explain.questions.answers import Answer, device_word, missing, share_by
+from stepscope.explain.questions.answers import Answer, missing, share_by
 from stepscope.explain.trace.nesting import around
-from stepscope.explain.trace.profile import Profile
+from stepscope.explain.trace.profile import Profile, device_word
 from stepscope.findings import Cell, Column, Table
 from stepscope.units import say_share, say_time
 

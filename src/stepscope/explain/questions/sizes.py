@@ -6,7 +6,6 @@ import polars as pl
 
 from stepscope.explain.questions.answers import (
     Answer,
-    device_word,
     in_phases,
     missing,
     name_profile,
@@ -15,7 +14,7 @@ from stepscope.explain.questions.answers import (
     stepped,
     time_of,
 )
-from stepscope.explain.trace.profile import Profile
+from stepscope.explain.trace.profile import Profile, device_word
 from stepscope.findings import Cell, Column, Table
 from stepscope.units import say_share, say_time
 

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 
 import polars as pl
 
-from stepscope.explain.questions.answers import Answer, device_word, in_phases, missing, share_by, time_of
+from stepscope.explain.questions.answers import Answer, in_phases, missing, share_by, time_of
 from stepscope.explain.questions.product_roles import SCORES, SOFTMAX, VALUES, Extent, extents, find_products
-from stepscope.explain.trace.profile import Profile
+from stepscope.explain.trace.profile import Profile, device_word
 from stepscope.findings import Cell, Column, Table
 from stepscope.spec import ModelShape
 from stepscope.units import count_noun, say_factor, say_flops, say_share, say_time

@@ -9,7 +9,7 @@ from stepscope.explain.rules.evidence import StepEvidence, ms
 from stepscope.explain.rules.replay import Floats
 from stepscope.explain.rules.rule import Hit, Rule, count_per_step, settle, workload_of
 from stepscope.explain.trace.accounting import account
-from stepscope.explain.trace.profile import Profile
+from stepscope.explain.trace.profile import Profile, device_word, kernel_word
 from stepscope.findings import Copyable
 from stepscope.recording.store import Manifest
 from stepscope.units import say_percent
@@ -63,8 +63,9 @@ def find_recomputation(evidence: StepEvidence) -> Hit | None:
     if not again.height:
         return None
     gain = evidence.gain_of(evidence.durations, evidence.mark(again), host_share=_unhooked(evidence, again))
-    count = count_per_step(evidence, again.height, "operator" if evidence.profile.on_cpu else "kernel")
-    text = f"recomputing activations in backward takes {ms(evidence.per_step(again))} of {_device(evidence)} time"
+    count = count_per_step(evidence, again.height, kernel_word(evidence.profile))
+    time = f"{ms(evidence.per_step(again))} of {device_word(evidence.profile)} time"
+    text = f"recomputing activations in backward takes {time}"
     return settle(evidence, gain, text, title=f"Activation checkpointing repeats {count}")
 
 
@@ -85,12 +86,8 @@ def find_dominant_kernels(evidence: StepEvidence) -> Hit | None:
         return None
     named = ", ".join(f"{short} ({say_percent(time / total)})" for short, time in top.iter_rows())
     share = say_percent(float(top["time_ns"].sum()) / total)
-    what = "operators" if evidence.profile.on_cpu else "kernels"
-    return Hit(title=f"{FEW_KERNELS} {what} take {share} of the {_device(evidence)} time", evidence=named)
-
-
-def _device(evidence: StepEvidence) -> str:
-    return "CPU" if evidence.profile.on_cpu else "GPU"
+    kernels, device = kernel_word(evidence.profile), device_word(evidence.profile)
+    return Hit(title=f"{FEW_KERNELS} {kernels}s take {share} of the {device} time", evidence=named)
 
 
 def report_doubts(evidence: StepEvidence) -> Hit | None:

@@ -65,10 +65,10 @@ class BoundedProfile(Profile):
         return self.marked_steps
 
 
-def make_bounded_profile(path: Path, beside: Path | None = None) -> BoundedProfile:
-    """Return the profile of a trace. Uses a temporary directory in `beside`, or in the cache, and removes it. Raises
+def make_bounded_profile(path: Path, parent: Path | None = None) -> BoundedProfile:
+    """Return the profile of a trace. Uses a temporary directory in `parent`, or in the cache, and removes it. Raises
     StepscopeError if the file cannot be read or the disk is full."""
-    with spilling(beside or cache_folder()) as disk:
+    with spilling(parent or cache_folder()) as disk:
         return _explain(path, disk)
 
 

@@ -234,3 +234,11 @@ def code_digest() -> str:
     """Return a digest of the code in `explain`: results cached by another version are not used."""
     files = sorted(Path(__file__).parents[1].rglob("*.py"))
     return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()[:12]
+
+
+def device_word(profile: Profile) -> str:
+    return "CPU" if profile.on_cpu else "GPU"
+
+
+def kernel_word(profile: Profile) -> str:
+    return "operator" if profile.on_cpu else "kernel"

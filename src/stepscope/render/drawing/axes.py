@@ -126,16 +126,16 @@ def draw_x_axis(canvas: Canvas, plot: Bounds, places: Sequence[tuple[float, str]
 
 
 def draw_y_axis(
-    canvas: Canvas, plot: Bounds, places: Sequence[tuple[float, str]], title: str, *, beside: bool = False
+    canvas: Canvas, plot: Bounds, places: Sequence[tuple[float, str]], title: str, *, title_left: bool = False
 ) -> None:
-    """Draw the axis left of the plot, with its title above, or to its left if `beside` is true because the space above
-    is taken."""
+    """Draw the axis left of the plot, with its title above, or to its left if the space above is taken
+    (`title_left`)."""
     palette = canvas.palette
     for y, _ in places:
         canvas.line(plot.left, y, plot.right, y, palette.grid)
     canvas.write(Text(x=plot.left - 7, y=y, text=text, align="end", colour=palette.faint) for y, text in places)
     gutter = max((width_of(text, 12.0) for _, text in places), default=0.0) + 8
-    if beside:
+    if title_left:
         middle = (plot.top + plot.bottom) / 2
         canvas.write([Text(x=plot.left - gutter - 14, y=middle, text=title, align="middle", size=13.0, turned=True)])
     else:

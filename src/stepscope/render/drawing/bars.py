@@ -94,9 +94,9 @@ def place_bars(canvas: Canvas, chart: BarChart, width: float) -> Bounds:
     names_width = min(_NAME_SHARE * width, names_width)
     room = max((width_of(text, _VALUE_SIZE) for column in chart.texts for text in column), default=0.0) + 12
     plot_width = max(_LEAST_PLOT, width - names_width - room)
-    num_beside = 1 if bars.is_stacked else max(1, len(bars.series))
-    thickness = _BAR if num_beside == 1 else _THIN_BAR
-    step = num_beside * thickness + _GAP
+    num_series = 1 if bars.is_stacked else max(1, len(bars.series))
+    thickness = _BAR if num_series == 1 else _THIN_BAR
+    step = num_series * thickness + _GAP
     x = _scale(bars, plot_width)
     for row, name in enumerate(bars.labels):
         top = row * step + _GAP / 2 + 1

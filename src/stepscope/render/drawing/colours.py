@@ -9,7 +9,7 @@ tones of slate.
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 
-from stepscope.findings import Bars, Beside, Breakdown, Figure, Lanes, Part, Roofline, Timeline
+from stepscope.findings import Bars, Breakdown, Figure, Lanes, Part, Roofline, SideBySide, Timeline
 
 Pair = tuple[str, str]
 # Strongest contrast on white first; grey replaces their yellow, which is invisible on white. Then the same hues, light
@@ -126,7 +126,7 @@ def groups_of(part: Part | None) -> Iterable[str]:
             return [*part.series, *(point.series for point in part.points)]
         case Bars():
             return part.series if len(part.series) > 1 else ()  # a single group needs no colour
-        case Beside():
+        case SideBySide():
             return [group for inner in part.parts for group in groups_of(inner)]
         case _:
             return ()

@@ -130,7 +130,7 @@ def _draw_axes(canvas: Canvas, scene: Scene) -> None:
     timeline, plot = scene.timeline, Bounds(left=0.0, top=0.0, right=WIDTH, bottom=HEIGHT)
     unit, size = find_binary_unit(scene.top) if counts_bytes(timeline.y) else (clean(timeline.y.unit, 20), 1.0)
     heights = [(scene.y(tick * size), format_tick(tick)) for tick in find_ticks(0.0, scene.top / size, 8)]
-    draw_y_axis(canvas, plot, heights, name_quantity(timeline.y.label, unit), beside=True)
+    draw_y_axis(canvas, plot, heights, name_quantity(timeline.y.label, unit), title_left=True)
     start, end = float(scene.layout.edges[0]), float(scene.layout.edges[-1])
     ticks = find_ticks(start, end, 8) if len(timeline.times) > 1 else [start]
     places = [(scene.x(tick), format_tick(tick)) for tick in ticks]

@@ -12,13 +12,13 @@ from typing import Any
 from stepscope.findings import (
     Area,
     Bars,
-    Beside,
     Breakdown,
     Figure,
     Lanes,
     Part,
     Report,
     Roofline,
+    SideBySide,
     Spans,
     Timeline,
 )
@@ -51,12 +51,12 @@ def _pack_part(key: str, part: Part | None, what: str) -> Iterable[tuple[str, di
             yield key, pack_timeline(part)
         case Breakdown():
             yield key, pack_breakdown(part)
-        case Beside():
+        case SideBySide():
             for number, inner in enumerate(part.parts):
                 yield from _pack_beside(name_inner(key, number), inner, part, what)
 
 
-def _pack_beside(key: str, part: Part | None, beside: Beside, what: str) -> Iterable[tuple[str, dict[str, Any]]]:
+def _pack_beside(key: str, part: Part | None, beside: SideBySide, what: str) -> Iterable[tuple[str, dict[str, Any]]]:
     """Steps and memory of two runs share one scale, so that their sizes can be compared."""
     match part:
         case Lanes():

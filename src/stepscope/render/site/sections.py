@@ -8,7 +8,6 @@ import msgspec
 
 from stepscope.findings import (
     Bars,
-    Beside,
     Breakdown,
     Copyable,
     Figure,
@@ -20,6 +19,7 @@ from stepscope.findings import (
     Report,
     Roofline,
     Section,
+    SideBySide,
     Table,
     Timeline,
 )
@@ -81,7 +81,7 @@ def _find_hint(part: Part | None) -> str:
     match part:
         case Lanes() | Breakdown() | Roofline() | Figure() | Timeline() | Bars():
             return write_hint(part)
-        case Beside():
+        case SideBySide():
             untitled = (inner for inner in part.parts if inner is not None and inner.title == part.title)
             return next(filter(None, map(_find_hint, untitled)), "")
         case _:
@@ -107,7 +107,7 @@ def _write_exhibits(section: Section, palette: Palette) -> Iterable[str]:
 
 
 def _is_long(part: Part | None) -> bool:
-    if isinstance(part, Beside):
+    if isinstance(part, SideBySide):
         return any(map(_is_long, part.parts))
     return isinstance(part, Table) and len(part.rows) > MOST_OPEN
 
@@ -136,8 +136,8 @@ def write_part(
             return write_table(part, escape(key), titled=titled, run=run, is_closed=is_closed, is_whole=is_whole)
         case Questions():
             return _write_questions(part, escape(key), above)
-        case Beside():
-            return _write_beside(part, key, above, palette, is_closed=is_closed)
+        case SideBySide():
+            return _write_side_by_side(part, key, above, palette, is_closed=is_closed)
         case _:
             return write_chart(part, escape(key), above, palette)
 
@@ -186,33 +186,33 @@ def _write_answer(question: Question) -> str:
     return f'{figure}<p class="answer">{prose(question.answer)}</p>{command}{evidence}'
 
 
-def _name_once(beside: Beside) -> Beside:
+def _name_once(pair: SideBySide) -> SideBySide:
     """Return the pair with the common start of its titles, up to a colon, as its title, and the rest at each run."""
-    titles = {part.title for part in beside.parts if part is not None}
+    titles = {part.title for part in pair.parts if part is not None}
     heads = {title.partition(": ")[0] for title in titles}
     if len(titles) < 2 or len(heads) > 1:
-        return beside
-    parts = tuple(part and msgspec.structs.replace(part, title=part.title.partition(": ")[2]) for part in beside.parts)
-    return Beside(title=heads.pop(), runs=beside.runs, parts=parts)
+        return pair
+    parts = tuple(part and msgspec.structs.replace(part, title=part.title.partition(": ")[2]) for part in pair.parts)
+    return SideBySide(title=heads.pop(), runs=pair.runs, parts=parts)
 
 
-def _write_beside(beside: Beside, key: str, above: str, palette: Palette, *, is_closed: bool) -> str:
-    beside = _name_once(beside)
-    title = _write_title(beside.title, above, _find_hint(beside))
-    asked = [part if isinstance(part, Questions) else None for part in beside.parts]
+def _write_side_by_side(pair: SideBySide, key: str, above: str, palette: Palette, *, is_closed: bool) -> str:
+    pair = _name_once(pair)
+    title = _write_title(pair.title, above, _find_hint(pair))
+    asked = [part if isinstance(part, Questions) else None for part in pair.parts]
     if any(asked):
-        return f'<div class="pair" id="{escape(key)}">{title}{_write_both_answers(beside.runs, asked)}</div>'
-    alone = " alone" if sum(part is not None for part in beside.parts) < 2 else ""
+        return f'<div class="pair" id="{escape(key)}">{title}{_write_both_answers(pair.runs, asked)}</div>'
+    alone = " alone" if sum(part is not None for part in pair.parts) < 2 else ""
     columns = []
-    for number, (run, part) in enumerate(zip(beside.runs, beside.parts, strict=True)):
+    for number, (run, part) in enumerate(zip(pair.runs, pair.parts, strict=True)):
         inner = f'<p class="quiet">{_NOT_KNOWN}</p>'
         if part is not None:
-            inner = write_part(part, name_inner(key, number), beside.title, palette, run, is_whole=is_closed)
+            inner = write_part(part, name_inner(key, number), pair.title, palette, run, is_whole=is_closed)
         columns.append(f'<div class="side"><p class="run">{markup(run)}</p>{inner}</div>')
     sides = f'<div class="sides{alone}">{"".join(columns)}</div>'
-    if is_closed and beside.title:
-        most = max(len(part.rows) for part in beside.parts if isinstance(part, Table))
-        return f'<details class="fold pair" id="{escape(key)}">{write_summary(beside.title, most)}{sides}</details>'
+    if is_closed and pair.title:
+        most = max(len(part.rows) for part in pair.parts if isinstance(part, Table))
+        return f'<details class="fold pair" id="{escape(key)}">{write_summary(pair.title, most)}{sides}</details>'
     return f'<div class="pair" id="{escape(key)}">{title}{sides}</div>'
 
 

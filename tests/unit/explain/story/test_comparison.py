@@ -14,7 +14,7 @@ from stepscope.explain.story.run import SECTIONS
 from stepscope.explain.story.sources import Materials
 from stepscope.explain.trace.compare import compare
 from stepscope.explain.trace.profile import Profile, make_profile
-from stepscope.findings import Bars, Beside, Breakdown, Missing, Part, Report, Roofline, Table
+from stepscope.findings import Bars, Breakdown, Missing, Part, Report, Roofline, SideBySide, Table
 from stepscope.recording import tables
 from stepscope.recording.store import Overhead
 from stepscope.spec import build_case
@@ -312,7 +312,7 @@ def test_missing_stage_of_one_run_names_the_run_and_a_command() -> None:
     assert lacks(report, "changes in memory").why.startswith(f"{report.runs[0]}: ")
     assert lacks(report, "changes in memory").command.startswith("stepscope memory --size small")
     drawn = part_of(tell_both(a, b), "step-timeline")
-    assert isinstance(drawn, Beside)
+    assert isinstance(drawn, SideBySide)
     assert drawn.parts[0] is not None
     assert drawn.parts[1] is None
 
@@ -417,14 +417,14 @@ def test_one_breakdown_and_one_roofline_hold_both_runs(both: Report) -> None:
 def test_two_devices_have_two_rooflines() -> None:
     a, b = record(product), record(product, device="NVIDIA A100-SXM4-40GB")
     part = part_of(tell_both(Materials(name="a", profile=a), Materials(name="b", profile=b)), "roofline")
-    assert isinstance(part, Beside)
+    assert isinstance(part, SideBySide)
     assert all(isinstance(one, Roofline) for one in part.parts)
 
 
 def test_everything_else_is_side_by_side(both: Report) -> None:
     for key in ("step-timeline", "memory-timeline", "memory-categories"):
         part = part_of(both, key)
-        assert isinstance(part, Beside)
+        assert isinstance(part, SideBySide)
         assert part.runs == LABELS
         assert None not in part.parts
 
@@ -464,7 +464,7 @@ def test_ranks_appear_if_either_run_has_them() -> None:
     a, b = Materials(name="a", profile=ranks[0], ranks=ranks), Materials(name="b", profile=record(product))
     report = tell_both(a, b)
     part = part_of(report, "ranks-time")
-    assert isinstance(part, Beside)
+    assert isinstance(part, SideBySide)
     assert isinstance(part.parts[0], Bars)
     assert part.parts[1] is None
     assert "ranks" not in [one.key for one in tell_both(b, b).sections]

@@ -11,7 +11,7 @@ from stepscope import __version__
 from stepscope.explain.model_names import name_model
 from stepscope.explain.story.commands import find_case, list_commands
 from stepscope.explain.story.comparison.changes import DECIDES_WORK, show_changes, tell_settings
-from stepscope.explain.story.comparison.side_by_side import Labels, label_sides, put_beside
+from stepscope.explain.story.comparison.side_by_side import Labels, label_sides, put_side_by_side
 from stepscope.explain.story.missing import gather_missing
 from stepscope.explain.story.opening import MOST_HEADLINE, SEPARATOR, Opening, list_facts, say_what_matters, subtitle_of
 from stepscope.explain.story.run import SECTIONS, list_advice
@@ -33,7 +33,7 @@ def tell_both(a: Materials, b: Materials) -> Report:
     """`advice` is for the second run: what is left to gain."""
     openings, labels = (Opening(a), Opening(b)), label_sides(a, b)
     shown = [key for key in SECTIONS if key != "ranks" or len(a.ranks) > 1 or len(b.ranks) > 1]
-    sections = (show_changes(a, b, labels), *(put_beside(key, a, b, labels) for key in shown))
+    sections = (show_changes(a, b, labels), *(put_side_by_side(key, a, b, labels) for key in shown))
     return Report(
         title=_title(a, b, labels),
         subtitle=_say_where(a, b, labels),

@@ -11,7 +11,7 @@ from stepscope.explain.story.sections.environment_facts import find_device, find
 from stepscope.explain.story.sections.roofline_chart import draw_roofline
 from stepscope.explain.story.sources import Materials
 from stepscope.explain.trace.run_labels import RunIdentity, label_runs
-from stepscope.findings import Beside, Cell, Column, Exhibit, Missing, Part, Section, Table
+from stepscope.findings import Cell, Column, Exhibit, Missing, Part, Section, SideBySide, Table
 
 Labels = tuple[str, str]
 
@@ -30,7 +30,7 @@ def _identify(materials: Materials) -> RunIdentity:
     )
 
 
-def put_beside(key: str, a: Materials, b: Materials, labels: Labels) -> Section:
+def put_side_by_side(key: str, a: Materials, b: Materials, labels: Labels) -> Section:
     """One section of both runs. Only a run with several ranks has a section `ranks`; both have every other one."""
     pair = [SECTIONS[key](one) if key != "ranks" or len(one.ranks) > 1 else None for one in (a, b)]
     known = [section for section in pair if section is not None]
@@ -64,7 +64,7 @@ def _join(key: str, parts: tuple[Part | None, ...], runs: tuple[Materials, Mater
         return _join_tables(parts, labels)
     titles = {label: part.title for label, part in zip(labels, parts, strict=True) if part is not None}
     title = "; ".join(f"{label}: {one}" for label, one in titles.items())
-    return Beside(
+    return SideBySide(
         title=next(iter(titles.values())) if len(set(titles.values())) == 1 else title, runs=labels, parts=parts
     )
 

@@ -9,7 +9,7 @@ from stepscope.explain.memory.memory_tables import categories_table, largest_tab
 from stepscope.explain.memory.saved import (
     OUTSIDE,
     held_storages,
-    saved_beside_closed_form,
+    saved_and_predicted,
     saved_by_block,
     saved_by_role,
     saved_in_block,
@@ -86,7 +86,7 @@ def show_saved(materials: Materials) -> Section:
         return Section(key=key, title=title, missing=(_explain_nothing_saved(materials, profile),))
     blocks = saved_by_block(saved)
     exhibits = [Exhibit(key="autograd-blocks", part=_draw_blocks(saved))]
-    closed = _beside_closed_form(profile)
+    closed = _saved_and_predicted(profile)
     if closed is not None:
         exhibits.append(Exhibit(key="autograd-closed-form", part=closed))
     exhibits.append(Exhibit(key="autograd-modules", part=shorten(saved_by_role(saved), "", _MODULES)))
@@ -150,7 +150,7 @@ def _part_in(module: str | None, block: str | None) -> str:
     return path.partition(".")[0] or ("the block itself" if block else "no module")
 
 
-def _beside_closed_form(profile: MemoryProfile) -> Table | None:
+def _saved_and_predicted(profile: MemoryProfile) -> Table | None:
     """The comparison with the formulas, which cover only the built-in model without compilation."""
     case = profile.recording.manifest.case
     if case is None or not isinstance(case.workload.model, ModelShape):
@@ -158,7 +158,7 @@ def _beside_closed_form(profile: MemoryProfile) -> Table | None:
     workload = case.workload
     if workload.compile or workload.checkpoint != "none":
         return None
-    return saved_beside_closed_form(profile.recording.saved, activations_of(workload))
+    return saved_and_predicted(profile.recording.saved, activations_of(workload))
 
 
 def _say_saved(total: int, blocks: Table, peak: int) -> str:
