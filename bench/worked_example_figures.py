@@ -109,7 +109,7 @@ def overview(profiles: dict[str, Profile]) -> Table:
     rows: list[tuple[Cell, ...]] = []
     for name, profile in profiles.items():
         kernels = stepped(profile)
-        busy_ms, share = profile.busy_step_ns / 1e6, shares_of_classes(profile)["GEMM"]
+        busy_ms, share = profile.clock.busy_ns / 1e6, shares_of_classes(profile)["GEMM"]
         times = (profile.step_ns / 1e6, busy_ms, profile.idle_share, kernels.height / profile.num_steps)
         rows.append((label(name), *times, share, *tflops_of_products(profile), ratio_of_softmax(profile)))
     return Table(

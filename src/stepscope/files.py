@@ -175,6 +175,10 @@ def _open_at_once(path: str, flags: int) -> int:
 # --- Writing ----------------------------------------------------------------------------------------------------------
 
 
+class FullDiskError(StepscopeError):
+    """The disk, or the user's quota on it, is full: nothing else can be written there either."""
+
+
 @contextmanager
 def writing(
     path: Path,
@@ -186,12 +190,10 @@ def writing(
     try:
         yield
     except OSError as error:
-        full = error.errno in (errno.ENOSPC, errno.EDQUOT)
-        raise StepscopeError(
-            f"cannot write to `{path}`: {error.strerror}",
-            detail=if_full if full else "",
-            hint=hint,
-        ) from None
+        said = f"cannot write to `{path}`: {error.strerror}"
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            raise FullDiskError(said, detail=if_full, hint=hint) from None
+        raise StepscopeError(said, hint=hint) from None
 
 
 def write_atomically(path: Path, content: bytes) -> None:

@@ -12,6 +12,7 @@ tags.
 Parts that show one run or two have `runs` (`("",)` for one, `("A", "B")` for two), and one value per run in that order.
 """
 
+from collections.abc import Iterable
 from typing import Literal, NamedTuple
 
 import msgspec
@@ -56,8 +57,11 @@ class Finding(msgspec.Struct, frozen=True, kw_only=True):
     which is stable.
 
     `action` is an imperative sentence ("Use `fused=True`") and `fix` the code or command that applies it. A finding
-    without a fix is a remark: it is listed after the findings that can be fixed by pasting something. `saving_ns` is
-    how much shorter one step would be, None without an estimate.
+    without a fix is a remark: it is listed after the findings that can be fixed by pasting something.
+
+    `saving_ns` is how much shorter one step would be with this fix alone, None without an estimate. Savings overlap and
+    do not add up: `joint_ns` is what the fix adds to the saving of all fixes together (`joint_saving`). `also` has
+    findings about the same time: the fix covers them too, or theirs would save the same time.
     """
 
     code: str
@@ -65,8 +69,14 @@ class Finding(msgspec.Struct, frozen=True, kw_only=True):
     evidence: str
     fix: str = ""
     saving_ns: int | None = None
-    share: float | None = None  # of the step's wall time
+    share: float | None = None  # saving_ns as a share of the step
     action: str = ""
+    joint_ns: int | None = None
+    joint_share: float | None = None  # joint_ns as a share of the step
+    about: float | None = None  # the share of the step that the finding is about, saved or not
+    also: "tuple[Finding, ...]" = ()
+    is_measured: bool = False  # saving_ns was measured with the fix, not estimated
+    unit: Literal["step", "trace"] = "step"  # what savings and shares refer to: the trace, if it has no marked steps
 
     @property
     def is_remark(self) -> bool:
@@ -75,6 +85,28 @@ class Finding(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def saving_ms(self) -> float | None:
         return None if self.saving_ns is None else self.saving_ns / 1e6
+
+
+class JointSaving(NamedTuple):
+    """How much shorter one step would be with the fixes of all findings."""
+
+    saving_ns: int
+    share: float  # of the step
+    overlaps: bool  # whether the findings save more one by one than together
+
+
+_ADDS_UP = 1.02  # savings that are this close to their sum add up
+
+
+def joint_saving(findings: Iterable[Finding]) -> JointSaving | None:
+    """Return the joint saving of all findings, None if none has an estimate."""
+    parts = [one for one in findings if one.joint_ns is not None]
+    if not parts:
+        return None
+    joint_ns = sum(one.joint_ns or 0 for one in parts)
+    alone_ns = sum(one.saving_ns or 0 for one in parts)
+    share = min(1.0, sum(one.joint_share or 0.0 for one in parts))
+    return JointSaving(joint_ns, share, overlaps=alone_ns > _ADDS_UP * joint_ns)
 
 
 class Axis(msgspec.Struct, frozen=True, kw_only=True):
@@ -263,6 +295,7 @@ class Breakdown(msgspec.Struct, frozen=True, kw_only=True):
     walls_ns: tuple[float, ...]
     idles_ns: tuple[float, ...]
     what: str = "kernels"  # operators, on a CPU
+    unit: Literal["step", "trace"] = "step"  # the trace, if no run has marked steps
     notes: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
@@ -273,18 +306,21 @@ class Breakdown(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Spans(msgspec.Struct, frozen=True, kw_only=True):
-    """Spans of time on one track, in order, as columns. `names` and `groups` are indices into those of the `Lanes`;
-    `counts` is the number of kernels in a span, more than one if they are too many to draw separately."""
+    """Spans of time on one track, in order, as columns. `names`, `groups` and `origins` are indices into those of the
+    `Lanes`, -1 for an unknown origin; `counts` is the number of kernels in a span, more than one if they are too many
+    to draw separately."""
 
     starts_ns: tuple[int, ...]
     lengths_ns: tuple[int, ...]
     names: tuple[int, ...]
     groups: tuple[int, ...]
     counts: tuple[int, ...]
+    origins: tuple[int, ...] = ()  # empty if none is known
 
     def __post_init__(self) -> None:
         columns = (self.starts_ns, self.lengths_ns, self.names, self.groups, self.counts)
         assert len({len(column) for column in columns}) == 1, "columns of equal length"
+        assert len(self.origins) in (0, len(self.names)), "an origin per span, or none"
 
 
 class Track(msgspec.Struct, frozen=True, kw_only=True):
@@ -299,19 +335,59 @@ class Lanes(msgspec.Struct, frozen=True, kw_only=True):
     """The timeline of one step, starting at 0: phases, layers and modules above the kernels on each stream.
 
     `details` are shown on request: one text per name, or none. `groups` decide the color: phases on the track of
-    phases, classes on streams; the empty group is for spans without one.
+    phases, classes on streams; the empty group is for spans without one. `origins` say what launched a kernel: the
+    operator with its shapes, its module and its line of code, each an index into `lines`.
     """
 
     title: str
+    unit: Literal["step", "trace"] = "step"
     span_ns: int
     tracks: tuple[Track, ...]
     names: tuple[str, ...]
     details: tuple[str, ...] = ()
     groups: tuple[str, ...]
+    origins: tuple[tuple[int, ...], ...] = ()
+    lines: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         assert not self.details or len(self.details) == len(self.names), "one detail per name, or none"
+
+
+class StepPhase(msgspec.Struct, frozen=True, kw_only=True):
+    """One phase of a step: the time of each kernel class, the longest first, and the idle time. All times are per step,
+    and overlapping kernels count once."""
+
+    name: str  # empty if the phases are unknown
+    classes: tuple[str, ...]
+    times_ns: tuple[float, ...]
+    idle_ns: float
+
+    def __post_init__(self) -> None:
+        assert len(self.times_ns) == len(self.classes), "one time per class"
+
+    @property
+    def busy_ns(self) -> float:
+        return sum(self.times_ns)
+
+
+class StepBar(msgspec.Struct, frozen=True, kw_only=True):
+    """The step of one run: its phases in order, which add up to `busy_ns` and `step_ns`."""
+
+    step_ns: float
+    busy_ns: float
+    phases: tuple[StepPhase, ...]
+    is_step: bool = True  # a whole trace if it marks no steps
+    device: str = "GPU"
+
+
+class StepPicture(msgspec.Struct, frozen=True, kw_only=True):
+    """A step as one bar to scale, or two below each other; None if a run has no profile."""
+
+    title: str
+    runs: tuple[str, ...]
+    bars: tuple[StepBar | None, ...]
+    notes: tuple[str, ...] = ()
 
 
 class Roof(msgspec.Struct, frozen=True, kw_only=True):
@@ -322,12 +398,14 @@ class Roof(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RoofPoint(msgspec.Struct, frozen=True, kw_only=True):
-    """All calls of one operator with one shape. `reached` is the share of the speed that the device allows."""
+    """All calls of one operator with one shape. `reached` is the share of the speed that the device allows. An operator
+    that only moves memory has no FLOPs: its `intensity` and `flops_per_s` are 0."""
 
     label: str
     group: str  # its class
     intensity: float  # FLOP per byte
     flops_per_s: float
+    bytes_per_s: float = 0.0
     time_ms: float  # per step
     share: float  # of total kernel time
     reached: float | None
@@ -342,6 +420,7 @@ class Roofline(msgspec.Struct, frozen=True, kw_only=True):
     bytes_per_s: float
     roofs: tuple[Roof, ...]
     points: tuple[RoofPoint, ...]
+    unit: Literal["step", "trace"] = "step"  # the trace, if no run has marked steps
     notes: tuple[str, ...] = ()
 
 
@@ -385,7 +464,7 @@ class SideBySide(msgspec.Struct, frozen=True, kw_only=True):
     parts: "tuple[Part | None, ...]"
 
 
-Part = Table | Figure | Timeline | Breakdown | Lanes | Roofline | Bars | Questions | SideBySide
+Part = Table | Figure | Timeline | Breakdown | Lanes | StepPicture | Roofline | Bars | Questions | SideBySide
 
 
 class Exhibit(msgspec.Struct, frozen=True, kw_only=True):
@@ -406,14 +485,15 @@ class Section(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Report(msgspec.Struct, frozen=True, kw_only=True):
-    """`sentence` is the run in one sentence. `advice` has the findings, the largest saving first, then those that a fix
-    further up already covers, then remarks. `commands` reproduce the report."""
+    """`sentence` is the run in one sentence. `advice` has the findings, what matters most first, then remarks.
+    `commands` reproduce the report."""
 
     title: str
     subtitle: str
     runs: tuple[str, ...] = ("",)
     sentence: str
     facts: tuple[Fact, ...]
+    picture: StepPicture | None = None  # None without a profile
     advice: tuple[Advice, ...] | None  # None if no rules ran
     soundness: Soundness
     sections: tuple[Section, ...]

@@ -36,7 +36,7 @@ def _card(name: str, memory_gb: int, bandwidth_gb: float, **peak_tflops: float) 
 
 
 # Patterns are matched in order against the driver's device name, so variants come before the plain name.
-# V100 has neither bf16 nor tf32; the others run bf16 and fp16 at the same rate.
+# V100 and the Turing cards have neither bf16 nor tf32; the others run bf16 and fp16 at the same rate.
 _CARDS: tuple[tuple[str, Hardware], ...] = (
     (r"V100.*PCIE", _card("V100 PCIe", 32, 900, fp32=14.0, fp16=112)),
     (r"V100", _card("V100 SXM2", 32, 900, fp32=15.7, fp16=125)),
@@ -53,6 +53,8 @@ _CARDS: tuple[tuple[str, Hardware], ...] = (
     (r"H200", _card("H200 SXM", 141, 4800, fp32=66.9, tf32=494.7, bf16=989.4, fp16=989.4)),
     (r"B200", _card("B200", 180, 7700, fp32=75, tf32=1125, bf16=2250, fp16=2250)),
     (r"L40S", _card("L40S", 48, 864, fp32=91.6, tf32=183, bf16=362, fp16=362)),
+    (r"T4", _card("T4", 16, 320, fp32=8.1, fp16=65)),
+    (r"RTX 2080 Ti", _card("RTX 2080 Ti", 11, 616, fp32=13.4, fp16=53.8)),
     (r"RTX 3090(?! Ti)", _card("RTX 3090", 24, 936, fp32=35.6, tf32=35.6, bf16=71.2, fp16=71.2)),
     (r"RTX 4090 D|RTX 4090D", _card("RTX 4090D", 24, 1008, fp32=73.5, tf32=73.5, bf16=147, fp16=147)),
     (r"RTX 4090(?! Laptop)", _card("RTX 4090", 24, 1008, fp32=82.6, tf32=82.6, bf16=165.2, fp16=165.2)),

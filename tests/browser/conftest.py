@@ -92,6 +92,6 @@ def open_parts(open_report: Open) -> Open:
     def open_them(*parts: Part, **options: Any) -> "Page":
         exhibits = tuple(Exhibit(key=f"part-{number}", part=part) for number, part in enumerate(parts))
         section = Section(key="parts", title="Parts", exhibits=exhibits)
-        return open_report(msgspec.structs.replace(one_run(), sections=(section,)), **options)
+        return open_report(msgspec.structs.replace(one_run(), picture=None, sections=(section,)), **options)
 
     return open_them

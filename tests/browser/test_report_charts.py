@@ -136,6 +136,9 @@ def test_span_tooltip_has_exact_nanoseconds(open_parts: Open) -> None:
     assert text.splitlines()[0] == "layer norm forward bf16"
     for expected in ("norm", "6.100 µs, 0.0472% of the step", "from 13.400 µs", ": decoded"):
         assert expected in text
+    for expected in ("operator: aten::mm [[64,32],[32,16]]", "module: blocks.0"):
+        assert expected in text
+    assert "source:" not in text
     point_at_time(page, 2, 9_000)
     assert page.is_hidden("#tip")
     point_at_time(page, 0, 30_000)

@@ -269,6 +269,26 @@ def test_kernels_are_searched_and_sorted(open_page: Open) -> None:
     assert kernels_of(page)[0] == "AdamW, many tensors"
 
 
+def test_search_says_when_a_filter_hides_matches(open_page: Open) -> None:
+    page = open_page(one_run(), width=1440)
+    show(page, "figure.breakdown")
+    choose(page, "phase", "backward")
+    page.fill(".kernels .search", "layer norm")
+    assert kernels_of(page) == ["layer norm backward bf16"]
+    hidden = page.locator(".hidden-matches")
+    assert hidden.inner_text() == "1 match hidden by the filter backward Clear"
+    choose(page, "class", "norm")
+    page.fill(".kernels .search", "bf16")
+    assert hidden.inner_text().endswith("matches hidden by the filters norm, backward Clear")
+    hidden.get_by_role("button", name="Clear").click()
+    assert hidden.inner_text() == ""
+    assert len(kernels_of(page)) == 15
+    # Without a search nothing is hidden unexpectedly, and without a filter nothing is hidden at all.
+    page.fill(".kernels .search", "")
+    choose(page, "phase", "backward")
+    assert hidden.inner_text() == ""
+
+
 def test_a_kernel_under_the_pointer_or_in_focus_shows_its_full_name(open_page: Open) -> None:
     page = open_page(one_run(), width=1440)
     show(page, "figure.breakdown")

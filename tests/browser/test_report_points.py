@@ -30,6 +30,8 @@ def test_roofline_tooltip_has_the_numbers_of_a_point(open_parts: Open) -> None:
         assert expected in text
     page.mouse.move(5, 5)
     assert page.is_hidden("#tip")
+    look_at(page, "roofline", 4)
+    assert "2.10 TB/s, only moves memory" in page.inner_text("#tip")
 
 
 def test_keys_move_through_points_by_time(open_parts: Open) -> None:

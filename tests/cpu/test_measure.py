@@ -10,11 +10,14 @@ import pytest
 import torch
 
 from stepscope.errors import StepscopeError
+from stepscope.measure import environment
 from stepscope.measure.environment import check_torch, describe, resolve_device
 from stepscope.measure.failures import is_out_of_memory, mentions_out_of_memory
-from stepscope.measure.soundness import doubt_samples
+from stepscope.measure.soundness import MachineWatch, doubt_numbers, doubt_samples
 from stepscope.measure.timing import Samples, time_steps
-from stepscope.step import Step
+from stepscope.recording.rows.bench import Doubt
+from stepscope.spec import build_case
+from stepscope.step import Step, build
 
 MS = 1_000_000
 
@@ -102,6 +105,23 @@ def test_cpu_blocked_by_a_full_launch_queue_is_not_the_bottleneck() -> None:
     assert codes(samples(*[100 * MS] * 10, enqueue_ns=(98 * MS,) * 10)) == set()
 
 
+def test_numbers_that_a_step_leaves_behind() -> None:
+    step = build(build_case({"size": "nano", "device": "cpu"}).workload, torch.device("cpu"))
+    step.run()
+    assert doubt_numbers(step) == []
+    with torch.no_grad():
+        parameter = next(step.module.parameters())
+        parameter.fill_(1e-40)
+        assert [doubt.code for doubt in doubt_numbers(step)] == ["denormal"]
+        parameter.fill_(0.0)  # zero is not denormal
+        assert doubt_numbers(step) == []
+        parameter.grad = torch.full_like(parameter, 1e-40).to_sparse()  # of an embedding with sparse=True
+        assert doubt_numbers(step) == []
+        assert step.loss is not None
+        step.loss.fill_(torch.inf)
+        assert [doubt.code for doubt in doubt_numbers(step)] == ["not-finite"]
+
+
 def test_requested_device_exists_or_raises() -> None:
     assert resolve_device("cpu") == torch.device("cpu")
     if not torch.cuda.is_available():
@@ -111,10 +131,25 @@ def test_requested_device_exists_or_raises() -> None:
 
 
 def test_cpu_has_a_measured_peak() -> None:
-    environment = describe(torch.device("cpu"), {"fp32"})
-    assert environment.hardware.source == "measured"
-    assert set(environment.hardware.peak_flops) == {"fp32"}
-    assert 1e8 < environment.hardware.peak_flops["fp32"] < 1e14
+    hardware = describe(torch.device("cpu"), {"fp32"}).hardware
+    assert hardware.source == "measured"
+    assert set(hardware.peak_flops) == {"fp32"}
+    assert 1e8 < hardware.peak_flops["fp32"] < 1e14
+
+
+def test_cpu_has_a_measured_bandwidth_if_nothing_else_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(MachineWatch, "doubts", lambda _: [])
+    quiet = describe(torch.device("cpu"), {"fp32"}).hardware.bandwidth
+    assert quiet is not None
+    assert 1e8 < quiet < 1e13
+    shared = Doubt(code="shared", text="other processes used 40% of the CPU")
+    monkeypatch.setattr(MachineWatch, "doubts", lambda _: [shared])
+    assert describe(torch.device("cpu"), {"fp32"}).hardware.bandwidth is None
+
+
+def test_bandwidth_is_not_measured_if_memory_is_short(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(environment, "available_bytes", lambda: 2**29)
+    assert describe(torch.device("cpu"), {"fp32"}).hardware.bandwidth is None
 
 
 def test_unsupported_torch_version_raises(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,8 +11,10 @@ waits.
 """
 
 import json
+import statistics
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import polars as pl
@@ -20,7 +22,7 @@ import polars as pl
 from stepscope.explain.trace.attribution import EVALUATE
 from stepscope.explain.trace.profile import Profile, make_profile
 from stepscope.recording import tables
-from stepscope.recording.store import Manifest, Recording
+from stepscope.recording.store import Manifest, Overhead, Recording
 
 PROCESS, MAIN, AUTOGRAD, STREAM = 100, 1, 2, 7
 LATENCY_US = 4
@@ -123,6 +125,7 @@ class Timeline:
         arguments: Sequence[str] = (),
         stream: int = STREAM,
         after: int | None = None,
+        device: int = 0,
         call: str = "cudaLaunchKernel",
         **columns: object,
     ) -> None:
@@ -149,7 +152,7 @@ class Timeline:
             start_ns=begin,
             end_ns=self._free[stream],
             kind=kind,
-            device=0,
+            device=device,
             stream=stream,
             graph=False,
             **shared,
@@ -159,6 +162,23 @@ class Timeline:
             described = {"shapes": shapes, "dtypes": dtypes, "arguments": arguments} if shapes is not None else {}
             texts = {key: json.dumps(value) for key, value in described.items()}
             self._add("ops", name=op, start_ns=start, end_ns=self._now, **texts, **self._place())
+
+    def compute(
+        self, op: str, us: float, *, shapes: Sequence[object] | None = None, dtypes: Sequence[str] = ()
+    ) -> None:
+        """One operator that runs on the CPU, which is its own kernel there."""
+        self.host(self.host_us / 2)
+        start = self._now
+        self._now += round(us * 1000)
+        texts = {"shapes": json.dumps(shapes), "dtypes": json.dumps(dtypes)} if shapes is not None else {}
+        times = {"name": op, "start_ns": start, "end_ns": self._now}
+        self._add("ops", **times, **texts, **self._place())
+        self._add("kernels", **times, kind="cpu", device=-1, stream=self._thread, graph=False, process=PROCESS)
+
+    def forget_launches(self) -> None:
+        """What was launched so far was launched before the recording began: only its kernels are known."""
+        self._rows["launches"].clear()
+        self._rows["ops"].clear()
 
     def wait(self, *, op: str | None = None, call: str = "cudaStreamSynchronize") -> None:
         """The CPU waits until the device is done."""
@@ -183,3 +203,10 @@ class Timeline:
 
     def _add(self, table: str, **row: object) -> None:
         self._rows[table].append(row)
+
+
+def add_unprofiled_steps(profile: Profile, *durations_ns: int) -> Profile:
+    """The profile with unprofiled steps of these times, as in a recording of stepscope."""
+    rows = [{"phase": "forward", "step": n, "duration_ns": ns, "clock": "host"} for n, ns in enumerate(durations_ns)]
+    recording = profile.recording.with_manifest(overhead=Overhead(plain_ns=round(statistics.median(durations_ns))))
+    return make_profile(replace(recording, steps=tables.conform("steps", pl.DataFrame(rows))))

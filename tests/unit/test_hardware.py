@@ -17,6 +17,8 @@ from stepscope.hardware import find, known
         ("NVIDIA H200", "H200 SXM"),
         ("NVIDIA B200", "B200"),
         ("NVIDIA L40S", "L40S"),
+        ("Tesla T4", "T4"),
+        ("NVIDIA GeForce RTX 2080 Ti", "RTX 2080 Ti"),
         ("NVIDIA GeForce RTX 3090", "RTX 3090"),
         ("NVIDIA GeForce RTX 4090", "RTX 4090"),
         ("NVIDIA GeForce RTX 4090 D", "RTX 4090D"),

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from html import escape
 from os import PathLike
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, TypeVar
 
 import msgspec
 
@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     import polars as pl
 
 StrPath = str | PathLike[str]
+T = TypeVar("T", bound=Table)
 FormatName = Literal["text", "md", "latex", "csv", "json"]
 MemoryPart = Literal["categories", "phases", "steps", "modules", "layers", "largest", "freed", "leaks", "saved"]
 # Tables of a trace, then those that only a memory snapshot has.
@@ -26,12 +27,14 @@ RunPart = Literal[
     "modules",
     "layers",
     "ops",
+    "ranges",
     "steps",
     "streams",
     "roofline",
     "counters",
     "findings",
     "ranks",
+    "collectives",
     "categories",
     "largest",
     "freed",
@@ -74,6 +77,11 @@ class DataTable(Table, frozen=True, kw_only=True):
 
     def _repr_html_(self) -> str:
         return write_table(self)
+
+
+def name_rank(table: T, label: str) -> T:
+    """The table with the rank in its title."""
+    return msgspec.structs.replace(table, title=f"{table.title}, {label}")
 
 
 def _series(column: Column, cells: "tuple[Cell, ...]") -> "pl.Series":

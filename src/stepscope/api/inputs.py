@@ -14,7 +14,7 @@ from typing import Any, Literal, TypeVar
 import msgspec
 
 from stepscope.api.measure import MemoryResults
-from stepscope.api.run import Run, open_file
+from stepscope.api.run import Run, expand_ranks, load, open_file
 from stepscope.errors import StepscopeError
 from stepscope.explain.experiments.cases import describe_case
 from stepscope.explain.story.commands import find_case
@@ -67,7 +67,7 @@ class _Given:
     path: Path
     kind: Kind
     run: Run | None = None  # for recordings
-    is_whole: bool = False  # a complete run, loaded in Python
+    is_whole: bool = False  # a complete run: loaded in Python, or a directory with the traces of its ranks
 
 
 @dataclass(kw_only=True)
@@ -110,6 +110,8 @@ def _look_at(source: Path | Run, *, cached: bool) -> _Given:
         path = path / RESULTS_NAME
     if kind := _find_kind(path):
         return _Given(path=path, kind=kind)
+    if expand_ranks([path]) != [path]:
+        return replace(_give(load(path, cache=cached)), path=path, is_whole=True)
     try:
         opened = open_file(path, cached=cached)
     except StepscopeError as error:
@@ -360,4 +362,4 @@ def _list_cases(rows: Sequence[CaseRow]) -> str:
 
 
 def _name(one: _Given) -> str:
-    return one.path.name if one.run is None else one.run.name
+    return one.path.name if one.run is None or len(one.run.ranks) > 1 else one.run.name

@@ -47,6 +47,16 @@ class ReportPage:
         check_folder(Path(folder))
         return export(self.report, Path(folder))
 
+    @property
+    def summary(self) -> str:
+        """The page in five lines: headline, step time, findings, measurement quality, and its path if it has one."""
+        from stepscope.render.terminal import summarize_report
+
+        return "\n".join((*summarize_report(self.report), *([str(self.path)] if self.path else [])))
+
+    def __str__(self) -> str:
+        return self.summary
+
     def __repr__(self) -> str:
         where = f" in {str(self.path)!r}" if self.path else ""
         return f"<ReportPage {self.report.title!r}{where}>"

@@ -7,8 +7,10 @@ Modules that only some methods need are imported inside them: a large cached rec
 importing everything would take a tenth of that.
 """
 
+import re
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -17,11 +19,22 @@ from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 import msgspec
 
 from stepscope.api.arguments import require_amount, require_choice, require_count
-from stepscope.api.display import DataTable, Picture, RunPart, StrPath, encode_document, write_frame, write_table
+from stepscope.api.display import (
+    DataTable,
+    Picture,
+    RunPart,
+    StrPath,
+    encode_document,
+    name_rank,
+    write_frame,
+    write_table,
+)
 from stepscope.errors import StepscopeError
+from stepscope.explain.ranks.lateness import RankLateness, RankTimes
 from stepscope.explain.rules import find_once
 from stepscope.explain.trace import profile_tables
 from stepscope.explain.trace.profile import Profile, make_profile
+from stepscope.explain.trace.ranges_table import short_ranges
 from stepscope.explain.trace.summary import SCHEMA, Summary, summarise
 from stepscope.findings import Finding, Page, Table
 from stepscope.recording import store
@@ -42,13 +55,16 @@ if TYPE_CHECKING:
 _ON_A_PAGE = 5  # kernels on the page; `table` shows all
 _COUNTED_ON_A_PAGE = 12
 _ALL_ROWS = sys.maxsize
+_TRACE = re.compile(r"(?i).*\.json\.gz|.*(?:trace|rank).*\.json")  # PyTorch's profiler writes one file per rank
 
 
 class RanksSummary(msgspec.Struct, frozen=True, kw_only=True):
-    """The document for several files, with one summary each."""
+    """The document for several files, with one summary each. `lateness` has one entry per rank, empty if no collective
+    could be matched across ranks."""
 
     schema: str = SCHEMA
     files: tuple[Summary, ...]
+    lateness: tuple[RankLateness, ...] = ()
 
 
 class Opened(NamedTuple):
@@ -72,7 +88,8 @@ def load(*paths: StrPath, cache: bool = True, bounded: bool = False) -> "Run":
     """Read a recording and return it as a `Run`.
 
     `paths` is a directory that stepscope wrote, a PyTorch profiler trace, an Nsight Systems export, an Nsight Compute
-    CSV file or a CUDA memory snapshot. Several files are the ranks of one run.
+    CSV file or a CUDA memory snapshot. Several files, or a directory of traces, are the ranks of one run; they are
+    ordered by rank.
 
     `cache` keeps a decoded copy of a large file, which the next call reads instead. `bounded` reads a PyTorch trace
     that is larger than memory: slower, and without findings, questions and comparisons. Raises `StepscopeError` if a
@@ -85,14 +102,34 @@ def load(*paths: StrPath, cache: bool = True, bounded: bool = False) -> "Run":
             raise ValueError(f"bounded=True reads a single file, got {len(paths)}")
         return BoundedRun(Path(paths[0]))
     opened = []
-    for path in map(Path, paths):
+    for path in expand_ranks([Path(path) for path in paths]):
         one = open_file(path, cached=cache)
         if path.is_dir() and not one.is_of_memory:
             one = one._replace(recording=one.recording.with_manifest(file=path.name))
         opened.append(one)
     if len(opened) > 1 and any(one.is_of_memory for one in opened):
         raise StepscopeError("a memory snapshot cannot be combined with other files", hint="read each file separately")
-    return Run(opened)
+    return Run(sort_ranks(opened))
+
+
+def expand_ranks(paths: Sequence[Path]) -> list[Path]:
+    """Replace each directory that is not a recording by the traces in it, one per rank."""
+    expanded: list[Path] = []
+    for path in paths:
+        traces: list[Path] = []
+        with suppress(OSError):  # the reader says what is wrong with it
+            if path.is_dir() and not (path / store.MANIFEST_NAME).exists():
+                traces = sorted(one for one in path.iterdir() if _TRACE.fullmatch(one.name))
+        expanded += traces or [path]
+    return expanded
+
+
+def sort_ranks(opened: Sequence[Opened]) -> list[Opened]:
+    """Order files by rank if every rank is known."""
+    ranks = [one.recording.manifest.rank for one in opened]
+    if None in ranks:
+        return list(opened)
+    return sorted(opened, key=lambda one: one.recording.manifest.rank or 0)
 
 
 class Answers(tuple["Answer", ...]):
@@ -142,7 +179,8 @@ class RunComparison:
 
     def is_slower(self, limit: float = 0.0) -> bool:
         """Whether the second run is slower by more than `limit` (0.03 is 3%) and by more than the noise. If there are
-        too few steps to estimate the noise, only `limit` counts."""
+        too few steps to estimate the noise, only `limit` counts. False if only one of the runs was timed under the
+        profiler."""
         from stepscope.explain.trace.compare import regressed
 
         require_amount("limit", limit)
@@ -156,7 +194,7 @@ class RunComparison:
         return gate_sentence(self.comparison, limit)
 
     def __repr__(self) -> str:
-        gate = self.comparison.gate
+        gate = self.comparison.wall
         return f"<RunComparison {gate.a_ns / 1e6:.4g} ms and {gate.b_ns / 1e6:.4g} ms per step: {gate.verdict}>"
 
     def _repr_html_(self) -> str:
@@ -215,6 +253,15 @@ class Run:
         return make_profile(self.opened[0].recording, self.opened[0].folder)
 
     @cached_property
+    def rank_times(self) -> "RankTimes | None":
+        """When the ranks arrived at their collectives; None for a single rank, or if none can be matched."""
+        if len(self.opened) == 1:
+            return None
+        from stepscope.explain.ranks.lateness import match_ranks
+
+        return match_ranks([rank.profile for rank in self.ranks])
+
+    @cached_property
     def memory(self) -> "MemoryProfile":
         """Every allocation of a memory snapshot."""
         from stepscope.explain.memory import make_memory_profile
@@ -225,13 +272,13 @@ class Run:
 
     @property
     def step_ms(self) -> float:
-        """Wall time per step in milliseconds, from unprofiled steps if the recording has them."""
+        """Wall time per step in milliseconds; of the whole trace if it has no marked steps."""
         return self.profile.step_ns / 1e6
 
     @property
-    def idle_share(self) -> float:
-        """The fraction of a step in which no kernel runs, from 0 to 1."""
-        return self.profile.idle_share
+    def idle_share(self) -> float | None:
+        """The fraction of a step in which no kernel runs, from 0 to 1; None if it is unknown, as in counters."""
+        return None if self.profile.is_serialized else self.profile.idle_share
 
     @property
     def peak_bytes(self) -> int:
@@ -264,8 +311,8 @@ class Run:
 
     @property
     def findings(self) -> tuple[Finding, ...]:
-        """What costs time and how to fix it, largest saving first."""
-        return find_once(self.require_kernels())
+        """What costs time and how to fix it, what matters most first."""
+        return find_once(self.require_kernels(), self.rank_times)
 
     def require_kernels(self) -> Profile:
         """Return `profile`, which has every kernel. `BoundedRun` raises StepscopeError instead."""
@@ -281,9 +328,38 @@ class Run:
             from stepscope.explain.memory.memory_tables import make_part
 
             return DataTable.of(make_part(self.memory, name, top=top or _ALL_ROWS))
+        if name in ("ranks", "collectives"):
+            return DataTable.of(self._rank_part(name, top))
+        return self._time_table(self.profile, name, top)
+
+    def tables(self, name: RunPart, *, top: int | None = None) -> tuple[DataTable, ...]:
+        """Return `table` for each rank, or a single one if it compares the ranks."""
+        if len(self.opened) == 1 or name in ("ranks", "collectives"):
+            return (self.table(name, top=top),)
+        require_choice("table", name, RunPart)
+        require_count("top", top)
+        from stepscope.explain.ranks.rank_tables import label_ranks
+
+        profiles = [rank.profile for rank in self.ranks]
+        return tuple(
+            name_rank(self._time_table(profile, name, top), label)
+            for profile, label in zip(profiles, label_ranks(profiles), strict=True)
+        )
+
+    def _time_table(self, profile: Profile, name: str, top: int | None) -> DataTable:
+        """The table of one rank. Its findings include those that compare it with the other ranks."""
+        if name == "findings":
+            return DataTable.of(profile_tables.findings_table(find_once(profile, self.rank_times)))
+        return DataTable.of(_time_part(profile, name, top))
+
+    def _rank_part(self, name: str, top: int | None) -> Table:
+        from stepscope.explain.ranks import rank_tables
+
         if name == "ranks":
-            return DataTable.of(profile_tables.ranks_table([rank.profile for rank in self.ranks]))
-        return DataTable.of(_time_part(self.profile, name, top))
+            return rank_tables.ranks_table([rank.profile for rank in self.ranks], self.rank_times)
+        if self.rank_times is not None:
+            return rank_tables.late_table(self.rank_times, top=top)
+        return rank_tables.collectives_table(self.require_kernels(), top=top)
 
     def questions(self) -> Answers:
         """Return answers to common questions about a training step, or about memory."""
@@ -302,8 +378,22 @@ class Run:
         require_choice("by", by, By)
         if not isinstance(other, Run):
             raise ValueError(f"other must be a run returned by stepscope.load, got {type(other).__name__}")
-        names = (str(self.files[0]), str(other.files[0]))
-        return RunComparison(compare(self.require_kernels(), other.require_kernels(), by=by, names=names))
+        a, b = self._same_rank(other), other._same_rank(self)
+        names = tuple(
+            str(one.files[0]) + (f" (rank {one.rank})" if len(run.opened) > 1 and one.rank is not None else "")
+            for run, one in ((self, a), (other, b))
+        )
+        return RunComparison(compare(a.require_kernels(), b.require_kernels(), by=by, names=(names[0], names[1])))
+
+    @property
+    def rank(self) -> int | None:
+        """The rank whose figures these are; None if it is unknown."""
+        return self.opened[0].recording.manifest.rank
+
+    def _same_rank(self, other: "Run") -> "Run":
+        """The first rank that the other run has as well, else the first."""
+        theirs = [one.rank for one in other.ranks]
+        return next((one for one in self.ranks if one.rank in theirs), self.ranks[0])
 
     def figure(self, *, by: "StackedBy" = "category", step: int | str = "last") -> Picture:
         """Return a chart of memory over time, stacked by `category` or `module`. `step` is a step number, counted from
@@ -314,33 +404,41 @@ class Run:
         return Picture(memory_timeline(self.memory, by=by, step=_choose_step(self.memory, str(step))))
 
     def page(self, *, overhead: bool = False) -> Page:
-        """Return what `stepscope explain` shows: the first rank in full, and a comparison of all ranks if there are
+        """Return what `stepscope explain` shows: the first rank in full, after a summary of all ranks if there are
         several. `overhead` adds the profiling overhead if it was measured."""
         if self.is_of_memory:
             from stepscope.explain.memory.memory_tables import memory_page
 
             return memory_page(self.memory)
-        profiles = [rank.profile for rank in self.ranks]
-        tables = [profile_tables.ranks_table(profiles)] if len(profiles) > 1 else []
-        tables += [
+        tables = [
             profile_tables.classes_table(self.profile),
             profile_tables.phases_table(self.profile),
             profile_tables.kernels_table(self.profile, top=_ON_A_PAGE),
+            *short_ranges(self.profile),
             *_counters_tables(self.profile, _COUNTED_ON_A_PAGE),
         ]
         if overhead and self.profile.recording.manifest.overhead:
             tables.append(profile_tables.overhead_table(self.profile.recording.manifest))
-        return Page(
-            headline="\n\n".join(map(profile_tables.headline, profiles)), tables=tuple(tables), findings=self.findings
-        )
+        headline = profile_tables.headline(self.profile)
+        if len(self.opened) > 1:
+            from stepscope.explain.ranks.rank_tables import label_ranks, ranks_headline
+
+            profiles = [rank.profile for rank in self.ranks]
+            shown = label_ranks(profiles)[0]
+            headline = f"{ranks_headline(profiles, self.rank_times)}\n\nbelow: {shown}\n{headline}"
+            late = [self._rank_part("collectives", _ON_A_PAGE)] if self.rank_times is not None else []
+            tables = [self._rank_part("ranks", None), *late, *(name_rank(table, shown) for table in tables)]
+        return Page(headline=headline, tables=tuple(tables), findings=self.findings)
 
     @property
     def summary(self) -> "Summary | RanksSummary | MemorySummary":
         """The whole analysis as a typed document."""
         if self.is_of_memory:
             return self.memory.summary
-        summaries = tuple(summarise(rank.profile, rank.findings) for rank in self.ranks)
-        return summaries[0] if len(summaries) == 1 else RanksSummary(files=summaries)
+        summaries = tuple(summarise(rank.profile, find_once(rank.profile, self.rank_times)) for rank in self.ranks)
+        if len(summaries) == 1:
+            return summaries[0]
+        return RanksSummary(files=summaries, lateness=self.rank_times.lateness if self.rank_times else ())
 
     def to_json(self) -> str:
         """The document that `stepscope explain --format json` prints."""
@@ -376,7 +474,8 @@ class Run:
         ranks = f", {len(self.opened)} ranks" if len(self.opened) > 1 else ""
         if self.is_of_memory:
             return f"<Run {self.name!r}: peak {self.peak_bytes:,} bytes>"
-        return f"<Run {self.name!r}{ranks}: {self.step_ms:,.4g} ms per step, {self.idle_share:.0%} idle>"
+        idle = "" if self.idle_share is None else f", {self.idle_share:.0%} idle"
+        return f"<Run {self.name!r}{ranks}: {self.step_ms:,.4g} ms {self.profile.clock.say_per_step}{idle}>"
 
     def _repr_html_(self) -> str:
         from stepscope.api.report import report
@@ -446,8 +545,6 @@ def _choose_step(profile: "MemoryProfile", step: str) -> int | None:
 
 def _time_part(profile: Profile, name: str, top: int | None) -> Table:
     match name:
-        case "findings":
-            return profile_tables.findings_table(find_once(profile))
         case "roofline":
             from stepscope.explain.trace.roofline import roofline_table
 

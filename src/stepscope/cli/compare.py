@@ -29,7 +29,8 @@ def compare(
 ) -> None:
     """Show what changed between two recordings, the largest change first, and which changes are noise.
 
-    A and B are directories that `stepscope profile` saved, or traces from PyTorch's profiler or Nsight Systems.
+    A and B are directories that `stepscope profile` saved, or traces from PyTorch's profiler or Nsight Systems. Of two
+    directories with a trace per rank, the first rank that both have is compared.
     """
     from stepscope.api.run import load
     from stepscope.explain.trace.compare import parse_percent

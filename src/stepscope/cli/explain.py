@@ -20,7 +20,7 @@ def explain(
         typer.Argument(
             metavar="FILE…",
             help="A recording, a PyTorch profiler trace, an Nsight Systems export, an Nsight Compute CSV or a CUDA "
-            "memory snapshot. Several files are the ranks of one run.",
+            "memory snapshot. Several files, or a directory of traces, are the ranks of one run.",
         ),
     ],
     table: Annotated[RunPart | None, typer.Option("--table", help="Show only this table.")] = None,
@@ -55,17 +55,20 @@ def explain(
 
     Reads recordings and traces; runs nothing and does not need PyTorch.
     """
-    from stepscope.api.run import load
-    from stepscope.render.figures import check_figure
+    from stepscope.api.run import expand_ranks, load
 
     check_view(questions=questions, part=table, step=step, detail=detail)
     if plot is not None:
+        from stepscope.render.figures import check_figure
+
         check_figure(plot, force=force)
     if bounded:
-        _check_bounded(files, {"--questions": questions, "--save": save, "--perfetto": perfetto, "--plot": plot})
+        _check_bounded(
+            expand_ranks(files), {"--questions": questions, "--save": save, "--perfetto": perfetto, "--plot": plot}
+        )
         show_run(load(*files, bounded=True), format_, part=table, top=top, questions=False, detail=detail)
         return
-    _check_outputs(files, {"--save": save, "--perfetto": perfetto})
+    _check_outputs(expand_ranks(files), {"--save": save, "--perfetto": perfetto})
     run = load(*files, cache=cache)
     if run.is_of_memory and perfetto is not None:
         raise StepscopeError("`--perfetto` needs a trace; this is a memory snapshot", hint="--plot memory.html")

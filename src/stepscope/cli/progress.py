@@ -1,5 +1,6 @@
 """Progress of a sweep or a training run: a bar with the time left on a terminal, lines of text anywhere else."""
 
+import os
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -27,6 +28,7 @@ from stepscope.recording.rows.training_log import TrainRow
 from stepscope.render.formats import visible
 
 _EVERY_S = 5.0  # between lines of training progress without a terminal
+_INSPECTING = "inspecting the device"
 
 
 def _make_bar(count: ProgressColumn, console: Console, *, estimate_s: float = 30.0) -> Progress:
@@ -63,14 +65,17 @@ def choose_listener(
     """Yield a listener that shows a bar or lines. `outcome_of` summarizes a finished row, and `describe` a case."""
     console = Console(stderr=True, highlight=False)
     if not _is_terminal():
-        yield _SweepLines(console, outcome_of, describe)
+        lines = _SweepLines(console, outcome_of, describe)
+        if os.environ.get("RANK", "0") == "0":  # under torchrun, only rank 0 prints
+            lines.say(_INSPECTING)  # loading PyTorch and a model takes many seconds
+        yield lines
         return
     with _make_bar(TextColumn("{task.fields[count]}"), console, estimate_s=3600) as progress:
         yield _SweepBar(console, progress, outcome_of, describe)
 
 
 class _SweepLines:
-    """One line per finished case."""
+    """One line when cases start to run, and one per finished case."""
 
     def __init__(self, console: Console, outcome_of: Callable[[Any], str], describe: Callable[[Any], str]) -> None:
         self._console = console
@@ -82,12 +87,13 @@ class _SweepLines:
     def begin(self, planned: Sequence[PlannedCase[Any]], done: Sequence[Row], repaired_bytes: int) -> None:
         self._total = len(planned)
         if repaired_bytes:
-            self._say(f"repaired: moved an incomplete last line ({repaired_bytes} bytes) to results.jsonl.damaged")
+            self.say(f"repaired: moved an incomplete last line ({repaired_bytes} bytes) to results.jsonl.damaged")
         if done:
-            self._say(f"{len(done)} of {len(done) + len(planned)} cases are already done; --fresh measures them again")
+            self.say(f"{len(done)} of {len(done) + len(planned)} cases are already done; --fresh measures them again")
 
     def start(self, planned: PlannedCase[Any]) -> None:
-        pass
+        if not self._finished:
+            self.say(f"[1/{self._total}] {self._describe(planned.case)}: running")
 
     def stage(self, name: str) -> None:
         pass
@@ -95,9 +101,9 @@ class _SweepLines:
     def finish(self, row: Row) -> None:
         self._finished += 1
         ended = say_end(row, self._outcome_of)
-        self._say(f"[{self._finished}/{self._total}] {self._describe(row.case)}: {ended}")
+        self.say(f"[{self._finished}/{self._total}] {self._describe(row.case)}: {ended}")
 
-    def _say(self, text: str) -> None:
+    def say(self, text: str) -> None:
         with suppress(OSError):  # a full disk must not end the sweep
             self._console.print(visible(text), markup=False, soft_wrap=True)
 
@@ -114,7 +120,7 @@ class _SweepBar(_SweepLines):
     ) -> None:
         super().__init__(console, outcome_of, describe)
         self._progress = progress
-        self._task = progress.add_task("inspecting the device", total=None, count="")
+        self._task = progress.add_task(_INSPECTING, total=None, count="")
         self._running: PlannedCase[Any] | None = None
         self._failed = 0
 

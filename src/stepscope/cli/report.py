@@ -120,6 +120,10 @@ def _run(
 
 
 def _end(page: "ReportPage", export: Path | None, *, next_: str) -> None:
+    from stepscope.render.terminal import summarize_report
+
+    for line in summarize_report(page.report):
+        say(line)
     show(f"{page.path}\n")
     if export is not None:
         say(f"exported {count_noun(len(page.export(export)), 'file')} to {export}")

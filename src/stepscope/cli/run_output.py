@@ -76,9 +76,7 @@ def show_run(
         tables = [] if format_ is Format.TEXT else [answers.table]
         show_tables([*tables, *(answers.evidence if detail is not None else ())], format_)
     elif part is not None:
-        # One table per file; `ranks` is a single table that compares them.
-        runs = [run] if part == "ranks" else run.ranks
-        show_tables([one.table(part, top=top) for one in runs], format_, detail=detail == "yes")
+        show_tables(run.tables(part, top=top), format_, detail=detail == "yes")
     elif format_ is Format.JSON:
         show(run.to_json())
     elif format_ is Format.TEXT:

@@ -7,6 +7,7 @@ shows as a low share of the bandwidth; one that finds its input in the cache mov
 The cost of an unknown operator, or of one with insufficient data, is None, not zero.
 """
 
+import re
 from typing import Any
 
 import msgspec
@@ -27,7 +28,7 @@ def operator_cost(name: str, shapes: str | None, dtypes: str | None, arguments: 
     """Return the cost of a call of `name`. The other arguments are JSON as recorded: `Input Dims`, `Input type` and
     `Concrete Inputs`. None if the operator is unknown or they are not sufficient."""
     bare = name.rpartition("::")[2].partition(".")[0]
-    form = _FORMS.get(bare)
+    form = _FORMS.get(bare) or (traffic.fused if _INDUCTOR.match(bare) else None)
     if form is None or not shapes or not dtypes:
         return None
     try:
@@ -63,6 +64,8 @@ def product_dims(name: str, shapes: str | None) -> tuple[int, int, int, int] | N
     return (left[0] if len(left) == 3 else 1), left[-2], right[-1], left[-1]
 
 
+# The kernels that TorchInductor generates: pointwise, reductions, and reductions that fit into a block.
+_INDUCTOR = re.compile(r"triton_(?:poi|red|per)_fused_")
 _POINTWISE = """
 abs add addcdiv addcmul bernoulli bitwise_and bitwise_not ceil clamp clamp_max clamp_min cos cumsum div dropout elu
 elu_backward eq erf exp exp2 expm1 floor ge gelu gelu_backward gt hardswish isfinite isinf isnan le leaky_relu lerp log

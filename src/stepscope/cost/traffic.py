@@ -1,5 +1,7 @@
 """Costs of operators without GEMMs: elementwise operations, sums, norms, copies and indexing."""
 
+import re
+
 import msgspec
 
 from stepscope.cost.calls import (
@@ -14,6 +16,8 @@ from stepscope.cost.calls import (
     numbers,
 )
 
+# Operators in the name of a fused kernel that use a part of an argument, or use it through an index.
+_PARTIAL = re.compile(r"embedding|gather|index|nll_loss|scatter|select|slice|split|unfold|_sort|topk|cat(?:_|$)")
 _COMPARISONS = {"eq", "ne", "lt", "le", "gt", "ge", "isnan", "isinf", "isfinite", "logical_not", "logical_and"}
 
 
@@ -38,6 +42,14 @@ def like_first(call: Call) -> OperatorCost:
 
 def like_second(call: Call) -> OperatorCost:
     return make_cost(0, call.given, [call.tensor(1)])
+
+
+def fused(call: Call) -> OperatorCost:
+    """A kernel of TorchInductor: its arguments are the tensors that it reads and writes. One that may use only a part
+    of an argument has no known cost."""
+    if not call.given or _PARTIAL.search(call.name):
+        raise UnknownCost
+    return make_cost(0, call.given, [])
 
 
 def copy(call: Call) -> OperatorCost:

@@ -3,10 +3,12 @@
 import shlex
 from collections.abc import Collection, Mapping
 
+from stepscope.recording.store import Manifest
 from stepscope.spec import (
     RUN_SETTINGS,
     SHAPE_SETTINGS,
     SIZES,
+    Case,
     Factory,
     HuggingFace,
     ModelShape,
@@ -14,11 +16,29 @@ from stepscope.spec import (
     flag_of,
 )
 
+OWN_MODEL = "--model my_model:build"  # stands for the user's own model
+
 
 def write_command(verb: str, workload: Workload, *, without: Collection[str] = ()) -> str:
     """Return the command that runs a workload, without the flags of the settings in `without`. Settings at their
     defaults are left out, except the context: its default differs between verbs."""
     return shlex.join(["stepscope", verb, *_model_flags(workload), *_run_flags(workload, without)])
+
+
+def fit_command(command: str, manifest: Manifest) -> str:
+    """Return a command, or several joined with `&&`, for the model of a recording: with the settings of its run that
+    the command does not set itself, or for the user's own model if another tool made the recording."""
+    return " && ".join(_fit(one, manifest.case) for one in command.split(" && "))
+
+
+def _fit(command: str, case: Case | None) -> str:
+    words = command.split(" ")
+    if words[:1] != ["stepscope"] or words[1:2] not in (["profile"], ["memory"]) or "--size" in words:
+        return command
+    if case is None:
+        return " ".join([*words[:2], OWN_MODEL, *words[2:]])
+    named = [name for name in RUN_SETTINGS if flag_of(name) in words]
+    return " ".join([write_command(words[1], case.workload, without=named), *words[2:]])
 
 
 def write_flags(workload: Workload, changes: Mapping[str, object]) -> str:

@@ -10,7 +10,7 @@ from stepscope.kernels.attention import chosen_backends
 from stepscope.measure.failures import is_out_of_memory
 from stepscope.measure.flops import count_forward_flops
 from stepscope.measure.memory.limits import HostMemory, limit_memory
-from stepscope.measure.soundness import MachineWatch, doubt_samples
+from stepscope.measure.soundness import MachineWatch, doubt_numbers, doubt_samples
 from stepscope.measure.timing import settle_heap, time_steps
 from stepscope.recording.rows.bench import Doubt, Measurement
 from stepscope.spec import Case, ModelShape
@@ -41,10 +41,9 @@ def measure(
     if step.loss_scale < scale:
         text = f"the loss scale fell from {scale:g} to {step.loss_scale:g}: infinite gradients, updates skipped"
         doubts.append(Doubt(code="skipped", text=text))
-    if not step.loss_is_finite():
-        doubts.append(Doubt(code="not-finite", text="the loss of the last step is not finite"))
     peak_bytes = host.peak_bytes() if host else torch.cuda.max_memory_allocated(device)
     reserved_bytes = None if host else torch.cuda.max_memory_reserved(device)
+    doubts += doubt_numbers(step)
     on_stage("counting operations")
     flops, more = _forward_flops(step)
     measurement = Measurement(

@@ -12,9 +12,10 @@ import torch
 
 import stepscope
 from stepscope.errors import StepscopeError
-from stepscope.hardware import Hardware, find
+from stepscope.hardware import Hardware, available_bytes, find
 from stepscope.measure import nvml
 from stepscope.measure.instructions import read_limits, say_limits
+from stepscope.measure.soundness import MachineWatch
 from stepscope.recording.rows.bench import DeviceState, Environment, Inspection
 from stepscope.spec import Precision
 from stepscope.units import count_noun
@@ -26,6 +27,7 @@ DTYPES = {"fp32": torch.float32, "tf32": torch.float32, "bf16": torch.bfloat16, 
 # Large enough to hide the library's fixed costs, small enough for a second or two on two cores.
 _WIDTH = {"cpu": 1024, "cuda": 8192}
 _BUDGET_S = 0.5
+_COPIED_BYTES = 2**28  # larger than the last cache of most CPUs
 _LEAST_RUNS = 3
 
 
@@ -116,7 +118,7 @@ def _git(*arguments: str) -> str | None:
 
 
 def _measure_peaks(name: str, device: torch.device, precisions: Collection[Precision]) -> Hardware:
-    """Return the measured GEMM peak of a device without a data sheet, marked as measured.
+    """Return the measured GEMM peak and memory bandwidth of a device without a data sheet, marked as measured.
 
     It is what the installed library reaches on a large square GEMM, a ceiling for the GEMMs of a model; it is lower
     than a data sheet's peak, so a utilization against it reads higher. The best of several runs counts, because
@@ -125,8 +127,30 @@ def _measure_peaks(name: str, device: torch.device, precisions: Collection[Preci
     return Hardware(
         name=name,
         peak_flops={precision: _matmul_peak(device, precision) for precision in sorted(set(precisions))},
+        bandwidth=_copy_bandwidth(device),
         source="measured",
     )
+
+
+def _copy_bandwidth(device: torch.device) -> float | None:
+    """Return the bytes per second of a large copy, read and written, as STREAM counts them. None if other processes
+    used the machine meanwhile, or if memory is short: bandwidth is shared, and a low one would make every operator look
+    fast."""
+    free = available_bytes() if device.type == "cpu" else torch.cuda.mem_get_info(device)[0]
+    if free < 4 * _COPIED_BYTES:
+        return None
+    source = torch.ones(_COPIED_BYTES, dtype=torch.uint8, device=device)
+    target = torch.zeros_like(source)
+
+    def copy() -> None:
+        target.copy_(source)
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+
+    watch = MachineWatch(device)
+    watch.look()
+    seconds = _best_seconds(copy)
+    return None if watch.doubts() else 2 * _COPIED_BYTES / seconds
 
 
 def _matmul_peak(device: torch.device, precision: Precision) -> float:

@@ -21,7 +21,7 @@ from torch.profiler import ProfilerActivity
 from torch.profiler.profiler import _KinetoProfile
 
 from stepscope.measure.memory.limits import limit_memory
-from stepscope.measure.soundness import MachineWatch, doubt_samples
+from stepscope.measure.soundness import MachineWatch, doubt_numbers, doubt_samples
 from stepscope.measure.timing import Samples, settle_heap, time_in_turns, time_steps, wait_for
 from stepscope.recording.rows.bench import RAW_TRACE_NAME, Doubt, RecordedRun
 from stepscope.spec import Case
@@ -102,9 +102,7 @@ def time_plainly(step: Step, case: Case) -> tuple[Samples, tuple[Doubt, ...]]:
     watch = MachineWatch(step.device)
     samples = time_steps(step, case.timing.steps, after_step=watch.look)
     doubts = watch.doubts() + doubt_samples(samples, warmup=case.timing.warmup, waits=step.waits_inside)
-    if not step.loss_is_finite():
-        doubts.append(Doubt(code="not-finite", text="the loss of the last step is not finite"))
-    return samples, tuple(doubts)
+    return samples, (*doubts, *doubt_numbers(step))
 
 
 @contextmanager

@@ -15,7 +15,8 @@ from stepscope.explain.statistics import summarise
 from stepscope.measure import nvml
 from stepscope.measure.timing import Samples
 from stepscope.recording.rows.bench import Doubt
-from stepscope.units import count_noun
+from stepscope.step import Step
+from stepscope.units import count_noun, say_share
 
 SPREAD_LIMIT = 0.10  # of the middle 60% of steps, relative to the median
 FEWEST_STEPS = 5
@@ -30,6 +31,8 @@ STARVED_NS = 200_000
 LEAST_WATCH_S = 0.5
 OTHERS_LIMIT = 0.10  # of all cores, used by other processes
 NVML_INTERVAL_NS = 100_000_000
+LEAST_DENORMAL = 0.001  # of all parameters, gradients and optimizer state
+_WIDE = (torch.float32, torch.float64, torch.bfloat16)
 
 
 class MachineWatch:
@@ -96,6 +99,28 @@ def doubt_samples(samples: Samples, *, warmup: int, waits: bool = False) -> list
         after = f"after {count_noun(warmup, 'warm-up step')}" if warmup else "without warm-up steps"
         doubts.append(Doubt(code="cold", text=f"the first step {after} took {first:.1f}× the median"))
     return doubts + _doubt_clocks(samples, step.median, waits=waits)
+
+
+def doubt_numbers(step: Step) -> list[Doubt]:
+    """Check the numbers that a step leaves behind. On a CPU this takes memory: call it after measuring the peak."""
+    doubts = []
+    if not step.loss_is_finite():
+        doubts.append(Doubt(code="not-finite", text="the loss of the last step is not finite"))
+    share = _denormal_share(step) if step.device.type == "cpu" else 0.0
+    if share >= LEAST_DENORMAL:
+        text = f"{say_share(share)} of parameters, gradients and optimizer state are denormal numbers, which are slow"
+        doubts.append(Doubt(code="denormal", text=text))
+    return doubts
+
+
+def _denormal_share(step: Step) -> float:
+    parameters = list(step.module.parameters())
+    gradients = [one.grad for one in parameters if one.grad is not None]
+    tensors = [one.detach() for one in (*parameters, *gradients, *(state for _, state in step.optimizer_state()))]
+    # CPUs compute narrower dtypes in fp32, where their denormal numbers are normal.
+    tensors = [one for one in tensors if one.dtype in _WIDE and one.layout is torch.strided]
+    denormal = sum(int(((one != 0) & (one.abs() < torch.finfo(one.dtype).tiny)).sum()) for one in tensors)
+    return denormal / max(1, sum(one.numel() for one in tensors))
 
 
 def _doubt_clocks(samples: Samples, step_median: float, *, waits: bool) -> list[Doubt]:

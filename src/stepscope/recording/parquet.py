@@ -19,7 +19,7 @@ from pathlib import Path
 
 import polars as pl
 
-from stepscope.recording.tables import SCHEMAS
+from stepscope.recording.tables import SCHEMAS, TABLES, conform
 
 _DIGEST_BYTES = 16
 # Real tables reach 1.2 rows per byte: counters that are mostly zero. A file that claims many more is not decoded.
@@ -80,11 +80,15 @@ def try_decoding(paths: Sequence[str]) -> None:
 
 def _decode(name: str, path: Path) -> pl.DataFrame:
     try:
-        rows = pl.scan_parquet(path).select(pl.len()).collect().item()
+        scanned = pl.scan_parquet(path)
+        rows = scanned.select(pl.len()).collect().item()
         if rows > _ROWS_OF_ANY_FILE + _MOST_ROWS_PER_BYTE * path.stat().st_size:
             raise DamagedTableError(f"`{path.name}`: {rows:,} rows do not fit in {path.stat().st_size:,} bytes")
-        columns = list(SCHEMAS[name])
-        return pl.read_parquet(path, columns=columns).select(columns)
+        written = set(scanned.collect_schema())
+        new = [column for column, rule in TABLES[name].items() if rule.is_new and column not in written]
+        columns = [column for column in SCHEMAS[name] if column not in new]
+        frame = pl.read_parquet(path, columns=columns).select(columns)
+        return conform(name, frame) if new else frame
     except pl.exceptions.PolarsError as error:
         raise DamagedTableError(f"`{path.name}`: {str(error).partition(chr(10))[0][:200]}") from None
 

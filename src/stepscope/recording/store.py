@@ -7,6 +7,7 @@ become the same `Recording` in memory, so every analysis works on both.
 """
 
 import errno
+import os
 import re
 import shutil
 from collections.abc import Iterator
@@ -183,8 +184,9 @@ def _telling_polars_errors() -> Iterator[None]:
     try:
         yield
     except pl.exceptions.PolarsError as error:
-        full = "No space left" in str(error)
-        raise OSError(errno.ENOSPC if full else errno.EIO, str(error).splitlines()[0][:200]) from None
+        if "No space left" in str(error):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)) from None
+        raise OSError(errno.EIO, str(error).splitlines()[0][:200]) from None
 
 
 def is_recording(path: Path) -> bool:

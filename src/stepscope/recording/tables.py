@@ -35,6 +35,7 @@ class ColumnRule:
     most: float | None = None
     absent: int | None = None  # replaces null in a column that must not have nulls
     json: Any = None
+    is_new: bool = False  # missing, and read as null, in recordings from earlier versions
 
 
 _TEXT = ColumnRule(pl.String)
@@ -60,7 +61,11 @@ KERNELS = {
     "stream": ColumnRule(pl.Int64, absent=0),
     "correlation": _NUMBER,  # matches the launch in the same process
     "graph": ColumnRule(pl.Boolean),  # launched by a CUDA graph
-    "bytes": _BYTES,
+    "bytes": _BYTES,  # of a copy, or of a collective's message
+    # Of a collective: its name in the framework, its process group, and the number of ranks in it.
+    "collective": ColumnRule(pl.String, is_new=True),
+    "process_group": ColumnRule(pl.String, is_new=True),
+    "group_size": ColumnRule(pl.Int32, least=0, is_new=True),
     "grid_x": _COUNT,
     "grid_y": _COUNT,
     "grid_z": _COUNT,

@@ -15,6 +15,8 @@ _SUSPECT = re.compile(r"[^\n\t -~]")
 # Control characters, characters that reverse text or are invisible, lone surrogates, and line ends of other systems.
 _UNSEEN = ("Cc", "Cf", "Cs", "Zl", "Zp")
 
+# The measurement quality in words.
+VERDICTS = {"sound": "Reliable", "doubtful": "Unreliable", "unknown": "Measurement quality unknown"}
 NAME, PROSE, COPYABLE = 240, 1_200, 20_000  # the most characters of each kind of text
 # Extra characters to read beyond the cut at either end, so that no half of a home directory remains.
 _MARGIN = 4_096

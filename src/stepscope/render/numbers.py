@@ -13,7 +13,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from stepscope.findings import Axis, Cell, Column, Quantity, Table
+from stepscope.findings import Axis, Cell, Column, Quantity, StepBar, Table
 from stepscope.render.formats import visible
 from stepscope.units import BINARY_UNITS
 
@@ -243,3 +243,35 @@ def lay_out(table: Table, *, detail: bool) -> Sheet:
 
 def one_line(text: str) -> str:
     return visible(" ".join(text.split()))
+
+
+# --- a step in words ------------------------------------------------------------------------------------------------
+
+
+def split_step(bar: StepBar) -> tuple[str, str, str]:
+    """Return step, busy and idle time as texts with the same decimals; the last two add up to the first."""
+    step = format_value("ms", bar.step_ns / 1e6)
+    digits = step.removesuffix(" ms").replace(",", "")
+    decimals = len(digits.partition(".")[2]) if "e" not in digits else 0
+    busy = round(bar.busy_ns / 1e6, decimals)
+    return step, f"{busy:,.{decimals}f} ms", f"{float(digits) - busy:z,.{decimals}f} ms"
+
+
+def say_split(bar: StepBar) -> str:
+    """Return `GPU busy 98.0 ms (81.1%), idle 22.8 ms (18.9%)`."""
+    busy, idle = split_shares(bar)
+    if bar.device == "CPU":
+        return f"in operators {busy}, {name_idle(bar)} {idle}"
+    return f"{visible(bar.device[:20])} busy {busy}, idle {idle}"
+
+
+def name_idle(bar: StepBar) -> str:
+    """Return what a step is when it is not busy: a CPU runs Python and the framework outside operators."""
+    return "outside operators" if bar.device == "CPU" else "idle"
+
+
+def split_shares(bar: StepBar) -> tuple[str, str]:
+    """Return busy and idle time with their shares, which add up to 100%."""
+    _, busy, idle = split_step(bar)
+    percent = round(100 * bar.busy_ns / bar.step_ns, 1) if bar.step_ns > 0 else 0.0
+    return f"{busy} ({percent:.1f}%)", f"{idle} ({100 - percent:.1f}%)"

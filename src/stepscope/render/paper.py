@@ -27,6 +27,7 @@ from stepscope.findings import (
     Report,
     Roofline,
     SideBySide,
+    StepPicture,
     Table,
     Timeline,
 )
@@ -64,6 +65,7 @@ def collect(report: Report) -> tuple[list[Drawing], list[Listing]]:
     found: list[Drawing | Listing] = [_list("facts", None, _tabulate_facts(report))]
     if report.advice is not None:
         found.append(_list("findings", None, _tabulate_advice(report.advice)))
+    found += _take("step", None, report.picture)
     for place, section in enumerate(report.sections):
         for exhibit in section.exhibits:
             found += _take(exhibit.key, place, exhibit.part)
@@ -94,7 +96,7 @@ def tidy(value: Any, most: int = COPYABLE) -> Any:
         # Columns of numbers are not checked: there are millions of them.
         return tuple(tidy(item, most) for item in value) if _holds_text(value) else value
     if isinstance(value, msgspec.Struct):
-        limit = NAME if isinstance(value, Figure | Bars | Roofline | Timeline) else most
+        limit = NAME if isinstance(value, Figure | Bars | Roofline | StepPicture | Timeline) else most
         fields = {name: getattr(value, name) for name in value.__struct_fields__ if name not in _KEPT}
         return msgspec.structs.replace(value, **{name: tidy(field, limit) for name, field in fields.items()})
     return value
@@ -164,9 +166,9 @@ def _tabulate_advice(advice: Sequence[Advice]) -> Table:
     rows: list[tuple[Cell, ...]] = []
     for one in advice:
         finding = one.finding
-        saving = None if finding.saving_ns is None else finding.saving_ns / _MS
+        saving, adds = (None if ns is None else ns / _MS for ns in (finding.saving_ns, finding.joint_ns))
         fixes = "\n".join(f"{fix.label}: {fix.text}" for fix in one.fixes)
-        rows.append((finding.code, finding.title, saving, finding.share, finding.action, finding.evidence, fixes))
+        rows.append((finding.code, finding.title, saving, finding.share, adds, finding.action, finding.evidence, fixes))
     return Table(
         title="Findings",
         columns=(
@@ -174,6 +176,7 @@ def _tabulate_advice(advice: Sequence[Advice]) -> Table:
             Column(key="finding", label="finding"),
             Column(key="saving_ms", label="saving ms", kind="ms"),
             Column(key="share", label="share of step", kind="share"),
+            Column(key="adds_ms", label="ms once the fixes above are in", kind="ms"),
             Column(key="fix", label="what to do"),
             Column(key="evidence", label="evidence", detail=True),
             Column(key="to_copy", label="code to copy", detail=True),

@@ -21,9 +21,9 @@ from dataclasses import dataclass, replace
 import msgspec
 from rich.cells import cell_len, set_cell_size
 
-from stepscope.findings import Finding, Page, Table
-from stepscope.render.formats import visible
-from stepscope.render.numbers import Lane, Sheet, format_value, lay_out, one_line
+from stepscope.findings import Advice, Finding, Page, Report, Table, joint_saving
+from stepscope.render.formats import VERDICTS, visible
+from stepscope.render.numbers import Lane, Sheet, format_value, lay_out, one_line, say_split, split_step
 
 _GAP = "  "
 _ON_A_PAGE = 3  # findings
@@ -211,6 +211,7 @@ def _render_findings(findings: tuple[Finding, ...], width: int | None) -> str:
     remarks = [one for one in findings if one.is_remark]
     how = f"(to explain one: stepscope rule {findings[0].code})"
     lines = [f"Findings {how}"] if cards else []
+    lines += _write_joint(cards)
     printed: dict[str, str] = {}
     for one in cards[:_ON_A_PAGE]:
         lines.append(f"{one.code}  {_name_finding(one)}")
@@ -220,6 +221,10 @@ def _render_findings(findings: tuple[Finding, ...], width: int | None) -> str:
             continue
         printed[one.fix] = one.code
         lines.extend(_write_fix(one, width))
+        for other in one.also:
+            lines.extend(_indented(f"The same time ({other.code}): {other.title}", width))
+            if other.fix not in printed:
+                lines.extend(_write_fix(other, width))
     if len(cards) > _ON_A_PAGE:
         lines.append(f"{len(cards) - _ON_A_PAGE} more: --table findings --detail")
     if remarks:
@@ -240,13 +245,65 @@ def _write_fix(finding: Finding, width: int | None) -> list[str]:
     return [*_indented(f"{finding.action}:", width), *(f"         {line}" for line in code)]
 
 
+def _write_joint(cards: Sequence[Finding]) -> list[str]:
+    """Return what all fixes save together, if there are several."""
+    joint = joint_saving(cards)
+    if joint is None or sum(one.joint_ns is not None for one in cards) < 2:
+        return []
+    saved = f"{joint.saving_ns / 1e6:,.2f} ms, {format_value('share', joint.share)}"
+    overlap = " Savings overlap: they do not add up." if joint.overlaps else ""
+    return [f"All fixes together save about {saved}.{overlap}"]
+
+
 def _name_finding(finding: Finding) -> str:
-    if not finding.saving_ns:
+    """Return the title with the saving, and with what it adds to the joint saving if that differs."""
+    if not finding.saving_ns and not finding.joint_ns:
         return finding.title
     share = f", {format_value('share', finding.share)}" if finding.share else ""
-    return f"{finding.title} (saves about {finding.saving_ns / 1e6:,.2f} ms per step{share})"
+    saved = f"saves about {finding.saving_ns / 1e6:,.2f} ms{share}" if finding.saving_ns else "saves nothing alone"
+    adds = f"{(finding.joint_ns or 0) / 1e6:,.2f}"
+    if finding.joint_ns is not None and adds != f"{(finding.saving_ns or 0) / 1e6:,.2f}":
+        saved += f"; {adds} ms once the fixes above are in"
+    return f"{finding.title} ({saved})"
 
 
 def _indented(text: str, width: int | None) -> list[str]:
     wrapped = [textwrap.wrap(one_line(line), max(40, (width or 120) - 7)) or [""] for line in text.splitlines()]
     return ["       " + line for lines in wrapped for line in lines]
+
+
+def summarize_report(report: Report) -> tuple[str, ...]:
+    """Return a report in four lines: the headline, step time with its busy and idle part, the findings that save most,
+    and the measurement quality. They repeat what the page says, with the same digits."""
+    quality = f"quality: {VERDICTS[report.soundness.verdict].lower()}. {report.soundness.sentence}"
+    lines = (report.sentence, _summarize_step(report), _summarize_findings(report.advice), quality)
+    return tuple(map(one_line, lines))
+
+
+def _summarize_step(report: Report) -> str:
+    picture = report.picture
+    if picture is None:
+        return (
+            "; ".join(f"{fact.label} {format_value(fact.kind, fact.value)}" for fact in report.facts) or "no step timed"
+        )
+    told = [
+        f"{f'{run}: ' if run else ''}{split_step(bar)[0]}, {say_split(bar)}"
+        for run, bar in zip(picture.runs, picture.bars, strict=True)
+        if bar is not None
+    ]
+    is_step = any(bar is not None and bar.is_step for bar in picture.bars)
+    return f"{'step' if is_step else 'trace'}: {'; '.join(told)}"
+
+
+def _summarize_findings(advice: tuple[Advice, ...] | None) -> str:
+    if advice is None:
+        return "findings: none, this run has no kernel trace"
+    cards = [one.finding for one in advice if not one.finding.is_remark]
+    if not cards:
+        return "findings: none"
+    savings = ["" if one.saving_ms is None else f" (−{format_value('ms', one.saving_ms)})" for one in cards]
+    named = [f"{one.title}{saving}" for one, saving in zip(cards, savings, strict=True)][:_ON_A_PAGE]
+    more = f"; {len(cards) - len(named)} more" if len(cards) > len(named) else ""
+    joint, num_joint = joint_saving(cards), sum(one.joint_ns is not None for one in cards)
+    total = f"; all fixes −{format_value('ms', joint.saving_ns / 1e6)}" if joint and num_joint > 1 else ""
+    return f"findings: {'; '.join(named)}{more}{total}"

@@ -16,6 +16,7 @@ from stepscope.recording.rows.bench import Row
 from stepscope.recording.store import Recording
 from stepscope.spec import Scalar, build_case
 from tests.unit.attention_rows import attend
+from tests.unit.kineto_files import training_step, write_trace
 from tests.unit.recordings import GEMM_BF16, Timeline
 from tests.unit.rows import ENVIRONMENT, row
 
@@ -87,6 +88,25 @@ def test_ranks_of_one_run_are_sorted(tmp_path: Path) -> None:
     (run,) = read(record(tmp_path / "x", rank=1, world_size=2), record(tmp_path / "y", rank=0, world_size=2))
     assert [one.recording.manifest.rank for one in run.ranks] == [0, 1]
     assert run.profile is run.ranks[0]
+
+
+def test_directory_of_traces_is_a_run_with_ranks(tmp_path: Path) -> None:
+    for name, ranks in (("a", (1, 0)), ("b", (0,))):
+        (tmp_path / name).mkdir()
+        for rank in ranks:
+            properties = f', "distributedInfo": {{"rank": {rank}, "world_size": 2}}'
+            write_trace(tmp_path / name / f"{1 - rank}.pt.trace.json", training_step(), properties=properties)
+    (run,) = read(tmp_path / "a")
+    assert [one.recording.manifest.rank for one in run.ranks] == [0, 1]
+    assert run.name == "a"
+    assert [rank.profile.recording.manifest.rank for rank in load(tmp_path / "a").ranks] == [0, 1]
+    assert [len(one.ranks) for one in read(tmp_path / "a", tmp_path / "b")] == [2, 0]
+    second = load(tmp_path / "a" / "0.pt.trace.json")  # rank 1
+    names = load(tmp_path / "a").compare(second).comparison.names
+    assert names == (f"{tmp_path / 'a' / '0.pt.trace.json'} (rank 1)", str(tmp_path / "a" / "0.pt.trace.json"))
+    (tmp_path / "c").mkdir()
+    (tmp_path / "c" / "notes.json").write_text("{}")
+    assert "not a recording" in refuse(tmp_path / "c").message
 
 
 @pytest.mark.parametrize("second", [(0, 2), (1, 4), (None, None)])

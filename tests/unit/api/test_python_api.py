@@ -13,7 +13,9 @@ import pytest
 
 import stepscope
 from stepscope.api.measure import make_grid, name_command
+from stepscope.api.run import Opened
 from stepscope.findings import STAGES, Axis, Column, Figure, Point, Table
+from tests.unit.rank_recordings import Rank, record_ranks
 
 ROOT = Path(__file__).parents[3]
 TRACE = ROOT / "docs/examples/trace.json.gz"
@@ -54,6 +56,7 @@ def test_report_is_always_the_function(before: str) -> None:
 
 def test_a_run_has_its_figures_and_frames(run: stepscope.Run) -> None:
     assert run.step_ms == pytest.approx(5.517447)
+    assert run.idle_share is not None
     assert 0 < run.idle_share < 1
     assert run.files == (TRACE,)
     assert run.classes.columns == ["class", "kernel_ms", "share", "count", "alone_ms", "wall_share"]
@@ -81,6 +84,32 @@ def test_ranks_are_runs(run: stepscope.Run) -> None:
     assert run.ranks == (run,)
     with pytest.raises(ValueError, match="save each rank"):
         both.save("nowhere")
+
+
+def test_page_of_several_ranks_starts_with_a_summary_and_names_the_rank_below() -> None:
+    late = Rank(compute_us=[100.0] * 12, idle_us=[302.0] * 12)
+    recordings = [one.recording for one in record_ranks([Rank(compute_us=[100.0] * 12), late])]
+    run = stepscope.Run([Opened(Path(one.manifest.file), one, None) for one in recordings])
+    page = run.page()
+    first, *_ = page.headline.splitlines()
+    assert first.startswith("2 ranks: step")
+    assert "the others wait for rank 1: 3.60 ms" in page.headline
+    assert "below: rank 0" in page.headline
+    assert [table.title for table in page.tables[:3]] == [
+        "Ranks",
+        "Collectives by how late the last rank came",
+        "Time by class, rank 0",
+    ]
+    assert [table.title for table in run.tables("phases")] == ["Time by phase, rank 0", "Time by phase, rank 1"]
+    assert run.table("collectives", top=1).frame["rank"].to_list() == [1]
+    assert [one["rank"] for one in run.to_dict()["lateness"]] == [0, 1]
+    for table in (run.table("findings"), run.tables("findings")[0]):
+        assert table.frame["code"].to_list() == [one.code for one in run.findings]
+        assert "SS030" in table.frame["code"]
+    alone = run.ranks[0]
+    assert "SS030" not in alone.table("findings").frame["code"]
+    assert alone.table("collectives").frame["count"].to_list() == [4]
+    assert "rank" not in alone.page().tables[0].title
 
 
 def test_questions_have_keys_and_evidence(run: stepscope.Run) -> None:
@@ -305,7 +334,7 @@ def test_run_displays_its_page_in_a_frame(run: stepscope.Run, memory: stepscope.
         assert shown.startswith('<iframe srcdoc="&lt;!DOCTYPE html&gt;')
         assert 'sandbox="allow-scripts' in shown
         assert "\n" not in repr(one)
-    assert "5.517 ms per step" in repr(run)
+    assert "5.517 ms in the trace" in repr(run)
     assert "<table>" in run.questions()._repr_html_()
     assert "<table>" in run.compare(run)._repr_html_()
 

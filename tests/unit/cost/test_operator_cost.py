@@ -102,6 +102,7 @@ def test_attention_with_the_length_before_the_heads() -> None:
         ("embedding_dense_backward", [[8, 4], [8]], [F, I64], ["", "", "100"], 4 * 32 + 8 * 8, 4 * 400),
         ("index_select", [[100, 4], [], [8]], [F, "Scalar", I64], ["", "0", ""], 4 * 32 + 64, 4 * 32),
         ("gather", [[8, 100], [], [8, 1]], [F, "Scalar", I64], ["", "-1", ""], 4 * 8 + 64, 4 * 8),
+        ("triton_poi_fused_add_mul_3", [[8, 4], [4], [8, 4], []], [F, B, F, "int"], [], 4 * 64 + 2 * 4 + 4, 0),
     ],
 )  # fmt: skip
 def test_operators_that_only_move_bytes(
@@ -125,6 +126,8 @@ def test_operators_that_only_move_bytes(
         ("aten::mm", "[[2, 3], [3, 5]]", '["Unheard", "Unheard"]'),
         ("aten::add", "[[2, 3], [4, 5]]", '["float", "float"]'),
         ("aten::convolution", "[[2, 4, 8, 8], [6, 4, 3, 3]]", '["float", "float"]'),
+        ("triton_poi_fused_embedding_0", "[[1000, 8], [4], [4, 8]]", '["float", "long int", "float"]'),
+        ("triton_tem_fused_mm_1", "[[2, 3], [3, 5], [2, 5]]", '["float", "float", "float"]'),
         ("aten::_flash_attention_forward", "[[9, 4, 8], [9, 4, 8], [9, 4, 8]]", '["float", "float", "float"]'),
     ],
 )

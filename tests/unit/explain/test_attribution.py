@@ -5,6 +5,7 @@ from pathlib import Path
 import polars as pl
 import pytest
 
+from stepscope.explain.trace.attribution.modules import number_layers
 from stepscope.explain.trace.profile import Profile, make_profile
 from stepscope.recording.readers import kineto
 from tests.unit.kineto_files import AUTOGRAD, event, kernel, launch, op, training_step, write_trace
@@ -157,3 +158,104 @@ def test_annotation_names_everything(tmp_path: Path) -> None:
         "exp": ("forward", "blocks.3.attention", 3, "softmax", 0),
         "log": ("loss", "(loss)", None, None, 0),
     }
+
+
+def test_operators_inside_a_custom_autograd_function_are_forward(tmp_path: Path) -> None:
+    """`CompiledFunction` runs without gradients: only the function itself has a sequence number."""
+    node = {"Sequence number": 4, "Fwd thread id": 1}
+    events = [
+        op("Torch-Compiled Region: 0/0", "10.000", "80.000"),
+        op("CompiledFunction", "11.000", "70.000", **{"Sequence number": 4}),
+        op("aten::mm", "20.000", "10.000"),
+        launch("22.000", "1.000", 1),
+        op("triton_poi_fused_relu_0", "40.000", "10.000"),
+        launch("42.000", "1.000", 2),
+        op("autograd::engine::evaluate_function: CompiledFunctionBackward", "300.000", "90.000", thread=AUTOGRAD),
+        op("CompiledFunctionBackward", "301.000", "80.000", thread=AUTOGRAD, **node),
+        op("aten::mm", "320.000", "10.000", thread=AUTOGRAD),
+        launch("322.000", "1.000", 3, thread=AUTOGRAD),
+        op("aten::mm", "500.000", "10.000"),  # without gradients, and outside everything
+        launch("502.000", "1.000", 4),
+        *(kernel(f"k{i}", f"{600 + 10 * i}.000", "5.000", i) for i in (1, 2, 3, 4)),
+    ]
+    found = facts(profile(tmp_path, events), "phase")
+    assert found == {"k1": ("forward",), "k2": ("forward",), "k3": ("backward",), "k4": (None,)}
+
+
+def layers_of(*calls: str, by_class: bool = True) -> dict[str, int | None]:
+    """`calls` are the paths of modules, in the order of their first calls."""
+    prefix = "nn.Module: " if by_class else "module:"
+    names = [prefix + path for path in calls]
+    modules = pl.DataFrame({"path": calls, "name": names, "start_ns": range(len(calls))})
+    return dict(number_layers(pl.DataFrame({"module": calls}), modules).rows())
+
+
+def test_embeddings_and_single_linears_are_not_layers() -> None:
+    blocks = [f"GPT_0.Block_{i}{part}" for i in range(3) for part in ("", ".LayerNorm_0", ".MLP_0", ".MLP_0.Linear_0")]
+    others = ["GPT_0", "GPT_0.Embedding_0", "GPT_0.Embedding_1", "GPT_0.Dropout_0", "GPT_0.Linear_9", "GPT_0.Linear_10"]
+    found = layers_of(*others, *blocks)
+    assert {found[path] for path in others} == {None}
+    assert [found[f"GPT_0.Block_{i}.MLP_0.Linear_0"] for i in range(3)] == [0, 1, 2]
+
+
+def test_wrapped_embeddings_are_not_layers() -> None:
+    def wrapped(number: int, inside: str) -> list[str]:
+        outer = f"GPT_0.FullyShardedDataParallel_{number}"
+        return [outer, f"{outer}.{inside}", *([f"{outer}.{inside}.Linear_{number}"] if "Block" in inside else [])]
+
+    found = layers_of("GPT_0", *wrapped(1, "Embedding_0"), *wrapped(2, "Block_0"), *wrapped(3, "Block_1"))
+    assert [found[path] for path in found if path.endswith(("Embedding_0", "Block_0", "Block_1"))] == [None, 0, 1]
+
+
+def test_the_layers_of_a_plain_network_are_its_linears() -> None:
+    found = layers_of("Net_0", "Net_0.Linear_0", "Net_0.ReLU_0", "Net_0.Linear_1", "Net_0.ReLU_1")
+    assert list(found.values()) == [None, 0, None, 1, None]
+
+
+def test_numbers_in_names_are_layers_where_blocks_repeat() -> None:
+    calls = ("embeddings.0", "h.0", "h.0.attn", "h.1", "h.1.mlp.0", "classifier.0", "classifier.2")
+    assert list(layers_of(*calls, by_class=False).values()) == [None, 0, 0, 1, 1, None, None]
+    assert list(layers_of("net.0", "net.2", by_class=False).values()) == [0, 2]
+
+
+def repeated_steps(*, first_launch: int = 0, first_name: str = "gemm") -> list[str]:
+    """Four steps of 12 kernels: GEMMs in forward and backward and the optimizer's kernels, each followed by a
+    collective. Launches before number `first_launch` were not recorded."""
+    events = []
+    for number in range(48):
+        step, place = divmod(number, 12)
+        start = 10_000 + 1_000 * step + 80 * place
+        phase = ("forward", "backward", "Optimizer.step#SGD.step")[place // 4]
+        compute = ("gemm" if number else first_name, "gemm", "adam")[place // 4]
+        name, stream = ("ncclDevKernel_Generic(x)", 20) if place % 2 else (compute, 7)
+        events.append(event("user_annotation", phase, f"{start}.000", "70.000"))
+        if not place:
+            events.append(event("user_annotation", f"ProfilerStep#{step}", f"{start}.000", "990.000"))
+        if number >= first_launch:
+            events.append(launch(f"{start + 10}.000", "5.000", number))
+        events.append(kernel(name, f"{start + 20}.000", "50.000", number, stream=stream))
+    return events
+
+
+def test_kernels_launched_before_the_recording_are_those_of_later_steps(tmp_path: Path) -> None:
+    whole = profile(tmp_path, repeated_steps()).kernels
+    cut = profile(tmp_path, repeated_steps(first_launch=7)).kernels
+    assert cut["launched"].to_list() == ["before"] * 7 + ["op"] * 41
+    assert cut["phase"].to_list() == whole["phase"].to_list()
+    assert cut["step"].head(7).null_count() == 7
+
+
+def test_steps_that_launch_something_else_say_nothing_about_earlier_kernels(tmp_path: Path) -> None:
+    cut = profile(tmp_path, repeated_steps(first_launch=7, first_name="convolution")).kernels
+    assert cut["phase"].head(7).null_count() == 7
+
+
+def test_places_that_disagree_leave_the_phase_unknown(tmp_path: Path) -> None:
+    """All kernels have the same name, so any place in a step looks like any other."""
+    events = [
+        one.replace('"adam"', '"gemm"').replace("ncclDevKernel_Generic(x)", "gemm")
+        for one in repeated_steps(first_launch=7)
+    ]
+    same_stream = [one.replace('"stream": 20', '"stream": 7') for one in events]
+    cut = profile(tmp_path, same_stream).kernels
+    assert cut["phase"].head(7).null_count() == 7

@@ -71,6 +71,7 @@ def step(number: int, *, arrows: bool = True, delay_us: int = 0, marked: bool = 
     first = 1_000 * number
     events = [event("user_annotation", f"ProfilerStep#{number}", f"{at}.000", "990.001")] if marked else []
     events.append(event("python_function", "nn.Module: Model_0", f"{at + 5}.000", "200.000"))
+    events.append(event("user_annotation", "train", f"{at + 1}.000", "700.000"))
 
     def work(name: str, start: int, correlation: int, kernel_name: str, length_ns: int, **more: int) -> list[str]:
         thread = more.pop("thread", MAIN)
@@ -90,6 +91,7 @@ def step(number: int, *, arrows: bool = True, delay_us: int = 0, marked: bool = 
     for block in (0, 1):
         begin, sequence = 10 + 90 * block, 10 * number + block
         events.append(event("python_function", f"nn.Module: Block_{block}", f"{at + begin}.000", "80.000"))
+        events.append(event("user_annotation", f"part {block}", f"{at + begin + 1}.000", "60.000"))
         events.append(event("python_function", f"nn.Module: Linear_{block}", f"{at + begin + 5}.000", "40.000"))
         events += work("aten::mm", begin + 6, 1 + block, GEMM, 31_007, Sequence_number=sequence)
         events += work("aten::relu", begin + 50, 3 + block, ADD, 9_001, Sequence_number=sequence + 5)
@@ -127,6 +129,9 @@ def test_many_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, window: int
     assert {one.module for one in found.modules} >= {"Model_0.Block_1.Linear_1", "(communication)", "(optimizer)"}
     assert found.steps == 8
     assert found.overlap_ns > 0
+    whole = make_profile(kineto.read(tmp_path / "t.json"))
+    inside = {row[0]: (row[1], row[6]) for row in profile_tables.make_part(whole, "ranges").rows}
+    assert inside["part 0"] == ("train", 0.062_013)  # its GEMM in backward
 
 
 def test_there_are_many_small_windows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -141,7 +146,7 @@ def test_there_are_many_small_windows(tmp_path: Path, monkeypatch: pytest.Monkey
     for module in (bounded, windows):
         monkeypatch.setattr(module, "choose_borders", choose)
     bounded.make_bounded_profile(write_trace(tmp_path / "t.json", steps(8)), tmp_path / "spilled")
-    assert len(counts) == 8  # launches, flow arrows, operators, and five over time
+    assert len(counts) == 9  # launches, flow arrows, operators, and six over time
     assert min(counts) >= 1
     assert max(counts) >= 20
 
@@ -155,6 +160,14 @@ def test_kernels_launched_many_windows_earlier(tmp_path: Path) -> None:
     found = check_same(write_trace(tmp_path / "t.json", steps(6, delay_us=4_000)))
     assert [one.launched for one in found.launched] == ["op"]
     assert found.coverage.phase > 0.9
+
+
+def test_kernels_launched_before_the_trace_are_those_of_later_steps(tmp_path: Path) -> None:
+    hidden = [f'"correlation": {number}}}' for number in range(1, 9)]
+    events = [one for one in steps(6) if '"cuda_runtime"' not in one or not any(part in one for part in hidden)]
+    found = check_same(write_trace(tmp_path / "t.json", events))
+    assert next(one for one in found.launched if one.launched == "before").count == 8
+    assert found.coverage == check_same(write_trace(tmp_path / "t.json", steps(6))).coverage
 
 
 def test_the_order_of_events_in_the_file_does_not_matter(tmp_path: Path) -> None:
@@ -277,7 +290,7 @@ def test_blocks_and_processes_change_nothing(tmp_path: Path, monkeypatch: pytest
     monkeypatch.setattr(json_blocks, "BLOCK_BYTES", 1_500)
     monkeypatch.setattr(json_blocks, "_TAIL_BYTES", 1_000)
     monkeypatch.setattr(json_blocks, "_READ_BYTES", 500)
-    monkeypatch.setattr("stepscope.recording.readers.kineto_stream._BLOCKS_A_PROCESS_GROUP", 4)
+    monkeypatch.setattr("stepscope.recording.readers.kineto_stream._BLOCKS_PER_BATCH", 2)
     check_same(path)
 
 

@@ -140,15 +140,15 @@ def test_workspaces_and_unknown_allocations_have_a_category(tmp_path: Path) -> N
     assert training.profile(tmp_path).allocations["category"].to_list() == ["workspaces", "other"]
 
 
-def test_without_any_stack_everything_is_other(tmp_path: Path) -> None:
+def test_without_any_stack_everything_is_unknown(tmp_path: Path) -> None:
     profile = Training(stacks=False).run(2).profile(tmp_path)
-    assert profile.allocations["category"].unique().to_list() == ["other"]
+    assert profile.allocations["category"].unique().to_list() == ["unknown"]
     assert profile.allocations["phase"].null_count() == profile.allocations.height
     summary = profile.summary
     assert summary.phases == ()
     assert summary.peak_phase is None
     answers = {one.key: one for one in answer_memory(profile)}
-    assert answers["peak"].sentence == "Memory peaks in an unknown phase; 100% of it is other."
+    assert answers["peak"].sentence == "Memory peaks in an unknown phase; 100% of it is unknown."
     assert "no phase markers" in answers["phases"].sentence
     assert memory_page(profile).tables
 
@@ -163,6 +163,69 @@ def test_the_stages_of_a_foreign_snapshot_have_peaks(tmp_path: Path) -> None:
     assert summary.steps == ()
     (note,) = make_part(profile, "phases", top=9).notes
     assert "no step markers" in note
+
+
+# --- C++ frames, which PyTorch records by default ---------------------------------------------------------------------
+
+UNWIND = [
+    frame("??", 0, "torch::unwind::unwind()"),
+    frame("??", 0, "torch::CapturedTraceback::gather(bool, bool, bool)"),
+    frame(
+        "??", 0, "c10::cuda::CUDACachingAllocator::Native::DeviceCachingAllocator::malloc(signed char, unsigned long)"
+    ),
+    frame("??", 0, "at::detail::empty_generic(c10::ArrayRef<long>, c10::Allocator*, c10::ScalarType)"),
+]
+PYTHON = [frame("Objects/call.c", 214, "_PyObject_Call"), frame("Python/ceval.c", 5382, "_PyEval_EvalFrameDefault")]
+ENGINE = [
+    frame("??", 0, "at::_ops::mm::call(at::Tensor const&, at::Tensor const&)"),
+    frame("??", 0, "torch::autograd::generated::MmBackward0::apply(std::vector<at::Tensor>&&)"),
+    frame("??", 0, "torch::autograd::Engine::thread_main(std::shared_ptr<torch::autograd::GraphTask> const&)"),
+]
+FULL = {
+    stage: [*UNWIND, *(ENGINE if stage == "backward" else [*stack[:1], *PYTHON, *stack[1:], *PYTHON])]
+    for stage, stack in STACKS.items()
+}
+
+
+def test_stages_and_places_are_those_of_python_frames(tmp_path: Path) -> None:
+    """The unwinder's own frames come first, autograd's thread has no Python frames, and a line may be unknown."""
+    forward = [one | {"line": 2**64 - 1} if one["name"] == "forward" else one for one in FULL["forward"]]
+    with patch.dict(STACKS, FULL | {"forward": forward}):
+        profile = Training(threaded=False).run(3).profile(tmp_path)
+    by_size = {
+        row["requested_bytes"]: (row["category"], row["phase"]) for row in profile.allocations.iter_rows(named=True)
+    }
+    assert by_size[2 * MIB] == ("gradients", "backward")
+    assert by_size[3 * MIB] == ("activations", "forward")
+    assert by_size[4 * MIB] == ("optimizer state", "optimizer")
+    assert profile.allocations["category"][0] == "parameters"
+    said = {row[0]: row[2] for row in make_part(profile, "largest", top=9).rows}
+    assert said[3 * MIB] == "activations at lab/model.py forward"
+    assert said[4 * MIB] == "optimizer state at lab/train.py:11 main"
+    assert "at MmBackward0" in {str(text)[-14:] for text in said.values()}
+    assert not any(
+        "unwind" in str(row[-1]) for row in make_part(profile, "largest", top=9).rows if "lab" in str(row[2])
+    )
+
+
+def test_place_without_python_frames_is_the_first_operator(tmp_path: Path) -> None:
+    operator = frame("??", 0, "at::native::structured_mm_out_cuda::impl(at::Tensor const&, c10::ArrayRef<long>)")
+    training = Training()
+    with patch.dict(STACKS, {"unknown": [*UNWIND, operator, frame("??", 0, "start_thread")]}):
+        training.take("unknown", MIB)
+    (row,) = make_part(training.profile(tmp_path), "largest", top=9).rows
+    assert row[2] == f"other at {operator['name']}"
+
+
+def test_unknown_memory_is_not_reported_as_zero_parameters(tmp_path: Path) -> None:
+    training = Training(stacks=False).run(2)
+    began = len(training.model.entries)
+    profile = training.run(2).profile(tmp_path, first=began)
+    assert [one.category for one in profile.summary.categories] == ["unknown"]
+    assert {one.is_from_before for one in profile.summary.largest} == {True, False}
+    assert {row[4] for row in make_part(profile, "largest", top=20).rows} == {"before recording", None}
+    (note, *_) = make_part(profile, "categories", top=9).notes
+    assert "may include parameters, gradients" in note
 
 
 # --- Leaks ------------------------------------------------------------------------------------------------------------
@@ -220,7 +283,7 @@ def test_memory_from_before_the_recording_counts(tmp_path: Path) -> None:
     assert profile.peak_bytes == max(training.model.allocated[began:])
     before = profile.allocations.filter(pl.col("start_event").is_null())
     assert before["phase"].null_count() == before.height == 2
-    assert before["category"].to_list() == ["other", "other"]
+    assert sorted(before.select("category", "bytes").rows()) == [("parameters", 2 * MIB), ("unknown", 4 * MIB)]
 
 
 def test_peak_before_the_first_event_is_drawn(tmp_path: Path) -> None:
@@ -323,8 +386,8 @@ def test_phases_of_an_accumulated_step_name_its_micro_batches(ours: MemoryProfil
         case = build_case({"batch": 6, "grad_accumulation": passes})
         return make_part(make_memory_profile(ours.recording.with_manifest(case=case)), "phases", top=9).notes
 
-    assert notes(1) == ()
-    (note,) = notes(3)
+    assert notes(1) == ("the loss is part of forward: `after` of forward includes it",)
+    _, note = notes(3)
     assert "3 micro-batches" in note
 
 

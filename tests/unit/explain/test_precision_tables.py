@@ -13,7 +13,6 @@ from stepscope.explain.precision.autocast import LISTS, explain_dtype, find_poli
 from stepscope.explain.precision.precision_tables import (
     answer,
     explain_sum,
-    find_role,
     find_spacing,
     find_speeds,
     make_page,
@@ -171,11 +170,24 @@ def test_dtypes_table_names_its_device_and_every_kind_of_tensor() -> None:
     }
 
 
-def test_roles_are_names_without_layer_numbers() -> None:
-    assert find_role("blocks.12.ffn.up") == "blocks.*.ffn.up"
-    assert find_role("h.0") == "h.*"
-    assert find_role("0.1.fc2") == "*.*.fc2"
-    assert find_role("layer1.conv2") == "layer1.conv2"
+def test_parts_of_a_sequential_are_not_layers() -> None:
+    outputs = (
+        output("0", "fp32", "embedding", kind="torch.nn.Embedding"),
+        output("1", "bf16", "add", kind="torch.nn.TransformerEncoderLayer"),
+        output("1.linear1", "bf16", "linear", kind="torch.nn.Linear"),
+        output("2", "bf16", "linear", kind="torch.nn.Linear"),
+    )
+    dtypes = column(make_table(report(run("bf16", outputs=outputs)), "dtypes"), "bf16")
+    assert list(dtypes)[1:5] == ["0 (Embedding)", "1 (TransformerEncoderLayer)", "1.linear1", "2 (Linear)"]
+
+
+def test_norm_in_the_sentence_is_the_model_s_own() -> None:
+    told = report(run("fp16", outputs=(output("norm", "fp32", "layer_norm", kind="torch.nn.modules.LayerNorm"),)))
+    layer_norm = tuple(msgspec.structs.replace(one, norm="LayerNorm", error=1e-6) for one in told.comparison.norm_parts)
+    both = msgspec.structs.replace(told.comparison, norm_parts=(*told.comparison.norm_parts, *layer_norm))
+    said = answer(msgspec.structs.replace(told, comparison=both))[-1]
+    assert "LayerNorm" in said
+    assert "RMSNorm" not in said
 
 
 def test_role_shows_median_and_largest_error() -> None:

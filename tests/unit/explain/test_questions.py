@@ -2,7 +2,6 @@
 
 from dataclasses import replace
 
-import msgspec
 import polars as pl
 import pytest
 
@@ -11,13 +10,15 @@ from stepscope.explain.questions.copies import explain_copy
 from stepscope.explain.questions.idle_gaps import find_gaps
 from stepscope.explain.questions.product_roles import Extent, extent, find_products, role_of_module
 from stepscope.explain.trace.profile import Profile, make_profile
+from stepscope.explain.trace.profile_tables import phases_table
 from stepscope.findings import Cell
 from stepscope.recording import tables
 from stepscope.recording.rows.bench import Doubt
-from stepscope.recording.store import Overhead
 from stepscope.render.formats import Format
 from stepscope.render.tables import render
+from stepscope.units import say_share
 from tests.unit.question_recordings import AUTOGRAD, EXP, GEMM, SMALL_GEMM, SOFTMAX, Tape, model_profile
+from tests.unit.recordings import add_unprofiled_steps
 
 
 def ask(key: str, *profiles: Profile) -> Answer:
@@ -271,11 +272,12 @@ def test_small_and_large() -> None:
 
 def test_idle_of_small_and_large_uses_unprofiled_steps() -> None:
     small, large = (model_profile(parameters=parameters) for parameters in (10, 1000))
-    overhead = Overhead(plain_ns=round(2 * small.busy_step_ns), recorded_ns=1, annotated_ns=1)
-    manifest = msgspec.structs.replace(small.recording.manifest, overhead=overhead)
-    small = make_profile(replace(small.recording, manifest=manifest))
-    assert f"idle {small.idle_share * 100:.1f}% →" in ask("small-and-large", small, large).sentence
-    assert small.idle_share == pytest.approx(0.5, abs=0.001)
+    small = add_unprofiled_steps(small, round(1.001 * small.clock.busy_ns))
+    assert small.clock.kind == "unprofiled"
+    assert f"idle {say_share(small.idle_share)} → {say_share(large.idle_share)}" in (
+        ask("small-and-large", small, large).sentence
+    )
+    assert small.idle_share < 0.5 * large.idle_share
 
 
 def test_tiles_of_small_and_large() -> None:
@@ -366,7 +368,7 @@ def test_unknown_phases_have_no_answers() -> None:
     answers = answer([make_profile(recording)])
     assert [one.key for one in answers if one.status == "answered"] == ["products"]
     assert "inference:" not in " ".join(one.sentence for one in answers)
-    assert ask("products", make_profile(recording)).figure == "1 per step"
+    assert ask("products", make_profile(recording)).figure == "1 in the trace"
 
 
 def test_answers_render_in_every_format_and_as_paragraphs() -> None:
@@ -379,3 +381,33 @@ def test_answers_render_in_every_format_and_as_paragraphs() -> None:
         for table in evidence_tables(answers):
             assert render(table, form, width=100)
     assert [table.title[0] for table in evidence_tables(answers)] == [*"1234567", "9"]
+
+
+def test_questions_about_a_mostly_unknown_phase_are_not_answered() -> None:
+    """A forward of 1 µs, and 10 µs whose phase was not recorded: nothing is known about forward."""
+    tape = Tape()
+    with tape.inside("step:0"):
+        with tape.inside("phase:forward"):
+            number = tape.forward("aten::exp", EXP, 1_000)
+        tape.backward("ExpBackward0", number, [("aten::mm", GEMM, 20_000)])
+        with tape.operator("aten::mm"):
+            tape.kernel(GEMM, 10_000)
+    profile = tape.profile()
+    for key in ("forward-time", "top-kernel", "besides-products", "share-of-products", "softmax"):
+        found = ask(key, profile)
+        assert found.status == "not in this recording", key
+        assert "32.3%" in found.sentence
+    assert ask("copies", profile).status == "answered"  # backward is known
+
+
+def test_phases_take_the_same_time_in_questions_and_tables() -> None:
+    """Kernels launched before the recording began count in both, over the same number of steps."""
+    profile = model_profile(steps=4)
+    first = profile.recording.launches["start_ns"].sort()[25]
+    launches = profile.recording.launches.filter(pl.col("start_ns") >= first)
+    cut = make_profile(replace(profile.recording, launches=launches))
+    assert cut.steps_in_window > 4
+    rows = phases_table(cut).rows
+    forward = sum(float(row[1] or 0) for row in rows if row[0] in ("forward", "loss"))
+    clocks = {row["clock"]: row["per_step_ms"] for row in evidence(ask("forward-time", cut))}
+    assert clocks["kernels"] == pytest.approx(forward)

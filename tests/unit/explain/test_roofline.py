@@ -83,7 +83,7 @@ def test_without_shapes_or_a_known_device_nothing_is_claimed() -> None:
 
 
 def test_mfu_excludes_recomputation() -> None:
-    timeline = Timeline()
+    timeline = Timeline(host_us=2_000)
     with timeline.step():
         with timeline.module("layer"):
             timeline.launch(GEMM_BF16, 500, op="aten::mm", shapes=PRODUCT, dtypes=[BF16, BF16])

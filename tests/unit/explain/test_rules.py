@@ -11,8 +11,10 @@ import pytest
 from stepscope.errors import StepscopeError
 from stepscope.explain.rules import RULES, describe_rule, find, find_rule, tabulate_rules
 from stepscope.explain.trace.profile import make_profile
+from stepscope.explain.trace.profile_tables import kernels_table
 from stepscope.recording.rows.bench import Doubt
 from stepscope.spec import build_case
+from stepscope.units import say_percent
 from tests.unit.explain.test_rules_host import found, saving_us
 from tests.unit.recordings import ADD, ALL_REDUCE, BF16, COPY, FOREACH, GEMM_BF16, TO_DEVICE_PINNED, Timeline
 
@@ -78,7 +80,7 @@ def test_recomputation(again: bool) -> None:
         assert found(timeline.profile(), "SS013") is None
 
 
-@pytest.mark.parametrize(("node", "hooks"), [("MmBackward0", 0.2), ("CheckpointFunctionBackward", 0.0)])
+@pytest.mark.parametrize(("node", "hooks"), [("MmBackward0", 0.35), ("CheckpointFunctionBackward", 0.0)])
 def test_checkpointing_costs_more_cpu_time_than_its_launches(node: str, hooks: float) -> None:
     """In a CPU-bound step: hooks around single launches, unless the variant without hooks runs."""
     timeline = Timeline(host_us=50)
@@ -106,6 +108,19 @@ def test_few_kernels_take_most_of_the_time(rest: int, fires: bool) -> None:
     finding = found(timeline.profile(), "SS014")
     assert (finding is not None) == fires
     assert finding is None or finding.saving_ns is None
+
+
+def test_longest_kernels_are_the_first_rows_of_the_table() -> None:
+    """Two names with one short name are two rows, and every device counts."""
+    timeline = Timeline()
+    for kernel, us in ((GEMM_BF16, 100), (ADD, 60), (ADD.replace("(int)", "(long)"), 40), (COPY, 50)):
+        timeline.launch(kernel, us)
+    timeline.launch(COPY, 45, stream=107, device=1)
+    profile = timeline.profile()
+    finding = found(profile, "SS014")
+    assert finding is not None
+    table = kernels_table(profile).rows[:3]
+    assert finding.evidence == ", ".join(f"{row[0]} ({say_percent(row[3])})" for row in table)  # type: ignore[arg-type]
 
 
 def test_unreliable_measurement_is_reported() -> None:
@@ -160,7 +175,7 @@ def test_remarks_come_last_and_have_no_fix() -> None:
     """Findings that no code or setting fixes, in own code and in the built-in model."""
     doubts = (Doubt(code="throttled", text="clocks held back"),)
     findings = find(busy_timeline().profile(doubts=doubts))
-    assert [one.code for one in findings if one.is_remark] == ["SS016"]
+    assert {one.code for one in findings if one.is_remark} == {"SS009", "SS016"}  # few rows; doubts
     assert len(findings) > 1
     assert [one.is_remark for one in findings] == sorted(one.is_remark for one in findings)
     assert all(one.action and not one.fix for one in findings if one.is_remark)
@@ -233,7 +248,7 @@ def test_codes_are_found_in_any_case_and_near_misses_named() -> None:
     assert [find_rule(code).code for code in ("SS007", "ss007", "ss7", "7")] == ["SS007"] * 4
     with pytest.raises(StepscopeError, match="stepscope rule SS0") as raised:
         find_rule("SS0007")
-    assert "SS020" in str(raised.value)
+    assert max(RULES) in str(raised.value)
     with pytest.raises(StepscopeError, match="unknown rule: `nonsense`"):
         find_rule("nonsense")
 

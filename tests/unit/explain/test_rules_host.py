@@ -1,10 +1,13 @@
 """Rules about the CPU: recordings in which each fires, and similar ones in which it does not."""
 
+from dataclasses import replace
+
+import polars as pl
 import pytest
 
-from stepscope.explain.rules import find
+from stepscope.explain.rules import RULES, find
 from stepscope.explain.rules.evidence import StepEvidence
-from stepscope.explain.trace.profile import Profile
+from stepscope.explain.trace.profile import Profile, make_profile
 from stepscope.findings import Finding
 from stepscope.recording.store import Overhead
 from tests.unit.recordings import ADD, GEMM_BF16, TO_DEVICE, TO_HOST, Timeline
@@ -12,8 +15,13 @@ from tests.unit.recordings import ADD, GEMM_BF16, TO_DEVICE, TO_HOST, Timeline
 US = 1000
 
 
+def _all(profile: Profile) -> list[Finding]:
+    """The findings, including those that are part of another."""
+    return [one for finding in find(profile) for one in (finding, *finding.also)]
+
+
 def found(profile: Profile, code: str) -> Finding | None:
-    return next((finding for finding in find(profile) if finding.code == code), None)
+    return next((finding for finding in _all(profile) if finding.code == code), None)
 
 
 def saving_us(profile: Profile, code: str) -> float:
@@ -40,7 +48,7 @@ def products(
 def test_replay_without_changes_reproduces_the_recording() -> None:
     for timeline in (products(20, 5), products(5, 20)):
         evidence = StepEvidence(profile=timeline.profile())
-        start, end = evidence.clock.window
+        start, end = evidence.window
         assert evidence.replayed_ns == pytest.approx(end - start, rel=0.01)
 
 
@@ -68,7 +76,7 @@ def test_cpu_slowed_down_by_the_profiler_is_not_blamed() -> None:
         (40, 20, 21, 0.53),  # GPU-bound: the slowest CPU speed that keeps up
         (30, 20, 21, 0.6),  # hardly behind even when profiled, so not as slow as that
         (20, 20, 20, 1.0),  # the profiler made no difference
-        (20, 10, 5, 0.6),  # the GPU was faster unprofiled: the speed is unknown
+        (20, 10, 5, 1.0),  # the kernels do not fit into an unprofiled step: the profiled ones are the clock
     ],
 )
 def test_speed_of_the_unprofiled_cpu(host_us: float, kernel_us: float, plain_us: float, expected: float) -> None:
@@ -172,6 +180,31 @@ def test_cpu_stalls_are_not_launch_overhead(away_us: float) -> None:
         assert found(profile, "SS001") is None
     else:
         assert found(profile, "SS019") is None
+
+
+def test_stall_at_the_end_of_a_step_counts() -> None:
+    """Writing a log after the optimizer: the next kernel belongs to the next step."""
+    timeline = Timeline(host_us=5)
+    for _ in range(4):
+        with timeline.step():
+            for _ in range(200):
+                timeline.launch(GEMM_BF16, 20, op="aten::mm")
+            timeline.wait()
+            timeline.host(5000)
+    # No kernel follows the stall of the last step.
+    assert saving_us(timeline.profile(), "SS019") == pytest.approx(5000 * 3 / 4, rel=0.05)
+
+
+@pytest.mark.parametrize("source", ["user", "module"])
+def test_stacks_are_not_asked_for_if_the_trace_has_them(source: str) -> None:
+    timeline = Timeline()
+    with timeline.range("nn.Module: Block_0"):
+        timeline.launch(GEMM_BF16, 20, op="aten::mm")
+    recording = timeline.record()
+    profile = make_profile(replace(recording, ranges=recording.ranges.with_columns(source=pl.lit(source))))
+    look_up = RULES["SS019"].look_up
+    assert look_up is not None
+    assert ("with_stack" in look_up(profile).text) == (source == "user")
 
 
 def test_faster_kernel_does_not_help_a_cpu_bound_step() -> None:

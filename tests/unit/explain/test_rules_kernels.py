@@ -1,11 +1,17 @@
 """Rules about kernels: recordings in which each fires, with its estimate, and similar ones in which it does not."""
 
+import json
 import math
+from dataclasses import replace
 from typing import Any
 
+import msgspec
+import polars as pl
 import pytest
 
 from stepscope.explain.rules.evidence import BANDWIDTH_SHARE
+from stepscope.explain.trace.profile import make_profile
+from stepscope.hardware import find as find_hardware
 from stepscope.spec import build_case
 from tests.unit.explain.test_rules_host import found, saving_us
 from tests.unit.recordings import (
@@ -22,6 +28,7 @@ from tests.unit.recordings import (
     SOFTMAX,
     Timeline,
 )
+from tests.unit.rows import ENVIRONMENT
 
 H200_BF16, H200_TF32, H200_FP32, H200_BYTES = 989.4e12, 494.7e12, 66.9e12, 4.8e12
 
@@ -81,13 +88,19 @@ SQUARE = 2 * HEADS * LENGTH * LENGTH * WIDTH
 
 
 def write_attention(
-    timeline: Timeline, *, parts: bool = True, masked: bool = True, softmax: bool = True, between: bool = False
+    timeline: Timeline,
+    *,
+    parts: bool = True,
+    masked: bool = True,
+    softmax: bool = True,
+    between: bool = False,
+    mask_op: str = "aten::masked_fill_",
 ) -> None:
     """One attention: GEMMs of 100 µs each and 1000 µs of everything else."""
     bf16 = [BF16, BF16]
     with timeline.part("scores") if parts else timeline.range("a"):
         timeline.launch(GEMM_BF16, 100, op="aten::bmm", shapes=SCORES, dtypes=bf16)
-        timeline.launch(ADD, 200, op="aten::masked_fill_" if masked else "aten::mul")
+        timeline.launch(ADD, 200, op=mask_op if masked else "aten::mul")
     if between:
         timeline.launch(GEMM_BF16, 100, op="aten::mm")
     with timeline.part("softmax") if parts else timeline.range("b"):
@@ -111,8 +124,56 @@ def test_unfused_attention(parts: bool, masked: bool) -> None:
     timeline = Timeline()
     with timeline.step(), timeline.phase("forward"), timeline.module("blocks.0.attention"):
         write_attention(timeline, parts=parts, masked=masked)
-    expected = 1200 - fused_us(2 * SQUARE * (CAUSAL if masked else 1))
+    # Only the built-in attention's mask is known to be causal.
+    expected = 1200 - fused_us(2 * SQUARE * (CAUSAL if masked and parts else 1))
     assert saving_us(timeline.profile(), "SS004") == pytest.approx(expected, rel=0.001)
+
+
+@pytest.mark.parametrize(
+    ("op", "arguments"),
+    [
+        (None, "q, k, v"),
+        ("aten::mul", "q, k, v"),
+        ("aten::masked_fill_", "q, k, v, attn_mask=mask"),
+        ("aten::where", "q, k, v, attn_mask=mask"),
+        ("aten::add", "q, k, v, attn_mask=mask"),
+        ("aten::tril", "q, k, v, is_causal=True"),
+    ],
+)
+def test_fused_call_computes_what_the_model_does(op: str | None, arguments: str) -> None:
+    timeline = Timeline()
+    with timeline.step(), timeline.phase("forward"):
+        write_attention(timeline, parts=False, masked=op is not None, mask_op=op or "")
+        timeline.launch(ADD, 10, op="aten::add")  # the residual
+    finding = found(timeline.profile(), "SS004")
+    assert finding is not None
+    assert finding.fix.endswith(f"scaled_dot_product_attention({arguments})")
+
+
+def test_mask_of_a_small_part_is_a_comment() -> None:
+    """A text tower with a mask next to a vision tower without one."""
+    timeline = Timeline()
+    with timeline.step(), timeline.phase("forward"):
+        for _ in range(3):
+            write_attention(timeline, parts=False, masked=False)
+            timeline.launch(GEMM_BF16, 10, op="aten::mm")
+        write_attention(timeline, parts=False, mask_op="aten::add")
+    finding = found(timeline.profile(), "SS004")
+    assert finding is not None
+    assert finding.fix.endswith("(q, k, v)")
+    assert "attn_mask=mask where" in finding.fix
+
+
+def test_fused_call_keeps_the_dropout() -> None:
+    timeline = Timeline()
+    with timeline.step(), timeline.phase("forward"):
+        timeline.launch(GEMM_BF16, 100, op="aten::bmm", shapes=SCORES, dtypes=[BF16, BF16])
+        timeline.launch(SOFTMAX, 800, op="aten::_softmax")
+        timeline.launch(ADD, 100, op="aten::native_dropout")
+        timeline.launch(GEMM_BF16, 100, op="aten::bmm", shapes=VALUES, dtypes=[BF16, BF16])
+    finding = found(timeline.profile(), "SS004")
+    assert finding is not None
+    assert "dropout_p=" in finding.fix
 
 
 def test_backward_of_fused_attention_has_five_gemms() -> None:
@@ -191,13 +252,38 @@ def test_memory_bound_gemm_gains_up_to_the_bandwidth() -> None:
         (GEMM_TF32, "NVIDIA H200"),
         (GEMM_BF16, "NVIDIA H200"),
         ("void gemv2T_kernel_val<int, float>", "NVIDIA H200"),
-        (GEMM_FP32, "Tesla V100-SXM2-32GB"),
+        (GEMM_FP32, "unknown GPU"),
     ],
 )
 def test_gemms_on_the_best_units_have_no_finding(kernel: str, device: str) -> None:
     timeline = Timeline(device=device)
     timeline.launch(kernel, 200, op="aten::mm", shapes=[[4096, 4096], [4096, 4096]], dtypes=[FP32, FP32])
     assert found(timeline.profile(), "SS005") is None
+
+
+@pytest.mark.parametrize("phase", ["forward", "backward"])
+def test_gpu_without_tf32_gets_fp16(phase: str) -> None:
+    """Convolutions count too. Only training needs a gradient scaler."""
+    timeline = Timeline(device="Tesla V100-SXM2-32GB")
+    with timeline.step(), timeline.phase(phase):
+        timeline.launch("volta_sgemm_128x64_nn", 200, op="aten::mm")
+        timeline.launch("cudnn_infer_volta_scudnn_128x64_relu_medium_nn_v1", 300, op="aten::cudnn_convolution")
+    finding = found(timeline.profile(), "SS005")
+    assert finding is not None
+    assert "TF32" not in finding.evidence
+    assert "torch.float16" in finding.fix
+    assert "high" not in finding.fix
+    assert ("GradScaler" in finding.fix) == (phase == "backward")
+    assert saving_us(timeline.profile(), "SS005") == pytest.approx(500 * 0.65, rel=0.01)
+
+
+def test_built_in_model_on_a_gpu_without_tf32_runs_in_fp16() -> None:
+    timeline = Timeline(device="Tesla V100-SXM2-32GB")
+    timeline.launch("volta_sgemm_128x64_nn", 200, op="aten::mm")
+    environment = msgspec.structs.replace(ENVIRONMENT, hardware=find_hardware("Tesla V100-SXM2-32GB"))
+    finding = found(timeline.profile(case=build_case({"size": "small"}), environment=environment), "SS005")
+    assert finding is not None
+    assert "--precision fp16" in finding.fix
 
 
 # --- SS006 and SS008: copies
@@ -298,7 +384,10 @@ def test_fused_optimizer_still_walks_over_the_tensors(kernel: str, op: str, shar
             timeline.launch(kernel, 40, op=op)
     fused = 100 * 40 * 28 / 80
     expected = max(0.0, 100 * 50 + 40 - (100 * 50 * share + fused))
-    assert saving_us(timeline.profile(), "SS007") == pytest.approx(expected, rel=0.02, abs=10)
+    if expected:
+        assert saving_us(timeline.profile(), "SS007") == pytest.approx(expected, rel=0.02, abs=10)
+    else:
+        assert found(timeline.profile(), "SS007") is None
 
 
 def test_fused_optimizer_has_no_finding() -> None:
@@ -326,11 +415,89 @@ def test_unaligned_vocabulary() -> None:
     assert found(sized(10048).profile(), "SS009") is None
 
 
+def test_only_a_vocabulary_is_padded() -> None:
+    """The size of an embedding or a loss is a vocabulary; another odd size is a choice of the model."""
+    width = found(sized(10007).profile(), "SS009")
+    assert width is not None
+    assert width.is_remark
+    assert "a width of the model, is 10007" in width.evidence
+    timeline = sized(10007)
+    timeline.launch(ADD, 5, op="aten::embedding", shapes=[[10007, 1024], [4096]], dtypes=[BF16, "long"])
+    vocabulary = found(timeline.profile(), "SS009")
+    assert vocabulary is not None
+    assert vocabulary.fix.startswith("vocab = 10048")
+    assert "the vocabulary, is 10007" in vocabulary.evidence
+
+
+def test_empty_gemm_is_left_out() -> None:
+    timeline = sized(10007)
+    timeline.launch(GEMM_BF16, 1, op="aten::mm", shapes=[[0, 1024], [1024, 10007]], dtypes=[BF16, BF16])
+    assert found(timeline.profile(), "SS009") is not None
+
+
+def test_odd_number_of_rows_is_aligned() -> None:
+    """Rows of 1024 elements begin at multiples of 16 bytes, however many there are."""
+    timeline = Timeline()
+    shapes = [[8193, 1024], [1024, 4096]]
+    timeline.launch(GEMM_BF16, 400, op="aten::mm", shapes=shapes, dtypes=[BF16, BF16])
+    assert found(timeline.profile(), "SS009") is None
+
+
+def test_kernel_that_says_that_it_is_aligned_is_believed() -> None:
+    timeline = Timeline()
+    shapes = [[4096, 1024], [1024, 10007]]
+    timeline.launch(GEMM_TF32, 400, op="aten::mm", shapes=shapes, dtypes=[FP32, FP32])
+    assert found(timeline.profile(), "SS009") is None
+
+
+@pytest.mark.parametrize(("strides", "letter"), [([[1, 1001], [4096, 1]], "M"), ([[1024, 1], [4096, 1]], None)])
+def test_alignment_follows_the_strides(strides: list[list[int]], letter: str | None) -> None:
+    """A transposed left operand is contiguous along M."""
+    timeline = Timeline()
+    shapes = [[1001, 1024], [1024, 4096]]
+    timeline.launch(GEMM_BF16, 400, op="aten::mm", shapes=shapes, dtypes=[BF16, BF16])
+    recording = timeline.record()
+    ops = recording.ops.with_columns(strides=pl.lit(json.dumps(strides)))
+    finding = found(make_profile(replace(recording, ops=ops)), "SS009")
+    if letter is None:
+        assert finding is None
+    else:
+        assert finding is not None
+        assert f"(M × N × K): {letter}, " in finding.evidence
+
+
+def test_costliest_gemm_is_named() -> None:
+    timeline = Timeline()
+    for _ in range(5):
+        timeline.launch(GEMM_BF16, 50, op="aten::mm", shapes=[[1024, 1001], [1001, 256]], dtypes=[BF16, BF16])
+    timeline.launch(GEMM_BF16, 900, op="aten::mm", shapes=[[1024, 1024], [1024, 2001]], dtypes=[BF16, BF16])
+    finding = found(timeline.profile(), "SS009")
+    assert finding is not None
+    assert "1024 × 1024 × 2001" not in finding.evidence
+    assert "the costliest is 1024 × 2001 × 1024" in finding.evidence
+
+
+def test_gemms_of_unfused_attention_have_one_finding() -> None:
+    timeline = Timeline()
+    scores, values = [[64, 3137, 64], [64, 64, 3137]], [[64, 3137, 3137], [64, 3137, 64]]
+    with timeline.step(), timeline.phase("forward"):
+        timeline.launch(GEMM_BF16, 900, op="aten::bmm", shapes=scores, dtypes=[BF16, BF16])
+        timeline.launch(SOFTMAX, 800, op="aten::_softmax")
+        timeline.launch(GEMM_BF16, 900, op="aten::bmm", shapes=values, dtypes=[BF16, BF16])
+    profile = timeline.profile()
+    assert found(profile, "SS004") is not None
+    assert [found(profile, code) for code in ("SS009", "SS010", "SS015")] == [None] * 3
+
+
 def test_tile_with_mostly_padding() -> None:
     timeline = Timeline()
     # Tiles of 128 × 256: 192 rows fill three quarters of two tiles, or of one if transposed.
     timeline.launch(GEMM_BF16, 100, op="aten::mm", shapes=[[64, 1024], [1024, 256]], dtypes=[BF16, BF16])
     assert saving_us(timeline.profile(), "SS009") == pytest.approx(50)
+    finding = found(timeline.profile(), "SS009")
+    assert finding is not None
+    assert finding.is_remark  # batch × length: no code to paste
+    assert "is 64 and leaves 50% of its tiles of 128 empty" in finding.evidence
 
 
 @pytest.mark.parametrize(("blocks", "expected"), [(133, 200 * 131 / 264), (264, None), (132 * 7 + 1, None)])
@@ -343,6 +510,22 @@ def test_partly_empty_last_wave(blocks: int, expected: float | None) -> None:
         assert found(profile, "SS010") is None
     else:
         assert saving_us(profile, "SS010") == pytest.approx(expected, rel=0.01)
+
+
+def test_waves_depend_on_the_gpu() -> None:
+    """Blocks of 96 KiB: two fit on a multiprocessor of an H200, one on an A100's, none of the sizes is known for
+    others."""
+    grid: dict[str, Any] = {"grid_x": 133, "grid_y": 1, "grid_z": 1, "block_x": 128, "block_y": 1, "block_z": 1}
+    texts = {}
+    for device in ("NVIDIA H200", "NVIDIA A100-SXM4-40GB", "some other GPU"):
+        timeline = Timeline(device=device, multiprocessors=100)
+        timeline.launch(GEMM_BF16, 200, op="aten::mm", registers=168, shared_bytes=96 * 1024, **grid)
+        finding = found(timeline.profile(), "SS010")
+        texts[device] = finding.evidence if finding else None
+    assert texts["NVIDIA H200"] is None  # less than a wave
+    assert "1.33 waves" in (texts["NVIDIA A100-SXM4-40GB"] or "")
+    assert "33% full" in (texts["NVIDIA A100-SXM4-40GB"] or "")
+    assert texts["some other GPU"] is None
 
 
 def test_waves_of_a_persistent_kernel() -> None:
@@ -364,3 +547,22 @@ def test_gemms_with_few_rows(rows: int, fires: bool) -> None:
     finding = found(timeline.profile(), "SS015")
     assert (finding is not None) == fires
     assert finding is None or finding.saving_ns is None
+
+
+@pytest.mark.parametrize(
+    ("op", "phase", "shapes", "fix"),
+    [
+        ("aten::mm", "backward", [[8, 4096], [4096, 4096]], "batch_size=2 * batch"),
+        ("aten::mm", "forward", [[8, 4096], [4096, 4096]], "torch.cat(requests)"),
+        ("aten::mm", "forward", [[65536, 4096], [4096, 8]], ""),  # a narrow layer
+        ("aten::bmm", "forward", [[64, 8, 4096], [64, 4096, 4096]], ""),
+    ],
+)
+def test_larger_batch_is_proposed_only_if_the_rows_are_few(op: str, phase: str, shapes: list[object], fix: str) -> None:
+    timeline = Timeline()
+    with timeline.step(), timeline.phase(phase):
+        timeline.launch(GEMM_BF16, 100, op=op, shapes=shapes, dtypes=[BF16, BF16])
+    finding = found(timeline.profile(), "SS015")
+    assert finding is not None
+    assert finding.is_remark == (not fix)
+    assert fix in finding.fix

@@ -1,55 +1,198 @@
-"""The clock of a profile, the clock of the rules, and the columns of decoded names."""
+"""The clock of a profile, which findings and tables share, and the columns of decoded names."""
+
+import re
+from pathlib import Path
 
 import pytest
 
+from stepscope.explain.rules import evidence as rules_evidence
+from stepscope.explain.rules import find
 from stepscope.explain.rules.evidence import StepEvidence
-from stepscope.explain.trace.names import NAME_COLUMNS
-from stepscope.explain.trace.profile import Profile
-from stepscope.recording.store import Overhead
-from tests.unit.recordings import ADD, GEMM_BF16, Timeline
+from stepscope.explain.story.sections.breakdown import break_down
+from stepscope.explain.trace.attribution.names import NAME_COLUMNS
+from stepscope.explain.trace.profile import Profile, make_profile
+from stepscope.explain.trace.profile_tables import classes_table, findings_table, headline
+from stepscope.explain.trace.summary import summarise
+from stepscope.recording.readers.formats import open_recording
+from tests.unit.recordings import ADD, ALL_REDUCE, GEMM_BF16, Timeline, add_unprofiled_steps
 
+FIXTURES = Path(__file__).parents[2] / "fixtures"
 US = 1_000
 
 
-def two_steps(plain_us: int | None = None) -> Profile:
-    """300 µs of kernels per step, 100 µs of which overlap with others."""
+def two_steps(*unprofiled_us: int) -> Profile:
+    """300 µs of kernels per step, 100 µs of which overlap with others: about 215 µs per profiled step."""
     timeline = Timeline(host_us=5)
     for _ in range(2):
         with timeline.step(), timeline.phase("forward"):
             timeline.launch(GEMM_BF16, 200, op="aten::mm")
             timeline.launch(ADD, 100, stream=9)
             timeline.wait()
-    overhead = Overhead(plain_ns=plain_us * US) if plain_us is not None else None
-    return timeline.profile(overhead=overhead)
+    profile = timeline.profile()
+    return add_unprofiled_steps(profile, *(us * US for us in unprofiled_us)) if unprofiled_us else profile
 
 
-def test_a_recorded_step_is_the_window_over_its_steps() -> None:
+def slow_host(*unprofiled_us: int, host_us: tuple[float, ...] = (900, 1000, 1100)) -> Profile:
+    """200 µs of kernels per step, in steps of about twice `host_us`."""
+    timeline = Timeline()
+    for us in host_us:
+        timeline.host_us = us
+        with timeline.step(), timeline.phase("forward"):
+            timeline.launch(GEMM_BF16, 100, op="aten::mm")
+            timeline.launch(GEMM_BF16, 100, op="aten::mm")
+            timeline.wait()
+    profile = timeline.profile()
+    return add_unprofiled_steps(profile, *(us * US for us in unprofiled_us)) if unprofiled_us else profile
+
+
+def launched_before() -> Profile:
+    """Four steps of equal work, of which the first was launched before the recording began."""
+    timeline = Timeline(host_us=20)
+    timeline.launch(GEMM_BF16, 300)
+    timeline.launch(ALL_REDUCE, 600)
+    timeline.wait()
+    timeline.forget_launches()
+    for _ in range(3):
+        with timeline.step(), timeline.phase("backward"):
+            timeline.launch(GEMM_BF16, 300, op="aten::mm")
+            timeline.launch(ALL_REDUCE, 600, op="c10d::allreduce_")
+            timeline.wait()
+    return timeline.profile()
+
+
+def test_a_profiled_step_is_the_window_over_its_steps() -> None:
     profile = two_steps()
     clock = profile.clock
-    assert clock.num_steps == 2
-    assert clock.step_ns == clock.plain_step_ns == clock.recorded_step_ns == profile.wall_ns / 2
-    assert clock.is_recorded
-    assert clock.busy_step_ns < 300 * US
-    assert clock.idle_share == pytest.approx(1 - clock.busy_step_ns / clock.step_ns)
+    assert clock.num_steps == clock.steps_in_window == 2
+    assert clock.kind == "profiled"
+    assert clock.step_ns == clock.profiled_ns == profile.wall_ns / 2
+    assert clock.busy_ns < 300 * US
+    assert clock.busy_ns + clock.idle_ns == pytest.approx(clock.step_ns, rel=1e-15)
+    assert clock.idle_share == clock.idle_ns / clock.step_ns
 
 
-def test_unprofiled_step_counts_if_the_kernels_fit_into_it() -> None:
-    clock = two_steps(plain_us=250).clock
-    assert clock.step_ns == clock.plain_step_ns == 250 * US
-    assert not clock.is_recorded
-    short = two_steps(plain_us=100).clock
-    assert short.busy_step_ns > 100 * US
-    assert short.step_ns == short.recorded_step_ns
-    assert short.plain_step_ns == 100 * US
-    assert short.idle_share_of(short.plain_step_ns) == 0
+def test_unprofiled_steps_are_the_clock_if_they_are_clearly_faster() -> None:
+    clock = slow_host(480, 500, 520).clock
+    assert clock.kind == "unprofiled"
+    assert clock.step_ns == 500 * US
+    assert clock.busy_ns + clock.idle_ns == pytest.approx(clock.step_ns, rel=1e-15)
+    assert [int(one) for one in clock.step_samples] == [480 * US, 500 * US, 520 * US]
 
 
-def test_rules_use_the_unprofiled_clock_if_there_is_one() -> None:
-    assert StepEvidence(profile=two_steps(plain_us=100)).step_ns == 100 * US
-    recorded = two_steps()
-    evidence = StepEvidence(profile=recorded)
-    assert evidence.clock.busy_step_ns == recorded.clock.busy_step_ns
-    assert evidence.step_ns == recorded.step_ns
+@pytest.mark.parametrize(
+    "unprofiled_us",
+    [
+        (9_000, 10_000, 11_000),  # slower than profiled steps
+        (1_000, 1_900, 2_900),  # faster by less than they differ from each other
+        (150, 160, 170),  # shorter than the kernels
+    ],
+)
+def test_other_unprofiled_steps_are_not_the_clock(unprofiled_us: tuple[int, ...]) -> None:
+    recorded = slow_host().clock
+    clock = slow_host(*unprofiled_us).clock
+    assert clock.kind == "profiled"
+    assert (clock.step_ns, clock.busy_ns, clock.idle_ns) == (recorded.step_ns, recorded.busy_ns, recorded.idle_ns)
+    assert clock.step_samples == clock.profiled_steps
+
+
+def test_overhead_is_unknown_without_unprofiled_steps() -> None:
+    assert slow_host().clock.has_overhead
+    assert slow_host(9_000).clock.has_overhead
+    assert not slow_host(500).clock.has_overhead
+    assert not slow_host(1_000, 1_900, 2_900).clock.has_overhead
+
+
+def test_without_marked_steps_the_words_are_about_the_trace() -> None:
+    timeline = Timeline()
+    timeline.launch(GEMM_BF16, 100)
+    assert timeline.profile().clock.say_per_step == "in the trace"
+    assert timeline.profile().clock.say_of_step == "of the trace"
+    assert (two_steps().clock.say_per_step, two_steps().clock.say_of_step) == ("per step", "of the step")
+
+
+def test_serialized_kernels_have_no_idle_time() -> None:
+    """Nsight Compute runs kernels one at a time: idle time is unknown, neither 0% nor all of it."""
+    profile = make_profile(open_recording(FIXTURES / "h200_gpt2_counters.csv.gz"))
+    assert "idle time unknown" in headline(profile)
+    assert not re.search(r"busy|100\.0%, idle|idle 0", headline(profile))
+    rows = {row[0]: row[1:] for row in classes_table(profile).rows}
+    assert rows["idle"] == rows["wall"] == (None,) * 5
+    summary = summarise(profile, ())
+    assert summary.idle_ns is summary.clock.idle_ns is summary.clock.idle_share is None
+    assert not any("idle" in note for note in break_down([profile], [""]).notes)
+
+
+def test_launches_that_were_not_recorded_are_not_called_early() -> None:
+    timeline = Timeline()
+    timeline.launch(GEMM_BF16, 100)
+    timeline.forget_launches()
+    said = headline(timeline.profile())
+    assert "kernel launches are not recorded" in said
+    assert "before the recording began" not in said
+    assert "launched before the recording began: 25.0% of kernel time" in headline(launched_before())
+
+
+def test_the_document_has_the_clock_of_the_tables() -> None:
+    for profile in (two_steps(), slow_host(500), launched_before()):
+        clock, told = profile.clock, summarise(profile, ()).clock
+        assert (told.step_ns, told.busy_ns, told.idle_ns) == (clock.step_ns, clock.busy_ns, clock.idle_ns)
+        assert (told.kind, told.steps) == (clock.kind, clock.steps_in_window)
+        rows = {row[0]: row[4] for row in classes_table(profile).rows}
+        assert rows["wall"] == clock.step_ns / 1e6
+        assert rows["idle"] == clock.idle_ns / 1e6
+
+
+# --- The rules --------------------------------------------------------------------------------------------------------
+
+
+def test_rules_use_the_clock_of_the_tables() -> None:
+    for profile in (two_steps(), two_steps(100), slow_host(500), launched_before()):
+        evidence = StepEvidence(profile=profile)
+        assert evidence.clock is profile.clock
+        assert evidence.step_ns == profile.step_ns
+        assert evidence.num_steps == profile.steps_in_window
+
+
+def test_findings_divide_by_the_steps_of_the_tables() -> None:
+    """Three steps are marked, and four steps of work ran: exposed communication is that of one step."""
+    profile = launched_before()
+    assert profile.clock.num_steps == 3
+    assert profile.clock.steps_in_window == pytest.approx(4)
+    exposed = next(one for one in find(profile) if one.code == "SS011")
+    assert exposed.title.startswith("Exposed communication: 0.6 ms per step")
+    table = {row[0]: row[4] for row in classes_table(profile).rows}
+    assert table["communication"] == pytest.approx(0.6)
+
+
+def test_figures_of_some_steps_agree_with_the_tables(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The rules replay the first steps of a long recording. These do more work than the others."""
+    timeline = Timeline(host_us=5)
+    for count in (6, 5, 4, 3, 2):
+        with timeline.step(), timeline.phase("forward"):
+            for _ in range(count):
+                timeline.launch(GEMM_BF16, 100, op="aten::mm")
+            timeline.wait()
+    profile = timeline.profile()
+    monkeypatch.setattr(rules_evidence, "MOST_REPLAYED", 8)
+    evidence = StepEvidence(profile=profile)
+    assert evidence.steps.height == 2
+    assert evidence.kernels.height == 11
+    assert evidence.per_step(evidence.kernels) == pytest.approx(profile.gpu_time_ns / 5)
+
+
+def test_findings_of_a_trace_without_steps_are_not_per_step() -> None:
+    timeline = Timeline(host_us=40)
+    for _ in range(30):
+        timeline.launch(GEMM_BF16, 10, op="aten::mm")
+        timeline.launch(ADD, 5)
+        timeline.launch(ADD, 5)
+    findings = find(timeline.profile())
+    assert findings
+    for one in findings:
+        assert one.unit == "trace"
+        assert not re.search(r"per step|of the step", f"{one.title} {one.evidence}")
+    labels = {column.key: column.label for column in findings_table(findings).columns}
+    assert (labels["saving_ms"], labels["share"]) == ("saves ms", "of the trace")
 
 
 def test_names_are_decoded_into_columns() -> None:

@@ -3,6 +3,7 @@
 import fcntl
 import io
 import os
+import re
 import resource
 from collections.abc import Sequence
 from dataclasses import replace
@@ -16,6 +17,8 @@ from rich.console import Console
 from stepscope.cli.report_progress import Display, Forecast
 from stepscope.errors import StepscopeError
 from stepscope.explain.story.sources import Materials
+from stepscope.explain.trace.profile import Profile
+from stepscope.files import FullDiskError
 from stepscope.findings import STAGES
 from stepscope.jobs.experiments.sweep import Planned
 from stepscope.jobs.report import run as report
@@ -26,6 +29,8 @@ from stepscope.jobs.report.stages import StageWork, UnavailableError
 from stepscope.jobs.workers.messages import Failed, Probed, ProbedModel
 from stepscope.jobs.workers.process import InputRefusedError, Workers
 from stepscope.spec import Grid, Scalar, build_case, grid_from_flags
+from tests.unit.attention_rows import attend
+from tests.unit.recordings import BF16, GEMM_BF16, Timeline
 from tests.unit.rows import ENVIRONMENT, row
 
 GRID = grid_from_flags({"size": "small", "device": "cuda:0"})
@@ -41,8 +46,6 @@ class FakeStage:
         self.runs = 0
 
     def keys(self, work: StageWork) -> tuple[str, ...]:
-        if isinstance(self.error, UnavailableError):
-            raise self.error
         return (f"{self.name}-{work.planned.key}",)
 
     def command(self, work: StageWork) -> str:
@@ -185,6 +188,14 @@ def test_failed_stage_costs_only_its_section(bench: Bench) -> None:
     _, heard = bench.make()
     assert ("memory", Ending.DONE) in heard.endings
     assert list(bench.pages[-1].absent) == ["attention"]
+
+
+def test_full_disk_ends_the_report(bench: Bench) -> None:
+    """A page without a stage would look like a result, and the command would succeed."""
+    bench.stages["profile"].error = FullDiskError("cannot write to `data/profile`: No space left on device")
+    with pytest.raises(FullDiskError, match="No space left"):
+        bench.make()
+    assert [stage.runs for stage in bench.stages.values()][2:] == [0, 0, 0]
 
 
 def test_directory_keeps_the_reason_of_a_missing_stage(bench: Bench) -> None:
@@ -350,6 +361,13 @@ def test_unwritable_page_is_rejected_early(tmp_path: Path, name: str, says: str)
         report.check_page(tmp_path / name, force=True)
 
 
+@pytest.mark.parametrize(("name", "hint"), [("a.html.txt", "a.html"), ("a.b.txt", "a.b.html"), ("a", "a.html")])
+def test_hint_names_the_page_that_was_meant(name: str, hint: str) -> None:
+    with pytest.raises(StepscopeError) as raised:
+        report.check_page(Path(name), force=True)
+    assert raised.value.hint == f"--out {hint}"
+
+
 def test_only_earlier_pages_are_replaced_without_force(tmp_path: Path) -> None:
     page = tmp_path / "page.html"
     page.write_text("<html>mine</html>")
@@ -473,10 +491,56 @@ def test_stage_commands_are_valid() -> None:
     ],
 )
 def test_attention_implementations_depend_on_the_device(device: str, precision: str, implementations: set[str]) -> None:
-    planned = stages.AttentionStage().plan(work_on(size="small", device=device, precision=precision))
+    planned = stages.AttentionStage().plan(work_on(size="small", device=device, precision=precision), None)
     assert {one.case.implementation for one in planned} == implementations
 
 
-def test_attention_requires_the_built_in_model() -> None:
-    with pytest.raises(UnavailableError):
-        stages.AttentionStage().keys(work_on(model="mine:build"))
+def attending(**settings: Any) -> Profile:
+    """A call of SDPA with two queries per key."""
+    timeline = Timeline()
+    shapes = [[2, 8, 300, 64], [2, 4, 300, 64], [2, 4, 300, 64], [], [], []]
+    call = {
+        "shapes": shapes,
+        "dtypes": [BF16] * 3 + ["", "Scalar", "Scalar"],
+        "arguments": ["", "", "", "", "0.", "False"],
+    }
+    with timeline.step():
+        timeline.launch(GEMM_BF16, 10, **{"op": "aten::scaled_dot_product_attention", **call, **settings})
+    return timeline.profile()
+
+
+def test_attention_of_other_models_has_the_recorded_shape() -> None:
+    stage, work = stages.AttentionStage(), work_on(model="mine:build", device="cpu", precision="bf16")
+    planned = stage.plan(work, attending())
+    shapes = {(one.case.batch, one.case.heads, one.case.head_dim, one.case.causal) for one in planned}
+    assert shapes == {(2, 8, 64, False)}
+    assert {one.case.length for one in planned} == {150, 300, 600}
+    assert {one.case.precision for one in planned} == {"bf16"}
+    assert {one.case.causal for one in stage.plan(work, attending(arguments=["", "", "", "", "0.", "True"]))} == {True}
+    # Its rows are not known before it is profiled: a key of the case stands for them.
+    assert stage.keys(work) == (f"case-{work.planned.key}",)
+    assert stage.expected_s(work) > 0
+    assert stage.command(work) == "stepscope attention"
+
+
+def test_rows_of_other_models_are_found_again(tmp_path: Path) -> None:
+    """A state with the stage's keys is valid, and the key of the case is not looked for among the rows."""
+    stage, work = stages.AttentionStage(), work_on(model="mine:build")
+    one = attend("naive")
+    (tmp_path / "attention").mkdir()
+    (tmp_path / "attention" / "results.jsonl").write_bytes(msgspec.json.encode(one) + b"\n")
+    keys = (*stage.keys(work), one.key)
+    assert all(re.fullmatch(r"[\w-]{1,64}", key) for key in keys)
+    assert stage.load(tmp_path, keys, Materials(name="mine")).attention == (one,)
+    with pytest.raises(StepscopeError, match="no longer has the rows"):
+        stage.load(tmp_path, (*keys, "0" * 16), Materials(name="mine"))
+
+
+def test_attention_of_other_models_requires_a_recording_that_shows_it() -> None:
+    stage, work = stages.AttentionStage(), work_on(model="mine:build")
+    with pytest.raises(UnavailableError, match="profile stage"):
+        stage.plan(work, None)
+    cross = [[2, 8, 300, 64], [2, 8, 77, 64], [2, 8, 77, 64]]
+    for profile in (attending(op="aten::mm"), attending(shapes=cross), attending(shapes=None)):
+        with pytest.raises(UnavailableError, match="no self-attention"):
+            stage.plan(work, profile)

@@ -18,6 +18,7 @@ from stepscope.recording import parquet, store
 from stepscope.recording.memory.reader import read as read_snapshot
 from stepscope.recording.readers.formats import open_recording
 from stepscope.recording.store import Manifest, Recording
+from stepscope.recording.tables import SCHEMAS
 from tests.unit.kineto_files import training_step, write_trace
 from tests.unit.ncu_files import COUNTED
 
@@ -48,6 +49,18 @@ def counted() -> Recording:
 @pytest.fixture(scope="module")
 def remembered() -> Recording:
     return read_snapshot(SNAPSHOT)
+
+
+def test_recording_from_before_collectives_were_described(folder: Path) -> None:
+    path = folder / "kernels.parquet"
+    pl.read_parquet(path).drop("collective", "process_group", "group_size").write_parquet(path)
+    edit_manifest(folder, lambda content: content.pop("digests"))
+    kernels = store.load(folder).kernels
+    assert kernels["group_size"].null_count() == kernels.height == 7
+    assert kernels.columns == list(SCHEMAS["kernels"])
+    pl.read_parquet(path).drop("kind").write_parquet(path)
+    with pytest.raises(StepscopeError, match=r"kernels\.parquet"):
+        store.load(folder)
 
 
 def edit_manifest(folder: Path, change: Callable[[dict[str, Any]], object]) -> None:

@@ -10,7 +10,7 @@ import pytest
 
 from stepscope import files
 from stepscope.errors import StepscopeError
-from stepscope.recording import store
+from stepscope.recording import store, tables
 from stepscope.recording.cache import read_cached
 from stepscope.recording.readers.formats import open_recording
 from stepscope.recording.store import Manifest, MemoryFacts, Recording
@@ -149,6 +149,21 @@ def test_failed_save_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     with pytest.raises(StepscopeError, match="No space left"):
         store.save(Recording(manifest=Manifest(source="stepscope")), tmp_path / "kept")
     assert list(tmp_path.iterdir()) == []
+
+
+def test_full_disk_is_told_in_plain_words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Polars reports it as a malformed file."""
+
+    def fail(*_: object) -> None:
+        raise pl.exceptions.ComputeError(
+            "parquet: File out of specification: underlying IO error: No space left on device (os error 28)"
+        )
+
+    monkeypatch.setattr(store, "write_table", fail)
+    kernels = tables.conform("kernels", pl.DataFrame({"name": ["k"], "start_ns": [0], "end_ns": [1]}))
+    with pytest.raises(files.FullDiskError) as caught:
+        store.save(Recording(manifest=Manifest(source="stepscope"), kernels=kernels), tmp_path / "kept")
+    assert caught.value.message == f"cannot write to `{tmp_path / 'kept'}`: No space left on device"
 
 
 @pytest.mark.parametrize(

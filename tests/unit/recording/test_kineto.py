@@ -5,6 +5,7 @@ import json
 import random
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import polars as pl
 import pytest
@@ -12,7 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from stepscope.errors import StepscopeError
-from stepscope.recording.readers import json_blocks, kineto, kineto_events
+from stepscope.recording.readers import json_blocks, kineto, kineto_events, kineto_stream
 from stepscope.recording.store import Recording
 from tests.unit.kineto_files import event, kernel, launch, op, training_step, write_trace
 
@@ -88,6 +89,17 @@ def test_old_category_names_and_stream_texts_are_read(tmp_path: Path) -> None:
     assert recording.launches.height == recording.ops.height == 1
 
 
+def test_ranges_of_old_traces_are_not_operators(tmp_path: Path) -> None:
+    """Before PyTorch 1.12, `record_function` ranges have the operators' category."""
+    ranges = ["ProfilerStep#5", "Optimizer.step#SGD.step", "enumerate(DataLoader)#_Iter.__next__", "my range"]
+    operators = ["aten::add", "detach_", "AddmmBackward", "torch::autograd::AccumulateGrad"]
+    events = [event("Operator", name, f"{10 * i}", "9") for i, name in enumerate([*ranges, *operators])]
+    events.append(event("Operator", "MyFunction", "100", "9", args={"Sequence number": 3}))
+    recording = read(write_trace(tmp_path / "t.json", [*events, kernel("k", "120", "5", 1)]))
+    assert recording.ranges.select("name", "source").rows() == [(name, "user") for name in ranges]
+    assert recording.ops["name"].to_list() == [*operators, "MyFunction"]
+
+
 def test_a_bare_list_of_events_is_a_trace(tmp_path: Path) -> None:
     path = tmp_path / "t.json"
     path.write_text("[" + ",".join(training_step()) + "]")
@@ -139,6 +151,25 @@ def test_event_survives_values_of_unexpected_types(tmp_path: Path) -> None:
     assert recording.kernels.filter(pl.col("name") == "odd")["start_ns"].to_list() == [10_500]
 
 
+def test_metadata_of_collectives_is_read(tmp_path: Path) -> None:
+    message = {"In msg nelems": 100, "Out msg nelems": 800, "Group size": 8, "Process Group Name": "tp"}
+    told: list[dict[str, Any]] = [
+        {"Collective name": "_allgather_base", "dtype": "BFloat16", **message},
+        {"Collective name": "_allgather_base", "dtype": "Novel", **message},
+        {},
+        {"Collective name": 3, "Group size": "many", "In msg nelems": None},
+    ]
+    events = [kernel("ncclDevKernel_AllGather", f"{place}0", "1", place, **args) for place, args in enumerate(told, 1)]
+    kernels = read(write_trace(tmp_path / "t.json", [*training_step(), *events])).kernels
+    ours = kernels.filter(pl.col("name").str.starts_with("nccl"))
+    assert ours.select("collective", "process_group", "group_size", "bytes").rows() == [
+        ("_allgather_base", "tp", 8, 1600),
+        ("_allgather_base", "tp", 8, None),
+        (None, None, None, None),
+        (None, None, None, None),
+    ]
+
+
 def test_event_that_ends_before_it_starts_is_left_out_with_a_note(tmp_path: Path) -> None:
     recording = read(write_trace(tmp_path / "t.json", [kernel("k", "10.000", "-3.000", 1), *training_step()]))
     assert recording.kernels.height == 7
@@ -156,6 +187,32 @@ def test_blocks_and_processes_change_nothing(tmp_path: Path, monkeypatch: pytest
     monkeypatch.setattr(json_blocks, "_READ_BYTES", 1_000)
     pieces = read(path)
     for table in ("kernels", "launches"):
+        assert getattr(whole, table).equals(getattr(pieces, table))
+
+
+@pytest.mark.parametrize("indent", [None, 1])
+def test_parts_and_forgotten_texts_change_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, indent: int | None
+) -> None:
+    """A block is decoded in parts, and its decoder forgets texts after a while."""
+    events = []
+    for number in range(300):
+        shapes = {"Input Dims": [[number % 50, 2], []], "Input type": ["float", ""]} if number % 3 else {}
+        tricky = {"list": [{"name": "a"}, {"name": "b"}]} if number % 7 == 0 else {}
+        events.append(op(f"aten::op{number % 40}", f"{number}.{number % 1000:03}", "0.500", **shapes, **tricky))
+        events.append(kernel("" if number % 5 == 0 else f"k{number % 60}", f"{number}.250", "0.125", number))
+    path = write_trace(tmp_path / "t.json", events)
+    path.write_text(json.dumps(json.loads(path.read_text()), indent=indent))
+    whole = read(path)
+    assert whole.ops["shapes"].n_unique() > 40
+    monkeypatch.setattr(json_blocks, "BLOCK_BYTES", 20_000)
+    monkeypatch.setattr(json_blocks, "_TAIL_BYTES", 2_000)
+    monkeypatch.setattr(json_blocks, "_READ_BYTES", 1_000)
+    monkeypatch.setattr(kineto_events, "_PART_BYTES", 700)
+    monkeypatch.setattr(kineto_events, "_MOST_TEXTS", 20)
+    monkeypatch.setattr(kineto_stream, "_INLINE_BLOCKS", 1_000)
+    pieces = read(path)
+    for table in ("kernels", "ops"):
         assert getattr(whole, table).equals(getattr(pieces, table))
 
 
@@ -183,7 +240,9 @@ def test_event_cut_between_blocks_is_joined(tmp_path: Path, monkeypatch: pytest.
         (b'{"traceEvents": [1, 2, 3]}', "no readable events"),
         (b'{"traceEvents": [' + b"[" * 100_000, "no readable events"),
         (b'{"traceEvents": [{"args": ' + b'{"a":' * 50_000 + b"1", "no readable events"),
-        (b"[" * 1_000_000, "no readable events"),
+        (b"[" * 1_000_000, "not a trace"),
+        (b"[\x93\x07 garbage }, {", "not a trace"),
+        (b"[", "not a trace"),
         (b"\x1f\x8b\x08\x00garbage", "empty"),
     ],
 )

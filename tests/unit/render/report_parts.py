@@ -21,6 +21,9 @@ from stepscope.findings import (
     Roofline,
     RoofPoint,
     Spans,
+    StepBar,
+    StepPhase,
+    StepPicture,
     Table,
     Track,
 )
@@ -133,6 +136,29 @@ def break_down(runs: Sequence[Sequence[Kernel]], walls_ns: Sequence[float]) -> B
     )
 
 
+def picture_steps(runs: Sequence[Sequence[Kernel]], walls_ns: Sequence[float]) -> StepPicture:
+    """Return the picture of steps whose idle time is in the backward pass; one run is named "", several get letters."""
+    bars = []
+    for kernels, wall_ns in zip(runs, walls_ns, strict=True):
+        times: dict[str, dict[str, float]] = {}
+        for kernel in kernels:
+            own = times.setdefault(kernel.phase, {})
+            own[kernel.kind] = own.get(kernel.kind, 0.0) + kernel.length_ns * kernel.count
+        busy = sum(sum(own.values()) for own in times.values())
+        phases = tuple(
+            StepPhase(
+                name=name,
+                classes=tuple(own),
+                times_ns=tuple(own.values()),
+                idle_ns=wall_ns - busy if name == "backward" else 0.0,
+            )
+            for name, own in times.items()
+        )
+        bars.append(StepBar(step_ns=wall_ns, busy_ns=busy, phases=phases))
+    names = ("",) if len(runs) == 1 else tuple("AB"[: len(runs)])
+    return StepPicture(title="The step by phase", runs=names, bars=tuple(bars), notes=("idle time is spread",))
+
+
 def lay_lanes(kernels: Sequence[Kernel], title: str = "One step as it ran", gap_ns: int = 9_000) -> Lanes:
     """Return the timeline of kernels on one stream, with a pause after each."""
     names: dict[str, int] = {}
@@ -163,6 +189,8 @@ def lay_lanes(kernels: Sequence[Kernel], title: str = "One step as it ran", gap_
         tracks=tuple(Track(label=label, kind=kind, spans=_spans(tracks[kind])) for kind, label in kinds),
         names=tuple(names),
         details=tuple(f"{name}: decoded" for name in names),
+        lines=("operator: aten::mm [[64,32],[32,16]]", "module: blocks.0", "source: model.py:31 forward"),
+        origins=((0, 1), (0, 2), ()),
         groups=tuple(groups),
         notes=("The second of 3 steps.",),
     )
@@ -170,18 +198,26 @@ def lay_lanes(kernels: Sequence[Kernel], title: str = "One step as it ran", gap_
 
 def _spans(spans: Sequence[tuple[int, int, int, int, int]]) -> Spans:
     columns = tuple(zip(*spans, strict=True)) or ((),) * 5
-    return Spans(starts_ns=columns[0], lengths_ns=columns[1], names=columns[2], groups=columns[3], counts=columns[4])
+    return Spans(
+        starts_ns=columns[0],
+        lengths_ns=columns[1],
+        names=columns[2],
+        groups=columns[3],
+        counts=columns[4],
+        origins=tuple(at % 4 - 1 for at in range(len(columns[0]))),
+    )
 
 
 def draw_roofline(runs: tuple[str, ...] = ("",)) -> Roofline:
+    """Operators at their FLOP/s; those with an intensity of 0 only move memory, at their B/s."""
     cases = (
         ("mm 2048×768 · 768×3072", "GEMM", 341.0, 4.1e14, 0.62, "compute"),
         ("mm 2048×768 · 768×2304", "GEMM", 307.0, 3.6e14, 0.51, "compute"),
         ("mm 2048×768 · 768×50257", "GEMM", 502.0, 5.9e14, 0.41, "compute"),
         ("flash attention 4×12×512×64", "attention", 128.0, 1.3e14, 0.44, "compute"),
-        ("layer norm 2048×768", "norm", 1.6, 2.1e12, 0.29, "memory"),
-        ("gelu 2048×3072", "elementwise", 2.1, 3.3e12, 0.19, "memory"),
-        ("add 2048×768", "elementwise", 0.17, 2.6e11, 0.16, "launch"),
+        ("layer norm 2048×768", "norm", 0.0, 2.1e12, 0.29, "memory"),
+        ("gelu 2048×3072", "elementwise", 0.0, 3.3e12, 0.19, "memory"),
+        ("add 2048×768", "elementwise", 0.0, 2.6e11, 0.16, "launch"),
         ("cross entropy 2048×50257", "loss", 0.9, 1.9e12, 0.11, "memory"),
     )
     points = tuple(
@@ -189,10 +225,11 @@ def draw_roofline(runs: tuple[str, ...] = ("",)) -> Roofline:
             label=label,
             group=group,
             intensity=intensity,
-            flops_per_s=rate * (1 - 0.3 * run),
+            flops_per_s=rate * (1 - 0.3 * run) if intensity else 0.0,
+            bytes_per_s=rate * (1 - 0.3 * run) / (intensity or 1.0),
             time_ms=time,
             share=time / 2.73,
-            reached=min(1.0, rate / min(989e12, intensity * 4.8e12)),
+            reached=min(1.0, rate / min(989e12, (intensity or 1.0) * 4.8e12)),
             bound=bound,
             detail="12 calls per step",
             run=run,

@@ -25,6 +25,8 @@ from stepscope.findings import (
     Section,
     SideBySide,
     Soundness,
+    StepBar,
+    StepPicture,
     Table,
     Timeline,
 )
@@ -40,6 +42,7 @@ from tests.unit.render.report_parts import (
     draw_roofline,
     kernels_of_step,
     lay_lanes,
+    picture_steps,
 )
 from tests.unit.render.timelines import training_step
 
@@ -76,6 +79,7 @@ def one_run() -> Report:
         subtitle="GPT with 12 layers, batch 4, context 512, AdamW on NVIDIA H200",
         sentence="A step takes 60.9 ms and 4.83 GiB; the GPU is idle 79% of it, waiting for the host, and MFU is 6.3%.",
         facts=tell_facts(),
+        picture=picture_steps([kernels], [WALL_NS]),
         advice=advise(),
         soundness=Soundness(
             verdict="doubtful",
@@ -166,6 +170,7 @@ def two_runs() -> Report:
         runs=runs,
         sentence="B takes 60.9 ms, 2.3× less than A: 1,900 kernels fewer, and half the memory.",
         facts=tell_facts(before=True),
+        picture=picture_steps([before, after], [141.6e6, WALL_NS]),
         sections=sections,
     )
 
@@ -196,6 +201,7 @@ def empty() -> Report:
         subtitle="",
         sentence="",
         facts=(),
+        picture=StepPicture(title="", runs=("A", "B"), bars=(StepBar(step_ns=0.0, busy_ns=0.0, phases=()), None)),
         advice=(),
         soundness=Soundness(verdict="unknown", sentence=""),
         sections=(Section(key="parts", title="Parts", exhibits=exhibits), Section(key="bare", title="Bare")),

@@ -4,15 +4,20 @@ picture."""
 import math
 import re
 from collections.abc import Iterator
+from decimal import Decimal
 from itertools import combinations, pairwise
 from xml.etree import ElementTree
 
+import msgspec
 import pytest
 
-from stepscope.findings import Axis, Bars, Figure, Point
+from stepscope.findings import Axis, Bars, Figure, Point, StepBar, StepPhase, StepPicture
 from stepscope.render.drawing import draw_part
 from stepscope.render.drawing.axes import Scale, find_log_ticks, find_ticks
+from stepscope.render.drawing.roofline import choose_points
+from stepscope.render.drawing.step import describe_picture, list_segments
 from stepscope.render.drawing.svg import width_of
+from stepscope.render.numbers import say_split, split_step
 from stepscope.render.paper import collect, tidy
 from tests.unit.render import report_samples
 from tests.unit.render.report_parts import draw_roofline
@@ -125,7 +130,50 @@ def test_first_of_two_runs_is_hollow_with_a_line_to_the_second() -> None:
     svg = draw_part(draw_roofline(("A", "B")))
     fills = [one.attrib["fill"] for one in find_marks(svg, "circle")]
     assert fills.count("none") == len(fills) / 2
-    assert len(re.findall(r'stroke-width="0.8"/>', re.sub(r"<circle[^>]*>", "", svg))) == len(fills) / 2
+    # None in the column of operators without FLOPs.
+    assert len(re.findall(r'stroke-width="0.8"/>', re.sub(r"<circle[^>]*>", "", svg))) == len(fills) / 2 - 3
+
+
+def test_memory_only_points_are_below_the_line_by_their_share_of_the_bandwidth() -> None:
+    roofline = draw_roofline()
+    svg = draw_part(roofline)
+    circles = dict(zip((point.label for point in choose_points(roofline)), find_marks(svg, "circle"), strict=True))
+    levels = {label: number(circle, "cy") for label, circle in circles.items()}
+    norm, gelu = (levels[name] for name in ("layer norm 2048×768", "gelu 2048×3072"))
+    lines = [one for one in parse(svg).iter() if one.tag.endswith("}line") and one.get("stroke-width") == "1.4"]
+    (roof,) = (number(one, "y1") for one in lines if number(one, "x1") == 0)
+    assert roof < gelu < norm
+    # The same distance as at other points: half a decade is half a decade everywhere.
+    decade = (levels["flash attention 4×12×512×64"] - levels["mm 2048×768 · 768×50257"]) / math.log10(5.9e14 / 1.3e14)
+    assert norm - roof == pytest.approx(decade * math.log10(4.8e12 / 2.1e12), abs=0.5)
+    column = [number(circles[label], "cx") for label in circles if "norm" in label or "gelu" in label]
+    assert max(column) < min(number(circle, "cx") for label, circle in circles.items() if "mm" in label)
+
+
+def test_points_in_the_column_do_not_cover_each_other() -> None:
+    roofline = draw_roofline()
+    one = next(point for point in roofline.points if not point.flops_per_s)
+    many = tuple(msgspec.structs.replace(one, label=f"add {at}", share=0.01) for at in range(8))
+    circles = find_marks(draw_part(msgspec.structs.replace(roofline, points=(*roofline.points[:3], *many))), "circle")
+    small = [(number(circle, "cx"), number(circle, "cy"), number(circle, "r")) for circle in circles[3:]]
+    assert len(small) == 8
+    for (x, y, r), (x2, y2, r2) in combinations(small, 2):
+        assert math.dist((x, y), (x2, y2)) >= r + r2 - 0.1
+
+
+def test_axes_fit_the_points_that_take_the_time() -> None:
+    roofline = draw_roofline()
+    tiny = msgspec.structs.replace(roofline.points[0], label="tiny", flops_per_s=1e3, intensity=1e-6, share=0.001)
+    with_tiny = msgspec.structs.replace(roofline, points=(*roofline.points, tiny))
+    assert [point.label for point in choose_points(with_tiny)] == [point.label for point in choose_points(roofline)]
+    places = [
+        [circle.attrib["cy"] for circle in find_marks(draw_part(part), "circle")] for part in (roofline, with_tiny)
+    ]
+    assert places[0] == places[1]
+    large = msgspec.structs.replace(tiny, share=0.2)
+    assert "tiny" in [
+        point.label for point in choose_points(msgspec.structs.replace(roofline, points=(*roofline.points, large)))
+    ]
 
 
 @pytest.mark.parametrize("log", [False, True])
@@ -144,3 +192,70 @@ def test_ticks_are_round_and_inside() -> None:
     close = find_log_ticks(1.01, 1.03)
     assert len(close) >= 4
     assert all(1.01 <= tick <= 1.03 and math.isclose(tick, round(tick, 4)) for tick in close)
+
+
+# --- the picture of a step ------------------------------------------------------------------------------------------
+
+
+def picture() -> StepPicture:
+    found = report_samples.two_runs().picture
+    assert found is not None
+    return found
+
+
+def test_parts_of_a_step_are_to_scale_and_end_to_end() -> None:
+    drawn = picture()
+    boxes = find_marks(draw_part(drawn), "rect")
+    segments = list_segments(drawn)
+    assert len(boxes) == len(segments) > 10
+    longest = max(bar.step_ns for bar in drawn.bars if bar)
+    for box, segment in zip(boxes, segments, strict=True):
+        assert number(box, "x") == pytest.approx(640 * segment.start_ns / longest, abs=0.01)
+        assert number(box, "width") == pytest.approx(640 * segment.time_ns / longest, abs=0.51)
+    for bar, run in ((bar, at) for at, bar in enumerate(drawn.bars) if bar):
+        last = [segment for segment in segments if segment.bar == run][-1]
+        assert last.start_ns + last.time_ns == pytest.approx(bar.step_ns)
+
+
+@pytest.mark.parametrize(
+    ("step_ms", "busy_ms"),
+    [(122.5499, 117.7499), (0.994, 0.3349), (1.0, 1.0), (54.85, 0.0), (12345.6, 1234.4)],
+)
+def test_busy_and_idle_add_up_to_the_step_as_written(step_ms: float, busy_ms: float) -> None:
+    bar = StepBar(step_ns=step_ms * 1e6, busy_ns=busy_ms * 1e6, phases=())
+    step, busy, idle = (Decimal(text.removesuffix(" ms").replace(",", "")) for text in split_step(bar))
+    assert busy + idle == step
+    assert float(step) == pytest.approx(step_ms, rel=0.01)
+    percents = re.findall(r"\(([\d.]+)%\)", say_split(bar))
+    assert sum(map(Decimal, percents)) == 100
+
+
+def test_a_cpu_is_not_called_idle() -> None:
+    phase = StepPhase(name="forward", classes=("GEMM",), times_ns=(3e6,), idle_ns=1e6)
+    bar = StepBar(step_ns=4e6, busy_ns=3e6, phases=(phase,), device="CPU")
+    assert say_split(bar) == "in operators 3.00 ms (75.0%), outside operators 1.00 ms (25.0%)"
+    drawn = StepPicture(title="x", runs=("",), bars=(bar,))
+    texts = [text for text, _ in text_boxes(parse(draw_part(drawn)))]
+    assert "75% in operators" in texts
+    assert "idle" not in " ".join((*texts, describe_picture(drawn)))
+
+
+def test_a_step_is_described_in_words() -> None:
+    said = describe_picture(picture())
+    for expected in ("A: 141.6 ms per step: GPU busy", "backward:", "optimizer:", "By class: GEMM"):
+        assert expected in said
+
+
+def test_labels_of_narrow_phases_stand_apart() -> None:
+    phases = tuple(
+        StepPhase(
+            name=f"phase number {number}", classes=("GEMM",), times_ns=(1e6 * (60 if number == 4 else 1),), idle_ns=0.0
+        )
+        for number in range(8)
+    )
+    busy = sum(phase.busy_ns for phase in phases)
+    svg = draw_part(StepPicture(title="x", runs=("",), bars=(StepBar(step_ns=busy, busy_ns=busy, phases=phases),)))
+    boxes = [(text, box) for text, box in text_boxes(parse(svg)) if text.startswith("phase")]
+    assert 3 <= len(boxes) < 8
+    assert all(a[2] <= b[0] for (_, a), (_, b) in pairwise(boxes))
+    assert "phase number 4" in [text for text, _ in boxes]

@@ -1,6 +1,7 @@
 """The data of the page's charts: every number survives, text is clean, and nothing is repeated."""
 
 import json
+import math
 import re
 from itertools import accumulate
 
@@ -55,7 +56,7 @@ def test_text_is_cut_and_made_visible() -> None:
 
 def test_undrawable_roofline_points_are_left_out() -> None:
     roofline = draw_roofline()
-    without = msgspec.structs.replace(roofline.points[0], intensity=0.0)
+    without = msgspec.structs.replace(roofline.points[0], intensity=math.nan)
     unknown = msgspec.structs.replace(roofline.points[1], reached=None)
     part = msgspec.structs.replace(roofline, points=(without, unknown, *roofline.points[2:]))
     packed = pack_drawing(part, "kernels")

@@ -29,7 +29,8 @@ _ATTRIBUTES = {
     "placeholder", "role", "scope", "tabindex", "type", "value",
     # Attributes of drawings.
     "cx", "cy", "data-group", "data-mark", "fill", "fill-opacity", "font-size", "font-weight", "height", "paint-order",
-    "min", "points", "r", "step", "stroke", "stroke-dasharray", "stroke-linejoin", "stroke-width", "text-anchor",
+    "min", "patterntransform", "patternunits",
+    "points", "r", "step", "stroke", "stroke-dasharray", "stroke-linejoin", "stroke-width", "text-anchor",
     "viewbox", "width", "x", "x1", "x2", "y", "y1", "y2",
 }  # fmt: skip
 
@@ -147,7 +148,12 @@ def test_data_round_trips() -> None:
     report = one_run()
     data = data_of(write_site(report))
     keys = {exhibit.key for section in report.sections for exhibit in section.exhibits}
-    assert set(data["exhibits"]) == keys - {"memory-categories", "memory-largest", "questions", "versions"}
+    assert set(data["exhibits"]) == {"step-picture", *keys} - {
+        "memory-categories",
+        "memory-largest",
+        "questions",
+        "versions",
+    }
     packed = data["exhibits"]["breakdown"]
     part = next(section for section in report.sections if section.key == "time").exhibits[0].part
     assert packed["times"][0] == [round(time) for time in part.times_ns[0]]  # type: ignore[union-attr]
@@ -202,7 +208,8 @@ def table_page(num_rows: int) -> str:
     exhibit = Exhibit(key="rows", part=categories_table(num_rows))
     section = Section(key="memory", title="Memory", exhibits=(exhibit,))
     page = write_site(msgspec.structs.replace(one_run(), sections=(section,)))
-    return page[page.index('<figure class="table"') : page.index("</figure>")]
+    start = page.index('<figure class="table"')
+    return page[start : page.index("</figure>", start)]
 
 
 def test_a_table_keeps_raw_values_for_sorting_and_is_written_once() -> None:
@@ -258,6 +265,31 @@ def test_a_fix_is_copied_exactly() -> None:
     assert "Saving not estimated" in visible(page)
     advice = (Advice(finding=msgspec.structs.replace(finding, saving_ns=0, share=0.0)),)
     assert "No saving on its own" in visible(write_site(msgspec.structs.replace(one_run(), advice=advice)))
+
+
+def test_cards_say_what_all_fixes_save_together() -> None:
+    smaller = Finding(code="SS003", title="the smaller one", evidence="e", fix="f")
+    advice = tuple(
+        Advice(
+            finding=Finding(
+                code="SS001",
+                title="t",
+                evidence="e",
+                fix="f",
+                saving_ns=3_000_000,
+                share=0.3,
+                joint_ns=adds,
+                joint_share=adds / 1e7,
+                also=also,
+            )
+        )
+        for adds, also in ((3_000_000, (smaller,)), (1_000_000, ()))
+    )
+    page = visible(write_site(msgspec.structs.replace(one_run(), advice=advice)))
+    (joint,) = re.findall(r"All fixes together: about\s+−([\d.]+) ms\s+· (\S+)% of the step", page)
+    assert tuple(map(float, joint)) == (4, 40)
+    assert len(re.findall(r"1(?:\.0+)? ms once the fixes above are in", page)) == 1
+    assert "the smaller one" in page
 
 
 def test_remarks_are_a_list_after_the_cards() -> None:

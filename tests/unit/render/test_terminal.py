@@ -1,17 +1,21 @@
 """Tables in a terminal: alignment, and how they are made to fit."""
 
+from html import unescape
+
 import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from rich.cells import cell_len
 
-from stepscope.findings import Cell, Column, Finding, Page, Table
+from stepscope.findings import Cell, Column, Finding, Page, Report, Table
 from stepscope.render.formats import Format
+from stepscope.render.site import write_site
 from stepscope.render.tables import render
-from stepscope.render.terminal import render_page
+from stepscope.render.terminal import render_page, summarize_report
 
 from .examples import bench_table
+from .report_samples import empty, hostile, one_run, partial, two_runs
 
 
 def lines_of(table: Table, *, width: int | None = None, detail: bool = False) -> list[str]:
@@ -218,7 +222,7 @@ def test_a_page_lists_fixes_to_paste_and_then_remarks() -> None:
     page = Page(headline="h", tables=(), findings=(fixable, again, remark))
     assert render_page(page, width=100).splitlines()[2:] == [
         "Findings (to explain one: stepscope rule SS007)",
-        "SS007  Optimizer launches 888 kernels per step (saves about 9.01 ms per step, 14.8%)",
+        "SS007  Optimizer launches 888 kernels per step (saves about 9.01 ms, 14.8%)",
         "       the update takes 3 ms",
         "       Use `fused=True`:",
         "         with x:",
@@ -230,8 +234,74 @@ def test_a_page_lists_fixes_to_paste_and_then_remarks() -> None:
         "Remarks",
         "SS014  3 kernels take 72% of the GPU time: a, b, c. Look",
     ]
+    joined = (
+        msgspec.structs.replace(fixable, joint_ns=9_010_000, joint_share=0.148, also=(again,)),
+        msgspec.structs.replace(
+            fixable, code="SS009", fix="a", saving_ns=2_000_000, joint_ns=500_000, joint_share=0.01
+        ),
+    )
+    shown = render_page(msgspec.structs.replace(page, findings=joined), width=100)
+    assert "All fixes together save about 9.51 ms, 15.8%. Savings overlap: they do not add up." in shown
+    assert "The same time (SS008): t\nSS009" in shown
+    assert "(saves about 2.00 ms, 14.8%; 0.50 ms once the fixes above are in)" in shown
+    assert "(saves nothing alone; 0.50 ms once the fixes above are in)" in render_page(
+        msgspec.structs.replace(page, findings=(msgspec.structs.replace(joined[1], saving_ns=0, share=0.0),)), width=100
+    )
     short = msgspec.structs.replace(fixable, fix="step()")
     shown = render_page(msgspec.structs.replace(page, findings=(short,)), width=100)
     assert "       Use `fused=True`: step()\n" in shown
     assert "Findings" not in render_page(msgspec.structs.replace(page, findings=(remark,)), width=100)
     assert render_page(msgspec.structs.replace(page, findings=()), width=100).endswith("No findings\n")
+
+
+# --- a report in a few lines ----------------------------------------------------------------------------------------
+
+
+def test_summary_repeats_the_page() -> None:
+    report = one_run()
+    headline, step, findings, quality = summarize_report(report)
+    page = unescape(write_site(report)).replace("\xa0", " ")
+    assert headline == report.sentence
+    assert step.startswith("step: 60.9 ms, GPU busy ")
+    assert step.partition(", ")[2] in page
+    cards = [one.finding for one in report.advice or () if not one.finding.is_remark]
+    assert all(one.title in findings for one in cards[:3])
+    assert "−27.9 ms" in findings
+    assert "−27.9 ms" in page
+    assert findings.endswith(f"; {len(cards) - 3} more")
+    assert quality == f"quality: unreliable. {report.soundness.sentence}"
+
+
+def test_summary_has_the_joint_saving_of_the_page() -> None:
+    report = one_run()
+    cards = [one for one in report.advice or () if not one.finding.is_remark]
+    adds = [{"joint_ns": ns, "joint_share": ns / 60.91e6} for ns in (20_000_000, 1_500_000)]
+    joined = tuple(
+        msgspec.structs.replace(one, finding=msgspec.structs.replace(one.finding, **added))
+        for one, added in zip(cards, adds, strict=False)
+    )
+    told = msgspec.structs.replace(report, advice=joined)
+    assert summarize_report(told)[2].endswith("; all fixes −21.5 ms")
+    assert "−21.5 ms" in write_site(told)
+    assert "all fixes" not in summarize_report(msgspec.structs.replace(report, advice=joined[:1]))[2]
+
+
+def test_summary_of_two_runs_has_both_steps() -> None:
+    step = summarize_report(two_runs())[1]
+    assert step.startswith("step: A: 141.6 ms, GPU busy ")
+    assert "; B: 60.9 ms, GPU busy " in step
+
+
+@pytest.mark.parametrize("report", [partial(), empty(), hostile()], ids=["partial", "empty", "hostile"])
+def test_summary_is_four_printable_lines(report: Report) -> None:
+    lines = summarize_report(report)
+    assert len(lines) == 4
+    assert all(line.isprintable() for line in lines)
+
+
+def test_summary_says_why_findings_are_missing() -> None:
+    report = one_run()
+    assert summarize_report(msgspec.structs.replace(report, advice=()))[2] == "findings: none"
+    without = msgspec.structs.replace(report, advice=None, picture=None)
+    assert summarize_report(without)[2] == "findings: none, this run has no kernel trace"
+    assert "peak memory 4.83 GiB" in summarize_report(without)[1]

@@ -27,14 +27,11 @@ from stepscope.explain.experiments.cases import (
 from stepscope.explain.experiments.columns import RowColumns, count_failed
 from stepscope.explain.statistics import Statistics, summarise
 from stepscope.findings import Axis, Cell, Column, Figure, Point, Table
-from stepscope.recording.rows.bench import BenchRow, CaseRow, Environment
+from stepscope.recording.rows.bench import STEP_DOUBTS, BenchRow, CaseRow, Environment
 from stepscope.spec import SIZES
 
 PHASES = ("forward", "backward", "optimizer")
 _STATISTICS = ("mean", "sd", "median", "p20", "p80", "min", "max")
-
-# Quality warnings that do not affect the times; all others make them unreliable.
-_NOT_OF_TIMES = ("host-bound", "uncounted")
 
 DOUBTS = {
     "throttled": "the GPU reduced its clocks",
@@ -47,6 +44,7 @@ DOUBTS = {
     "uncounted": "the FLOPs could not be counted",
     "not-finite": "the loss is NaN or infinite, so the timed steps may not do what training does",
     "skipped": "gradients were infinite, so some steps skipped the update",
+    "denormal": "denormal numbers are slow on a CPU: torch.set_flush_denormal(True)",
 }
 
 
@@ -241,7 +239,7 @@ def _ratio_column(
         steps = (step_ms(base), step_ms(row)) if base else (None, None)
         ratios.append(divide(steps[0], steps[1]) if steps[0] and steps[1] else None)
         both = (base, row) if base and base is not row and ratios[-1] is not None else ()
-        codes = dict.fromkeys(doubt.code for one in both for doubt in one.doubts if doubt.code not in _NOT_OF_TIMES)
+        codes = dict.fromkeys(doubt.code for one in both for doubt in one.doubts if doubt.code not in STEP_DOUBTS)
         doubts.append(", ".join(codes) or None)
     return _RatioColumn(column, ratios, doubts)
 

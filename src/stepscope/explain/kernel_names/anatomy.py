@@ -26,7 +26,7 @@ _CLONE = re.compile(r"(?: \[clone [^\]]{0,40}\]|\.kd)$")
 _IDENTIFIER = re.compile(r"[A-Za-z_]\w*", re.ASCII)
 _INTEGER = re.compile(r"(?<![\w.])-?\d+(?!\w)", re.ASCII)
 
-_BRACKET = re.compile(r"<|(?<!-)>|\(")
+_BRACKET = re.compile(r"<|(?<!-)>|\(|\)")
 
 _MANGLED = re.compile(
     r"(?P<literal>L(?P<kind>[a-z])(?P<value>n?\d+)E)"
@@ -109,13 +109,20 @@ def _split(text: str) -> tuple[str, str, str]:
     """Head, template arguments and call arguments.
 
     The last group of `<...>` before the first `(` outside all brackets belongs to the function; earlier
-    ones belong to its return type (`std::enable_if<!(false), void>::type f<int>(...)`) or its scope.
+    ones belong to its return type (`std::enable_if<!(false), void>::type f<int>(...)`) or its scope. Inside
+    parentheses, `<` and `>` may be comparisons (`std::enable_if<((8) > (0)), void>`).
     """
-    depth = 0
+    depth = parentheses = 0
     opened = start = end = -1
     for bracket in _BRACKET.finditer(text):
         index = bracket.start()
         match bracket[0]:
+            case "(" if depth:
+                parentheses += 1
+            case ")":
+                parentheses = max(0, parentheses - 1)
+            case _ if parentheses:
+                pass
             case "<":
                 opened = index if depth == 0 else opened
                 depth += 1
@@ -123,7 +130,7 @@ def _split(text: str) -> tuple[str, str, str]:
                 depth -= 1
                 if depth == 0:
                     start, end = opened, index
-            case "(" if depth == 0:
+            case "(":
                 return *_cut(text[:index], start, end), text[index + 1 :]
     if depth:  # truncated inside the template arguments
         return text[:opened], text[opened + 1 :], ""

@@ -55,7 +55,7 @@ def recognise(anatomy: Anatomy) -> KernelName | None:
     root = anatomy.scope.split("::")[0]
     if not {"cub", "thrust", "rocprim", "hipcub"}.isdisjoint(anatomy.scope.split("::")):
         return _decode_cub(anatomy)
-    mine = root in _SCOPES or (root == "" and _BARE.match(anatomy.base))
+    mine = root in _SCOPES or (root in ("", "transformer_engine") and _BARE.match(anatomy.base))
     # The functor's namespace identifies it too: `<unnamed>::elementwise_kernel_with_index<int, at::native::…>`.
     if not mine and not (root == "" and "native::" in anatomy.template[:600]):
         return None

@@ -42,6 +42,12 @@ _FLASH_STEPS: tuple[tuple[str, str, Direction, str], ...] = (
     ("flash_bwd_convert_dkv", "convert the attention's dK and dV", "backward", "flash attention bwd convert dKV"),
     ("flash_bwd_clear_dkv", "clear the attention's dK and dV", "backward", "flash attention bwd clear dKV"),
     ("flash_bwd", "attention backward", "backward", "flash attention bwd"),
+    (
+        "prepare_varlen_num_blocks",
+        "schedule an attention over sequences of different lengths",
+        "forward",
+        "flash attention schedule",
+    ),
     ("FlashAttnFwdCombine", "combine the parts of a split attention", "forward", "flash attention 3 combine"),
     ("FlashAttnFwd", "attention forward", "forward", "flash attention 3 fwd"),
     ("FlashAttnBwdPreprocess", "row sums for the attention backward", "backward", "flash attention 3 bwd dO·O"),
@@ -49,6 +55,13 @@ _FLASH_STEPS: tuple[tuple[str, str, Direction, str], ...] = (
     ("FlashAttnBwd", "attention backward", "backward", "flash attention 3 bwd"),
     ("FlashAttentionForward", "attention forward", "forward", "flash attention 4 fwd"),
     ("FlashAttentionBackward", "attention backward", "backward", "flash attention 4 bwd"),
+)
+# Linear attention in chunks or as a recurrence: delta rule, gated linear attention, RWKV (flash-linear-attention).
+_LINEAR = (
+    r"(?:(?:chunk|fused_chunk|fused_recurrent|parallel|naive)_(?:gated_)?(?:delta_rule|gla|kda|gsa|hgrn|rwkv\d?|nsa|dplr"
+    r"|iplr|retention|simple_gla|based|linear_attn)"
+    r"|chunk_(?:fwd|bwd)_kernel_(?:o|h|d\w+)\b|chunk_scaled_dot_kkt|recompute_w_u|prepare_wy_repr"
+    r"|solve_tril_\d+|merge_\d+x\d+_to_\d+x\d+_inverse)\w*"
 )
 # By a distinctive part of the name: library, operation, direction.
 _OTHERS: tuple[tuple[re.Pattern[str], str, str, Direction | None], ...] = compile_rows(
@@ -83,8 +96,14 @@ _OTHERS: tuple[tuple[re.Pattern[str], str, str, Direction | None], ...] = compil
         "combine the parts of a split attention",
         "forward",
     ),
+    (r"\bpa_(?:bf16|fp16)_\w*", "AITER", "paged attention", "forward"),
     (r"\bmerge_attn_states\w*", "vLLM", "combine the parts of a split attention", "forward"),
     (r"flash_?(?:mla|fwd_mla)\w*|\bmla_(?:decode|fwd|a8w8|pfl)\w*", "FlashMLA", "latent attention", "forward"),
+    (r"\b_?sage_fwd\w*|\bqk_int\d*_sv_f\d+_\w*attn\w*", "SageAttention", "attention forward", "forward"),
+    (r"\b(?=\w*fwd)" + _LINEAR, "Triton", "linear attention forward", "forward"),
+    (r"\b(?=\w*bwd)" + _LINEAR, "Triton", "linear attention backward", "backward"),
+    (r"\b" + _LINEAR, "Triton", "linear attention", None),
+    (r"\b_bwd_preprocess_do_o_dot\b", "Triton", "row sums for the attention backward", "backward"),
     (r"\battention_hopper_prepare\b", "stepscope", "row sums for the attention backward", "backward"),
     (r"\battention_hopper_finish\b", "stepscope", "convert the attention's dQ", "backward"),
     (r"\battention_(?:hopper_)?forward\b", "stepscope", "attention forward", "forward"),

@@ -50,12 +50,15 @@ _TYPES = {
     "f8e4m3": "fp8",
     "f8e5m2": "fp8",
 }
+_EXPERT_PARALLEL = r"\b(?:deep_ep|dpsk::ep|hybrid_ep|internode_ll)::(?!CUB)"
 # Outside NCCL: by a distinctive part of the name.
 _OTHERS: tuple[tuple[re.Pattern[str], str, str], ...] = compile_rows(
-    (r"deep_ep::.*\bdispatch|internode_ll::dispatch", "DeepEP", "send tokens to their experts"),
-    (r"deep_ep::.*\bcombine|internode_ll::combine", "DeepEP", "return tokens from their experts"),
-    (r"deep_ep::", "DeepEP", "prepare the exchange of tokens"),
-    (r"(?i)nvshmem", "NVSHMEM", "one-sided communication"),
+    # `dpsk::ep` is the namespace in DeepSeek's published traces; `hybrid_ep` is NVIDIA's variant.
+    (rf"{_EXPERT_PARALLEL}.*\bdispatch(?:_ll|_kernel)?\b", "DeepEP", "send tokens to their experts"),
+    (rf"{_EXPERT_PARALLEL}.*\bcombine(?:_ll|_kernel)?\b", "DeepEP", "return tokens from their experts"),
+    (_EXPERT_PARALLEL, "DeepEP", "prepare the exchange of tokens"),
+    (r"(?i)nvshmem|\b(?:barrier|sync)_on_stream_kernel\w*", "NVSHMEM", "one-sided communication"),
+    (r"\bmscclpp::", "MSCCL++", "collective"),
     (r"cross_device_reduce_\w+", "vLLM", "all-reduce"),
     (r"multimem_(?:one_shot_|two_shot_)?all_reduce\w*", "ATen", "all-reduce through the NVLink switch"),
     (r"multimem_all_gather\w*", "ATen", "all-gather through the NVLink switch"),

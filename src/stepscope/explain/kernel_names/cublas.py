@@ -56,6 +56,8 @@ def recognise(anatomy: Anatomy) -> KernelName | None:
         return _decode_tuned(anatomy)
     if base.startswith(("splitKreduce", "splitK_reduce")):
         return _decode_split_k_sum(anatomy)
+    if anatomy.qualified.endswith("epilogue::impl::globalKernel"):
+        return _decode_epilogue(anatomy)
     if _OWN.match(anatomy.qualified) or "cublas" in anatomy.text[:2000].lower():
         return _decode_small(anatomy)
     return None
@@ -172,6 +174,23 @@ def _decode_split_k_sum(anatomy: Anatomy) -> KernelName:
             part(
                 anatomy.base,
                 "second half of a split-K GEMM: adds up the parts",
+            ),
+        ),
+    )
+
+
+def _decode_epilogue(anatomy: Anatomy) -> KernelName:
+    return build(
+        anatomy,
+        "cuBLASLt",
+        "GEMM",
+        "epilogue of a GEMM",
+        "GEMM epilogue (cuBLASLt)",
+        dtype=find_dtype(anatomy.template),
+        parts=(
+            part(
+                "epilogue::impl::globalKernel",
+                "adds a bias, applies an activation or sums up the bias gradient, in a second kernel after its GEMM",
             ),
         ),
     )

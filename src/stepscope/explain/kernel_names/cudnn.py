@@ -18,7 +18,9 @@ from stepscope.explain.kernel_names.vocabulary import (
     spell_tile,
 )
 
-_TUNED = re.compile(r"(?:cudnn_(?:infer|train)_)?(?:maxwell|pascal|volta|turing|ampere|hopper)_\w*?(?:s|h|i)?\d*cudnn_")
+# Before the architecture; the version of the kernels is internal to cuDNN.
+_PREFIX = r"(?:_5x_)?(?:cudnn_(?:(?:infer|train)_)?)?"
+_TUNED = re.compile(_PREFIX + r"(?:maxwell|pascal|volta|turing|ampere|hopper)_\w*?(?:s|h|i)?\d*cudnn_")
 _XMMA = re.compile(r"sm\d+_xmma_(?:fprop|dgrad|wgrad|deconv)_|sm\d+_\w*?(?:fprop|dgrad|wgrad)_implicit_gemm")
 _ENGINES = re.compile(
     r"dgrad_engine|wgrad_alg\w*|dgrad2?d?_alg\w*|wgrad2d\w*|implicit_convolve\w*"
@@ -79,7 +81,7 @@ def _decode_tuned(anatomy: Anatomy) -> KernelName:
     base = anatomy.base
     reading = read(base)
     operation, direction = _name_convolution(base)
-    scudnn = re.search(r"_([a-z]+)(\d*)cudnn_", base.removeprefix("cudnn_infer").removeprefix("cudnn_train"))
+    scudnn = re.search(r"_([a-z]+)(\d*)cudnn_", re.sub(f"^{_PREFIX}", "", base))
     reading.layout = None
     if scudnn:
         reading.tensor_cores = bool(scudnn[2])

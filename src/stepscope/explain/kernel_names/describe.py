@@ -78,7 +78,8 @@ def _advise(decoded: KernelName) -> list[str]:
             "to make it faster: use multiples of 8 for vocabulary, context and head dimension; align1 means sizes or "
             "strides that do not allow wide loads"
         ]
-    if decoded.is_cast:
+    # A compiler cannot fuse what another library has compiled.
+    if decoded.is_cast and (decoded.library == "ATen" or decoded.fused):
         return [
             "to make it faster: torch.compile fuses a cast into neighboring kernels; storing the target dtype avoids it"
         ]

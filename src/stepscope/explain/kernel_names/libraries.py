@@ -30,7 +30,9 @@ _OWNERS = compile_rows(
     (r"\bvllm::", "vLLM"),
     (r"transformer_engine::|\bnvte_", "Transformer Engine"),
     (r"\bflashinfer::", "FlashInfer"),
-    (r"\bdeep_gemm::", "DeepGEMM"),
+    (r"\bdeep_gemm::|\bdpsk::(?:gemm|grouped_gemm)::", "DeepGEMM"),
+    (r"\bfbgemm_gpu::|\bsplit_embedding\w*codegen", "FBGEMM"),
+    (r"\bmegablocks::", "MegaBlocks"),
     (r"tensorrt_llm::", "TensorRT-LLM"),
     (r"\baiter::", "AITER"),
     (r"\bmarlin|Marlin", "Marlin"),
@@ -46,6 +48,13 @@ _OWNERS = compile_rows(
 )
 # Patterns of the name: class, operation.
 _KERNELS: tuple[tuple[re.Pattern[str], KernelClass, str], ...] = compile_rows(
+    (r"swiglu_\w*cast\w*|cast_\w*_gated\w*", "elementwise", "activation and cast"),
+    (
+        r"_?(?:padded)?(?:float|half|bfloat16|FP8rowwise)_to_(?:padded)?(?:FP8rowwise|float|half|bfloat16)\w*"
+        r"|_compute_FP8_quantize\w*",
+        "copy",
+        "cast",
+    ),
     (
         r"rotary_embedding|fused_rope|\b_?triton_rope|rope_kernel|apply_rope|rotary_kernel"
         r"|_rope_(?:fwd|bwd|forward|backward)|BatchQKApplyRotary",
@@ -60,26 +69,28 @@ _KERNELS: tuple[tuple[re.Pattern[str], KernelClass, str], ...] = compile_rows(
     ),
     (
         r"topkGatingSoftmax|topk_softmax|topk_gating_softmax|moeSoftmax|grouped_topk|grouped_topk_fused|moe_fused_gate"
-        r"|_topk_forward",
+        r"|_topk_forward|moe::dev::routing",
         "sort",
         "select experts (top-k)",
     ),
     (
         r"moe_align_block_size|moe_?sorting|count_and_sort_expert|expandInputRows|computeExpertFirst"
-        r"|moe_permute|_combined_routing\w*|_routing_\w+|_expt_data\w*",
+        r"|moe_permute|_combined_routing\w*|_routing_\w+|_expt_data\w*|_row_id_map_pass_\w*|_sort_chunks_by_\w*"
+        r"|_make_chunk_sort_map\w*|fusedBuildExpertMaps\w*|_fwd_kernel_ep_\w*|moe::dev::permute",
         "index",
         "group tokens by expert",
     ),
     (r"_sum_bitmatrix_rows\w*", "reduction", "count tokens by expert"),
     (
-        r"_finalize_matmul\w*|_reduce_grouped|finalizeMoeRouting|moe_sum|moe_unpermute"
-        r"|_reduce_scatter_grouped",
+        r"_finalize_matmul\w*|_reduce_grouped|finalizeMoeRouting|moe_sum|moe_unpermute|^_unpermute_kernel"
+        r"|_reduce_scatter_grouped|moe::dev::finalize",
         "reduction",
         "sum the experts' results",
     ),
     (
         r"fused_moe_kernel\w*|_?p?_?matmul_ogs|fused_marlin_moe|moe_mmk|bmm_\w*E\dm\d"
-        r"|bmm_(?:Bfloat16|E\dm\d|Fp\d+)\w*",
+        r"|bmm_(?:Bfloat16|E\dm\d|Fp\d+)\w*|^_scatter2scatter\w*|^_groupXtY\w*|^_(?:sdd|dsd|dds)_kernel\w*"
+        r"|\bfmoe_\w*|dpsk::grouped_gemm::",
         "GEMM",
         "grouped GEMM",
     ),
@@ -92,7 +103,7 @@ _KERNELS: tuple[tuple[re.Pattern[str], KernelClass, str], ...] = compile_rows(
     ),
     (
         r"liger_cross_entropy|cross_entropy\w*|_cross_entropy|fused_linear_cross_entropy|_kldiv_kernel"
-        r"|_jsd_kernel|xentropy|cunn_SoftMaxXEntropy\w*|_dpo_|_grpo_\w*",
+        r"|_jsd_kernel|_?selective_log_softmax\w*|moe_aux_loss\w*|xentropy|cunn_SoftMaxXEntropy\w*|_dpo_|_grpo_\w*",
         "loss",
         "cross-entropy or other loss",
     ),
@@ -119,7 +130,8 @@ _KERNELS: tuple[tuple[re.Pattern[str], KernelClass, str], ...] = compile_rows(
     (
         r"act_and_mul\w*|silu_and_mul\w*|gelu_and_mul\w*|swiglu\w*|geglu\w*|activation_kernel|gated_act\w*"
         r"|dgated_act\w*|(?<![a-z])act_kernel|bias_gelu\w*|bias_swiglu\w*|gelu_\w*kernel|silu_\w*kernel"
-        r"|clamp_swiglu\w*|(?<![a-z])dact\w*",
+        r"|clamp_swiglu\w*|(?<![a-z])dact\w*|^_fg_kernel$|^_DWf_DW_dfg_kernel$|^_(?:exact|approx)_(?:for|back)ward_kernel$"
+        r"|doActivation\w*|moe::dev::activation",
         "elementwise",
         "activation",
     ),
@@ -127,14 +139,15 @@ _KERNELS: tuple[tuple[re.Pattern[str], KernelClass, str], ...] = compile_rows(
     (
         r"quant_fp8|fp8_quant|int8_quant|quantize\w*|kQuantize\w*|kInt8\w*Quant|per_token_group_quant\w*"
         r"|per_token_quant\w*|\w*scaled_quant\w*|cvt_fp16_to_fp4|segmented_max_reduction|act_quant\w*"
-        r"|amax_kernel|absmax\w*|delayed_scaling\w*|compute_scale\w*",
+        r"|amax_kernel|absmax\w*|delayed_scaling\w*|compute_scale\w*|to_(?:mxfp8|nvfp4|mxfp4)\w*"
+        r"|_fp8_per_group_\w*scales\w*|QuantInt8Kernel",
         "elementwise",
         "quantize",
     ),
     (r"causal_conv1d\w*", "convolution", "causal convolution"),
     (
         r"selective_scan\w*|selective_state_update\w*|chunk_scan\w*|_chunk_state\w*|_state_passing\w*"
-        r"|_ssd_\w*|chunk_gated_delta\w*"
+        r"|_ssd_\w*"
         r"|_bmm_chunk\w*",
         "reduction",
         "state-space scan",
@@ -148,10 +161,16 @@ _KERNELS: tuple[tuple[re.Pattern[str], KernelClass, str], ...] = compile_rows(
     (r"_triton_mul\w*|element_mul_kernel", "elementwise", "multiply"),
     (
         r"transpose_kernel\w*|\btranspose\w*|multi_padding\w*|(?:add|remove)_padding\w*|unpadding\w*|permute_\w*kernel"
-        r"|unpermute_\w*kernel",
+        r"|unpermute_\w*kernel|swizzle_(?:row|col)_scaling\w*|sparse24_\w*|moe::dev::convertsf",
         "copy",
         "copy between layouts",
     ),
+    (
+        r"bucketize_sparse_features\w*|thd_partition_indices\w*|linearize_index\w*|bounds_check_indices\w*|_offsets_range\w*",
+        "index",
+        "compute or check indices",
+    ),
+    (r"^_?(?:XXT|XTX|ba_plus_cAA)_kernel$", "GEMM", "GEMM of Newton–Schulz iterations (Muon)"),
     (
         r"vectorized_pointwise|unary_kernel|unary_grad_kernel|add_bias\w*|bias_dropout_add\w*",
         "elementwise",
@@ -168,6 +187,8 @@ def recognise(anatomy: Anatomy) -> KernelName | None:
             continue
         if "matmul_ogs" in match[0]:
             return _decode_matmul_ogs(anatomy)
+        if anatomy.qualified.endswith("gemm::fp8_gemm_kernel"):
+            return _decode_deep_gemm(anatomy)
         library = _find_owner(text, anatomy)
         direction = find_direction(anatomy.base)
         owner = f"({library})" if library != "unknown" else None
@@ -240,6 +261,32 @@ def _decode_matmul_ogs(anatomy: Anatomy) -> KernelName:
     )
 
 
+def _decode_deep_gemm(anatomy: Anatomy) -> KernelName:
+    """`deep_gemm::fp8_gemm_kernel<4096, 7168, 128, 160, 128, …, (deep_gemm::GemmType)1>`: N, K and the tile."""
+    parts = [part("fp8_gemm_kernel", "GEMM in fp8 with a scale for each block of 128 elements")]
+    tile: tuple[int, ...] | None = None
+    if sizes := re.match(r"(\d{1,7}), (\d{1,7}), (\d{1,4}), (\d{1,4}), (\d{1,4}),", anatomy.template):
+        tile = (int(sizes[3]), int(sizes[4]), int(sizes[5]))
+        parts.append(part(f"{sizes[1]}, {sizes[2]}", f"compiled for N = {sizes[1]} and K = {sizes[2]}"))
+        parts.append(explain_tile(", ".join(sizes.groups()[2:]), tile))
+    kind = re.search(r"GemmType\)(\d)", anatomy.template)
+    grouped = kind is not None and kind[1] != "0"
+    if kind:
+        parts.append(part(f"GemmType {kind[1]}", "one GEMM per expert, in one kernel" if grouped else "a single GEMM"))
+    operation = "grouped GEMM" if grouped else "GEMM"
+    return build(
+        anatomy,
+        "DeepGEMM",
+        "GEMM",
+        operation,
+        join("fp8", operation, spell_tile(tile), "(DeepGEMM)"),
+        dtype="fp8",
+        tile=tile,
+        tensor_cores=True,
+        parts=tuple(parts),
+    )
+
+
 # --- Fallback: the words of a name -----------------------------------------------------------------------------
 
 
@@ -274,7 +321,7 @@ _RULES: tuple[tuple[KernelClass, str, tuple[str, ...]], ...] = (
     (
         "reduction",
         "reduction",
-        ("reduce", "reduction", "sum", "mean", "scan", "cumsum", "argmax", "argmin", "pool", "pooling"),
+        ("reduce", "reduction", "histogram", "sum", "mean", "scan", "cumsum", "argmax", "argmin", "pool", "pooling"),
     ),
     (
         "elementwise",

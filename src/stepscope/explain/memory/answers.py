@@ -5,6 +5,7 @@ from collections.abc import Sequence
 import polars as pl
 
 from stepscope import cost
+from stepscope.explain.memory.categories import name_place
 from stepscope.explain.memory.memory_profile import MemoryProfile
 from stepscope.explain.memory.memory_tables import (
     categories_table,
@@ -15,7 +16,7 @@ from stepscope.explain.memory.memory_tables import (
     steps_table,
 )
 from stepscope.explain.memory.saved import saved_in_block
-from stepscope.explain.questions.answers import Answer, missing
+from stepscope.explain.questions.answers import Answer, fit_commands, missing
 from stepscope.findings import Column, Table
 from stepscope.recording.rows.memory_summary import MemorySummary, PhaseBytes
 from stepscope.spec import ModelShape
@@ -28,7 +29,7 @@ _TRAIN = "stepscope memory --mode train"
 
 def answer_memory(profile: MemoryProfile) -> tuple[Answer, ...]:
     summary = profile.summary
-    return (
+    answers = (
         _peak(profile, summary),
         _phase_peaks(profile, summary),
         _largest(profile, summary),
@@ -40,6 +41,7 @@ def answer_memory(profile: MemoryProfile) -> tuple[Answer, ...]:
         _example(),
         _leftover(summary),
     )
+    return fit_commands(answers, profile.recording.manifest)
 
 
 def _peak(profile: MemoryProfile, summary: MemorySummary) -> Answer:
@@ -93,7 +95,7 @@ def _largest(profile: MemoryProfile, summary: MemorySummary) -> Answer:
     first = summary.largest[0]
     what = f"a {first.dtype} tensor {first.shape}, " if first.shape else ""
     who = first.name if first.category in ("parameters", "gradients", "optimizer state") else first.op
-    where = first.stack.partition("\n")[0]
+    where = name_place(first.stack)
     return Answer(
         key="largest",
         question="What are the largest allocations, and where do they come from?",

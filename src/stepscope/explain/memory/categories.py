@@ -1,10 +1,14 @@
 """The category of each allocation in a snapshot from another tool, inferred from its stacks.
 
-A stack shows the stage of training that allocated the memory: a module's forward pass, autograd, an optimizer, a
-collective, or building the model. On CUDA, autograd runs on its own thread, which has no Python frames: an allocation
-without frames that follows a forward pass or a call of `backward` was made there. The category then follows from the
-lifetime. Memory that outlives the forward pass and is alive in backward is an activation, memory that outlives the
-backward pass and is alive in the optimizer is a gradient, and memory that an optimizer never frees is its state.
+The Python frames of a stack show the stage of training that allocated the memory: a module's forward pass, autograd, an
+optimizer, or building the model. On CUDA, autograd runs on its own thread, which has no Python frames: its C++ frames
+show it or, in a snapshot without them, an allocation without frames that follows a forward pass or a call of `backward`
+was made there. The category then follows from the lifetime. Memory that outlives the forward pass and is alive in
+backward is an activation, memory that outlives the backward pass and is alive in the optimizer is a gradient, and
+memory that an optimizer never frees is its state.
+
+Memory from before the recording has no stack. What is never freed and has the size of a gradient is a parameter, one
+for each gradient; the rest is unknown.
 
 Recordings of stepscope carry their categories and do not use this module.
 """
@@ -25,6 +29,7 @@ CATEGORIES = (
     "workspaces",
     "communication",
     "other",
+    "unknown",
 )
 
 _COMMUNICATION = re.compile(r"^torch/distributed/(?!optim|fsdp/_optim|checkpoint)|c10d|\bnccl", re.MULTILINE | re.I)
@@ -37,29 +42,61 @@ _BUILDING = re.compile(
     r" __init__$| _apply$| from_pretrained$| reset_parameters$| _load_from_state_dict$| load_state_dict$", re.MULTILINE
 )
 _FORWARD = re.compile(r" forward$|^torch/nn/(?:modules|functional)", re.MULTILINE)
+_ENGINE = re.compile(r" torch::autograd::(?:Engine|python::PythonEngine)::|::\w+Backward\d*::apply\(")
 _BEFORE_BACKWARD = ("forward", "backward", "communication")
 STAGES = ("forward", "backward", "optimizer", "communication", "workspace", "building", "unknown")
 
 
+_FRAME = re.compile(r"(.*?):\d+ (.*)")
+_LIBRARIES = re.compile(r"(?:torch|functorch|triton)/|<frozen |(?:.*/)?python3\.\d+/")
+_MACHINERY = re.compile(r"\S*:\d+ (?:torch::(?:unwind|CapturedTraceback|gather)|c10::|at::(?:\w+::)*empty)")
+_NODE = re.compile(r"\b(\w+Backward\d*)::apply\(")
+
+
+def python_frames(stack: str) -> list[str]:
+    """Return the lines of a stack that are Python's; snapshots have C++ frames too by default."""
+    return [line for line in stack.splitlines() if (found := _FRAME.match(line)) and _is_python(found[1], found[2])]
+
+
+def _is_python(file: str, name: str) -> bool:
+    return file.endswith(".py") or file.startswith("<") or name == "<module>"
+
+
+def name_place(stack: str) -> str:
+    """Return the place in the user's code that a stack belongs to: its first frame outside PyTorch and Python. On
+    autograd's thread, which has none, return the node that it evaluated. Empty without a stack."""
+    frames = python_frames(stack)
+    for frame in (*(frame for frame in frames if not _LIBRARIES.match(frame)), *frames):
+        return frame.replace(":0 ", " ")  # its line is unknown
+    if found := _NODE.search(stack):
+        return found[1]
+    lines = stack.splitlines()
+    telling = [line for line in lines if not _MACHINERY.match(line)]
+    return next((line.removeprefix("??:0 ") for line in (*telling, *lines)), "")
+
+
 def stage_of_stack(frames: str) -> str:
     """Return the stage of training that this stack belongs to."""
-    for stage, pattern in (
-        ("communication", _COMMUNICATION),
-        ("workspace", _WORKSPACE),
-        ("optimizer", _OPTIMIZER),
-        ("backward", _BACKWARD),
-        ("building", _BUILDING),
-        ("forward", _FORWARD),
+    # Libraries have C++ frames; what a program does shows in its Python frames.
+    in_python = "\n".join(python_frames(frames))
+    for stage, pattern, text in (
+        ("communication", _COMMUNICATION, frames),
+        ("workspace", _WORKSPACE, frames),
+        ("optimizer", _OPTIMIZER, in_python),
+        ("backward", _BACKWARD, in_python),
+        ("building", _BUILDING, in_python),
+        ("forward", _FORWARD, in_python),
+        ("backward", _ENGINE, frames),
     ):
-        if pattern.search(frames):
+        if pattern.search(text):
             return stage
     return "unknown"
 
 
 def guess_categories(allocations: pl.DataFrame, stacks: pl.DataFrame) -> pl.DataFrame:
-    """Fill in `phase` and `category` from the stacks. Without stacks, every category is `other`."""
+    """Fill in `phase` and `category` from the stacks. Without stacks, every category is `unknown`."""
     if not stacks.height:
-        return allocations.with_columns(category=pl.lit("other"), phase=pl.lit(None, dtype=pl.String))
+        return allocations.with_columns(category=pl.lit("unknown"), phase=pl.lit(None, dtype=pl.String))
     stages = pl.DataFrame(
         {"stack": stacks["stack"], "stage": [stage_of_stack(text) for text in stacks["frames"]]},
         schema={"stack": pl.Int32, "stage": pl.String},
@@ -82,10 +119,32 @@ def guess_categories(allocations: pl.DataFrame, stacks: pl.DataFrame) -> pl.Data
         .then(pl.when("leaves").then(pl.lit("gradients")).otherwise(pl.lit("temporaries")))
         .when(is_stage["forward"])
         .then(pl.when("leaves").then(pl.lit("activations")).otherwise(pl.lit("temporaries")))
-        .otherwise(pl.lit("other"))
+        .when(is_stage["unknown"])
+        .then(pl.lit("other"))
+        .otherwise(pl.lit("unknown"))
     )
     phase = pl.when(pl.col("stage").is_in(["forward", "backward", "optimizer"])).then(pl.col("stage"))
-    return frame.with_columns(category=category, phase=phase).drop("stage", "leaves")
+    return _find_parameters(frame.with_columns(category=category, phase=phase).drop("stage", "leaves"))
+
+
+def _find_parameters(frame: pl.DataFrame) -> pl.DataFrame:
+    """Of the memory from before the recording, call one block per gradient of its size a parameter. An optimizer may
+    keep more blocks of that size; which of them is the parameter makes no difference to any sum."""
+    size = pl.coalesce("requested_bytes", "bytes")
+    gradients = frame.filter(pl.col("category") == "gradients")
+    if not gradients.height:
+        return frame
+    # Of one step: those that are alive when the first of them is freed.
+    freed = gradients["end_event"].min()
+    at_once = gradients.filter(pl.col("start_event") < freed) if freed is not None else gradients
+    counts = at_once.group_by(size=size).agg(gradients=pl.len())
+    held = pl.col("start_event").is_null() & pl.col("end_event").is_null() & (pl.col("category") == "unknown")
+    place = pl.col("address").rank("ordinal").over("size", "held")
+    marked = frame.with_columns(size=size, held=held).with_columns(place=place)
+    marked = marked.join(counts, on="size", how="left", maintain_order="left")
+    is_parameter = pl.col("held") & (pl.col("place") <= pl.col("gradients"))
+    category = pl.when(is_parameter).then(pl.lit("parameters")).otherwise("category")
+    return marked.with_columns(category=category).drop("size", "held", "place", "gradients")
 
 
 def _stage_without_frames(frame: pl.DataFrame) -> pl.Series:

@@ -12,9 +12,9 @@ import numpy as np
 import polars as pl
 
 from stepscope.errors import StepscopeError
-from stepscope.explain.memory.categories import CATEGORIES, guess_categories
+from stepscope.explain.memory.categories import CATEGORIES, guess_categories, python_frames
 from stepscope.explain.memory.saved import held_storages
-from stepscope.explain.trace.modules import number_layers
+from stepscope.explain.trace.attribution.modules import number_layers
 from stepscope.recording.rows.memory_summary import (
     Allocation,
     CategoryBytes,
@@ -115,7 +115,9 @@ class MemoryProfile:
         return _summarise(self)
 
     def stack_text(self, stack: int | None) -> str:
-        return self._stacks.get(stack, "") if stack is not None else ""
+        """The frames of a stack, innermost first: those of Python, or all if it has none."""
+        text = self._stacks.get(stack, "") if stack is not None else ""
+        return "\n".join(python_frames(text)) or text
 
     @cached_property
     def _stacks(self) -> dict[int, str]:
@@ -247,7 +249,7 @@ def _summarise(profile: MemoryProfile) -> MemorySummary:
         peak_phase=phase,
         peak_module=str(taken[0]) if taken.len() else None,
         before_bytes=profile.before_bytes,
-        categories=tuple(CategoryBytes(category=name, bytes=size) for name, size in profile.categories_at(event)),
+        categories=_categories(profile, event),
         modules=tuple(
             ModuleBytes(module=name, bytes=size) for name, size in profile.share_at(event, "module")[:_MODULES]
         ),
@@ -264,14 +266,22 @@ def _summarise(profile: MemoryProfile) -> MemorySummary:
     )
 
 
+def _categories(profile: MemoryProfile, event: int) -> tuple[CategoryBytes, ...]:
+    """Every category. If some memory is unknown, an empty one may be part of that and is left out."""
+    sizes = profile.categories_at(event)
+    shown = [one for one in sizes if one[1]] if dict(sizes)[UNKNOWN] else [one for one in sizes if one[0] != UNKNOWN]
+    return tuple(CategoryBytes(category=name, bytes=size) for name, size in shown)
+
+
 def _at(values: Bytes | None, event: int) -> int | None:
     return None if values is None or event < 0 else int(values[event])
 
 
 def describe(profile: MemoryProfile, row: dict[str, object]) -> Allocation:
     stack = row["stack"]
-    fields = {name: row[name] for name in Allocation.__struct_fields__ if name != "stack"}
-    return Allocation(**fields, stack=profile.stack_text(stack if isinstance(stack, int) else None))  # type: ignore[arg-type]
+    fields: dict[str, Any] = {name: row[name] for name in Allocation.__struct_fields__ if name in row}
+    fields["stack"] = profile.stack_text(stack if isinstance(stack, int) else None)
+    return Allocation(**fields, is_from_before=row["start_event"] is None)
 
 
 def _saved_bytes(saved: pl.DataFrame) -> int | None:

@@ -9,6 +9,7 @@ import polars as pl
 from stepscope.cost.activations import activations_of
 from stepscope.errors import StepscopeError
 from stepscope.explain.experiments.cases import describe_case
+from stepscope.explain.memory.categories import name_place
 from stepscope.explain.memory.memory_profile import UNKNOWN, MemoryProfile
 from stepscope.explain.memory.saved import saved_and_predicted, saved_by_module
 from stepscope.explain.memory.timeline import label_of, say_shape, say_when
@@ -73,6 +74,8 @@ def categories_table(profile: MemoryProfile) -> Table:
     ]
     rows.append(("total", peak, 1.0 if peak else None))
     notes = []
+    if dict(profile.categories_at(event))[UNKNOWN]:
+        notes.append("unknown: no stacks, which may include parameters, gradients and optimizer state")
     reserved = profile.reserved
     if reserved is not None and event >= 0:
         notes.append(_say_fragments(profile, event, int(reserved[event])))
@@ -137,11 +140,18 @@ def _phase_notes(profile: MemoryProfile, *, marked: bool) -> tuple[str, ...]:
         return ("phases are inferred from stacks: this file has no step markers",)
     case = profile.recording.manifest.case
     passes = case.workload.passes if case else 1
-    if passes == 1:
-        return ()
-    return (
-        f"each step runs {passes} micro-batches: `before` and `after` are those of the last one, `peak` is the highest",
-    )
+    notes = ["the loss is part of forward: `after` of forward includes it"] if _is_loss_inside(profile) else []
+    if passes > 1:
+        notes.append(
+            f"each step runs {passes} micro-batches: `before` and `after` are those of the last one, `peak` is the "
+            "highest"
+        )
+    return tuple(notes)
+
+
+def _is_loss_inside(profile: MemoryProfile) -> bool:
+    outer, inner = (profile.phase_spans(profile.steps[-1], phase) for phase in ("forward", "loss"))
+    return any(start <= first and last <= end for start, end in outer for first, last in inner)
 
 
 def steps_table(profile: MemoryProfile) -> Table:
@@ -180,13 +190,13 @@ def largest_table(profile: MemoryProfile, *, top: int) -> Table:
 
 def _describe(one: Allocation) -> tuple[Cell, ...]:
     what = label_of(one, one.module)
-    where = one.stack.partition("\n")[0] if not one.module and one.stack else ""
+    where = name_place(one.stack) if not one.module else ""
     return (
         one.bytes,
         one.category,
         f"{what} at {where}" if where else what,
         say_shape(one) or None,
-        say_when(one) or "before recording",
+        say_when(one) or None,
         one.module,
         one.op,
         one.name,
@@ -210,7 +220,7 @@ def freed_table(profile: MemoryProfile, *, top: int) -> Table:
     grads = profile.allocations.filter(
         (pl.col("category") == "gradients") & pl.col("start_event").is_between(span[0], span[1] - 1)
     )
-    by_layer = freed.group_by("layer").agg(pl.col("bytes").sum(), last=pl.col("end_event").max()).sort("last")
+    by_layer = freed.group_by("layer").agg(pl.col("bytes").sum(), last=pl.col("end_event").max()).sort("last", "layer")
     taken = dict(grads.group_by("layer").agg(pl.col("bytes").sum()).iter_rows())
     rows = tuple(
         (
@@ -249,12 +259,12 @@ def leaks_table(profile: MemoryProfile) -> Table:
         kept.group_by("stack", "module", "op")
         .agg(pl.col("bytes").sum(), hit=pl.col("leak_step").n_unique())
         .filter(pl.col("hit") * 2 >= steps)
-        .sort("bytes", descending=True)
+        .sort("bytes", "stack", "module", "op", descending=[True, False, False, False])
     )
     rows = []
     for row in by_stack.iter_rows(named=True):
         stack = profile.stack_text(row["stack"])
-        where = row["module"] or row["op"] or stack.partition("\n")[0] or "unknown"
+        where = row["module"] or row["op"] or name_place(stack) or "unknown"
         rows.append((row["bytes"] // row["hit"], row["bytes"], row["hit"], where, stack.replace("\n", " < ") or None))
     note = f"over {steps} steps, excluding the first {_SETTLED} and the last"
     return Table(title=title, columns=_LEAKS, rows=tuple(rows), notes=(note,))

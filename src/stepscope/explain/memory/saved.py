@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import polars as pl
 
 from stepscope.cost.activations import NOTHING_KEPT, PARTS, Activations
-from stepscope.explain.precision.precision_tables import find_role
+from stepscope.explain.module_roles import find_roles
 from stepscope.findings import Cell, Column, Table
 
 LARGEST = 5
@@ -44,7 +44,9 @@ def saved_by_module(saved: pl.DataFrame) -> Table:
 def saved_by_role(saved: pl.DataFrame) -> Table:
     """By module, with the same module of all layers in one row: `blocks.*.ffn`."""
     held = held_storages(saved)
-    roles = pl.Series([find_role(module) if module else None for module in held["module"]], dtype=pl.String)
+    named = held.filter(pl.col("module").is_not_null()).group_by("module", maintain_order=True)
+    operators = named.agg(pl.col("op").unique().sort().str.join(" "))
+    roles = held["module"].replace_strict(find_roles(dict(operators.iter_rows())), default=None, return_dtype=pl.String)
     modules = Column(key="modules", label="modules", kind="count")
     return Table(
         title="Saved for backward by module, all layers combined",
@@ -185,7 +187,7 @@ def _compare_sizes(left: pl.DataFrame, right: pl.DataFrame) -> Table:
         pl.col("eager", "compiled").fill_null(0).cast(pl.Int64)
     )
     both = both.with_columns(((pl.col("eager") - pl.col("compiled")) * pl.col("storage_bytes")).alias("gone"))
-    both = both.sort(pl.col("gone"), pl.col("storage_bytes"), descending=True)
+    both = both.sort("gone", "storage_bytes", "dtype", descending=[True, True, False])
     return Table(
         title="Saved for backward by tensor size, eager and compiled",
         columns=(

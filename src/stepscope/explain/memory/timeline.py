@@ -162,13 +162,15 @@ def say_shape(one: Allocation) -> str:
 
 
 def say_when(one: Allocation) -> str:
-    """The step and phase that made the allocation, if known."""
+    """The step and phase that made the allocation, or that it is older than the recording; empty if unknown."""
+    if one.is_from_before:
+        return "before recording"
     return ", ".join(part for part in (f"step {one.step + 1}" if one.step is not None else "", one.phase) if part)
 
 
 def _detail(one: Allocation) -> tuple[str, ...]:
     when = say_when(one)
-    allocated = f"allocated in {when}" if when else "allocated before the recording"
+    allocated = "allocated before the recording" if one.is_from_before else f"allocated in {when}" if when else ""
     kept = f"{one.category}: {one.name}" if one.name else one.category
     frames = one.stack.splitlines()[:_STACK_LINES]
     return tuple(line for line in (kept, say_shape(one), allocated, *frames) if line)
@@ -178,7 +180,7 @@ def _times_ms(profile: MemoryProfile, instants: np.ndarray[Any, Any]) -> list[fl
     """The time of each event, or its number if the snapshot has no timestamps."""
     known = profile.allocations.select("start_event", "start_ns").drop_nulls()
     ended = profile.allocations.select(start_event="end_event", start_ns="end_ns").drop_nulls()
-    known = pl.concat([known, ended]).unique("start_event").sort("start_event")
+    known = pl.concat([known, ended]).unique("start_event", keep="first").sort("start_event")
     if not known.height:
         return [float(event) for event in instants]
     times = np.interp(instants, known["start_event"].to_numpy(), known["start_ns"].to_numpy() / 1e6)

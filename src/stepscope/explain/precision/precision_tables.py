@@ -7,22 +7,21 @@ same class, and errors differ among them.
 """
 
 import math
-import re
 import statistics
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import msgspec
 
 from stepscope.errors import StepscopeError
 from stepscope.explain.experiments.cases import limit_notes, say_sizes
+from stepscope.explain.module_roles import find_roles
 from stepscope.explain.precision.autocast import explain_dtype
 from stepscope.explain.statistics import summarise
 from stepscope.findings import Cell, Column, Page, Table
 from stepscope.recording.rows.bench import BenchRow
 from stepscope.recording.rows.precision_report import (
     LowDtype,
-    NormPart,
     Output,
     PrecisionReport,
     PrecisionRun,
@@ -59,7 +58,7 @@ def answer(report: PrecisionReport) -> tuple[str, ...]:
     said = [_say_cost(run) for run in runs.values()]
     if "fp16" in runs and (underflow := _say_underflow(runs["fp16"])):
         said.append(underflow)
-    return (*said, _say_norm(report.comparison.norm_parts))
+    return (*said, _say_norm(report))
 
 
 def _say_cost(run: PrecisionRun) -> str:
@@ -91,7 +90,12 @@ def _say_underflow(run: PrecisionRun) -> str:
     )
 
 
-def _say_norm(parts: Sequence[NormPart]) -> str:
+def _say_norm(report: PrecisionReport) -> str:
+    """The norms that the model has; all that were studied if it has none of them."""
+    kinds = [_short_kind(one.kind) for run in report.comparison.runs for one in run.outputs]
+    studied = dict.fromkeys(one.norm for one in report.comparison.norm_parts)
+    own = [norm for norm in studied if any(kind.endswith(norm) for kind in kinds)]
+    parts = [one for one in report.comparison.norm_parts if one.norm in (own or studied)]
     words = []
     for dtype in ("fp16", "bf16"):
         worst = max((one for one in parts if one.dtype == dtype), key=lambda one: _or_infinite(one.error))
@@ -135,10 +139,11 @@ def _row(
 def _module_rows(report: PrecisionReport, *, detail: bool) -> list[tuple[Cell, ...]]:
     """One row per group of identical modules, in the order in which the first of each group ran."""
     by_run = [{output.name: output for output in run.outputs} for run in report.comparison.runs]
+    names = _name_rows(report, detail=detail)
     rows: dict[tuple[Cell, ...], None] = {}
     for name in by_run[0]:
         outputs = [outputs.get(name) for outputs in by_run]
-        rows[_output_row(report, name if detail else find_role(name), outputs)] = None
+        rows[_output_row(report, names[name], outputs)] = None
     return list(rows)
 
 
@@ -163,9 +168,21 @@ def _output_gradients(run: PrecisionRun) -> str:
     return "as output" if same else "mixed"
 
 
-def find_role(name: str) -> str:
-    """`blocks.3.ffn.up` is `blocks.*.ffn.up`."""
-    return re.sub(r"(?<=\.)\d+(?=\.|$)|^\d+(?=\.|$)", "*", name)
+def _name_rows(report: PrecisionReport, *, detail: bool) -> dict[str, str]:
+    """The name of each module's row. A number that is not that of a layer says little: its class follows."""
+    kinds = {one.name: one.kind for run in report.comparison.runs for one in run.outputs}
+    kinds |= {one.module: kinds.get(one.module, "") for run in report.comparison.runs for one in run.gradients}
+    if detail:
+        return {name: name for name in kinds}
+    roles = find_roles(kinds)
+    return {
+        name: f"{role} ({_short_kind(kinds[name])})" if role.rpartition(".")[2].isdecimal() and kinds[name] else role
+        for name, role in roles.items()
+    }
+
+
+def _short_kind(kind: str) -> str:
+    return kind.rpartition(".")[2]
 
 
 # --- Errors ---------------------------------------------------------------------------------------------------------
@@ -173,7 +190,7 @@ def find_role(name: str) -> str:
 
 def _errors_table(report: PrecisionReport, detail: bool) -> Table:
     runs = report.comparison.runs
-    groups = _group_errors(runs, detail=detail)
+    groups = _group_errors(runs, _name_rows(report, detail=detail))
     rows: list[tuple[Cell, ...]] = [
         _error_row("loss", [[run.loss_error] for run in runs]),
         _error_row("all gradients", [[run.gradient_error] for run in runs]),
@@ -192,12 +209,11 @@ def _errors_table(report: PrecisionReport, detail: bool) -> Table:
     )
 
 
-def _group_errors(runs: Sequence[PrecisionRun], *, detail: bool) -> dict[str, list[list[float | None]]]:
+def _group_errors(runs: Sequence[PrecisionRun], names: Mapping[str, str]) -> dict[str, list[list[float | None]]]:
     groups: dict[str, list[list[float | None]]] = {}
     for index, run in enumerate(runs):
         for one in run.gradients:
-            name = one.module if detail else find_role(one.module)
-            groups.setdefault(name, [[] for _ in runs])[index].append(one.relative)
+            groups.setdefault(names[one.module], [[] for _ in runs])[index].append(one.relative)
     return groups
 
 

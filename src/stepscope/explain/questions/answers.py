@@ -7,9 +7,12 @@ from typing import Literal
 import msgspec
 import polars as pl
 
+from stepscope.explain.commands import fit_command
 from stepscope.explain.experiments.cases import describe_case
 from stepscope.explain.trace.profile import Profile
 from stepscope.findings import Column, Table
+from stepscope.recording.store import Manifest
+from stepscope.units import say_share
 
 Status = Literal["answered", "not in this recording"]
 _INDENT = "   "
@@ -32,6 +35,11 @@ def missing(key: str, question: str, reason: str, command: str) -> Answer:
     """An unanswered question. `reason` is a clause without a capital and a period."""
     sentence = f"{reason[0].upper()}{reason[1:]}."
     return Answer(key=key, question=question, sentence=sentence, status="not in this recording", command=command)
+
+
+def fit_commands(answers: Sequence[Answer], manifest: Manifest) -> tuple[Answer, ...]:
+    """The answers with commands for the model that was recorded."""
+    return tuple(msgspec.structs.replace(one, command=fit_command(one.command, manifest)) for one in answers)
 
 
 def answers_table(answers: Sequence[Answer]) -> Table:
@@ -105,13 +113,27 @@ def name_profile(profile: Profile) -> str:
 
 
 def stepped(profile: Profile) -> pl.DataFrame:
-    """The kernels of the marked steps, or all kernels if no steps are marked."""
+    """The kernels of the marked steps, or all kernels if no steps are marked: `num_steps` whole steps, to count what a
+    step launches."""
     inside = profile.kernels.filter(pl.col("step").is_not_null())
     return inside if inside.height else profile.kernels
 
 
 def in_phases(profile: Profile, *phases: str) -> pl.DataFrame:
-    return stepped(profile).filter(pl.col("phase").is_in(phases))
+    """The kernels of these phases in the whole recording: `clock.steps_in_window` steps, as in all tables."""
+    return profile.kernels.filter(pl.col("phase").is_in(phases))
+
+
+def why_unknown(profile: Profile, *phases: str) -> str:
+    """Why a question about these phases has no answer; empty if it has one. Kernels of unknown phase could belong to
+    them, and if they took longer than the known ones, anything said about these phases could be wrong."""
+    known, unknown = time_of(in_phases(profile, *phases)), time_of(profile.kernels.filter(pl.col("phase").is_null()))
+    if known >= max(1, unknown):
+        return ""
+    if not unknown:
+        return f"this recording has no {phases[0]} pass"
+    share, known_share = (say_share(time / max(1, profile.gpu_time_ns)) for time in (unknown, known))
+    return f"the phase of {share} of kernel time is unknown, and only {known_share} is known to be {phases[0]}"
 
 
 def time_of(kernels: pl.DataFrame) -> int:

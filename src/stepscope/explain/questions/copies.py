@@ -4,9 +4,10 @@ import re
 
 import polars as pl
 
-from stepscope.explain.questions.answers import Answer, in_phases, missing, share_by, time_of
+from stepscope.explain.questions.answers import Answer, in_phases, missing, share_by, time_of, why_unknown
 from stepscope.explain.trace.attribution import EVALUATE
-from stepscope.explain.trace.nesting import around
+from stepscope.explain.trace.attribution.nesting import around
+from stepscope.explain.trace.clock import Clock
 from stepscope.explain.trace.profile import Profile, kernel_word
 from stepscope.findings import Column, Table
 from stepscope.units import count_noun, say_share, say_time
@@ -55,11 +56,11 @@ _LAYER = re.compile(r"(?<=\.)\d+(?=\.|$)|_\d+(?=\.|$)")
 
 def copies_in_backward(profile: Profile) -> Answer:
     backward = in_phases(profile, "backward")
-    if not backward.height:
-        return missing(_KEY, _QUESTION, "this recording has no backward pass", "stepscope profile --mode train")
+    if reason := why_unknown(profile, "backward"):
+        return missing(_KEY, _QUESTION, reason, "stepscope profile --mode train")
     copies = backward.filter(pl.col("class").is_in(_COPIES))
     forward = in_phases(profile, "forward")
-    share, steps = time_of(copies) / max(1, time_of(backward)), profile.num_steps
+    share, steps = time_of(copies) / max(1, time_of(backward)), profile.steps_in_window
     if not copies.height:
         return Answer(key=_KEY, question=_QUESTION, figure="0%", sentence="It does not: backward launches no copies.")
     explained = _explain(profile, copies)
@@ -70,15 +71,15 @@ def copies_in_backward(profile: Profile) -> Answer:
     said = ", ".join(f"{row['word']} {say_share(row['share'])}" for row in words.head(3).iter_rows(named=True))
     count = count_noun(copies.height / steps, f"copy {kernel_word(profile)}")
     sentence = (
-        f"{_say_first(first['reason'])}. {count} per step, {say_time(time_of(copies) / steps)}, {say_share(share)} of "
-        f"backward (copies take {say_share(before)} of forward): {said}"
+        f"{_say_first(first['reason'])}. {count} {profile.clock.say_per_step}, {say_time(time_of(copies) / steps)}, "
+        f"{say_share(share)} of backward (copies take {say_share(before)} of forward): {said}"
     )
     return Answer(
         key=_KEY,
         question=_QUESTION,
         figure=f"{say_share(share)} of backward",
         sentence=sentence + ".",
-        evidence=_table(explained, steps),
+        evidence=_table(explained, profile.clock),
     )
 
 
@@ -140,7 +141,8 @@ def explain_copy(
     return f"unknown: launched for {asked or node} in {node}" if node else "unknown: the launch was not recorded"
 
 
-def _table(explained: pl.DataFrame, steps: int) -> Table:
+def _table(explained: pl.DataFrame, clock: Clock) -> Table:
+    steps = clock.steps_in_window
     named = explained.with_columns(
         where=pl.col("module").map_elements(lambda path: _LAYER.sub("*", path), return_dtype=pl.String),
         node=pl.col("node").str.replace(r"^torch::autograd::", ""),
@@ -162,7 +164,7 @@ def _table(explained: pl.DataFrame, steps: int) -> Table:
     if groups.height > _ROWS:
         notes.append(f"{count_noun(groups.height - _ROWS, 'smaller row')} not shown")
     return Table(
-        title="Copies in backward, per step",
+        title=f"Copies in backward, {clock.say_per_step}",
         columns=(
             Column(key="reason", label="reason"),
             Column(key="op", label="operator"),

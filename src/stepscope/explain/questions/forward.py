@@ -11,17 +11,16 @@ from stepscope.explain.questions.answers import (
     missing,
     say_list,
     share_by,
-    stepped,
     time_of,
+    why_unknown,
 )
-from stepscope.explain.trace.phases import FORWARD_RANGE, number_passes
+from stepscope.explain.trace.attribution.phases import FORWARD_RANGE, number_passes
 from stepscope.explain.trace.profile import Profile, device_word, kernel_word
 from stepscope.findings import Cell, Column, Table
 from stepscope.units import count_noun, say_factor, say_share, say_time
 
 _AGREE = 0.05  # largest difference between clocks that agree
 _MATTERS = 0.01
-_NO_FORWARD = "this recording has no marked forward pass"
 _RECORD = "stepscope profile --mode train"
 
 
@@ -35,14 +34,14 @@ class _PhaseClock:
 def forward_time(profile: Profile) -> Answer:
     key, question = "forward-time", "How long does the forward pass take?"
     kernels = in_phases(profile, "forward", "loss")
-    if not kernels.height:
-        return missing(key, question, _NO_FORWARD, _RECORD)
+    if reason := why_unknown(profile, "forward", "loss"):
+        return missing(key, question, reason, _RECORD)
     clocks = _clocks(profile, kernels)
     by_name = {clock.name: clock.per_step_ns for clock in clocks}
     busy, span, plain = by_name["kernels"], by_name["span"], by_name.get("plain")
     kernel_time = (
-        f"{say_time(busy)} of {kernel_word(profile)} time per step{_over_devices(profile)}{_with_loss(kernels)}, "
-        f"{say_time(span)} from the first {kernel_word(profile)} to the last"
+        f"{say_time(busy)} of {kernel_word(profile)} time {profile.clock.say_per_step}{_over_devices(profile)}"
+        f"{_with_loss(kernels)}, {say_time(span)} from the first {kernel_word(profile)} to the last"
     )
     if plain is None:
         sentence = f"{kernel_time}; the recording has no unprofiled step times"
@@ -57,10 +56,10 @@ def forward_time(profile: Profile) -> Answer:
         figure=say_time(busy if plain is None else plain),
         sentence=sentence + ".",
         evidence=Table(
-            title="Forward pass per step, by clock",
+            title=f"Forward pass {profile.clock.say_per_step}, by clock",
             columns=(
                 Column(key="clock", label="clock"),
-                Column(key="per_step_ms", label="per step", kind="ms"),
+                Column(key="per_step_ms", label="time", kind="ms"),
                 Column(key="remark", label="meaning"),
             ),
             rows=tuple((clock.name, clock.per_step_ns / 1e6, clock.remark) for clock in clocks),
@@ -83,7 +82,7 @@ def _clocks(profile: Profile, kernels: pl.DataFrame) -> list[_PhaseClock]:
     clocks = [
         _PhaseClock(
             name="kernels",
-            per_step_ns=time_of(kernels) / profile.num_steps,
+            per_step_ns=time_of(kernels) / profile.steps_in_window,
             remark=f"sum of the durations on the {word}",
         ),
         _PhaseClock(name="span", per_step_ns=statistics.median(spans), remark=f"first start to last end on the {word}"),
@@ -114,6 +113,8 @@ def _clocks(profile: Profile, kernels: pl.DataFrame) -> list[_PhaseClock]:
 
 def _spans(profile: Profile, kernels: pl.DataFrame) -> list[int]:
     """The span of forward for each step and device, without the backward passes between micro-batches."""
+    marked = kernels.filter(pl.col("step").is_not_null())
+    kernels = marked if marked.height else kernels
     passes = kernels.with_columns(number=number_passes(profile.recording, kernels["launch_ns"]))
     spans = passes.group_by("step", "process", "device", "number").agg(
         ns=pl.col("end_ns").max() - pl.col("start_ns").min()
@@ -138,18 +139,21 @@ def top_kernel(profile: Profile) -> Answer:
     key, word = "top-kernel", kernel_word(profile)
     question = f"Which {word} takes the most time?"
     forward = in_phases(profile, "forward")
-    if not forward.height:
-        return missing(key, question, _NO_FORWARD, _RECORD)
-    steps = profile.num_steps
+    if reason := why_unknown(profile, "forward"):
+        return missing(key, question, reason, _RECORD)
+    steps, per_step = profile.steps_in_window, profile.clock.say_per_step
     name, time, count, share = _leader(forward)
     sentence = (
-        f"`{_short(forward, name)}` in forward: {count_noun(count / steps, 'call')} per step, "
+        f"`{_short(forward, name)}` in forward: {count_noun(count / steps, 'call')} {per_step}, "
         f"{say_time(time / steps)}, {say_share(share)} of forward's {device_word(profile)} time"
     )
     both = in_phases(profile, "forward", "loss", "backward")
     scopes = [("forward", forward)]
     if both.height > forward.height and (both["phase"] == "backward").any():
-        scopes += [("forward and backward", both), ("whole step", stepped(profile))]
+        scopes += [
+            ("forward and backward", both),
+            (f"whole {'step' if profile.has_steps else 'trace'}", profile.kernels),
+        ]
         sentence += "; " + _others(scopes[1:], name, both=both)
     else:
         sentence += "; this recording has no backward pass"
@@ -165,7 +169,7 @@ def top_kernel(profile: Profile) -> Answer:
         question=question,
         figure=f"{say_share(share)} of forward",
         sentence=sentence + ".",
-        evidence=_kernel_table(f"{word.capitalize()}s that take the most time, per step", tuple(rows), "in"),
+        evidence=_kernel_table(f"{word.capitalize()}s that take the most time, {per_step}", tuple(rows), "in"),
     )
 
 
@@ -185,7 +189,7 @@ def _others(scopes: list[tuple[str, pl.DataFrame]], forward_name: str, *, both: 
     else:
         said = f"in forward and backward together it is `{_short(both, name)}` ({say_share(share)})"
     same = "the same one" if whole[0] == name else f"`{_short(scopes[1][1], whole[0])}`"
-    return f"{said}, and in the whole step it is {same} ({say_share(whole[3])})"
+    return f"{said}, and in the {scopes[1][0]} it is {same} ({say_share(whole[3])})"
 
 
 def _kernel_table(title: str, rows: tuple[tuple[Cell, ...], ...], scope: str) -> Table:
@@ -206,9 +210,9 @@ def _kernel_table(title: str, rows: tuple[tuple[Cell, ...], ...], scope: str) ->
 def what_else_matters(profile: Profile) -> Answer:
     key, question = "besides-products", "What takes time in forward besides GEMMs?"
     forward = in_phases(profile, "forward")
-    if not forward.height:
-        return missing(key, question, _NO_FORWARD, _RECORD)
-    steps, classes = profile.num_steps, share_by(forward, "class")
+    if reason := why_unknown(profile, "forward"):
+        return missing(key, question, reason, _RECORD)
+    steps, classes = profile.steps_in_window, share_by(forward, "class")
     products = float(classes.filter(pl.col("class") == "GEMM")["share"].sum())
     others = classes.filter((pl.col("class") != "GEMM") & (pl.col("share") >= _MATTERS))
     named = [f"{row['class']} {say_share(row['share'])}" for row in others.iter_rows(named=True)]
@@ -221,7 +225,7 @@ def what_else_matters(profile: Profile) -> Answer:
         named[0] = named[0][0].upper() + named[0][1:]
         sentence = (
             f"{say_list(named)}; GEMMs take {say_share(products)}. The largest other kernel is `{_short(rest, name)}`: "
-            f"{say_share(share)}, {count_noun(count / steps, 'call')} per step."
+            f"{say_share(share)}, {count_noun(count / steps, 'call')} {profile.clock.say_per_step}."
         )
     rows: list[tuple[Cell, ...]] = [
         ("class", row["class"], row["count"] / steps, row["time_ns"] / steps / 1e6, row["share"], None)
@@ -234,7 +238,8 @@ def what_else_matters(profile: Profile) -> Answer:
             rows.append(
                 ("kernel", row["short"], row["count"] / steps, row["time_ns"] / steps / 1e6, share, row["name"])
             )
-    table = _kernel_table("Non-GEMM time in forward, per step (at least 1% of forward)", tuple(rows), "")
+    title = f"Non-GEMM time in forward, {profile.clock.say_per_step} (at least 1% of forward)"
+    table = _kernel_table(title, tuple(rows), "")
     hidden = [kind for kind in ("attention", "convolution") if kind in others["class"].to_list()]
     notes = [f"{kind}: these kernels contain GEMMs, which a kernel name cannot separate" for kind in hidden]
     return Answer(

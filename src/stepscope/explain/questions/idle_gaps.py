@@ -12,7 +12,7 @@ import numpy as np
 import polars as pl
 
 from stepscope.explain.questions.answers import Answer, missing, share_by
-from stepscope.explain.trace.nesting import around
+from stepscope.explain.trace.attribution.nesting import around
 from stepscope.explain.trace.profile import Profile, device_word
 from stepscope.findings import Cell, Column, Table
 from stepscope.units import say_share, say_time
@@ -182,30 +182,22 @@ def idle_time(profile: Profile) -> Answer:
         reason = "Nsight Compute runs one kernel at a time and does not record idle time"
         return missing(key, question, reason, "stepscope profile")
     gaps = find_gaps(profile)
-    wall = sum(device.whole.wall_ns for device in profile.devices)
-    idle = int(gaps["time_ns"].sum())
-    share, devices = idle / max(1, wall), len(profile.devices)
-    if not idle:
+    clock, devices = profile.clock, len(profile.devices)
+    if not gaps.height:
         return Answer(key=key, question=question, figure="0%", sentence=f"Nowhere: the {word} is always busy.")
     causes = share_by(gaps, "cause")
     said = [f"{row['cause']} {say_share(row['share'])}" for row in causes.head(3).iter_rows(named=True)]
     first = causes["cause"][0]
-    longest = gaps.sort("time_ns", descending=True).row(0, named=True)
+    longest = gaps.sort("time_ns", "start_ns", descending=[True, False]).row(0, named=True)
     mean = f" (mean of {devices} devices)" if devices > 1 else ""
-    idles = f"{say_time(idle / profile.num_steps / devices)} per step"
-    if profile.clock.is_recorded:
-        opening = f"{idles} idle, {say_share(share)} of wall time{mean}"
-    else:
-        share, lost = profile.idle_share, round(profile.step_ns - profile.busy_step_ns)
-        opening = (
-            f"{say_time(lost)} idle per unprofiled step, {say_share(share)}; {idles}{mean} while profiling, which "
-            "slows the CPU"
-        )
+    what = "outside operators" if profile.on_cpu else "idle"
+    opening = f"{say_time(clock.idle_ns)} {what} {clock.say_per_step}, {say_share(clock.idle_share)}{mean}"
+    profiled = " in profiled steps" if clock.kind == "unprofiled" else ""
     sentence = (
-        f"{opening}. Causes: {', '.join(said)} ({first}: {CAUSES[first]}). The longest gap is "
+        f"{opening}. Causes{profiled}: {', '.join(said)} ({first}: {CAUSES[first]}). The longest gap{profiled} is "
         f"{say_time(longest['time_ns'])}{_place(longest)}"
     )
-    figure = f"{say_share(share)} of wall time"
+    figure = f"{say_share(clock.idle_share)} {clock.say_of_step}"
     return Answer(
         key=key,
         question=question,
@@ -224,10 +216,10 @@ def _place(gap: dict[str, object]) -> str:
 
 def _table(profile: Profile, gaps: pl.DataFrame, causes: pl.DataFrame) -> Table:
     """Causes first, then the longest gaps, in one table because they belong together."""
-    start, scale = profile.window[0], profile.num_steps * len(profile.devices) * 1e6
+    start, idle_ms = profile.window[0], profile.clock.idle_ns / 1e6
     total = max(1, int(gaps["time_ns"].sum()))
     rows: list[tuple[Cell, ...]] = [
-        ("cause", row["cause"], row["count"], row["time_ns"] / scale, row["share"], None, None, None, None)
+        ("cause", row["cause"], row["count"], row["share"] * idle_ms, row["share"], None, None, None, None)
         for row in causes.iter_rows(named=True)
     ]
     for gap in gaps.sort("time_ns", "start_ns", descending=[True, False]).head(_LONGEST).iter_rows(named=True):
@@ -235,7 +227,7 @@ def _table(profile: Profile, gaps: pl.DataFrame, causes: pl.DataFrame) -> Table:
         around = (at, gap["before"], gap["after"], gap["host_op"])
         rows.append(("gap", gap["cause"], 1, gap["time_ns"] / 1e6, gap["time_ns"] / total, *around))
     return Table(
-        title="Idle time by cause (mean per step), then the longest gaps",
+        title=f"Idle time by cause ({profile.clock.say_per_step}), then the longest gaps",
         columns=(
             Column(key="kind", label=""),
             Column(key="cause", label="cause"),
@@ -248,5 +240,12 @@ def _table(profile: Profile, gaps: pl.DataFrame, causes: pl.DataFrame) -> Table:
             Column(key="host_op", label="CPU was in"),
         ),
         rows=tuple(rows),
-        notes=tuple(f"{cause}: {CAUSES[cause]}" for cause in causes["cause"]),
+        notes=(*_say_scaled(profile), *(f"{cause}: {CAUSES[cause]}" for cause in causes["cause"])),
     )
+
+
+def _say_scaled(profile: Profile) -> tuple[str, ...]:
+    """Gaps are known in profiled steps only."""
+    if profile.clock.kind == "profiled":
+        return ()
+    return ("causes: the idle time of an unprofiled step, split as in profiled steps; gaps: as profiled",)

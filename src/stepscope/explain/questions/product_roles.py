@@ -186,7 +186,7 @@ def products_by_role(profile: Profile) -> Answer:
     if expected is None:
         sentence = (
             "The expected number is known only for the built-in model. "
-            f"Found per step: {counted}; {_per_layer(products, steps)}"
+            f"Found {profile.clock.say_per_step}: {counted}; {_per_layer(products, steps)}"
         )
         if known.height < products.height:
             share = 1 - known.height / products.height
@@ -205,7 +205,9 @@ def products_by_role(profile: Profile) -> Answer:
     return Answer(
         key=_KEY,
         question=_QUESTION,
-        figure=f"{say_count(counts['forward'])} in forward" if counts["forward"] else f"{say_count(total)} per step",
+        figure=f"{say_count(counts['forward'])} in forward"
+        if counts["forward"]
+        else f"{say_count(total)} {profile.clock.say_per_step}",
         sentence=sentence + ".",
         evidence=_table(profile, products, expected),
     )
@@ -284,7 +286,7 @@ def _table(profile: Profile, products: pl.DataFrame, expected: _Expected | None)
     if len(unknown) > 12:
         notes.append(f"{count_noun(len(unknown) - 12, 'more shape')} of unknown role not shown")
     return Table(
-        title="GEMMs by role, per step",
+        title=f"GEMMs by role, {profile.clock.say_per_step}",
         columns=(
             Column(key="stage", label="in"),
             Column(key="role", label="role"),

@@ -1,5 +1,6 @@
 """Questions that compare: inference with training, and a small model with a large one."""
 
+import shlex
 from collections.abc import Sequence
 
 import polars as pl
@@ -11,11 +12,12 @@ from stepscope.explain.questions.answers import (
     name_profile,
     say_list,
     share_by,
-    stepped,
     time_of,
+    why_unknown,
 )
 from stepscope.explain.trace.profile import Profile, device_word
 from stepscope.findings import Cell, Column, Table
+from stepscope.spec import ModelShape
 from stepscope.units import say_share, say_time
 
 _TWO_SIZES = (
@@ -24,8 +26,18 @@ _TWO_SIZES = (
 )
 
 
-def _ask_with(mode: str) -> str:
-    return f"stepscope profile --mode {mode} --out runs/{mode} && stepscope explain RECORDING runs/{mode} --questions"
+def _record_other(profile: Profile, flags: str, folder: str) -> str:
+    """The commands that record another run of the same model and ask about both, as far as the file is known."""
+    record, file = f"stepscope profile {flags} --out {folder}", profile.recording.manifest.file
+    return f"{record} && stepscope explain {shlex.quote(file)} {folder} --questions" if file else record
+
+
+def _ask_two_sizes(profile: Profile) -> str:
+    """Two sizes of the built-in model, or another size of the user's own."""
+    case = profile.recording.manifest.case
+    if case is not None and isinstance(case.workload.model, ModelShape):
+        return _TWO_SIZES
+    return _record_other(profile, "--set num_layers=24", "runs/large")
 
 
 def share_of_products(main: Profile, profiles: Sequence[Profile]) -> Answer:
@@ -34,13 +46,13 @@ def share_of_products(main: Profile, profiles: Sequence[Profile]) -> Answer:
     inference = next((one for one in profiles if _is_inference(one) and in_phases(one, "forward").height), None)
     if _is_inference(main):
         reason = f"`{name_profile(main)}` has no backward pass"
-        return missing(key, question, reason, _ask_with("train"))
-    forward, whole = in_phases(main, "forward"), stepped(main)
+        return missing(key, question, reason, _record_other(main, "--mode train", "runs/train"))
+    forward, whole = in_phases(main, "forward"), main.kernels
     scopes = [("forward", "forward", forward), ("step", "whole step", whole)]
     if inference is not None:
-        scopes.insert(0, ("inference", "inference", stepped(inference)))
-    if not forward.height and inference is None:
-        return missing(key, question, "this recording has no marked forward pass", "stepscope profile --mode train")
+        scopes.insert(0, ("inference", "inference", inference.kernels))
+    if inference is None and (reason := why_unknown(main, "forward")):
+        return missing(key, question, reason, "stepscope profile --mode train")
     shares = {name: _class_shares(kernels) for name, _, kernels in scopes}
     base = "inference" if inference is not None else "forward"
     before, after = shares[base].get("GEMM", 0.0), shares["step"].get("GEMM", 0.0)
@@ -56,7 +68,8 @@ def share_of_products(main: Profile, profiles: Sequence[Profile]) -> Answer:
         sentence += "; " + say_list(f"{kind} +{gains[kind] * 100:.1f} points" for kind in risen)
     if "optimizer" not in main.kernels["phase"].to_list():
         sentence += "; this recording has no optimizer step"
-    kinds = sorted({kind for each in shares.values() for kind in each}, key=lambda kind: -shares["step"].get(kind, 0.0))
+    named = dict.fromkeys(kind for each in shares.values() for kind in each)
+    kinds = sorted(named, key=lambda kind: (-shares["step"].get(kind, 0.0), kind))
     rows: tuple[tuple[Cell, ...], ...] = tuple(
         (
             kind,
@@ -76,7 +89,7 @@ def share_of_products(main: Profile, profiles: Sequence[Profile]) -> Answer:
             columns=(Column(key="class", label="class"), *columns, Column(key="change", label="change", kind="share")),
             rows=rows,
         ),
-        command="" if inference is not None else _ask_with("inference"),
+        command="" if inference is not None else _record_other(main, "--mode inference", "runs/inference"),
     )
 
 
@@ -97,15 +110,16 @@ def small_against_large(profiles: Sequence[Profile]) -> Answer:
             if len(profiles) == 1
             else "the recordings do not have two model sizes in the same mode"
         )
-        return missing(key, question, reason, _TWO_SIZES)
+        return missing(key, question, reason, _ask_two_sizes(profiles[0]))
     small, large, ordered = sized
     a, b = _traits(small), _traits(large)
     products = [f"{say_share(float(one['GEMM share'] or 0))}" for one in (a, b)]
     tiles = f", most common GEMM tile {a['GEMM tiles']} → {b['GEMM tiles']}"
-    idle = [say_share(float(one["idle"] or 0)) for one in (a, b)]
+    idle = [say_share(float(one["idle"])) for one in (a, b) if one["idle"] is not None]
+    idles = f"idle {idle[0]} → {idle[1]} of wall time, " if len(idle) == 2 else ""
     kernel = [say_time(float(one["kernel us"] or 0) * 1e3) for one in (a, b)]
     sentence = (
-        f"GEMMs {products[0]} → {products[1]} of {device_word(small)} time, idle {idle[0]} → {idle[1]} of wall time, "
+        f"GEMMs {products[0]} → {products[1]} of {device_word(small)} time, {idles}"
         f"mean kernel {kernel[0]} → {kernel[1]}" + (tiles if a["GEMM tiles"] and b["GEMM tiles"] else "")
     )
     sentence += f"; from {name_profile(small)} to {name_profile(large)}"
@@ -136,12 +150,12 @@ def _by_size(profiles: Sequence[Profile]) -> tuple[Profile, Profile, bool] | Non
 
 
 def _traits(profile: Profile) -> dict[str, Cell]:
-    kernels, steps = stepped(profile), profile.num_steps
+    kernels, steps = profile.kernels, profile.steps_in_window
     shares = _class_shares(kernels)
     return {
         "GEMM share": shares.get("GEMM", 0.0),
         "GEMM tiles": _tiles(kernels),
-        "idle": profile.idle_share,
+        "idle": None if profile.is_serialized else profile.idle_share,
         "kernel us": time_of(kernels) / max(1, kernels.height) / 1e3,
         "kernels per step": kernels.height / steps,
         "step ms": profile.step_ns / 1e6,
@@ -185,7 +199,7 @@ def _label(name: str) -> str:
 
 def _say_trait(name: str, value: Cell) -> Cell:
     if not isinstance(value, float | int):
-        return value if value is not None else ("–" if name == "GEMM tiles" else "under 1%")
+        return value if value is not None else ("–" if name in ("GEMM tiles", "idle") else "under 1%")
     match name:
         case "kernel us":
             return say_time(value * 1e3)

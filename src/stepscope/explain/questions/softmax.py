@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import polars as pl
 
-from stepscope.explain.questions.answers import Answer, in_phases, missing, share_by, time_of
+from stepscope.explain.questions.answers import Answer, in_phases, missing, share_by, stepped, time_of, why_unknown
 from stepscope.explain.questions.product_roles import SCORES, SOFTMAX, VALUES, Extent, extents, find_products
 from stepscope.explain.trace.profile import Profile, device_word
 from stepscope.findings import Cell, Column, Table
@@ -22,6 +22,8 @@ _QUESTION = "How expensive is softmax compared with the GEMMs of attention?"
 _SOFTMAX_OPS, _SOFTMAX_OPS_BY_HAND = 5, 3
 _BYTES = {"float": 4, "double": 8, "c10::BFloat16": 2, "c10::Half": 2, "fp32": 4, "tf32": 4, "bf16": 2, "fp16": 2}
 _RECORD = "stepscope profile --attention naive"
+# In a trace of the user's own code: PyTorch's attention in separate kernels.
+_RECORD_OWN = "with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH): train_step()"
 _CONVENTION = (
     f"FLOP: 2 per multiply-add over the full square, {_SOFTMAX_OPS} per element of softmax (maximum, subtract, "
     f"exponential, sum, divide); estimates by hand often use {_SOFTMAX_OPS_BY_HAND} (exponential, sum, divide)"
@@ -62,13 +64,15 @@ class _Attention:
 
 
 def softmax_against_products(profile: Profile) -> Answer:
+    if reason := why_unknown(profile, "forward"):
+        return missing(_KEY, _QUESTION, reason, _RECORD)
     found = _find(profile)
     if found is None:
         return _without_parts(profile)
     ratio = found.softmax_ns / max(1.0, found.products_ns)
     sentence = (
         f"Softmax takes {say_factor(ratio)} the time of the two GEMMs: {say_time(found.softmax_ns)} and "
-        f"{say_time(found.products_ns)} per step in forward"
+        f"{say_time(found.products_ns)} in forward, {profile.clock.say_per_step}"
     )
     if not found.product_flops or not found.elements:
         return Answer(
@@ -76,7 +80,7 @@ def softmax_against_products(profile: Profile) -> Answer:
             question=_QUESTION,
             figure=f"{say_factor(ratio)} the GEMM time",
             sentence=sentence + ". Shapes were not recorded, so FLOPs are unknown.",
-            evidence=_table(found),
+            evidence=_table(found, profile.clock.say_per_step),
             command="torch.profiler.profile(record_shapes=True)",
         )
     softmax_flops = _SOFTMAX_OPS * found.elements
@@ -90,7 +94,7 @@ def softmax_against_products(profile: Profile) -> Answer:
         question=_QUESTION,
         figure=f"{say_factor(ratio)} the time, 1/{found.product_flops / softmax_flops:.3g} of the FLOPs",
         sentence=sentence + ".",
-        evidence=_table(found),
+        evidence=_table(found, profile.clock.say_per_step),
     )
 
 
@@ -110,7 +114,7 @@ def _reason(profile: Profile, found: _Attention) -> str:
 
 def _find(profile: Profile) -> _Attention | None:
     """By the annotated parts of attention, or else by the sequence bmm, softmax, bmm."""
-    forward, steps = in_phases(profile, "forward"), profile.num_steps
+    forward, steps = stepped(profile).filter(pl.col("phase") == "forward"), profile.num_steps
     products = find_products(profile).filter((pl.col("phase") == "forward") & pl.col("role").is_in([SCORES, VALUES]))
     in_parts = forward.filter(pl.col("part").is_in([SCORES, SOFTMAX, VALUES]))
     softmax = in_parts.filter(pl.col("part") == SOFTMAX)
@@ -180,23 +184,27 @@ def _without_parts(profile: Profile) -> Answer:
     forward = in_phases(profile, "forward")
     fused = forward.filter(pl.col("class") == "attention")
     if fused.height:
-        per_step, share = time_of(fused) / profile.num_steps, time_of(fused) / max(1, time_of(forward))
+        per_step, share = time_of(fused) / profile.steps_in_window, time_of(fused) / max(1, time_of(forward))
         short = share_by(fused, "short")["short"][0]
         return Answer(
             key=_KEY,
             question=_QUESTION,
             figure=f"one kernel, {say_time(per_step)}",
             sentence=f"Softmax cannot be timed separately: attention is one fused kernel (`{short}`), "
-            f"{say_time(per_step)} per step and {say_share(share)} of forward.",
-            command=_RECORD,
+            f"{say_time(per_step)} {profile.clock.say_per_step} and {say_share(share)} of forward.",
+            command=_record(profile),
         )
     reason = f"no softmax runs between two batched GEMMs on the {device_word(profile)} in forward"
     if profile.recording.manifest.compiled:
         return missing(_KEY, _QUESTION, f"{reason}; the compiler fused it", f"{_RECORD} --compile no")
-    return missing(_KEY, _QUESTION, reason, _RECORD)
+    return missing(_KEY, _QUESTION, reason, _record(profile))
 
 
-def _table(found: _Attention) -> Table:
+def _record(profile: Profile) -> str:
+    return _RECORD if profile.recording.manifest.case is not None else _RECORD_OWN
+
+
+def _table(found: _Attention, say_per_step: str) -> Table:
     scores, values = (sum(one.flops for one in group) for group in (found.scores, found.values))
     rows: list[tuple[Cell, ...]] = [
         ("the two GEMMs", found.products_ns / 1e6, scores + values or None, None, found.product_intensity or None),
@@ -218,7 +226,7 @@ def _table(found: _Attention) -> Table:
         else []
     )
     return Table(
-        title="Attention in forward, per step",
+        title=f"Attention in forward, {say_per_step}",
         columns=(
             Column(key="part", label="part"),
             Column(key="per_step_ms", label="time", kind="ms"),

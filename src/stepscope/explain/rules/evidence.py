@@ -7,15 +7,15 @@ applies to all.
 
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Literal
 
 import numpy as np
 import polars as pl
 
-from stepscope.explain.rules.replay import Bools, Change, Floats, Replay
-from stepscope.explain.trace.accounting import account
+from stepscope.explain.ranks.collectives import CoveredTime
+from stepscope.explain.ranks.lateness import RankTimes
+from stepscope.explain.rules.replay import LONG_GAP_NS, Bools, Change, Floats, Ints, Replay
+from stepscope.explain.trace.attribution.nesting import innermost, look_up
 from stepscope.explain.trace.clock import Clock
-from stepscope.explain.trace.nesting import innermost, look_up
 from stepscope.explain.trace.profile import Profile
 from stepscope.explain.trace.roofline import operator_calls
 from stepscope.hardware import Hardware
@@ -38,20 +38,26 @@ _COPY_CALL = r"(?i)^(?:cuda|hip|cu)Memcpy"
 _LEAST_WAIT_NS = 10_000
 # The driver queues up to 1024 launches; after that, each launch waits for a kernel to end.
 _FULL_QUEUE = 500
+# What PyTorch's profiler records around compiled code.
+_COMPILED = (
+    r"^(?:autograd::engine::evaluate_function: )?CompiledFunction|^Torch-Compiled Region|^## Call CompiledFxGraph"
+)
 POINTWISE = ("elementwise", "copy", "reduction", "softmax", "norm", "random", "index", "loss")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gain:
-    """Savings per step: GPU time and step time."""
+    """What a change saves per step: GPU time and step time."""
 
     gpu_ns: float
     step_ns: float
+    change: Change
 
 
 @dataclass(frozen=True, kw_only=True)
 class StepEvidence:
     profile: Profile
+    rank_times: RankTimes | None = None  # of all ranks, if there are several
 
     @property
     def hardware(self) -> Hardware | None:
@@ -65,34 +71,45 @@ class StepEvidence:
     def is_builtin(self) -> bool:
         return self.case is not None and isinstance(self.case.workload.model, ModelShape)
 
-    @cached_property
-    def clock(self) -> Clock:
-        """The clock of the device and the steps that the rules use."""
-        times = pl.concat([frame.select("start_ns", "end_ns") for frame in (self.kernels, self._steps)])
-        first, last = times["start_ns"].min(), times["end_ns"].max()
-        assert isinstance(first, int)
-        assert isinstance(last, int)
-        return Clock(
-            steps=self._steps,
-            window=(first, last),
-            find_busy_ns=lambda: account(self.kernels, (first, last)).busy_ns,
-            plain_ns=self.profile.clock.plain_ns,
-        )
-
     @property
-    def num_steps(self) -> int:
-        return self.clock.num_steps
+    def clock(self) -> Clock:
+        """The clock of the whole recording, so that findings agree with its tables."""
+        return self.profile.clock
 
     @property
     def step_ns(self) -> float:
-        return max(1.0, self.clock.plain_step_ns)
+        return max(1.0, self.clock.step_ns)
 
     @property
     def idle_share(self) -> float:
-        return self.clock.idle_share_of(self.step_ns)
+        return self.clock.idle_share
 
     @cached_property
-    def _steps(self) -> pl.DataFrame:
+    def window(self) -> tuple[int, int]:
+        """From the first start to the last end of the kernels and steps that the rules use."""
+        times = pl.concat([frame.select("start_ns", "end_ns") for frame in (self.kernels, self.steps)])
+        first, last = times["start_ns"].min(), times["end_ns"].max()
+        assert isinstance(first, int)
+        assert isinstance(last, int)
+        return first, last
+
+    @cached_property
+    def num_steps(self) -> float:
+        """The number of steps to divide by. If the rules use some of the steps, these count as much as their share of
+        the kernel time, so that a total per step is that of the tables."""
+        if self.steps.height == self.profile.steps.height:
+            return self.clock.steps_in_window
+        time_ns = int(self._in_steps(self.profile.steps)["time_ns"].sum())
+        return self.clock.steps_in_window * int(self.kernels["time_ns"].sum()) / max(1, time_ns)
+
+    @property
+    def num_marked(self) -> int:
+        """The number of steps to divide by if something happens on the CPU, such as a wait."""
+        return max(1, self.steps["step"].n_unique())
+
+    @cached_property
+    def steps(self) -> pl.DataFrame:
+        """The steps that the rules use: all of them, or the first ones of a long recording."""
         steps = self.profile.steps
         if not steps.height or self._on_device.height <= MOST_REPLAYED:
             return steps
@@ -101,7 +118,8 @@ class StepEvidence:
     @cached_property
     def _on_device(self) -> pl.DataFrame:
         kernels = self.profile.kernels
-        busiest = kernels.group_by("process", "device").agg(pl.col("time_ns").sum()).sort("time_ns", descending=True)
+        times = kernels.group_by("process", "device").agg(pl.col("time_ns").sum())
+        busiest = times.sort("time_ns", "process", "device", descending=[True, False, False])
         chosen = busiest.head(1).select("process", "device")
         return kernels.join(chosen, on=["process", "device"], how="semi", nulls_equal=True)
 
@@ -110,13 +128,17 @@ class StepEvidence:
         """The kernels sorted by start, with `row` and the cost of their operator (flops and bytes, split among its
         kernels by time); `dtype` is the operator's if the name has none. Without warm-up steps and without kernels
         launched between steps; kernels launched before the window are included."""
+        kernels = self._with_costs(self._in_steps(self.steps))
+        return kernels.sort("start_ns", "end_ns", maintain_order=True).with_row_index("row")
+
+    def _in_steps(self, steps: pl.DataFrame) -> pl.DataFrame:
         kernels = self._on_device.filter(pl.col("phase").fill_null("") != "warm-up")
-        if self._steps.height:
-            kernels = kernels.filter(
-                pl.col("step").is_in(self._steps["step"].to_list())
-                | (pl.col("launch_ns").is_null() & (pl.col("start_ns") < self._steps["end_ns"].max()))
-            )
-        return self._with_costs(kernels).sort("start_ns", "end_ns", maintain_order=True).with_row_index("row")
+        if not steps.height:
+            return kernels
+        own = pl.col("step").is_in(steps["step"].to_list())
+        # If the CPU runs ahead, the device may still run kernels from before the window when the last step has ended.
+        ends = pl.concat([steps["end_ns"], kernels.filter(own)["end_ns"]])
+        return kernels.filter(own | (pl.col("launch_ns").is_null() & (pl.col("start_ns") < ends.max())))
 
     def _with_costs(self, kernels: pl.DataFrame) -> pl.DataFrame:
         calls = operator_calls(replace(self.profile, kernels=kernels)).select(
@@ -124,7 +146,7 @@ class StepEvidence:
         )
         share = pl.col("time_ns") / pl.col("call_ns").clip(1)
         return (
-            kernels.drop("bytes")
+            kernels.rename({"bytes": "moved_bytes"})  # by a copy or a collective
             .join(calls, on="op_row", how="left", maintain_order="left")
             .with_columns(
                 flops=pl.col("flops") * share,
@@ -138,23 +160,23 @@ class StepEvidence:
         """The CPU's waits for the device, sorted by end: `wait` (their row), start_ns, end_ns, op, phase, step, `kind`,
         and `last`: whether nothing more was launched in its step. The kind is `call` for a call that waits, and `queue`
         for a launch that waited for a free slot in the queue. Short calls do not count as waits."""
-        start, end = self.clock.window
-        ops = self.profile.ops.filter((pl.col("end_ns") > start) & (pl.col("start_ns") < end))
+        start, end = self.window
+        inside = (pl.col("end_ns") > start) & (pl.col("start_ns") < end)
+        ops = self.profile.ops.with_row_index("op_row").filter(inside)
         calls = self._waiting_calls()
-        op_row = innermost(ops, calls.select("process", "thread", ns="start_ns"))
-        calls = calls.select("start_ns", "end_ns").with_columns(
-            op=look_up(ops, "name", op_row), phase=look_up(ops, "phase", op_row), kind=pl.lit("call")
-        )
+        row = innermost(ops, calls.select("process", "thread", ns="start_ns"))
+        around = self.profile.attribute_ops(look_up(ops, "op_row", row))
+        calls = calls.select("start_ns", "end_ns", op=around["name"], phase=around["phase"], kind=pl.lit("call"))
         queued = self._queued_launches().with_columns(kind=pl.lit("queue"))
         waits = pl.concat([calls, queued], how="diagonal").sort("end_ns")
-        return _with_steps(waits, self._steps, self.kernels).with_row_index("wait")
+        return _with_steps(waits, self.steps, self.kernels).with_row_index("wait")
 
     def _waiting_calls(self) -> pl.DataFrame:
         process = self.kernels["process"].drop_nulls().unique().to_list()
         copies = self._on_device.filter(pl.col("name").str.contains(r"(?i)DtoH|Pageable"))
         is_copy = pl.col("correlation").is_in(copies["correlation"].to_list()) | ~pl.col("name").str.contains("Async")
         blocking = pl.col("name").str.contains(_SYNCHRONISE) | (pl.col("name").str.contains(_COPY_CALL) & is_copy)
-        start, end = self.clock.window
+        start, end = self.window
         lasting = pl.col("end_ns") - pl.col("start_ns") >= _LEAST_WAIT_NS
         inside = (pl.col("end_ns") > start) & (pl.col("start_ns") < end)
         ours = pl.col("process").is_in(process) | pl.lit(not process)
@@ -176,31 +198,69 @@ class StepEvidence:
 
     @cached_property
     def replay(self) -> Replay:
-        return Replay(kernels=self.kernels, waits=self.waits, begin_ns=self.clock.window[0])
+        return Replay(kernels=self.kernels, waits=self.waits, begin_ns=self.window[0])
 
     @cached_property
     def host_scale(self) -> float:
-        plain_ns = self.clock.plain_ns
-        return 1.0 if plain_ns is None else self.replay.calibrate(plain_ns * self.num_steps)
+        if self.clock.kind == "profiled":
+            return 1.0
+        return self.replay.calibrate(self.clock.step_ns * self.num_steps)
 
     @cached_property
     def replayed_ns(self) -> float:
         return self.replay.run(self.replay.unchanged(), host_scale=self.host_scale)
 
-    def gain(self, change: Change) -> Gain:
-        """Return what a change of the whole recording saves per step."""
-        before = self.replay.unchanged()
-        gpu = float((before.duration_ns - np.where(change.removed, 0.0, change.duration_ns)).sum()) / self.num_steps
-        after = self.replay.run(change, host_scale=self.host_scale)
-        step = max(0.0, (self.replayed_ns - after) / self.num_steps)
-        return Gain(gpu_ns=gpu, step_ns=min(step, self.step_ns))
+    @cached_property
+    def idle_before(self) -> Ints:
+        """How long the GPU was idle before each kernel, inside steps."""
+        idle, starts = self.replay.idle_before, self.replay.start
+        if not self.steps.height:
+            return idle
+        return CoveredTime(self.steps).between(starts - idle, starts).astype(np.int64)
 
-    def gain_without(self, waits: pl.DataFrame, removed: pl.DataFrame | None = None) -> Gain | None:
-        """Return the gain without these waits and with `removed` kernels taking no time, None if it is too small."""
+    @cached_property
+    def is_stall(self) -> Bools:
+        """The kernels before which the GPU was idle for long, waiting for a late launch."""
+        result: Bools = self.replay.starved & (self.idle_before > LONG_GAP_NS)
+        return result
+
+    def idle_ns(self, before: Bools) -> float:
+        """Return the idle time per step before these kernels, by the clock."""
+        return float(self.idle_before[before].sum()) / self.num_steps * self.idle_scale
+
+    @cached_property
+    def idle_scale(self) -> float:
+        """The clock's idle time as a share of the recorded one: a profiler lengthens idle time."""
+        after = max(0, self.window[1] - int(self.replay.end.max()))
+        recorded_ns = (float(self.replay.idle_before.sum()) + after) / self.num_steps
+        return min(1.0, self.clock.idle_ns / max(1.0, recorded_ns))
+
+    def gain(self, change: Change) -> Gain:
+        """Return what a change saves per step: at most the GPU time that it saves, and the idle time that the launches
+        it concerns cause by being late. A faster CPU also reaches its stalls and waits earlier, and other launches, but
+        those are not what the change is about."""
+        gpu = float((self.durations - change.time_ns).sum()) / self.num_steps
+        after = self.replay.run(change, host_scale=self.host_scale)
+        step = (self.replayed_ns - after) / self.num_steps
+        waited = bool(change.skipped_waits)
+        step = min(step, gpu + (self.clock.idle_ns if waited else self.idle_ns(self._is_concerned(change))))
+        return Gain(gpu_ns=gpu, step_ns=min(max(0.0, step), self.step_ns), change=change)
+
+    def _is_concerned(self, change: Change) -> Bools:
+        """Return which kernels started late because of a launch that a change makes cheaper, or because of the launch
+        after it. A stall counts only if the change is about the CPU time of the stall itself."""
+        cheaper = (change.host_share < 1) | change.removed
+        order = np.argsort(self.replay.launch, kind="stable")
+        follows = np.zeros_like(cheaper)
+        follows[order[1:]] = cheaper[order[:-1]]
+        shorter_stall = self.is_stall & (change.host_share < 1) & ~change.removed
+        result: Bools = self.replay.starved & np.where(self.is_stall, shorter_stall, cheaper | follows)
+        return result
+
+    def gain_without(self, waits: pl.DataFrame) -> Gain | None:
+        """Return the gain without these waits, None if it is too small."""
         change = self.replay.unchanged()
         change.skipped_waits = set(waits["wait"].to_list())
-        if removed is not None:
-            change.duration_ns[removed["row"].to_numpy()] = 0.0
         gain = self.gain(change)
         return gain if gain.step_ns >= WORTH_SAYING * self.step_ns else None
 
@@ -214,11 +274,12 @@ class StepEvidence:
         """Return the gain if kernels take `new_ns` (by row), `removed` ones disappear together with their CPU time, and
         `host_share` of the CPU time of the others remains."""
         change = self.replay.unchanged()
-        change.duration_ns = np.minimum(new_ns, change.duration_ns)
+        change.time_ns = np.minimum(new_ns, change.time_ns)
         if host_share is not None:
             change.host_share = host_share
         if removed is not None:
             change.removed = removed
+            change.time_ns[removed] = 0.0
             change.host_share[removed] = 0.0
         return self.gain(change)
 
@@ -227,11 +288,13 @@ class StepEvidence:
         kernel, at the position of the group's first or, with `after_all`, last kernel. `host_share` of the CPU time
         remains."""
         change = self.replay.unchanged()
-        keep: Literal["first", "last"] = "last" if after_all else "first"
-        kept = groups.sort("row").unique("group", keep=keep, maintain_order=True)
-        change.removed[groups["row"].to_numpy()] = True
-        change.removed[kept["row"].to_numpy()] = False
-        change.duration_ns[kept["row"].to_numpy()] = kept["fused_ns"].to_numpy()
+        position = pl.col("row").max() if after_all else pl.col("row").min()
+        members = groups.select("row", carrier=position.over("group"))
+        rows, carriers = (members[name].to_numpy().astype(np.int64) for name in ("row", "carrier"))
+        change.carrier[rows] = carriers
+        change.removed[rows] = rows != carriers
+        total = np.bincount(carriers, weights=change.time_ns[rows], minlength=len(change.time_ns))[carriers]
+        change.time_ns[rows] *= groups["fused_ns"].to_numpy() / np.maximum(1.0, total)
         change.host_share = host_share
         return self.gain(change)
 
@@ -240,8 +303,33 @@ class StepEvidence:
         """The share of CPU time before each launch that remains after compiling. The optimizer is not compiled with the
         model, and long stalls are not launch overhead."""
         phase = self.kernels["phase"].fill_null("")
-        share = COMPILED_TRAINING_HOST_SHARE if (phase == "backward").any() else COMPILED_INFERENCE_HOST_SHARE
-        return np.where((phase == "optimizer").to_numpy() | ~self.replay.is_launching, 1.0, share)
+        share = COMPILED_TRAINING_HOST_SHARE if self.has_backward else COMPILED_INFERENCE_HOST_SHARE
+        kept = (phase == "optimizer").to_numpy() | ~self.replay.is_launching | self.is_stall
+        return np.where(kept, 1.0, share)
+
+    @cached_property
+    def has_backward(self) -> bool:
+        return bool((self.profile.kernels["phase"] == "backward").any())
+
+    @cached_property
+    def is_compiled(self) -> bool:
+        """Whether `torch.compile` made some of the code that ran, by the case, by its kernels or by its operators."""
+        recording = self.profile.recording
+        if recording.manifest.compiled or (self.case is not None and self.case.workload.compile):
+            return True
+        named = any(frame["name"].str.contains(_COMPILED).any() for frame in (recording.ops, recording.ranges))
+        return named or bool(self.profile.kernels["is_fused"].any())
+
+    @cached_property
+    def uses_graphs(self) -> bool:
+        """Whether CUDA graphs launched some of the kernels."""
+        return bool((self.profile.kernels["launched"] == "graph").any())
+
+    def share_outside(self, ranges: pl.DataFrame) -> Floats:
+        """Return the share of the CPU time before each launch outside `ranges` (start_ns, end_ns)."""
+        since, launch = self.replay.cpu_since, self.replay.launch
+        result: Floats = 1 - CoveredTime(ranges).between(since, launch) / np.maximum(1, launch - since)
+        return result
 
     def per_step(self, kernels: pl.DataFrame) -> float:
         """Return the time of these kernels per step."""
@@ -271,9 +359,11 @@ def _with_steps(waits: pl.DataFrame, steps: pl.DataFrame, kernels: pl.DataFrame)
 
 def ms(time_ns: float) -> str:
     """Return a readable time: `12.3 ms`, `45 µs`."""
+    if time_ns >= 999.5e6:
+        return f"{time_ns / 1e6:,.0f} ms"
     return f"{time_ns / 1e6:.3g} ms" if time_ns >= 1e5 else f"{time_ns / 1e3:.3g} µs"
 
 
 def often(count: float) -> str:
     """Return how often something happens: `once`, `2.5 times`."""
-    return "once" if count == 1 else f"{count:,.3g} times"
+    return "once" if count == 1 else f"{count:,.0f} times" if count >= 1000 else f"{count:.3g} times"

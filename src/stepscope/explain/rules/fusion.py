@@ -1,13 +1,14 @@
 """Rules about many small kernels that could be few."""
 
+from dataclasses import replace
 from typing import get_args
 
 import numpy as np
 import polars as pl
 
 from stepscope.cost import ADAM_BYTES, SGD_BYTES
-from stepscope.explain.rules.evidence import BANDWIDTH_SHARE, POINTWISE, StepEvidence, ms
-from stepscope.explain.rules.rule import Hit, Rule, compile_model, count_per_step, settle, workload_of
+from stepscope.explain.rules.evidence import BANDWIDTH_SHARE, POINTWISE, Gain, StepEvidence, ms
+from stepscope.explain.rules.rule import COMPILE, Hit, Rule, compile_model, count_per_step, settle, workload_of
 from stepscope.recording.store import Manifest
 from stepscope.spec import Optimizer
 from stepscope.units import say_percent
@@ -28,18 +29,23 @@ _ADAM = r"(?i)adam|addcdiv|addcmul"
 # Adam8bit do not.
 _ADAM_NAMES = ("adam", "adamw", "adamw-torch", "adamw-fused", "fusedadam", "fusedadamw")
 _MANY_TENSORS = r"(?i)foreach|multi_tensor"
-_FUSED = r"(?i)fused_?adam|FusedAdam|fused_?sgd|FusedSgd|fused_adagrad"
+# One kernel for all tensors: PyTorch's (`fused=True`), Apex's and DeepSpeed's (`AdamFunctor`), bitsandbytes'.
+_FUSED = r"(?i)fused_?(?:adam|sgd|adagrad|lamb)|(?:adam|sgd|lamb|adagrad|novograd)\w*functor|koptimizer(?:32|8|static)"
+# Optimizers that have the argument `fused`.
+_HAS_FUSED = r"^(?:Adam|AdamW|SGD|Adagrad)$"
+_OPTIMIZER_STEP = r"^Optimizer\.step#(\w+)\."
 
 
 def find_chains(evidence: StepEvidence) -> Hit | None:
-    compiled = evidence.profile.recording.manifest.compiled or bool(evidence.kernels["is_fused"].any())
     chains = _chains(evidence.kernels)
-    if compiled or not chains.height:
+    if evidence.is_compiled or not chains.height:
         return None
     longest, total = pl.col("time_ns").max(), pl.col("time_ns").sum()
     least = pl.when(pl.col("module").first().is_null()).then(LEAST_OF_ROW).otherwise(LEAST_OF_CHAIN) * total
     fused = chains.with_columns(fused_ns=pl.max_horizontal(longest, least).over("group"))
-    gain = evidence.merged(fused, host_share=evidence.compiled_host_share)
+    # The CPU time of these launches only: SS001 is about all of them.
+    in_chain = evidence.mark(fused)
+    gain = evidence.merged(fused, host_share=np.where(in_chain, evidence.compiled_host_share, 1.0))
     where = _name_costliest(fused)
     kernels = count_per_step(evidence, fused.height, "small kernel")
     chains_per_step = fused["group"].n_unique() / evidence.num_steps
@@ -76,7 +82,7 @@ def _name_costliest(chains: pl.DataFrame) -> str:
         .str.replace(r"^.*\.(\w*\.\w+)$", "$1")
     )
     by_kind = chains.filter(pl.col("module").is_not_null()).group_by(kind.alias("kind"), "phase")
-    named = by_kind.agg(pl.col("time_ns").sum()).sort("time_ns", descending=True)
+    named = by_kind.agg(pl.col("time_ns").sum()).sort("time_ns", "kind", "phase", descending=[True, False, False])
     if not named.height:
         return ""
     share = named["time_ns"][0] / max(1, chains["time_ns"].sum())
@@ -92,8 +98,9 @@ def _is_cast() -> pl.Expr:
 
 
 def _copies(evidence: StepEvidence) -> pl.DataFrame:
-    """Return the copies that the program asked for. Without operators, these are PyTorch's own copy kernels."""
-    asked = pl.when(pl.col("op").is_null()).then(pl.col("library") == "ATen").otherwise(pl.col("op").is_in(_COPIES))
+    """Return the copies that the program asked for and that run as PyTorch's own kernels: a compiler can fuse these,
+    unlike those of a hand-written extension."""
+    asked = (pl.col("library") == "ATen") & pl.col("op").is_in(_COPIES).fill_null(value=True)
     outside = pl.col("phase").fill_null("") != "optimizer"
     copies = (pl.col("class") == "copy") & ~pl.col("is_fused") & (pl.col("kind") == "kernel") & outside & asked
     return evidence.kernels.filter(copies).with_columns(cast=_is_cast())
@@ -104,13 +111,27 @@ def find_layout_copies(evidence: StepEvidence) -> Hit | None:
     time = evidence.per_step(copies)
     if time < LEAST_LAYOUT_SHARE * evidence.step_ns:
         return None
-    gain = evidence.gain_of(evidence.durations, evidence.mark(copies))
+    gain = _fused_away(evidence, copies)
     backward = evidence.per_step(copies.filter(pl.col("phase") == "backward")) / time
     count = count_per_step(evidence, copies.height, "copy", "copies")
     text = f"the copies take {ms(time)} of GPU time"
     if copies["phase"].is_not_null().all():
         text += f", {say_percent(backward)} of it in backward"
-    return settle(evidence, gain, text, title=f"Layout changes: {count}")
+    return _unless_compiled(evidence, settle(evidence, gain, text, title=f"Layout changes: {count}"))
+
+
+def _fused_away(evidence: StepEvidence, copies: pl.DataFrame) -> Gain:
+    """Return the gain if compiled code does without these kernels."""
+    change = evidence.replay.unchanged()
+    change.removed = evidence.mark(copies)
+    change.time_ns[change.removed] = 0.0
+    change.host_share = np.where(change.removed, evidence.compiled_host_share, 1.0)
+    return evidence.gain(change)
+
+
+def _unless_compiled(evidence: StepEvidence, hit: Hit | None) -> Hit | None:
+    """Return the hit, as a remark if the model is compiled already."""
+    return replace(hit, action="", paste="") if hit is not None and evidence.is_compiled else hit
 
 
 def find_casts(evidence: StepEvidence) -> Hit | None:
@@ -118,7 +139,7 @@ def find_casts(evidence: StepEvidence) -> Hit | None:
     if not casts.height:
         return None
     time = evidence.per_step(casts)
-    gain = evidence.gain_of(evidence.durations, evidence.mark(casts))
+    gain = _fused_away(evidence, casts)
     two_sizes = pl.col("shapes").str.replace_all(" ", "").str.contains(r"^\[\[\d+,\d+\],")
     to_half = pl.col("dtypes").str.contains(r'^\[\s*"c10::(?:BFloat16|Half)",\s*"float"')
     weights = casts.filter((pl.col("phase") == "forward") & two_sizes & to_half)
@@ -126,7 +147,7 @@ def find_casts(evidence: StepEvidence) -> Hit | None:
     text = f"the casts take {ms(time)} of GPU time"
     if weights.height:
         text += f"; {ms(evidence.per_step(weights))} of it casts the weights again in every step"
-    return settle(evidence, gain, text, title=f"Dtype conversions: {count}")
+    return _unless_compiled(evidence, settle(evidence, gain, text, title=f"Dtype conversions: {count}"))
 
 
 def find_unfused_optimizer(evidence: StepEvidence) -> Hit | None:
@@ -136,7 +157,7 @@ def find_unfused_optimizer(evidence: StepEvidence) -> Hit | None:
         & (pl.col("kind") == "kernel")
         & ~pl.col("is_fused")
     )
-    if not update.height or update["name"].str.contains(_FUSED).any() or update["op"].str.contains(_FUSED).any():
+    if not update.height or _is_fused(update) or not _has_fused(evidence):
         return None
     fused = _fused_update_ns(evidence, update)
     if fused is None:
@@ -151,6 +172,16 @@ def find_unfused_optimizer(evidence: StepEvidence) -> Hit | None:
     count = count_per_step(evidence, update.height, "kernel")
     text = f"the update takes {ms(time)} of GPU time; one pass over the weights would take {ms(min(fused, time))}"
     return settle(evidence, gain, text, title=f"Optimizer launches {count}")
+
+
+def _is_fused(update: pl.DataFrame) -> bool:
+    return bool(update["name"].str.contains(_FUSED).any() or update["op"].str.contains(_FUSED).any())
+
+
+def _has_fused(evidence: StepEvidence) -> bool:
+    """Whether the optimizer has the argument `fused`, as far as PyTorch's profiler recorded its class."""
+    named = evidence.profile.recording.ranges["name"].str.extract(_OPTIMIZER_STEP).drop_nulls()
+    return not named.len() or bool(named.str.contains(_HAS_FUSED).any())
 
 
 def _fused_update_ns(evidence: StepEvidence, update: pl.DataFrame) -> float | None:
@@ -190,12 +221,12 @@ RULES = (
         seen="""Two or more such kernels in a row on one stream, in the same module and phase, outside the optimizer and
             not generated by a compiler.""",
         saving="""A fused chain is assumed to take as long as its longest kernel, and at least a fifth of the chain (a
-            third if modules are unknown), because it still reads its inputs and writes its result. The replay uses the
-            CPU time of SS001, so the two give the same estimates and errors for CPU-bound steps. For GPU-bound steps
-            the estimate was not checked. Overlaps with SS001, SS004, SS006 and SS008.""",
+            third if modules are unknown), because it still reads its inputs and writes its result. The launches of the
+            chains cost as much CPU time as in SS001; the other launches, which compiling makes cheaper as well, are
+            counted there. For GPU-bound steps the estimate was not checked.""",
         builtin="--compile",
         own=(
-            "model = torch.compile(model)",
+            COMPILE,
             "# or use a fused layer: torch.nn.RMSNorm, F.scaled_dot_product_attention, a Liger kernel",
         ),
         change=compile_model,
@@ -207,14 +238,14 @@ RULES = (
         check=find_layout_copies,
         meaning="""A transposed, permuted or expanded tensor is copied to make it contiguous. The usual causes are
             view(), reshape() and contiguous(), or a gradient that arrives in another layout.""",
-        seen="Copies on the device that keep the dtype and take at least 2% of the step.",
+        seen="PyTorch's own copy kernels that keep the dtype and take at least 2% of the step.",
         saving="All of their time. This is an upper bound: the next operation then reads the tensor with strides.",
         builtin="--compile, which fuses the copies into neighboring kernels",
         own=(
             "q, k, v = qkv.unbind(2)  # choose the layout that the next operation reads",
             "model = model.to(memory_format=torch.channels_last)  # for convolutions",
         ),
-        paste="model = torch.compile(model)  # fuses copies into neighboring kernels",
+        paste=COMPILE,
         change=compile_model,
     ),
     Rule(
@@ -225,7 +256,8 @@ RULES = (
         meaning="""AdamW needs 28 bytes per parameter: it reads the weight, the gradient and two averages, and writes
             all but the gradient. As separate operations it moves about 80 bytes per parameter, in thousands of
             launches.""",
-        seen="Elementwise or foreach kernels in the optimizer phase, none of them fused.",
+        seen="""Elementwise or foreach kernels in the optimizer phase, none of them a fused update (of PyTorch, Apex,
+            DeepSpeed or bitsandbytes), and an optimizer that has the argument `fused`, if its class was recorded.""",
         saving="""The optimizer's time minus 28 bytes per parameter (12 for SGD) at 89% of the bandwidth. If the number
             of parameters is unknown and the operations are Adam's, 65% of its time. In the replay, separate kernels
             cost the CPU eight times as much as a fused one, and foreach kernels the same. In one check the estimate was
@@ -246,12 +278,12 @@ RULES = (
         check=find_casts,
         meaning="""Under autocast, weights are cast to 16 bits again in every step, and activations wherever a 32-bit
             operation meets a 16-bit one.""",
-        seen="Copies on the device whose source and target have different dtypes.",
+        seen="PyTorch's own copy kernels whose source and target have different dtypes.",
         saving="""All of their time. Compiling fuses the casts of activations. The casts of weights disappear only if
             the weights are kept in 16 bits, with a 32-bit copy in the optimizer.""",
         builtin="--compile",
         own=(
-            "model = torch.compile(model)  # fuses casts into neighboring kernels",
+            COMPILE,
             "model = model.to(torch.bfloat16)  # with an optimizer that keeps fp32 weights",
         ),
         change=compile_model,

@@ -1,140 +1,116 @@
 """Rules about the CPU: the GPU waits for it, or it waits for the GPU."""
 
+import re
+from dataclasses import replace
+
 import numpy as np
 import polars as pl
 
-from stepscope.explain.rules.evidence import WORTH_SAYING, Gain, StepEvidence, ms, often
-from stepscope.explain.rules.replay import LONG_GAP_NS, Bools, Ints
-from stepscope.explain.rules.rule import Hit, Rule, compile_model, count_per_step, grow_batch, settle, workload_of
+from stepscope.explain.ranks.collectives import CoveredTime
+from stepscope.explain.rules.evidence import StepEvidence, ms, often
+from stepscope.explain.rules.loading import find_loading, is_input_copy
+from stepscope.explain.rules.remarks import find_captures
+from stepscope.explain.rules.replay import LONG_GAP_NS, Bools
+from stepscope.explain.rules.rule import (
+    COMPILE,
+    GROW_BATCH,
+    THROUGHPUT,
+    USE_GRAPHS,
+    Hit,
+    Rule,
+    compile_model,
+    grow_batch,
+    settle,
+    workload_of,
+)
 from stepscope.explain.trace.profile import Profile
 from stepscope.findings import Copyable
 from stepscope.recording.store import Manifest
 from stepscope.units import say_percent
 
 LEAST_IDLE = 0.03
-_INPUT = r"(?i)enumerate\(DataLoader\)|\bdata ?load(?:er|ing)?\b|\bnext_batch\b|^phase:input$"
-_PAGEABLE = r"(?i)HtoD.*Pageable|Pageable.*(?:-> ?Device|to device)"
-
-
-def _gaps(evidence: StepEvidence) -> Ints:
-    """Return how long the GPU was idle before each kernel; for the first kernel of a step, since the step began."""
-    replay = evidence.replay
-    since = replay.ready
-    if evidence.clock.steps.height:
-        place = np.searchsorted(evidence.clock.steps["start_ns"].to_numpy(), replay.start, side="right") - 1
-        begun = np.where(place >= 0, evidence.clock.steps["start_ns"].to_numpy()[place], replay.start)
-        since = np.maximum(since, np.minimum(begun, replay.start))
-    return replay.start - since
-
-
-def _is_long(evidence: StepEvidence) -> Bools:
-    result: Bools = evidence.replay.starved & (_gaps(evidence) > LONG_GAP_NS)
-    return result
+# The share of the CPU time of compiled code that is left if CUDA graphs launch it: an assumption.
+GRAPH_HOST_SHARE = 0.1
 
 
 def _opens_step(evidence: StepEvidence) -> Bools:
-    step = evidence.kernels["step"].to_numpy()
-    return np.concatenate(([True], step[1:] != step[:-1]))
+    step = evidence.kernels["step"]
+    opens: Bools = step.ne_missing(step.shift()).to_numpy().copy()
+    opens[:1] = True
+    return opens
 
 
 def find_launch_bound(evidence: StepEvidence) -> Hit | None:
-    updates = (evidence.kernels["phase"].fill_null("") == "optimizer").to_numpy()
-    short = evidence.replay.is_launching & ~_is_long(evidence) & ~_opens_step(evidence) & ~updates
+    share = evidence.compiled_host_share
+    if evidence.is_compiled:
+        share = np.where(share < 1, GRAPH_HOST_SHARE, 1.0)
     change = evidence.replay.unchanged()
-    change.host_share[short] = evidence.compiled_host_share[short]
-    # A faster CPU would also reach its long stalls earlier; SS019 covers those.
-    lost = float(_gaps(evidence)[evidence.replay.starved & short].sum()) / evidence.num_steps
-    saving = min(lost, evidence.gain(change).step_ns)
-    if saving < LEAST_IDLE * evidence.step_ns:
+    change.host_share = np.where(_opens_step(evidence), 1.0, share)
+    late = evidence.replay.starved & (change.host_share < 1)
+    gain = evidence.gain(change)
+    if gain.step_ns < LEAST_IDLE * evidence.step_ns:
         return None
-    count = evidence.kernels.height / evidence.num_steps
-    starved = int((evidence.replay.starved & short).sum()) / evidence.num_steps
-    each = evidence.clock.busy_step_ns / max(1.0, count)
-    title = f"Launch-bound: the GPU is idle {say_percent(evidence.idle_share)} of the step"
+    clock, count = evidence.clock, evidence.kernels.height / evidence.num_steps
+    each = clock.busy_ns / max(1.0, count)
+    title = f"Launch-bound: the GPU is idle {say_percent(evidence.idle_share)} {clock.say_of_step}"
     text = (
-        f"{starved:,.0f} of {count:,.0f} kernels per step start late because the CPU launched them late; a kernel "
-        f"runs for {ms(each)} on average"
+        f"{int(late.sum()) / evidence.num_steps:,.0f} of {count:,.0f} kernels start late because the CPU launched "
+        f"them late; a kernel runs for {ms(each)} on average"
     )
-    return Hit(title=title, evidence=text, saving_ns=saving)
+    action, paste = _launch_less(evidence)
+    return Hit(
+        title=title,
+        evidence=text,
+        saving_ns=gain.step_ns,
+        gain=gain,
+        about_ns=evidence.idle_ns(late),
+        action=action,
+        paste=paste,
+    )
+
+
+def _launch_less(evidence: StepEvidence) -> tuple[str, str]:
+    """Return what to do that the run does not do yet."""
+    if evidence.uses_graphs:
+        return f"Increase the batch size, {THROUGHPUT}", GROW_BATCH
+    if evidence.is_compiled:
+        return "Launch the compiled code with CUDA graphs", USE_GRAPHS
+    return "Compile the model", COMPILE
 
 
 def find_synchronisation(evidence: StepEvidence) -> Hit | None:
     waits = evidence.waits.filter((pl.col("kind") == "call") & ~pl.col("last") & pl.col("step").is_not_null())
-    waits = waits.filter(~_is_input_copy(evidence, waits))
+    waits = waits.filter(~is_input_copy(evidence, waits))
     gain = evidence.gain_without(waits) if waits.height else None
     if gain is None:
         return None
-    waited = float((waits["end_ns"] - waits["start_ns"]).sum()) / evidence.num_steps
+    waited = float((waits["end_ns"] - waits["start_ns"]).sum()) / evidence.num_marked
     by_op = waits.filter(pl.col("op").is_not_null())["op"].unique().sort().to_list()
     inside = f" in {', '.join(by_op[:3])}" if by_op else ""
     phases = waits["phase"].drop_nulls().unique().sort().to_list()
     where = f" ({', '.join(phases)})" if phases else ""
-    title = f"CPU waits for the GPU {often(waits.height / evidence.num_steps)} per step"
+    per_step = evidence.clock.say_per_step
+    title = f"CPU waits for the GPU {often(waits.height / evidence.num_marked)} {per_step}"
     text = (
-        f"the CPU waits for {ms(waited)} per step{inside}{where}; after each wait the GPU is idle until the next "
+        f"the CPU waits for {ms(waited)} {per_step}{inside}{where}; after each wait the GPU is idle until the next "
         "launch arrives"
     )
-    return Hit(title=title, evidence=text, saving_ns=gain.step_ns)
+    action, paste = _wait_less(by_op, trains=evidence.has_backward)
+    return Hit(title=title, evidence=text, saving_ns=gain.step_ns, gain=gain, action=action, paste=paste)
 
 
-def _is_input_copy(evidence: StepEvidence, waits: pl.DataFrame) -> pl.Series:
-    """Return which waits are copies from pageable memory to the GPU."""
-    copies = evidence.kernels.filter(pl.col("name").str.contains(_PAGEABLE))
-    return waits["start_ns"].is_in(copies["launch_ns"].drop_nulls().to_list())
-
-
-def find_input_stalls(evidence: StepEvidence) -> Hit | None:
-    recording = evidence.profile.recording
-    begin, stop = evidence.clock.window
-    inside = (pl.col("end_ns") > begin) & (pl.col("start_ns") < stop)
-    loading = pl.concat(
-        [
-            frame.filter(inside).filter(pl.col("name").str.contains(_INPUT)).select("start_ns", "end_ns")
-            for frame in (recording.ranges, recording.ops)
-        ]
-    ).sort("start_ns")
-    if not loading.height:
-        return None
-    end = np.maximum.accumulate(evidence.replay.end)
-    idle = list(zip(end[:-1].tolist(), evidence.replay.start[1:].tolist(), strict=True))
-    idle = [(begin, int(evidence.replay.start[0])), *(gap for gap in idle if gap[1] > gap[0]), (int(end[-1]), stop)]
-    stalled = _overlap(idle, list(loading.iter_rows())) / evidence.num_steps
-    if stalled < WORTH_SAYING * evidence.step_ns:
-        return None
-    text = f"the GPU is idle for {ms(stalled)} per step while the CPU loads the next batch"
-    return Hit(title=f"GPU waits {ms(stalled)} per step for input", evidence=text, saving_ns=stalled)
-
-
-def _overlap(idle: list[tuple[int, int]], loading: list[tuple[int, int]]) -> float:
-    """Return the time that is in both. Nested ranges count once."""
-    total, place, done = 0, 0, 0
-    for start, end in loading:
-        start = max(start, done)
-        done = max(done, end)
-        while place < len(idle) and idle[place][1] <= start:
-            place += 1
-        at = place
-        while at < len(idle) and idle[at][0] < end:
-            total += max(0, min(end, idle[at][1]) - max(start, idle[at][0]))
-            at += 1
-    return float(total)
-
-
-def find_pageable_copies(evidence: StepEvidence) -> Hit | None:
-    copies = evidence.kernels.filter(pl.col("name").str.contains(_PAGEABLE))
-    waits = evidence.waits.filter(_is_input_copy(evidence, evidence.waits))
-    gain = evidence.gain_without(waits, removed=copies) if copies.height else None
-    if gain is None:
-        return None
-    count = count_per_step(evidence, copies.height, "copy", "copies")
-    text = f"the copies take {ms(evidence.per_step(copies))} on the GPU and block the CPU meanwhile"
-    return Hit(title=f"Copies to the GPU use pageable memory: {count}", evidence=text, saving_ns=gain.step_ns)
+def _wait_less(ops: list[str], *, trains: bool) -> tuple[str, str]:
+    """Return what to do about waits in these operators."""
+    known = [advice for pattern, advice in _ADVICE.items() if any(re.search(pattern, op) for op in ops)]
+    if not known:
+        return "Find out what waits, and keep its values on the GPU", _FIND_WAITS
+    return known[0][0], "\n".join(dict.fromkeys(paste[trains] for _, paste in known))
 
 
 def find_step_end_wait(evidence: StepEvidence) -> Hit | None:
     waits = evidence.waits.filter((pl.col("kind") == "call") & pl.col("last") & pl.col("step").is_not_null())
     # The last step has no next one to delay.
-    steps = evidence.clock.steps["step"]
+    steps = evidence.steps["step"]
     waits = waits.filter(pl.col("step") < steps.max()) if steps.len() else waits.head(0)
     gain = evidence.gain_without(waits) if waits.height else None
     if gain is None:
@@ -142,29 +118,67 @@ def find_step_end_wait(evidence: StepEvidence) -> Hit | None:
     by_op = waits["op"].drop_nulls().unique().sort().to_list()
     inside = f" in {by_op[0]}" if by_op else ""
     text = f"the CPU waits for the GPU{inside} at the end of a step, so the next step starts with an empty launch queue"
-    return Hit(evidence=text, saving_ns=gain.step_ns)
+    hit = Hit(evidence=text, saving_ns=gain.step_ns, gain=gain)
+    if evidence.has_backward:
+        return hit
+    action = "Start the next batch before reading the results of this one"
+    return replace(hit, action=action, paste=_READ_LATER)
 
 
 def find_host_absence(evidence: StepEvidence) -> Hit | None:
-    away = _is_long(evidence)
+    """Stalls that SS012 (loading), SS002 and SS018 (waiting) and SS025 (captures) do not explain."""
+    calls = evidence.waits.filter(pl.col("kind") == "call").select("start_ns", "end_ns")
+    explained = pl.concat([find_loading(evidence).select("start_ns", "end_ns"), calls, find_captures(evidence)])
+    until, idle = evidence.replay.start, evidence.idle_before
+    gaps = idle - CoveredTime(explained).between(until - idle, until)
+    away: Bools = evidence.is_stall & (gaps > LONG_GAP_NS)
     if not away.any():
         return None
     change = evidence.replay.unchanged()
-    change.host_share[away] = 0.0
-    lost = float(_gaps(evidence)[away].sum()) / evidence.num_steps
-    gain = min(lost, evidence.gain(change).step_ns)
-    gaps = _gaps(evidence)[away]
+    change.host_share[away] = 1 - evidence.share_outside(explained)[away]
+    gain = evidence.gain(change)
+    gaps = gaps[away]
     row = int(np.flatnonzero(away)[gaps.argmax()])
     place = evidence.kernels.row(row, named=True)
     before = f" before {place['op']}" if place["op"] else ""
     phase = f" in {place['phase']}" if place["phase"] else ""
     start = ", at the start of a step" if _opens_step(evidence)[row] else ""
-    count = often(float(away.sum()) / evidence.num_steps)
+    count = often(float(away.sum()) / evidence.num_marked)
     text = (
-        f"{count} per step the CPU launches nothing for over {ms(LONG_GAP_NS)}; the longest stall is "
-        f"{ms(float(gaps.max()))}{before}{phase}{start}"
+        f"{count} {evidence.clock.say_per_step} the CPU launches nothing for over {ms(LONG_GAP_NS)}; the longest stall "
+        f"is {ms(float(gaps.max()))}{before}{phase}{start}"
     )
-    return settle(evidence, Gain(gpu_ns=0.0, step_ns=gain), text, title="")
+    return settle(evidence, gain, text, title="")
+
+
+# What to do about a wait by the operator that waits, with the code to paste in inference and in training.
+_ADVICE: dict[str, tuple[str, tuple[str, str]]] = {
+    r"_local_scalar_dense|::item$|::is_nonzero$|::equal$": (
+        "Keep values on the GPU, and read them rarely",
+        (
+            "values.append(value)  # not value.item(): torch.stack(values).tolist() reads all of them at the end",
+            "total_loss += loss.detach()  # not loss.item(): read the value every 100 steps",
+        ),
+    ),
+    r"::nonzero|::masked_select|::index|::unique|::repeat_interleave": (
+        "Avoid results whose size only the GPU knows",
+        ("x = torch.where(mask, x, 0.0)  # not x[mask], whose size only the GPU knows",) * 2,
+    ),
+    r"::copy_$|::_to_copy$|::to$": (
+        "Copy without waiting",
+        (
+            'y = x.to("cpu", non_blocking=True)  # and one torch.cuda.synchronize() before y is read\n'
+            'x = x.pin_memory().to("cuda", non_blocking=True)  # for copies to the GPU',
+        )
+        * 2,
+    ),
+}
+_FIND_WAITS = 'torch.cuda.set_sync_debug_mode("warn")  # prints a warning wherever the CPU waits'
+_READ_LATER = (
+    "results.append(model(x))  # no .item(), .cpu() and no torch.cuda.synchronize() yet\n"
+    "if len(results) > 1:\n"
+    "    use(results.pop(0))  # the GPU already works on the next one"
+)
 
 
 def _compile_or_grow(manifest: Manifest) -> dict[str, object]:
@@ -176,7 +190,9 @@ def _leave_fp16(manifest: Manifest) -> dict[str, object]:
     return {"precision": "bf16"} if workload_of(manifest).precision == "fp16" else {}
 
 
-def _look_up_stall(_profile: Profile) -> Copyable:
+def _look_up_stall(profile: Profile) -> Copyable:
+    if profile.recording.ranges["source"].is_in(["module", "python"]).any():  # the trace has stacks
+        return Copyable(label="about this finding", text="stepscope rule SS019")
     code = (
         "with torch.profiler.profile(with_stack=True) as profiler:\n"
         "    train_step()\n"
@@ -189,7 +205,7 @@ RULES = (
     Rule(
         code="SS001",
         title="Launch-bound: the GPU waits for kernel launches",
-        action="Compile the model, or give each launch more work",
+        action="Compile the model",
         check=find_launch_bound,
         meaning="""Python and the framework take longer to launch a kernel than the GPU takes to run it. The launch
             queue is empty, so a faster kernel would only wait longer.""",
@@ -197,15 +213,18 @@ RULES = (
             faster CPU would make the step at least 3% shorter. GPU idle times of over 1 ms are not launch overhead: see
             SS019.""",
         saving="""The recording is replayed with a CPU that needs 45% of its time in forward and backward (25% in
-            inference), as compiled code does on an H200. CUDA graphs need even less. The optimizer's launches stay
-            (SS007). Estimated and measured savings: 19.7 and 18.7 of 50.6 ms, 27.9 and 31.6 of 60.9 ms, inference 11.5
-            and 12.3 of 16.0 ms. The shares come from these three runs, all of a small model; another model may differ
-            by a third. A profiler slows the CPU down: if unprofiled steps were timed too, the CPU time is scaled to
-            them.""",
+            inference), as compiled code does on an H200, or 10% of it if the code is compiled already and CUDA graphs
+            launch it; this last share is an assumption. The optimizer's launches stay (SS007). The saving is at most
+            the idle time before the kernels that were launched late. Estimated and measured savings: 19.7 and 18.7 of
+            50.6 ms, 27.9 and 31.6 of 60.9 ms, inference 11.5 and 12.3 of 16.0 ms. The shares come from these three
+            runs, all of a small model; another model may differ by a third. A profiler slows the CPU down: if
+            unprofiled steps were timed too, the CPU time is scaled to them. A larger batch raises throughput and does
+            not shorten the step.""",
         builtin="--compile, or a larger --batch",
         own=(
-            'model = torch.compile(model, mode="reduce-overhead")  # CUDA graphs; needs static shapes',
-            "loader = DataLoader(data, batch_size=2 * batch)  # more work per launch",
+            COMPILE,
+            f"{USE_GRAPHS}  # if it is compiled already; needs static shapes",
+            f"{GROW_BATCH}  # more work per launch",
         ),
         change=_compile_or_grow,
     ),
@@ -232,43 +251,6 @@ RULES = (
             "x = torch.where(mask, x, 0.0)  # not x[mask], whose size only the GPU knows"
         ),
         change=_leave_fp16,
-    ),
-    Rule(
-        code="SS012",
-        title="GPU waits for input",
-        action="Load batches in worker processes and pin their memory",
-        check=find_input_stalls,
-        meaning="The next batch is loaded while the GPU is idle.",
-        seen="GPU idle time inside the range of a data loader.",
-        saving="The idle time inside these ranges, assuming that loading can overlap with the step.",
-        builtin="not needed: its batch stays on the GPU",
-        own=(
-            "loader = DataLoader(data, num_workers=8, pin_memory=True, prefetch_factor=4)",
-            'batch = batch.to("cuda", non_blocking=True)',
-        ),
-        paste=(
-            "loader = torch.utils.data.DataLoader(data, batch_size=batch, num_workers=8, pin_memory=True)\n"
-            'x = x.to("cuda", non_blocking=True)'
-        ),
-    ),
-    Rule(
-        code="SS017",
-        title="Copies to the GPU use pageable memory",
-        action="Pin the memory of batches",
-        check=find_pageable_copies,
-        meaning="Memory that is not pinned is first copied to a pinned buffer, and the CPU is blocked meanwhile.",
-        seen="Copies to the GPU named `Pageable`, and the CPU calls that made them.",
-        saving="""The recording is replayed without the time of these copies and the CPU's waits. Pinned copies take
-            time on the bus too, but overlap with kernels.""",
-        builtin="not needed: its batch stays on the GPU",
-        own=(
-            "loader = DataLoader(data, pin_memory=True)",
-            'batch = batch.to("cuda", non_blocking=True)',
-        ),
-        paste=(
-            "loader = torch.utils.data.DataLoader(data, batch_size=batch, pin_memory=True)\n"
-            'x = x.to("cuda", non_blocking=True)'
-        ),
     ),
     Rule(
         code="SS018",

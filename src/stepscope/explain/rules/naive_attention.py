@@ -1,6 +1,7 @@
 """Unfused attention: scores, softmax and values as separate kernels that go through memory."""
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import polars as pl
@@ -9,7 +10,7 @@ from stepscope import cost
 from stepscope.explain.rules.evidence import POINTWISE, StepEvidence, ms
 from stepscope.explain.rules.replay import Floats
 from stepscope.explain.rules.rule import Hit, Rule, count_per_step, settle, workload_of
-from stepscope.explain.trace.phases import number_passes
+from stepscope.explain.trace.attribution.phases import number_passes
 from stepscope.recording.store import Manifest
 
 # The share of the peak that PyTorch's fused kernels reach on an H200 with many queries (batch × heads × length), causal
@@ -26,16 +27,24 @@ _LEAST_FUSED_NS = (5_000, 15_000)
 # cache. 178 and 224 µs for forward and backward, where a launch takes 56 and 48 µs (one profiler, two recordings).
 _HOST_LAUNCHES = 4
 _PARTS = ("scores", "softmax", "values")
-_MASKED = r"masked_fill|triu|tril"
+# Operators that change the scores before the softmax: a mask or a bias that a fused call must get as well. `baddbmm`
+# adds while it multiplies.
+_MASKED = r"^aten::(?:masked_fill|where|add_?$|baddbmm)|triu|tril"
+_TRIANGLE = r"triu|tril"
+_DROPOUT = r"dropout|bernoulli"
 _TILE = 64
 _DIAGONAL = 128  # tiles on the diagonal of a causal mask are computed in full
 _MOST_BETWEEN = 16  # kernels between a GEMM and the softmax
 
 
-def find_naive_attention(evidence: StepEvidence) -> Hit | None:
+def unfused_attention(evidence: StepEvidence) -> pl.DataFrame:
+    """Return the kernels of unfused attention, with `group` (one pass of one attention) and `forward`."""
     pieces = _by_parts(evidence)
-    if not pieces.height:
-        pieces = _by_pattern(evidence.kernels)
+    return pieces if pieces.height else _by_pattern(evidence.kernels)
+
+
+def find_naive_attention(evidence: StepEvidence) -> Hit | None:
+    pieces = unfused_attention(evidence)
     if not pieces.height:
         return None
     fused = pieces.join(_fused_times(evidence, pieces), on="group", maintain_order="left")
@@ -44,10 +53,44 @@ def find_naive_attention(evidence: StepEvidence) -> Hit | None:
     time = evidence.per_step(fused)
     count = count_per_step(evidence, fused.height, "kernel")
     text = (
-        f"attention takes {ms(time)} of GPU time per step, {ms(evidence.per_step(products))} of it in GEMMs; a fused "
-        f"kernel would take about {ms(time - gain.gpu_ns)}"
+        f"attention takes {ms(time)} of GPU time, {ms(evidence.per_step(products))} of it in GEMMs; a fused kernel "
+        f"would take about {ms(time - gain.gpu_ns)}"
     )
-    return settle(evidence, gain, text, title=f"Unfused attention launches {count}")
+    hit = settle(evidence, gain, text, title=f"Unfused attention launches {count}")
+    return hit and replace(hit, paste=_write_call(pieces))
+
+
+def _write_call(pieces: pl.DataFrame) -> str:
+    """Return the fused call that computes the same: with a mask if the scores get one, causal only if the mask is made
+    right there, with dropout if there is some."""
+    forward = pieces.filter("forward")
+    masked = forward.filter(pl.col("group").is_in(_masked_groups(forward).implode()))
+    share = float(masked["time_ns"].sum()) / max(1.0, float(forward["time_ns"].sum()))
+    arguments, remark = "q, k, v", "scale=... unless the scores are divided by sqrt(head_dim)"
+    if _is_causal(forward) and share == 1:
+        arguments += ", is_causal=True"
+    elif share > 0.5:
+        arguments += ", attn_mask=mask"
+        remark = f"mask: what the scores get now; {remark}"
+    elif share > 0:
+        remark = f"attn_mask=mask where the scores get one; {remark}"
+    if forward["op"].str.contains(_DROPOUT).any():
+        arguments += ", dropout_p=dropout if self.training else 0.0"
+    return f"# {remark}\nout = torch.nn.functional.scaled_dot_product_attention({arguments})"
+
+
+def _masked_groups(forward: pl.DataFrame) -> pl.Series:
+    """Return the groups whose scores are masked or get a bias before the softmax."""
+    softmax = pl.col("row").filter((pl.col("class") == "softmax") | (pl.col("part") == "softmax")).min().over("group")
+    before = forward.filter(pl.col("row") < softmax)
+    return before.filter(pl.col("op").str.contains(_MASKED))["group"].unique().sort()
+
+
+def _is_causal(pieces: pl.DataFrame) -> bool:
+    """Whether the mask is known to be causal: that of the built-in attention is, and so is one that is made of a
+    triangle inside the attention. Elsewhere a mask may be any."""
+    named = pieces["part"].is_in(_PARTS).any() and pieces["op"].str.contains("masked_fill").any()
+    return bool(named or pieces["op"].str.contains(_TRIANGLE).any())
 
 
 def _host_share(evidence: StepEvidence, pieces: pl.DataFrame) -> Floats:
@@ -108,7 +151,7 @@ def _fused_times(evidence: StepEvidence, pieces: pl.DataFrame) -> pl.DataFrame:
     """Return group and fused_ns: the GEMMs' FLOPs at a fused kernel's speed. If the FLOPs are unknown, the GEMMs' own
     time: a fused kernel runs the same GEMMs and overlaps the rest with them."""
     pieces = _pad(pieces)
-    work_share = _causal_share(pieces) if pieces["op"].str.contains(_MASKED).any() else 1.0
+    work_share = _causal_share(pieces) if _is_causal(pieces) else 1.0
     own = pl.col("time_ns").filter(pl.col("class") == "GEMM").sum()
     product = pl.col("class") == "GEMM"
     groups = pieces.group_by("group").agg(
@@ -181,9 +224,11 @@ RULES = (
         action="Use a fused attention kernel",
         check=find_naive_attention,
         meaning="""Scores, softmax and values as separate operations move a matrix of queries × keys through memory many
-            times. A fused kernel keeps it on the chip and skips the masked half. Its memory grows linearly with the
-            context length, not quadratically.""",
-        seen="The parts of the built-in attention, or two batched GEMMs with a softmax between them.",
+            times. A fused kernel keeps it on the chip, and skips the masked half of a causal model. Its memory grows
+            linearly with the context length, not quadratically.""",
+        seen="""The parts of the built-in attention, or two batched GEMMs with a softmax between them. The fix has a
+            mask if the scores are changed before the softmax, and is causal only if the mask is made from `tril` or
+            `triu` between the GEMMs.""",
         saving="""The time of these kernels minus that of a fused one, from its FLOPs at the speed of PyTorch's own
             kernels on an H200 (a share of the peak that grows with the number of queries; fp32 kernels are slower than
             bf16). This is within 10% for cuDNN's kernels at lengths of 512 and 1024. The replay counts four launches
@@ -191,11 +236,11 @@ RULES = (
             steps), because the step became CPU-bound. In that case, expect errors of 25% either way.""",
         builtin="--attention flash",
         own=(
-            "out = stepscope.kernels.flash_attention(q, k, v, causal=True)  # docs/kernels.md",
-            "out = F.scaled_dot_product_attention(q, k, v, is_causal=True)  # PyTorch's own",
+            "out = F.scaled_dot_product_attention(q, k, v)  # with attn_mask=mask or is_causal=True if there is a mask",
+            "out = stepscope.kernels.flash_attention(q, k, v, causal=True)  # for a causal model: docs/kernels.md",
             'model = AutoModel.from_config(config, attn_implementation="sdpa")  # transformers',
         ),
-        paste=("out = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)  # False: no mask"),
+        paste="out = torch.nn.functional.scaled_dot_product_attention(q, k, v)",
         change=_fuse_attention,
     ),
 )

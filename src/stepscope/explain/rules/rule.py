@@ -21,13 +21,18 @@ SettingsChange = Callable[[Manifest], dict[str, object]]
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Hit:
     """What a check found in one recording. `title` is the rule's with the numbers of this recording; empty if it has
-    none. `gpu_ns` is the GPU time per step that the fix would save, `saving_ns` how much shorter the step would be:
-    less, if the GPU waits for the CPU anyway."""
+    none. `saving_ns` is how much shorter a step would be with the fix, None if that is unknown, and `gain` what a
+    replay with the fix gives. `about_ns` is the time per step that the finding is about, for findings whose saving says
+    little about how much they matter. `action` and `paste` replace the rule's if they depend on the recording; a
+    finding with an empty `paste` is a remark."""
 
     title: str = ""
     evidence: str
     saving_ns: float | None = None
-    gpu_ns: float | None = None
+    gain: Gain | None = None
+    about_ns: float | None = None
+    action: str | None = None
+    paste: str | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,20 +70,22 @@ def settle(evidence: StepEvidence, gain: Gain, text: str, *, title: str) -> Hit 
         return None
     if gain.step_ns < 0.7 * gain.gpu_ns:
         if evidence.idle_share > IDLE_ENOUGH:
-            why = f"the GPU is idle {say_percent(evidence.idle_share)} of the step, waiting for the CPU"
-        elif evidence.per_step(evidence.kernels) > (1 + IDLE_ENOUGH) * evidence.clock.busy_step_ns:
+            why = (
+                f"the GPU is idle {say_percent(evidence.idle_share)} {evidence.clock.say_of_step}, waiting for the CPU"
+            )
+        elif evidence.per_step(evidence.kernels) > (1 + IDLE_ENOUGH) * evidence.clock.busy_ns:
             why = "other streams run at the same time"
         else:
             why = "the step would then be CPU-bound"
         text += f"; a fix saves {ms(gain.gpu_ns)} of GPU time but only {ms(gain.step_ns)} of the step, because {why}"
     elif gain.gpu_ns and gain.step_ns > 1.5 * gain.gpu_ns:
         text += "; most of the saving is CPU time, because there are fewer kernels to launch"
-    return Hit(title=title, evidence=text, saving_ns=gain.step_ns, gpu_ns=gain.gpu_ns)
+    return Hit(title=title, evidence=text, saving_ns=gain.step_ns, gain=gain)
 
 
 def count_per_step(evidence: StepEvidence, count: int, noun: str, plural: str = "") -> str:
     """Return a count over all steps as one per step: `888 kernels per step`."""
-    return f"{count_noun(_round(count / evidence.num_steps), noun, plural)} per step"
+    return f"{count_noun(_round(count / evidence.num_steps), noun, plural)} {evidence.clock.say_per_step}"
 
 
 def _round(count: float) -> float:
@@ -86,7 +93,12 @@ def _round(count: float) -> float:
     return round(count) if count >= 10 else round(count, 1)
 
 
-# --- Changes that several rules share ---------------------------------------------------------------------------------
+# --- Fixes that several rules share -----------------------------------------------------------------------------------
+
+COMPILE = "model = torch.compile(model)"
+USE_GRAPHS = 'model = torch.compile(model, mode="reduce-overhead")'
+GROW_BATCH = "loader = torch.utils.data.DataLoader(data, batch_size=2 * batch)"
+THROUGHPUT = "which raises throughput and does not shorten the step"
 
 
 def workload_of(manifest: Manifest) -> Workload:

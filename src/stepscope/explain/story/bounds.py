@@ -15,7 +15,7 @@ import polars as pl
 
 from stepscope.explain.questions.idle_gaps import BETWEEN_STEPS, HOST_LATE, SYNCHRONISING, find_gaps
 from stepscope.explain.story.phrases import name_class, say_class_takes
-from stepscope.explain.trace.profile import Profile
+from stepscope.explain.trace.profile import Profile, kernel_word
 from stepscope.explain.trace.roofline import roofline
 from stepscope.units import say_percent
 
@@ -55,14 +55,13 @@ class StepBound:
 
 @dataclass(frozen=True)
 class Shares:
-    """The shares of a step's wall time that decide its bound."""
+    """The shares of a step's time that decide its bound, by the profile's clock."""
 
     profile: Profile
-    step_ns: float  # the wall time that shares refer to
 
     @property
     def idle(self) -> float:
-        return self.profile.clock.idle_share_of(self.step_ns) if self.profile.has_gaps else 0.0
+        return self.profile.clock.idle_share if self.profile.has_gaps else 0.0
 
     @cached_property
     def waits_for_host(self) -> bool:
@@ -80,13 +79,13 @@ class Shares:
     @property
     def _wall_ns(self) -> float:
         """Summed over all devices."""
-        return max(1.0, self.step_ns * self.profile.steps_in_window * len(self.profile.devices))
+        return max(1.0, self.profile.step_ns * self.profile.steps_in_window * len(self.profile.devices))
 
     @cached_property
     def limits(self) -> dict[str, float]:
         """Shares of the kernel time by limit: compute, memory, launch. What they leave of 1 is unknown."""
         frame = roofline(self.profile).filter(pl.col("bound") != "unknown")
-        sums = frame.group_by("bound").agg(pl.col("time_ns").sum()).iter_rows()
+        sums = frame.group_by("bound", maintain_order=True).agg(pl.col("time_ns").sum()).iter_rows()
         return {bound: time / max(1, self.profile.gpu_time_ns) for bound, time in sums}
 
     @cached_property
@@ -133,7 +132,7 @@ class Shares:
             case "launch":
                 return f"kernels too small to fill the GPU take {share} of it"
             case "class" if bound.is_of_kernels:
-                what = "operator" if profile.on_cpu else "kernel"
+                what = kernel_word(profile)
                 return f"{say_class_takes(bound.kernel_class)} {share} of the {what} time"
             case "class":
                 return f"{say_class_takes(bound.kernel_class)} {share} of it"

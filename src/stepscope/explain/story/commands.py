@@ -1,9 +1,8 @@
-"""The commands on a page: those that made it, and those that a question or a gap asks for."""
+"""The commands that made a page, and the cases of its parts."""
 
-from stepscope.explain.commands import write_command
 from stepscope.explain.story.sources import Materials, is_same_run
 from stepscope.findings import Copyable
-from stepscope.spec import RUN_SETTINGS, Case, Workload, flag_of
+from stepscope.spec import Case
 
 
 def find_case(materials: Materials) -> Case | None:
@@ -25,19 +24,6 @@ def find_strangers(materials: Materials) -> dict[str, Case]:
         if one is not None
     }
     return {name: case for name, case in cases.items() if case and run and not is_same_run(case, run)}
-
-
-def add_settings(command: str, workload: Workload) -> str:
-    """A command, or several joined with `&&`, plus the workload settings that it does not set itself."""
-    return " && ".join(_add_settings(one, workload) for one in command.split(" && "))
-
-
-def _add_settings(command: str, workload: Workload) -> str:
-    words = command.split(" ")
-    if words[:1] != ["stepscope"] or words[1:2] not in (["profile"], ["memory"]) or "--size" in words:
-        return command
-    named = [name for name in RUN_SETTINGS if flag_of(name) in words]
-    return " ".join([write_command(words[1], workload, without=named), *words[2:]])
 
 
 def list_commands(materials: Materials) -> tuple[Copyable, ...]:

@@ -1,21 +1,21 @@
 """What was not measured: why, and the command that measures it. A page lists all of it in one section near its end."""
 
 from collections.abc import Sequence
-from typing import Literal
+from typing import Literal, get_args
 
 import msgspec
 
-from stepscope.explain.commands import write_command
+from stepscope.explain.commands import OWN_MODEL, write_command
+from stepscope.explain.experiments.attention_shapes import AttentionShape, find_attention_shape
 from stepscope.explain.questions.answers import say_list
 from stepscope.explain.story.commands import find_case
 from stepscope.explain.story.sources import Materials
 from stepscope.findings import STAGES, Missing, Section
-from stepscope.spec import Case, for_precisions
+from stepscope.spec import Case, ModelShape, Precision, for_precisions
 
 Stage = Literal["profile", "memory", "precision", "attention"]
 NOT_MEASURED = "not-measured"  # the key of the section
 _LAST = "environment"
-_OWN = "--model my_model:build"  # stands for the user's own model
 
 
 def gather_missing(sections: Sequence[Section]) -> tuple[Section, ...]:
@@ -62,21 +62,30 @@ def _why(materials: Materials, stage: Stage) -> str:
 def command_for(materials: Materials, stage: Stage) -> str:
     """The complete command for a run of stepscope; for a foreign file, a command for the user's own model."""
     case = find_case(materials)
+    shape = find_attention_shape(materials.profile.recording) if stage == "attention" and materials.profile else None
+    if shape is not None and (case is None or not isinstance(case.workload.model, ModelShape)):
+        return _measure_attention(shape)
     if case is not None:
         return _command_of(case, stage)
     if materials.profile is None and materials.memory is None and not materials.attention:
         return materials.command
     match stage:
         case "profile":
-            return f"stepscope profile {_OWN}"
+            return f"stepscope profile {OWN_MODEL}"
         case "memory":
             return (
                 'torch.cuda.memory._record_memory_history(); step(); torch.cuda.memory._dump_snapshot("memory.pickle")'
             )
         case "precision":
-            return f"stepscope precision {_OWN}"
+            return f"stepscope precision {OWN_MODEL}"
         case "attention":
             return "stepscope attention"
+
+
+def _measure_attention(shape: AttentionShape) -> str:
+    sizes = f"--batch {shape.batch} --heads {shape.heads} --head-dim {shape.head_dim} --length {shape.length}"
+    precision = f" --precision {shape.dtype}" if shape.dtype in get_args(Precision) else ""
+    return f"stepscope attention {sizes}{precision}{'' if shape.is_causal else ' --no-causal'}"
 
 
 def _command_of(case: Case, stage: Stage) -> str:

@@ -3,21 +3,23 @@
 from dataclasses import dataclass
 from functools import cached_property
 
-from stepscope.explain.experiments.bench_tables import mfu_of, step_ms, tokens_per_s
+from stepscope.explain.experiments.bench_tables import mfu_of
 from stepscope.explain.experiments.cases import say_extras
 from stepscope.explain.memory import MemoryProfile
 from stepscope.explain.model_names import describe_model, name_model
 from stepscope.explain.questions.answers import say_list
-from stepscope.explain.statistics import Statistics
+from stepscope.explain.ranks.rank_tables import label_ranks
+from stepscope.explain.statistics import summarise
 from stepscope.explain.story.bounds import Shares
 from stepscope.explain.story.commands import find_case, find_strangers
 from stepscope.explain.story.phrases import name_step, say_started
 from stepscope.explain.story.sections.environment_facts import find_environment
 from stepscope.explain.story.sources import Materials
+from stepscope.explain.trace.profile import kernel_word
 from stepscope.explain.trace.roofline import measure_use
 from stepscope.explain.trace.run_labels import find_torch
 from stepscope.findings import Fact
-from stepscope.recording.rows.bench import NO_SIZES, BenchRow, ConfigSizes
+from stepscope.recording.rows.bench import NO_SIZES, ConfigSizes
 from stepscope.spec import Case, HuggingFace, ModelShape
 from stepscope.units import clip, count_noun, say_percent, say_size, say_time
 
@@ -26,6 +28,8 @@ MOST_HEADLINE = 140  # characters: two lines of a page
 _MOST_TITLE = 90
 SEPARATOR = " · "  # of the parts of a subtitle
 _MOST_FILE, _MOST_DEVICE = 60, 30  # characters of their names
+# A late rank is in the headline from this share of the step on, if it causes most of the waiting.
+_LATE_ENOUGH, _MOSTLY = 0.05, 0.5
 
 
 @dataclass(frozen=True)
@@ -38,20 +42,11 @@ class Opening:
     def case(self) -> Case | None:
         return find_case(self.materials)
 
-    @cached_property
-    def row(self) -> BenchRow | None:
-        """The timed row that gives the page's step time."""
-        return self.materials.row
-
     @property
     def shares(self) -> Shares | None:
         """Shares of the page's step, or of the whole recording if it marks no steps. None for another run's profile."""
         materials = self.materials
-        return materials.shares if materials.is_profile_of_step or materials.step_ns is None else None
-
-    @cached_property
-    def timed(self) -> Statistics | None:
-        return step_ms(self.row) if self.row else None
+        return materials.shares if materials.clock is not None or materials.step_ns is None else None
 
     @property
     def step_ns(self) -> float | None:
@@ -89,12 +84,15 @@ class Opening:
     @cached_property
     def mfu(self) -> tuple[float, str] | None:
         """The share of the peak, and the precision of that peak."""
-        if self.row is not None:
-            share = mfu_of(self.row)
-            return (share, self.row.case.workload.precision) if share is not None else None
-        profile, step_ns = self.materials.profile, self.step_ns
-        use = measure_use(profile, step_ns) if profile is not None and step_ns is not None else None
-        return (use.mfu, use.precision) if use and use.mfu is not None and use.precision else None
+        profile, row, step_ns = self.materials.profile, self.materials.timed_row, self.step_ns
+        if profile is not None and self.materials.clock is not None:
+            use = measure_use(profile)
+            if use is not None and use.mfu is not None and use.precision:
+                return use.mfu, use.precision
+        share, timed = mfu_of(row) if row else None, self.materials.timed
+        if row is None or share is None or timed is None or not step_ns:
+            return None
+        return share * timed.median * _MS / step_ns, row.case.workload.precision
 
 
 # --- Title and subtitle -----------------------------------------------------------------------------------------------
@@ -110,7 +108,7 @@ def title_of(materials: Materials) -> str:
 
 
 def subtitle_of(materials: Materials) -> str:
-    """The device, the PyTorch version and the start time, as far as they are known."""
+    """The rank if there are several, the device, the PyTorch version and the start time, as far as they are known."""
     device, torch, started = "", "", ""
     for one in (materials.profile, materials.memory):
         if one is not None:
@@ -125,8 +123,16 @@ def subtitle_of(materials: Materials) -> str:
     for row in (*materials.bench[:1], *materials.attention[:1]):
         started = started or row.started
     started = started or (materials.precision.started if materials.precision else "")
-    words = [device, f"PyTorch {torch}" if torch else "", say_started(started)]
+    words = [_name_rank(materials), device, f"PyTorch {torch}" if torch else "", say_started(started)]
     return SEPARATOR.join(word for word in words if word)
+
+
+def _name_rank(materials: Materials) -> str:
+    """The rank whose figures the page shows; empty for a single one."""
+    if len(materials.ranks) < 2:
+        return ""
+    place = next(place for place, rank in enumerate(materials.ranks) if rank is materials.profile)
+    return f"{label_ranks(materials.ranks)[place]} of {len(materials.ranks)} recorded ranks"
 
 
 # --- The headline -----------------------------------------------------------------------------------------------------
@@ -158,7 +164,7 @@ def say_what_matters(opening: Opening) -> str:
     if opening.step_ns is not None:
         step = f"{say_time(opening.step_ns)} per {_name_step(opening)}"
         if opening.shares is not None:
-            return f"{step}; {opening.shares.say_bound()}"
+            return f"{step}; {_say_late_rank(materials) or opening.shares.say_bound()}"
         return f"{step} at {say_percent(opening.mfu[0])} MFU" if opening.mfu else step
     if opening.shares is not None:
         return _say_stretch(opening.shares)
@@ -172,6 +178,18 @@ def say_what_matters(opening: Opening) -> str:
         where = clip(materials.attention[0].environment.driver_name, _MOST_DEVICE)
         return f"{count_noun(len(materials.attention), 'attention case')} on {where}; no step was timed"
     return "nothing was measured"
+
+
+def _say_late_rank(materials: Materials) -> str:
+    """Which rank the others wait for, if that matters and it is mostly the same one."""
+    times, profile = materials.rank_times, materials.profile
+    if times is None or times.straggler is None or profile is None or times.straggler.share <= _MOSTLY:
+        return ""
+    caused_ns = profile.clock.per_step(times.straggler.lateness.caused_ns)
+    if caused_ns < _LATE_ENOUGH * profile.clock.step_ns:
+        return ""
+    label = label_ranks(materials.ranks)[times.lateness.index(times.straggler.lateness)]
+    return f"the other ranks wait {say_time(caused_ns)} for {label}"
 
 
 def _say_failure(materials: Materials) -> str:
@@ -199,7 +217,7 @@ def _say_stretch(shares: Shares) -> str:
         count = count_noun(profile.kernels.height, "kernel")
         took = f"{count}, {say_time(profile.gpu_time_ns)} in total, run one at a time by Nsight Compute"
     else:
-        count = count_noun(profile.kernels.height, "operator" if profile.on_cpu else "kernel")
+        count = count_noun(profile.kernels.height, kernel_word(profile))
         took = f"{count} in {say_time(profile.wall_ns)}, no steps marked"
     return f"{took}; {shares.say_bound()}"
 
@@ -224,20 +242,27 @@ def list_facts(opening: Opening) -> tuple[Fact, ...]:
 
 
 def _step(opening: Opening) -> Fact | None:
-    if opening.timed is not None and opening.row and opening.row.measurement:
-        steps = len(opening.row.measurement.step_ns)
-        low, high = (say_time(value * _MS) for value in (opening.timed.p20, opening.timed.p80))
-        note = f"median of {steps} steps; p20 to p80: {low} to {high}" if steps > 1 else "one step"
-        return Fact(key="step", label="step time", value=opening.timed.median, kind="ms", note=note)
-    profile = opening.materials.profile
+    materials = opening.materials
+    if opening.step_ns is not None:
+        note = _say_samples(materials)
+        return Fact(key="step", label="step time", value=opening.step_ns / _MS, kind="ms", note=note)
+    profile = materials.profile
     if profile is None:
         return None
-    if opening.step_ns is None:
-        note = "kernels run one at a time" if profile.is_serialized else "no steps marked"
-        return Fact(key="step", label="trace length", value=profile.wall_ns / _MS, kind="ms", note=note)
-    profiled = f"mean of {profile.num_steps} profiled steps" if profile.num_steps > 1 else "one profiled step"
-    note = profiled if profile.clock.is_recorded else "median of unprofiled steps"
-    return Fact(key="step", label="step time", value=opening.step_ns / _MS, kind="ms", note=note)
+    note = "kernels run one at a time" if profile.is_serialized else "no steps marked"
+    return Fact(key="step", label="trace length", value=profile.wall_ns / _MS, kind="ms", note=note)
+
+
+def _say_samples(materials: Materials) -> str:
+    """What the step time is the mean or median of."""
+    steps = len(materials.step_samples)
+    if materials.timed_by == "profiled":
+        return f"mean of {steps} profiled steps" if steps > 1 else "one profiled step"
+    word = "unprofiled step" if materials.timed_by == "unprofiled" else "step"
+    if steps <= 1:
+        return f"one {word}" if steps else f"median of {word}s"
+    middle = summarise([float(one) for one in materials.step_samples])
+    return f"median of {steps} {word}s; p20 to p80: {say_time(middle.p20)} to {say_time(middle.p80)}"
 
 
 def _memory(opening: Opening) -> Fact | None:
@@ -260,7 +285,7 @@ def _bound(opening: Opening) -> Fact | None:
     if bound.is_of_kernels:
         of = "the operator time" if opening.shares.profile.on_cpu else "the kernel time"
     else:
-        of = "the trace" if opening.step_ns is None else "the step"
+        of = opening.shares.profile.clock.say_of_step.removeprefix("of ")
     label = "most time in" if bound.limit == "class" else "bound by"
     return Fact(key="bound", label=label, value=bound.label, note=f"{say_percent(bound.share)} of {of}")
 
@@ -276,22 +301,21 @@ def _busy(opening: Opening) -> Fact | None:
     shares = opening.shares
     if shares is None or not shares.profile.has_gaps:
         return None
-    note = "of the trace" if opening.step_ns is None else "of the step"
+    note = shares.profile.clock.say_of_step
     return Fact(key="busy", label="GPU busy", value=1 - shares.idle, kind="share", note=note)
 
 
 def _tokens(opening: Opening) -> Fact | None:
-    rate = tokens_per_s(opening.row) if opening.row else None
-    case = opening.case
-    is_builtin = case is not None and isinstance(case.workload.model, ModelShape)
-    if opening.row is None and case is not None and is_builtin and opening.step_ns:
-        rate = round(case.workload.tokens / opening.step_ns * 1e9)
-    if rate is None or case is None:
+    case, row = opening.case, opening.materials.timed_row
+    if case is None or not opening.step_ns:
+        return None
+    has_tokens = row.measurement.has_tokens if row and row.measurement else isinstance(case.workload.model, ModelShape)
+    if not has_tokens:
         return None
     return Fact(
         key="tokens",
         label="tokens per second",
-        value=rate,
+        value=round(case.workload.tokens / opening.step_ns * 1e9),
         kind="count",
         note=f"{case.workload.tokens:,} per step",
     )

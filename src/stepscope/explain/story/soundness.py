@@ -8,20 +8,23 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 
 from stepscope.explain.experiments.attention_tables import DOUBTS
-from stepscope.explain.experiments.bench_tables import step_ms
+from stepscope.explain.experiments.bench_tables import PHASES
 from stepscope.explain.experiments.cases import describe_case, limit_notes
+from stepscope.explain.statistics import Statistics, summarise
 from stepscope.explain.story.commands import find_strangers
 from stepscope.explain.story.opening import Opening
 from stepscope.explain.story.phrases import name_source
 from stepscope.explain.story.sections.environment_facts import find_environment
 from stepscope.explain.story.sources import Materials
+from stepscope.explain.trace.clock import Clock
+from stepscope.explain.trace.profile import Profile, kernel_word
 from stepscope.findings import Soundness
-from stepscope.recording.rows.bench import Doubt
-from stepscope.units import count_noun, say_factor, say_percent, say_size, say_time
+from stepscope.recording.rows.bench import STEP_DOUBTS, Doubt
+from stepscope.units import count_noun, say_percent, say_size, say_time
 
-NO_DOUBT = ("host-bound", "uncounted")  # codes that describe the step and do not question its figures
-DISAGREE = 0.05  # between two clocks of one step, before it is mentioned
-DISAGREE_MUCH = 0.15
+DISAGREE = 0.05  # between two peaks of memory, before it is mentioned
+DISAGREE_MUCH = 0.15  # between two clocks of one step
+NOISE = 0.05  # kernels may exceed the step time by this much, because the two were measured separately
 WELL_KNOWN = 0.9  # of the kernel time; below it, the unknown part is mentioned
 
 
@@ -30,7 +33,7 @@ def judge(opening: Opening) -> Soundness:
     doubts = tuple(dict.fromkeys(_doubts(opening)))
     details = (*doubts, *dict.fromkeys(_remarks(opening)))
     if doubts:
-        more = f"; {count_noun(len(doubts) - 1, 'more reason')} below" if len(doubts) > 1 else ""
+        more = f"; {count_noun(len(doubts) - 1, 'more reason')}" if len(doubts) > 1 else ""
         return Soundness(verdict="doubtful", sentence=f"{doubts[0][0].upper()}{doubts[0][1:]}{more}.", details=details)
     if _is_empty(materials):
         return Soundness(verdict="unknown", sentence="Nothing was measured.", details=details)
@@ -51,12 +54,13 @@ def _knows_circumstances(materials: Materials) -> bool:
 
 
 def _say_sound(opening: Opening) -> str:
-    if opening.timed is None or opening.row is None or opening.row.measurement is None:
+    samples = [float(one) for one in opening.materials.step_samples]
+    if not samples:
         return "No disturbance detected."
-    steps = len(opening.row.measurement.step_ns)
+    kind = {"bench": "", "unprofiled": "unprofiled ", "profiled": "profiled "}[opening.materials.timed_by]
     return (
-        f"{count_noun(steps, 'step')} timed, p20 to p80 within {say_percent(opening.timed.spread)} of the median, no "
-        "disturbance detected."
+        f"{count_noun(len(samples), f'{kind}step')} timed, p20 to p80 within {say_percent(summarise(samples).spread)} "
+        "of the median, no disturbance detected."
     )
 
 
@@ -69,43 +73,53 @@ def _doubts(opening: Opening) -> Iterator[str]:
     for name, case in find_strangers(materials).items():
         yield f"the {name} belongs to another run: {describe_case(case)}"
     own = [doubt for row in materials.bench[:1] for doubt in row.doubts]
-    yield from _say_doubts(own, "")
-    for one, when in ((materials.profile, "while profiling"), (materials.memory, "while recording memory")):
+    yield from _say_doubts(own, _name_bench(materials))
+    # A profile's doubts are about the steps that were timed before profiling.
+    for one, when in ((materials.profile, "unprofiled steps"), (materials.memory, "while recording memory")):
         if one is not None:
             yield from _say_doubts(one.recording.manifest.doubts, f"{when}: ")
     yield from _kernels_beyond_step(materials)
-    yield from _disagreeing_clocks(opening, least=DISAGREE_MUCH)
+    yield from _disagreeing_clocks(materials)
     yield from _allocator(materials)
     if opening.case is None and materials.profile is None and materials.memory is None:
-        yield from _attention(materials, besides=NO_DOUBT)
+        yield from _attention(materials, besides=STEP_DOUBTS)
+
+
+def _name_bench(materials: Materials) -> str:
+    """What comes before a remark about `bench` if the page's step is another one."""
+    return "bench, in a separate run: " if materials.clock is not None else ""
 
 
 def _say_doubts(doubts: Sequence[Doubt], when: str) -> Iterator[str]:
-    yield from (f"{when}{doubt.text}" for doubt in doubts if doubt.code not in NO_DOUBT)
+    yield from (f"{when}{doubt.text}" for doubt in doubts if doubt.code not in STEP_DOUBTS)
 
 
 def _kernels_beyond_step(materials: Materials) -> Iterator[str]:
+    """The kernels of a step cannot take longer than the step. Never on a CPU, where profiling slows the operators
+    themselves."""
     profile = materials.profile
-    if profile is not None and materials.timed_ns is not None and materials.is_bench_too_short:
-        yield (
-            f"the unprofiled step takes {say_time(materials.timed_ns)}, but its profiled kernels take "
-            f"{say_time(profile.busy_step_ns)}: all figures come from the profile"
-        )
-
-
-def _disagreeing_clocks(opening: Opening, *, least: float, below: float = float("inf")) -> Iterator[str]:
-    """Compare the step time of `bench` with the unprofiled one of `profile`."""
-    profile = opening.materials.profile
-    overhead = profile.recording.manifest.overhead if profile is not None else None
-    if opening.timed is None or overhead is None:
+    if profile is None or profile.on_cpu or not profile.has_steps:
         return
-    timed, again = opening.timed.median * 1e6, float(overhead.plain_ns)
-    apart = abs(timed - again) / timed
-    if least <= apart < below:
+    clock = profile.clock
+    if clock.unprofiled_ns is not None and clock.busy_ns > (1 + NOISE) * clock.unprofiled_ns:
         yield (
-            f"the step takes {say_time(timed)} in bench and {say_time(again)} ({say_percent(apart)} "
-            f"{'more' if again > timed else 'less'}) before profiling"
+            f"unprofiled steps take {say_time(clock.unprofiled_ns)}, but the kernels of a profiled step take "
+            f"{say_time(clock.busy_ns)}: all figures come from profiled steps"
         )
+
+
+def _disagreeing_clocks(materials: Materials) -> Iterator[str]:
+    """Compare the step time of `bench` with that of the page, if they are two."""
+    timed, clock = materials.timed, materials.clock
+    if timed is not None and clock is not None and _share_apart(timed, clock) >= DISAGREE_MUCH:
+        yield (
+            f"bench timed {say_time(timed.median * 1e6)} per step in a separate run, the recording "
+            f"{say_time(clock.step_ns)}"
+        )
+
+
+def _share_apart(timed: Statistics, clock: Clock) -> float:
+    return abs(timed.median * 1e6 - clock.step_ns) / max(1, clock.step_ns)
 
 
 def _allocator(materials: Materials) -> Iterator[str]:
@@ -129,11 +143,11 @@ def _allocator(materials: Materials) -> Iterator[str]:
 def _remarks(opening: Opening) -> Iterator[str]:
     materials = opening.materials
     yield from _timing(opening)
-    yield from _disagreeing_clocks(opening, least=DISAGREE, below=DISAGREE_MUCH)
     yield from _recording(opening)
     yield from _memory(opening)
     for row in materials.bench[:1]:
-        yield from (f"{doubt.code}: {doubt.text}" for doubt in row.doubts if doubt.code in NO_DOUBT)
+        told = [doubt for doubt in row.doubts if doubt.code in STEP_DOUBTS]
+        yield from (f"{_name_bench(materials)}{doubt.code}: {doubt.text}" for doubt in told)
     for one in (materials.profile, materials.memory):
         if one is not None:
             yield from one.recording.manifest.notes
@@ -152,18 +166,26 @@ def _attention(materials: Materials, besides: Sequence[str] = ()) -> Iterator[st
 
 
 def _timing(opening: Opening) -> Iterator[str]:
-    row = opening.materials.timed_row
-    timed = step_ms(row) if row else None
+    """How `bench` timed the step: its median only if nothing else on the page says it."""
+    materials = opening.materials
+    row, timed = materials.timed_row, materials.timed
     if row is None or timed is None or row.measurement is None:
         return
     steps, warmup = len(row.measurement.step_ns), row.case.timing.warmup
     clock = "CUDA events" if row.measurement.clock == "cuda events" else "the CPU clock"
     low, high = say_time(timed.min * 1e6), say_time(timed.max * 1e6)
-    width = say_percent(timed.spread)
-    yield (
+    said = (
         f"{count_noun(steps, 'step')} timed with {clock} after {count_noun(warmup, 'warm-up step')}: {low} to {high}, "
-        f"p20 to p80 spread {width}"
+        f"p20 to p80 spread {say_percent(timed.spread)}"
     )
+    if materials.clock is None:
+        yield said
+        return
+    is_told = _share_apart(timed, materials.clock) >= DISAGREE_MUCH
+    median = "" if is_told else f"median {say_time(timed.median * 1e6)}, "
+    phases = row.measurement.phases_ns
+    parts = [f"{name} {say_time(summarise(phases[name]).median)}" for name in PHASES if phases.get(name)]
+    yield f"bench, in a separate run: {median}{'; '.join((said, ', '.join(parts)) if len(parts) > 1 else (said,))}"
 
 
 def _recording(opening: Opening) -> Iterator[str]:
@@ -172,29 +194,41 @@ def _recording(opening: Opening) -> Iterator[str]:
         return
     manifest = profile.recording.manifest
     if profile.has_steps:
-        lengths = [end - start for start, end in profile.step_windows]
-        said = f", {say_time(min(lengths))} to {say_time(max(lengths))}" if len(lengths) > 1 else ""
-        yield f"{count_noun(profile.num_steps, 'step')} recorded with {name_source(manifest)}{said}"
+        yield f"{count_noun(profile.num_steps, 'step')} recorded with {name_source(manifest)}{_say_range(profile)}"
+        yield from _say_clocks(profile.clock)
     else:
         yield f"recorded with {name_source(manifest)}; no steps are marked"
-    if manifest.overhead is not None and manifest.overhead.recorded_ns:
-        overhead = manifest.overhead
-        last = overhead.annotated_ns or overhead.recorded_ns
-        assert last is not None, "at least one of the two was timed"
-        is_recorded = opening.materials.profile_step_ns == profile.recorded_step_ns
-        clock = "all times include this" if is_recorded else "idle time comes from unprofiled steps"
-        yield f"profiling made the step {say_factor(last / overhead.plain_ns)} as long; {clock}"
     covered = profile.coverage()
     said = ", ".join(f"{name} {say_percent(share)}" for name, share in covered.items())
-    yield f"{'operator' if profile.on_cpu else 'kernel'} time attributed: {said}"
+    yield f"{kernel_word(profile)} time attributed: {said}"
     weak = [name for name, share in covered.items() if 0 < share < WELL_KNOWN]
     if weak:
         yield f"the rest has an unknown {' and '.join(weak)}"
-    if profile.steps_in_window > 1.01 * profile.num_steps:
-        yield (
-            f"the recording has about {profile.steps_in_window:.1f} steps of work, {profile.num_steps} of them marked; "
-            "per-step figures use the former"
-        )
+    if profile.clock.say_unmarked:
+        yield profile.clock.say_unmarked
+
+
+def _say_range(profile: Profile) -> str:
+    """The shortest and the longest step on the device; empty if they do not explain the mean, which is that of the
+    whole recording."""
+    lengths = [float(one) for one in profile.clock.profiled_steps]
+    if len(lengths) < 2 or not min(lengths) <= profile.clock.profiled_ns <= max(lengths):
+        return ""
+    return f", {say_time(min(lengths))} to {say_time(max(lengths))}"
+
+
+def _say_clocks(clock: Clock) -> Iterator[str]:
+    """The recording's other clock, and why it is not the page's."""
+    if clock.unprofiled_ns is None:
+        return
+    unprofiled, profiled = say_time(clock.unprofiled_ns), say_time(clock.profiled_ns)
+    times = f"a step takes {unprofiled} unprofiled and {profiled} profiled"
+    if clock.kind == "unprofiled":
+        yield f"{times}; step and idle time are those of unprofiled steps"
+    elif clock.unprofiled_ns < clock.busy_ns:
+        yield f"{times}; all times are those of profiled steps: their kernels do not fit into an unprofiled one"
+    else:
+        yield f"{times}; all times are those of profiled steps: unprofiled ones are not clearly faster"
 
 
 def _memory(opening: Opening) -> Iterator[str]:

@@ -3,29 +3,34 @@ the reason.
 
 A step is timed by `bench`, timed again before profiling, and timed while profiled. The three differ, by a third for a
 CPU-bound step. A reader cannot check a share of one against a time of another, so a page has a single step time: that
-of `bench` if it belongs to the same run, else that of the profile.
+of the profile's clock, which explains it, or that of `bench` if the run has no profile.
 """
 
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from functools import cached_property
-from typing import Literal
+from typing import Literal, TypeVar
 
 import msgspec
 
 from stepscope.explain.experiments.bench_tables import step_ms
 from stepscope.explain.memory import MemoryProfile
+from stepscope.explain.ranks.lateness import RankTimes, match_ranks
+from stepscope.explain.statistics import Statistics
 from stepscope.explain.story.bounds import Shares
+from stepscope.explain.trace.clock import Clock
 from stepscope.explain.trace.profile import Profile
 from stepscope.findings import Missing
+from stepscope.hardware import Hardware
 from stepscope.recording.rows.attention_case import AttentionRow
 from stepscope.recording.rows.bench import BenchRow
 from stepscope.recording.rows.precision_report import PrecisionReport
+from stepscope.recording.store import Manifest
 from stepscope.spec import Case, Workload
 
-NOISE = 0.05  # kernels may exceed the step time by this much, because the two were measured separately
-# Timed by `bench`, by `profile` without profiling, or while profiling.
-ClockKind = Literal["timed", "plain", "recorded"]
+TimedBy = Literal["bench", "unprofiled", "profiled"]
+_Described = TypeVar("_Described", BenchRow, AttentionRow, Manifest)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,80 +50,102 @@ class Materials:
     absent: dict[str, Missing] = field(default_factory=dict)
     is_partial: bool = False
 
+    @cached_property
+    def rank_times(self) -> RankTimes | None:
+        """When the ranks arrived at their collectives; None for a single rank, or if none can be matched."""
+        return match_ranks(self.ranks) if len(self.ranks) > 1 else None
+
     @property
     def timed_row(self) -> BenchRow | None:
         """The row of the run itself, if it finished."""
         return self.bench[0] if self.bench and self.bench[0].measurement is not None else None
 
     @cached_property
-    def timed_ns(self) -> float | None:
-        timed = step_ms(self.timed_row) if self.timed_row else None
-        return timed.median * 1e6 if timed else None
+    def timed(self) -> Statistics | None:
+        """The step times of `bench` in milliseconds."""
+        return step_ms(self.timed_row) if self.timed_row else None
 
     @cached_property
-    def is_bench_too_short(self) -> bool:
-        """Whether the kernels of a step take longer than its measured time, which means that one of the two is wrong.
-        Never on a CPU, where profiling slows the operators themselves."""
-        if self.timed_ns is None or self.profile is None or self.profile.on_cpu or not self._is_of_bench(self.profile):
-            return False
-        return self.profile.busy_step_ns > (1 + NOISE) * self.timed_ns
+    def clock(self) -> Clock | None:
+        """The profile's clock, if it marks steps of this run, as far as its case is known. None if the page's step is
+        that of `bench`, or unknown."""
+        if self.profile is None or not self.profile.has_steps:
+            return None
+        case, row = self.profile.recording.manifest.case, self.timed_row
+        return self.profile.clock if case is None or row is None or is_same_run(case, row.case) else None
 
-    def _is_of_bench(self, profile: Profile) -> bool:
-        """Whether a profile has the steps that `bench` timed, as far as its case is known."""
-        case = profile.recording.manifest.case
-        return profile.has_steps and (case is None or is_same_run(case, self.bench[0].case))
-
-    @cached_property
+    @property
     def row(self) -> BenchRow | None:
         """The timed row that gives the page's step time."""
-        return None if self.is_bench_too_short else self.timed_row
+        return self.timed_row if self.clock is None else None
 
     @cached_property
     def step_ns(self) -> float | None:
-        """THE step time of the page: measured by `bench` if available, else by the profile; None if no steps are
-        marked."""
-        if self.row is not None:
-            return self.timed_ns
-        return self.profile.step_ns if self.profile is not None and self.profile.has_steps else None
+        """THE step time of the page; None if no steps are marked or timed."""
+        if self.clock is not None:
+            return self.clock.step_ns
+        return self.timed.median * 1e6 if self.timed else None
 
     @property
-    def clock_kind(self) -> ClockKind:
-        """The clock that measured `step_ns`."""
-        if self.row is not None:
-            return "timed"
-        return "recorded" if self.profile is None or self.profile.clock.is_recorded else "plain"
+    def timed_by(self) -> TimedBy:
+        """What measured `step_ns`."""
+        return self.clock.kind if self.clock is not None else "bench"
 
     @cached_property
     def step_samples(self) -> tuple[Fraction, ...]:
         """The step times behind `step_ns`; empty if they were not kept individually."""
-        if self.row is not None and self.row.measurement is not None:
-            return tuple(map(Fraction, self.row.measurement.step_ns))
-        if self.profile is None:
-            return ()
-        if self.clock_kind == "plain":
-            return self.profile.plain_steps
-        return tuple(Fraction(end - start) for start, end in self.profile.step_windows)
-
-    @cached_property
-    def is_profile_of_step(self) -> bool:
-        """Whether the profile explains the page's step: it belongs to the same run and marks steps."""
-        if self.profile is None or self.step_ns is None:
-            return False
-        return self._is_of_bench(self.profile) if self.row is not None else True
-
-    @cached_property
-    def profile_step_ns(self) -> float | None:
-        """The step time that shares of the profile refer to: the page's step if the profile explains it."""
-        if self.profile is None:
-            return None
-        return self.step_ns if self.is_profile_of_step else self.profile.step_ns
+        if self.clock is not None:
+            return self.clock.step_samples
+        row = self.timed_row
+        return tuple(map(Fraction, row.measurement.step_ns)) if row and row.measurement else ()
 
     @cached_property
     def shares(self) -> Shares | None:
         """The profile's shares, computed once: for a million kernels this takes seconds."""
-        if self.profile is None or self.profile_step_ns is None:
-            return None
-        return Shares(self.profile, self.profile_step_ns)
+        return None if self.profile is None else Shares(self.profile)
+
+
+# --- Measured peaks ---------------------------------------------------------------------------------------------------
+
+
+def share_peaks(materials: Materials) -> Materials:
+    """The run with one peak per precision. A device without a data sheet is measured anew by every stage. The best of
+    these counts, because other processes only lower it; a page with several would contradict itself."""
+    profiles = [one for one in (materials.profile, *materials.ranks) if one is not None]
+    known = [profile.recording.manifest.environment for profile in profiles]
+    known += [row.environment for row in materials.bench] + [row.environment for row in materials.attention]
+    measured = [one.hardware for one in known if one is not None and one.hardware.source == "measured"]
+    if all(one == measured[0] for one in measured):
+        return materials
+    # Once per profile: `profile` must remain one of `ranks`.
+    shared = {id(profile): _with_best_peaks(profile, measured) for profile in profiles}
+    return replace(
+        materials,
+        bench=tuple(_with_best(row, measured) for row in materials.bench),
+        attention=tuple(_with_best(row, measured) for row in materials.attention),
+        profile=shared[id(materials.profile)] if materials.profile is not None else None,
+        ranks=tuple(shared[id(profile)] for profile in materials.ranks),
+    )
+
+
+def _with_best_peaks(profile: Profile, measured: Sequence[Hardware]) -> Profile:
+    recording = profile.recording
+    return replace(profile, recording=replace(recording, manifest=_with_best(recording.manifest, measured)))
+
+
+def _with_best(one: _Described, measured: Sequence[Hardware]) -> _Described:
+    environment = one.environment
+    if environment is None or environment.hardware.source != "measured":
+        return one
+    peaks: dict[str, float] = {}
+    for hardware in measured:
+        if hardware.name == environment.hardware.name:
+            peaks |= {name: max(peak, peaks.get(name, 0.0)) for name, peak in hardware.peak_flops.items()}
+    best = msgspec.structs.replace(environment.hardware, peak_flops=dict(sorted(peaks.items())))
+    return msgspec.structs.replace(one, environment=msgspec.structs.replace(environment, hardware=best))
+
+
+# --- Runs -------------------------------------------------------------------------------------------------------------
 
 
 def is_same_run(case: Case, other: Case) -> bool:

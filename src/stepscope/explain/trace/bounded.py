@@ -19,8 +19,9 @@ from stepscope.errors import StepscopeError
 from stepscope.explain.trace import profile_tables
 from stepscope.explain.trace.accounting import DeviceAccount, DeviceSweep
 from stepscope.explain.trace.attribution import Attribution
-from stepscope.explain.trace.names import classify
+from stepscope.explain.trace.attribution.names import classify
 from stepscope.explain.trace.profile import Profile, no_kernels, no_time
+from stepscope.explain.trace.ranges_table import short_ranges
 from stepscope.files import cache_folder
 from stepscope.findings import Page, Table
 from stepscope.recording.readers.kineto import CallTrees, TraceReader, join_flows
@@ -37,9 +38,9 @@ from stepscope.recording.windows import (
 
 NOTE = "read in bounded memory: the breakdown is complete; findings, questions and single kernels are not available"
 # The tables that are available in this mode.
-PARTS = ("classes", "phases", "kernels", "modules", "layers", "ops", "streams")
+PARTS = ("classes", "phases", "kernels", "modules", "layers", "ops", "ranges", "streams")
 _ON_A_PAGE = 6
-_GROUPED = ("name", "kind", "launched", "op", "module", "phase")
+_GROUPED = ("name", "kind", "launched", "op", "module", "phase", "user_range", "forward_range")
 _MOST_GROUPS = 100_000
 
 
@@ -169,5 +170,6 @@ def make_part(profile: BoundedProfile, name: str, *, top: int | None = None) -> 
 
 
 def make_page(profile: BoundedProfile) -> Page:
-    tables = tuple(make_part(profile, name, top=_ON_A_PAGE) for name in ("classes", "phases", "kernels"))
-    return Page(headline=profile_tables.headline(profile), tables=tables, findings=None)
+    tables = [make_part(profile, name, top=_ON_A_PAGE) for name in ("classes", "phases", "kernels")]
+    tables += short_ranges(profile)
+    return Page(headline=profile_tables.headline(profile), tables=tuple(tables), findings=None)

@@ -1,79 +1,141 @@
-"""The clock of a recording: when its steps ran, how long a step takes, and how long the device is busy.
+"""The clock of a recording: one step time, one busy time and one idle time, which add up, and the number of steps.
 
 A step is timed while it is profiled and, in a recording of stepscope, also unprofiled. A profiler makes the CPU up to
-2× slower and leaves kernels unchanged, so it adds idle time. All code that needs step time, busy time or idle time
-reads it here. A page may have a third clock, that of `bench` (`story.sources.Materials`), and asks for the idle share
-of its step.
+2× slower and leaves kernels unchanged, so it adds idle time: unprofiled steps are the clock if they are clearly faster
+than the profiled ones and the kernels fit into them. If they are slower, or the two differ by less than steps differ
+from each other, the difference says nothing about the profiler, and the profiled steps are the clock. Everything that
+needs a step time, busy time, idle time or a count per step reads it here, so that the figures of a page agree.
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from fractions import Fraction
 from functools import cached_property
+from typing import Literal
 
 import polars as pl
+
+from stepscope.explain.statistics import summarise
+
+ClockKind = Literal["unprofiled", "profiled"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Clock:
-    """The clock of a whole profile, or of some steps of one device. Times per step are means over the window."""
+    """`busy_ns` + `idle_ns` = `step_ns`, per step. Without marked steps, the recording counts as one step."""
 
     steps: pl.DataFrame  # one row per marked step: step, start_ns, end_ns
     window: tuple[int, int]
     find_busy_ns: Callable[[], float]  # in the window, overlapping kernels counted once; mean over devices
-    # The share of kernel time that was launched before the window began.
-    find_launched_before: Callable[[], float] = lambda: 0.0
-    plain_ns: int | None = None  # an unprofiled step
+    find_launched_before: Callable[[], float]  # the share of kernel time that was launched before the window began
+    find_step_windows: Callable[[], tuple[tuple[int, int], ...]]  # start and end of each profiled step on the device
+    unprofiled_ns: int | None = None  # the median of unprofiled steps
+    unprofiled_steps: tuple[Fraction, ...] = ()  # their times in nanoseconds, if they were kept
+
+    # --- Steps
 
     @property
     def wall_ns(self) -> int:
         return self.window[1] - self.window[0]
 
+    @property
+    def has_steps(self) -> bool:
+        return bool(self.steps.height)
+
     @cached_property
     def num_steps(self) -> int:
-        """At least 1: a recording without marked steps counts as one step."""
+        """The number of marked steps, at least 1."""
         return max(1, self.steps["step"].n_unique())
 
     @cached_property
     def steps_in_window(self) -> float:
-        """Return how many steps of work the window has: more than are marked if work was launched before it began."""
+        """The number of steps to divide by: more than are marked if work was launched before the window began."""
         before = self.find_launched_before()
-        return self.num_steps / (1 - before) if self.steps.height and before < 1 else float(self.num_steps)
+        return self.num_steps / (1 - before) if self.has_steps and before < 1 else float(self.num_steps)
+
+    def per_step(self, value: float) -> float:
+        """Return a time or a count of the whole window per step."""
+        return value / self.steps_in_window
 
     @property
-    def recorded_step_ns(self) -> float:
-        """Wall time per profiled step; of the whole window if no steps are marked."""
-        return self.wall_ns / self.steps_in_window
+    def say_per_step(self) -> str:
+        """What follows a time or a count per step."""
+        return "per step" if self.has_steps else "in the trace"
+
+    @property
+    def say_of_step(self) -> str:
+        """What follows a share of `step_ns`."""
+        return "of the step" if self.has_steps else "of the trace"
+
+    @property
+    def say_unmarked(self) -> str:
+        """A remark if more steps of work ran than are marked; empty otherwise."""
+        if self.steps_in_window <= 1.01 * self.num_steps:
+            return ""
+        return (
+            f"the recording has about {self.steps_in_window:.1f} steps of work, {self.num_steps} of them marked; "
+            "per-step figures use the former"
+        )
+
+    def reword(self, text: str) -> str:
+        """Return a text about a step as one about the trace, if it has no marked steps."""
+        return text.replace("per step", self.say_per_step).replace("of the step", self.say_of_step)
+
+    # --- Times per step
 
     @cached_property
-    def busy_step_ns(self) -> float:
-        """Time per step in which any kernel ran."""
-        return self.find_busy_ns() / self.steps_in_window
+    def kind(self) -> ClockKind:
+        if self.unprofiled_ns is None or self.unprofiled_ns >= self.profiled_ns:
+            return "profiled"
+        fits = self.busy_ns <= self.unprofiled_ns
+        return "unprofiled" if fits and not self._do_clocks_agree else "profiled"
 
     @property
+    def has_overhead(self) -> bool:
+        """Whether the profiler may have made `step_ns` longer."""
+        return self.kind == "profiled" and (self.unprofiled_ns is None or not self._do_clocks_agree)
+
+    @cached_property
+    def _do_clocks_agree(self) -> bool:
+        """Whether the middle 60% of unprofiled and of profiled steps overlap."""
+        assert self.unprofiled_ns is not None
+        unprofiled = summarise([float(one) for one in self.unprofiled_steps] or [float(self.unprofiled_ns)])
+        profiled = summarise([float(one) for one in self.profiled_steps])
+        return unprofiled.p20 <= profiled.p80 and profiled.p20 <= unprofiled.p80
+
+    @cached_property
     def step_ns(self) -> float:
-        """Wall time per step: unprofiled if it is known and the kernels fit into it, otherwise profiled."""
-        if self.plain_ns is None or self.plain_ns < self.busy_step_ns:
-            return self.recorded_step_ns
-        return self.plain_ns
+        if self.kind == "profiled":
+            return self.profiled_ns
+        assert self.unprofiled_ns is not None
+        return float(self.unprofiled_ns)
+
+    @cached_property
+    def busy_ns(self) -> float:
+        """Time in which any kernel ran; mean over devices."""
+        return self.per_step(self.find_busy_ns())
 
     @property
-    def plain_step_ns(self) -> float:
-        """Wall time per unprofiled step if it is known, even if the profiled kernels took longer; otherwise per
-        profiled step. Rules and the MFU use it."""
-        return self.recorded_step_ns if self.plain_ns is None else float(self.plain_ns)
-
-    @property
-    def is_recorded(self) -> bool:
-        """Whether `step_ns` is the time of a profiled step."""
-        return self.step_ns == self.recorded_step_ns
+    def idle_ns(self) -> float:
+        return self.step_ns - self.busy_ns
 
     @property
     def idle_share(self) -> float:
-        return self.idle_share_of(self.step_ns)
+        return self.idle_ns / max(1.0, self.step_ns)
 
-    def idle_share_of(self, step_ns: float) -> float:
-        """Return the idle share of a step that another clock may have timed."""
-        return max(0.0, 1 - self.busy_step_ns / max(1.0, step_ns))
+    @property
+    def step_samples(self) -> tuple[Fraction, ...]:
+        """The step times behind `step_ns`; empty if they were not kept individually."""
+        return self.profiled_steps if self.kind == "profiled" else self.unprofiled_steps
+
+    @cached_property
+    def profiled_steps(self) -> tuple[Fraction, ...]:
+        return tuple(Fraction(end - start) for start, end in self.find_step_windows())
+
+    @cached_property
+    def profiled_ns(self) -> float:
+        """Wall time per profiled step; only for remarks about the profiler's overhead."""
+        return self.per_step(self.wall_ns)
 
 
 def find_step_windows(

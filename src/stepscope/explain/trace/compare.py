@@ -1,18 +1,20 @@
 """Compare two recordings: which parts of the step time changed, and whether the change is more than noise.
 
-A step's wall time is split without counting anything twice (`accounting`): time in which one thing ran alone, time in
-which several overlapped, and idle time. The differences of the parts therefore add up to the difference of the step, to
-the nanosecond; parts that are not listed are one row `rest`.
+The step is that of each recording's clock (`clock`), split without counting anything twice (`accounting`): time in
+which one thing ran alone, time in which several overlapped, and idle time. The differences of the parts therefore add
+up to the difference of the step, to the nanosecond; parts that are not listed are one row `rest`.
 
 Noise is judged from the steps of each recording, with Welch's 95% interval for the difference of two means. It accounts
-for the variation between steps of one run, not between two runs of the same workload.
+for the variation between steps of one run, not between two runs of the same workload. Step and idle time are judged
+only if no profiler made one of them longer and not the other.
 """
 
+import itertools
 import math
 import re
 import statistics
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from typing import Literal
 
@@ -21,15 +23,16 @@ import polars as pl
 
 from stepscope.errors import StepscopeError
 from stepscope.explain.trace.accounting import Ints, account
+from stepscope.explain.trace.clock import Clock
 from stepscope.explain.trace.comparability import compare_circumstances
 from stepscope.explain.trace.profile import UNKNOWN, Profile
 from stepscope.explain.trace.run_labels import BEFORE_AND_AFTER, identify, label_runs
 from stepscope.findings import Cell, Column, Table
-from stepscope.units import count_noun
+from stepscope.units import count_noun, say_time
 
 By = Literal["phase", "class", "module", "kernel"]
-Verdict = Literal["slower", "faster", "noise", "same", "cannot tell"]
-WALL, ALONE, GPU_TIME = "wall", "wall, unprofiled", "sum of kernels"
+Verdict = Literal["slower", "faster", "noise", "same", "cannot tell", "new", "gone"]
+WALL, GPU_TIME = "wall", "sum of kernels"
 IDLE, OVERLAP, REST = "(idle)", "(overlap)", "(rest)"
 TOP = 12
 LEAST_STEPS = 3
@@ -61,19 +64,23 @@ class ComparisonRow:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProfileComparison:
-    """`parts` add up to `wall` in A, in B and in the difference. `gate` is the row that decides whether B regressed:
-    the unprofiled steps if both recordings have them, otherwise the profiled ones."""
+    """`parts` add up to `wall`, the step by the clock of each recording, in A, in B and in the difference. `wall` also
+    decides whether B regressed."""
 
     names: tuple[str, str]  # of the files
     labels: tuple[str, str]  # of the runs, by what differs between them
     by: By
-    steps: tuple[int, int]
+    clocks: tuple[Clock, Clock]
     wall: ComparisonRow
     totals: tuple[ComparisonRow, ...]
     parts: tuple[ComparisonRow, ...]
-    gate: ComparisonRow
     remarks: tuple[str, ...]
     shorts: dict[str, str]  # short names by kernel name, if compared by kernel
+
+    @property
+    def has_overhead(self) -> bool:
+        """Whether a profiler may have made a step longer, and with it the idle time."""
+        return any(clock.has_overhead for clock in self.clocks)
 
 
 def compare(
@@ -85,30 +92,33 @@ def compare(
     labels: tuple[str, str] | None = None,
 ) -> ProfileComparison:
     labels = labels or label_runs(identify(a, names[0]), identify(b, names[1]))
-    pieces = [_take_apart(profile, by) for profile in (a, b)]
-    walls = [[sum(step.values(), Fraction(0)) for step in each] for each in pieces]
-    wall = _row("step", WALL, walls[0], walls[1])
-    parts = _parts(pieces[0], pieces[1], wall, by)
-    totals = [wall]
-    alone = [profile.plain_steps for profile in (a, b)]
-    if all(alone):
-        totals.append(_row("step", ALONE, alone[0], alone[1]))
-    totals.append(_row("step", GPU_TIME, *(_gpu_times(profile) for profile in (a, b))))
-    idle = [[step.get(IDLE, Fraction(0)) for step in each] for each in pieces]
-    totals.append(_row("step", IDLE.strip("()"), idle[0], idle[1]))
-    gate = totals[1] if all(alone) else wall
+    one, other = (_take_apart(profile, by) for profile in (a, b))
+    steps = round(a.clock.step_ns), round(b.clock.step_ns)
+    wall = ComparisonRow(group="step", name=WALL, a_ns=steps[0], b_ns=steps[1], verdict=judge_steps(a.clock, b.clock))
+    rows = _parts(one, other, by)
+    idle = [replace(row, group="step", name=IDLE.strip("()")) for row in rows if row.name == IDLE]
+    if a.is_serialized or b.is_serialized:  # its idle time is unknown
+        idle = []
     return ProfileComparison(
         names=names,
         labels=labels,
         by=by,
-        steps=(len(walls[0]), len(walls[1])),
+        clocks=(a.clock, b.clock),
         wall=wall,
-        totals=tuple(totals),
-        parts=tuple(parts),
-        gate=gate,
-        remarks=compare_circumstances(a, b, labels),
+        totals=(wall, _sum_kernels(a, b), *idle),
+        parts=tuple(row for row in rows if row.a_ns or row.b_ns),
+        remarks=(*compare_circumstances(a, b, labels), *_say_clocks((a.clock, b.clock), labels)),
         shorts=_find_shorts(a) | _find_shorts(b) if by == "kernel" else {},
     )
+
+
+def _say_clocks(clocks: tuple[Clock, Clock], labels: tuple[str, str]) -> Iterator[str]:
+    """The second clock of each recording that has one."""
+    for clock, label in zip(clocks, labels, strict=True):
+        if clock.unprofiled_ns is not None:
+            used = "wall and idle are unprofiled" if clock.kind == "unprofiled" else "all times are profiled"
+            times = f"{say_time(clock.unprofiled_ns)} unprofiled, {say_time(clock.profiled_ns)} profiled"
+            yield f"{label}: a step takes {times}; {used}"
 
 
 def _find_shorts(profile: Profile) -> dict[str, str]:
@@ -118,13 +128,38 @@ def _find_shorts(profile: Profile) -> dict[str, str]:
 # --- Taking a step apart --------------------------------------------------------------------------------------------
 
 
-def _take_apart(profile: Profile, by: By) -> list[dict[str, Fraction]]:
-    """Return the parts of each step's wall time, as the mean over devices. Kernels that run past the end of their step
-    are cut there, so that every moment belongs to one step."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _TakenApart:
+    """The parts of a step but idle time, as the mean over devices: per step, and in each profiled step."""
+
+    clock: Clock
+    per_step: dict[str, Fraction]
+    samples: list[dict[str, Fraction]]
+
+    def mean(self, name: str) -> Fraction:
+        return Fraction(self.clock.idle_ns) if name == IDLE else self.per_step.get(name, Fraction(0))
+
+    def sample(self, name: str) -> list[Fraction]:
+        """The part in each step. Kernel times hardly vary, so unprofiled idle time varies as much as steps do."""
+        if name != IDLE:
+            return [step.get(name, Fraction(0)) for step in self.samples]
+        if self.clock.kind == "unprofiled":
+            return [step - Fraction(self.clock.busy_ns) for step in self.clock.step_samples]
+        busy = [sum(step.values(), Fraction(0)) for step in self.samples]
+        return [step - one for step, one in zip(self.clock.step_samples, busy, strict=True)]
+
+
+def _take_apart(profile: Profile, by: By) -> _TakenApart:
+    """Kernels that run past the end of their step are cut there, so that every moment belongs to one step."""
     keyed = profile.kernels.select("process", "device", "start_ns", "end_ns", _key(profile, by)).sort("start_ns")
     parted = keyed.partition_by("process", "device", maintain_order=True, include_key=False)
     devices = [_Device.of(kernels) for kernels in parted]
-    return [_step_parts(devices, window) for window in profile.step_windows]
+    steps = Fraction(profile.steps_in_window)
+    return _TakenApart(
+        clock=profile.clock,
+        per_step={name: time / steps for name, time in _add_parts(devices, profile.window).items()},
+        samples=[_add_parts(devices, window) for window in profile.step_windows],
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -151,11 +186,11 @@ class _Device:
         )
 
 
-def _step_parts(devices: Sequence[_Device], window: tuple[int, int]) -> dict[str, Fraction]:
+def _add_parts(devices: Sequence[_Device], window: tuple[int, int]) -> dict[str, Fraction]:
     parts: dict[str, Fraction] = {}
     for device in devices:
         done = account(device.cut(window), window)
-        for name, time in (*done.classes.items(), (OVERLAP, done.overlap_ns), (IDLE, done.idle_ns)):
+        for name, time in (*done.classes.items(), (OVERLAP, done.overlap_ns)):
             parts[name] = parts.get(name, Fraction(0)) + Fraction(time, len(devices))
     return parts
 
@@ -179,6 +214,13 @@ def align_module(path: str) -> str:
     return _CLASS_NUMBER.sub("", _LAYER.sub("*", path))
 
 
+def _sum_kernels(a: Profile, b: Profile) -> ComparisonRow:
+    """The sum of kernel durations per step, as the mean over devices."""
+    times = [round(one.clock.per_step(one.gpu_time_ns) / len(one.devices)) for one in (a, b)]
+    verdict = judge(_gpu_times(a), _gpu_times(b), times[1] - times[0])
+    return ComparisonRow(group="step", name=GPU_TIME, a_ns=times[0], b_ns=times[1], verdict=verdict)
+
+
 def _gpu_times(profile: Profile) -> list[Fraction]:
     """Return the sum of kernel durations per step that launched them."""
     times = profile.kernels.group_by("step").agg(ns=pl.col("time_ns").sum())
@@ -191,58 +233,59 @@ def _gpu_times(profile: Profile) -> list[Fraction]:
 # --- Rows that add up -----------------------------------------------------------------------------------------------
 
 
-def _parts(
-    a: Sequence[dict[str, Fraction]], b: Sequence[dict[str, Fraction]], wall: ComparisonRow, by: By
-) -> list[ComparisonRow]:
+def _parts(a: _TakenApart, b: _TakenApart, by: By) -> list[ComparisonRow]:
     """Return the largest changes first, then the rest. Values are rounded so that they still add up."""
-    names = list(dict.fromkeys(name for step in (*a, *b) for name in step))
-    samples = {name: ([s.get(name, Fraction(0)) for s in a], [s.get(name, Fraction(0)) for s in b]) for name in names}
-    means = {name: (_mean(one), _mean(other)) for name, (one, other) in samples.items()}
-    order = sorted(names, key=lambda name: (-abs(means[name][1] - means[name][0]), -means[name][1], name))
+    names = [*dict.fromkeys((*a.per_step, *b.per_step)), IDLE]
+    order = sorted(names, key=lambda name: (-abs(b.mean(name) - a.mean(name)), -b.mean(name), name))
     shown = order if len(order) <= TOP + 1 else order[:TOP]
+    shown += [] if IDLE in shown else [IDLE]
     rest = [name for name in order if name not in shown]
-    if rest:
-        summed = tuple(
-            [sum(column, Fraction(0)) for column in zip(*(samples[n][k] for n in rest), strict=True)] for k in (0, 1)
-        )
-        samples[REST] = (summed[0], summed[1])
-        shown = [*shown, REST]
-    rounded = [
-        _round_to_sum([_mean(samples[name][k]) for name in shown], total)
-        for k, total in ((0, wall.a_ns), (1, wall.b_ns))
-    ]
-    return [
-        ComparisonRow(group=by, name=name, a_ns=a_ns, b_ns=b_ns, verdict=judge(*samples[name]))
-        for name, a_ns, b_ns in zip(shown, *rounded, strict=True)
-        if a_ns or b_ns
-    ]
+    columns = [_round_parts(one, shown, rest) for one in (a, b)]
+    rows = []
+    for name, a_ns, b_ns in zip((*shown, *([REST] if rest else [])), *columns, strict=True):
+        samples = [_add_samples(one, rest if name == REST else [name]) for one in (a, b)]
+        verdict = judge(samples[0], samples[1], b_ns - a_ns)
+        if name == IDLE and not are_comparable(a.clock, b.clock):
+            verdict = "same" if a_ns == b_ns else "cannot tell"
+        rows.append(ComparisonRow(group=by, name=name, a_ns=a_ns, b_ns=b_ns, verdict=verdict))
+    return rows
 
 
-def _round_to_sum(values: Sequence[Fraction], total: int) -> list[int]:
-    """Round each value to a neighboring integer so that they add up to `total`, by rounding the running sum."""
-    rounded, before, running = [], 0, Fraction(0)
-    for value in values:
-        running += value
-        rounded.append(round(running) - before)
-        before = round(running)
-    assert before == total, "the parts of a step add up to its wall time"
+def _add_samples(one: _TakenApart, names: Sequence[str]) -> list[Fraction]:
+    return [sum(column, Fraction(0)) for column in zip(*(one.sample(name) for name in names), strict=True)]
+
+
+def _round_parts(one: _TakenApart, shown: Sequence[str], rest: Sequence[str]) -> list[int]:
+    """Return whole nanoseconds per step. They add up to the step, because running sums are rounded."""
+    idle = round(one.clock.idle_ns)
+    busy = round(one.clock.step_ns) - idle
+    values = [Fraction(0) if name == IDLE else one.mean(name) for name in shown]
+    values += [sum((one.mean(name) for name in rest), Fraction(0))] if rest else []
+    sums = [min(round(value), busy) for value in itertools.accumulate(values)]
+    sums[-1] = busy
+    rounded = [after - before for before, after in itertools.pairwise([0, *sums])]
+    rounded[shown.index(IDLE)] += idle
     return rounded
-
-
-def _row(group: str, name: str, a: Sequence[Fraction], b: Sequence[Fraction]) -> ComparisonRow:
-    return ComparisonRow(group=group, name=name, a_ns=round(_mean(a)), b_ns=round(_mean(b)), verdict=judge(a, b))
-
-
-def _mean(values: Sequence[Fraction]) -> Fraction:
-    return sum(values, Fraction(0)) / len(values)
 
 
 # --- Noise ----------------------------------------------------------------------------------------------------------
 
 
-def judge(a: Sequence[Fraction], b: Sequence[Fraction]) -> Verdict:
-    """Return whether B differs from A by more than steps differ from each other."""
-    difference = float(_mean(b) - _mean(a))
+def judge_steps(a: Clock, b: Clock) -> Verdict:
+    """Return whether B's step differs from A's."""
+    difference = round(b.step_ns) - round(a.step_ns)
+    if not are_comparable(a, b):
+        return "same" if not difference else "cannot tell"
+    return judge(a.step_samples, b.step_samples, difference)
+
+
+def are_comparable(a: Clock, b: Clock) -> bool:
+    """Whether a profiler made both steps longer, or neither."""
+    return a.kind == b.kind or not (a.has_overhead or b.has_overhead)
+
+
+def judge(a: Sequence[Fraction], b: Sequence[Fraction], difference: float) -> Verdict:
+    """Return whether B differs from A, by `difference`, by more than steps differ from each other."""
     if difference == 0:
         return "same"
     if min(len(a), len(b)) < LEAST_STEPS:
@@ -250,6 +293,14 @@ def judge(a: Sequence[Fraction], b: Sequence[Fraction]) -> Verdict:
     if abs(difference) <= welch_margin([float(v) for v in a], [float(v) for v in b]):
         return "noise"
     return "slower" if difference > 0 else "faster"
+
+
+def say_undecided(a: Clock, b: Clock) -> str:
+    """Return why the steps, or parts of them, cannot be judged."""
+    if not are_comparable(a, b):
+        return "one step was timed under the profiler, the other was not"
+    counts = [len(clock.step_samples) for clock in (a, b)]
+    return f"too few steps to rule out noise ({counts[0]} and {counts[1]})"
 
 
 def welch_margin(a: Sequence[float], b: Sequence[float]) -> float:
@@ -285,17 +336,20 @@ def parse_percent(text: str) -> float:
 
 def regressed(comparison: ProfileComparison, limit: float) -> bool:
     """Return whether B's step is slower by more than `limit` and by more than noise. With too few steps to judge noise,
-    only the limit counts."""
-    gate = comparison.gate
-    return gate.verdict in ("slower", "cannot tell") and gate.b_ns > gate.a_ns * (1 + limit)
+    only the limit counts. False if one step was timed under the profiler and the other was not: its overhead alone
+    could exceed the limit."""
+    gate = comparison.wall
+    is_judged = gate.verdict == "slower" or (gate.verdict == "cannot tell" and are_comparable(*comparison.clocks))
+    return is_judged and gate.b_ns > gate.a_ns * (1 + limit)
 
 
 def gate_sentence(comparison: ProfileComparison, limit: float) -> str:
-    gate, failed = comparison.gate, regressed(comparison, limit)
+    gate, failed = comparison.wall, regressed(comparison, limit)
     change = f"{(gate.b_ns / gate.a_ns - 1) * 100:+.2f}%" if gate.a_ns else "–"
     said = f"{'FAIL' if failed else 'pass'}: {gate.name} {change}, limit +{limit * 100:g}%"
     if gate.verdict == "cannot tell":
-        return f"{said}; too few steps to rule out noise ({comparison.steps[0]} and {comparison.steps[1]})"
+        unused = "" if are_comparable(*comparison.clocks) else "not compared with the limit: "
+        return f"{said}; {unused}{say_undecided(*comparison.clocks)}"
     return said + ("; within noise" if gate.verdict == "noise" else "")
 
 
@@ -323,16 +377,18 @@ def comparison_table(comparison: ProfileComparison) -> Table:
 def _cells(row: ComparisonRow, total: int | None, comparison: ProfileComparison) -> tuple[Cell, ...]:
     share = row.difference_ns / total if total else None
     times = (row.a_ns / 1e6, row.b_ns / 1e6, row.difference_ns / 1e6)
-    verdict: str = row.verdict
-    if not row.a_ns or not row.b_ns:
-        verdict += f", only in {comparison.labels[1 if row.b_ns else 0]}"
+    verdict = row.verdict
+    if bool(row.a_ns) != bool(row.b_ns) and row.name != IDLE:
+        verdict = "new" if row.b_ns else "gone"
     name = comparison.shorts.get(row.name, row.name)
     return (row.group, name, *times, row.ratio, share, verdict, row.a_ns, row.b_ns, row.name)
 
 
 def _title(comparison: ProfileComparison) -> str:
     a, b = comparison.labels
-    counts = " and ".join(count_noun(count, "step") for count in comparison.steps)
+    if not any(clock.has_steps for clock in comparison.clocks):
+        return f"{a} → {b}: whole traces, in ms"
+    counts = " and ".join(count_noun(clock.num_steps, "step") for clock in comparison.clocks)
     return f"{a} → {b}: mean of {counts}, in ms"
 
 
@@ -346,9 +402,7 @@ def _notes(comparison: ProfileComparison) -> list[str]:
     notes = [*(files if named else []), *comparison.remarks, say_sum(comparison.by)]
     verdicts = {row.verdict for row in (*comparison.totals, *comparison.parts)}
     if "cannot tell" in verdicts:
-        notes.append(
-            f"cannot tell: a recording has fewer than {LEAST_STEPS} steps, too few to distinguish a change from noise"
-        )
+        notes.append(f"cannot tell: {say_undecided(*comparison.clocks)}")
     if verdicts & {"noise", "slower", "faster"}:
         notes.append(
             "noise: within Welch's 95% interval over the recorded steps; two identical runs can differ by more"

@@ -14,7 +14,7 @@ from stepscope import hardware
 from stepscope.cost import attention_flops, softmax_flops
 from stepscope.errors import StepscopeError, nearest
 from stepscope.explain.kernel_names.vocabulary import CLASSES
-from stepscope.explain.trace.names import classify
+from stepscope.explain.trace.attribution.names import classify
 from stepscope.findings import Cell, Column, Table
 from stepscope.recording.readers.counter_metrics import L1_HIT_RATE, L2_HIT_RATE, PASSES, canonical_counters
 from stepscope.recording.store import Recording

@@ -15,8 +15,8 @@ from stepscope import hardware
 from stepscope.errors import StepscopeError
 from stepscope.explain.trace.accounting import DeviceAccount, account_devices
 from stepscope.explain.trace.attribution import attribute_kernels, attribute_ops
+from stepscope.explain.trace.attribution.phases import step_ranges
 from stepscope.explain.trace.clock import Clock, find_step_windows
-from stepscope.explain.trace.phases import step_ranges
 from stepscope.files import replacing
 from stepscope.hardware import Hardware
 from stepscope.recording.parquet import DamagedTableError, pack, unpack
@@ -37,10 +37,14 @@ class Profile:
     kernels: pl.DataFrame
     kept_in: Path | None = None  # where derived data of a large recording is cached
 
-    @cached_property
+    @property
     def ops(self) -> pl.DataFrame:
-        """The operators with what they belong to (`attribution.attribute_ops`), in the order of `op_row`."""
-        return attribute_ops(self.recording)
+        """The operators, in the order of `op_row`."""
+        return self.recording.ops
+
+    def attribute_ops(self, rows: pl.Series) -> pl.DataFrame:
+        """Return these operators with what they belong to. Attributing all takes as long as attributing the kernels."""
+        return attribute_ops(self.recording, rows)
 
     @cached_property
     def gpu_time_ns(self) -> int:
@@ -54,14 +58,15 @@ class Profile:
     @cached_property
     def clock(self) -> Clock:
         overhead = self.recording.manifest.overhead
+        steps = self.recording.steps.group_by("step", maintain_order=True).agg(ns=pl.col("duration_ns").sum())
         return Clock(
             steps=self.steps,
             window=self.window,
             find_busy_ns=lambda: sum(device.whole.busy_ns for device in self.devices) / len(self.devices),
-            find_launched_before=lambda: dict(self.time_by("launched").select("launched", "share").rows()).get(
-                "before", 0
-            ),
-            plain_ns=overhead.plain_ns if overhead else None,
+            find_launched_before=lambda: shares_by_launch(self).get("before", 0.0),
+            find_step_windows=lambda: self.step_windows,
+            unprofiled_ns=overhead.plain_ns if overhead else None,
+            unprofiled_steps=tuple(map(Fraction, steps["ns"])),
         )
 
     @cached_property
@@ -86,12 +91,6 @@ class Profile:
     def step_windows(self) -> tuple[tuple[int, int], ...]:
         """Start and end of each step on the device."""
         return find_step_windows(self.steps, self.kernels, self.window)
-
-    @cached_property
-    def plain_steps(self) -> tuple[Fraction, ...]:
-        """The times of unprofiled steps in nanoseconds; empty if the recording has none."""
-        steps = self.recording.steps.group_by("step", maintain_order=True).agg(ns=pl.col("duration_ns").sum())
-        return tuple(map(Fraction, steps["ns"]))
 
     @property
     def is_serialized(self) -> bool:
@@ -121,14 +120,6 @@ class Profile:
     @property
     def steps_in_window(self) -> float:
         return self.clock.steps_in_window
-
-    @property
-    def recorded_step_ns(self) -> float:
-        return self.clock.recorded_step_ns
-
-    @property
-    def busy_step_ns(self) -> float:
-        return self.clock.busy_step_ns
 
     @property
     def step_ns(self) -> float:

@@ -7,8 +7,9 @@ import polars as pl
 
 from stepscope.explain.experiments.cases import describe_case
 from stepscope.explain.trace.profile import Profile, shares_by_launch
+from stepscope.explain.trace.ranges_table import ranges_table
 from stepscope.explain.trace.summary import KernelTime, kernel_times
-from stepscope.findings import Cell, Column, Finding, Table
+from stepscope.findings import Cell, Column, Finding, Table, joint_saving
 from stepscope.recording.store import Manifest
 from stepscope.units import count_noun
 
@@ -25,41 +26,51 @@ _TIMES = (
 def headline(profile: Profile) -> str:
     """Return a recording in a few lines: its source, the step time, how busy the device is, and what is missing."""
     manifest = profile.recording.manifest
-    what = "operators" if profile.on_cpu else "GPU"
-    steps = f"{count_noun(profile.num_steps, 'step')} of" if profile.steps.height else "no marked steps,"
     where = f" on {manifest.device}" if manifest.device else ""
-    known = profile.coverage()
+    shares = profile.coverage()
     lines = [
         f"{manifest.file or 'recording'}: {manifest.source}{where}",
-        f"{steps} {profile.step_ns / _MS:,.2f} ms{_clock(profile)}; {what} busy {1 - profile.idle_share:.1%}, "
-        f"idle {profile.idle_share:.1%}",
-        f"attributed kernel time: class {known['class']:.1%}, phase {known['phase']:.1%}, module "
-        + (f"{known['module']:.1%}" if manifest.modules_recorded else "unknown: the recording has no module names"),
+        _say_clock(profile),
+        f"attributed kernel time: class {shares['class']:.1%}, phase {shares['phase']:.1%}, module "
+        + (
+            f"{shares['module']:.1%}"
+            if manifest.modules_recorded or shares["module"]
+            else "unknown: the recording has no module names"
+        ),
     ]
-    if profile.steps_in_window > 1.01 * profile.num_steps:
-        lines.append(
-            f"the recording has about {profile.steps_in_window:.1f} steps of work, {profile.num_steps} of them marked; "
-            "per-step figures use the former"
-        )
+    if profile.clock.say_unmarked:
+        lines.append(profile.clock.say_unmarked)
     if len(profile.devices) > 1:
-        lines.append(f"{len(profile.devices)} devices; times below are summed over them")
+        lines.append(f"{len(profile.devices)} devices; tables add up their times, findings are about the busiest one")
     by_launch = shares_by_launch(profile)
-    if by_launch.get("before") and not profile.is_serialized:
-        lines.append(
-            f"launched before the recording began: {by_launch['before']:.1%} of kernel time, known by name only"
-        )
+    if set(by_launch) == {"before"} and not profile.is_serialized:
+        lines.append("kernel launches are not recorded: kernels are known by name only")
+    elif by_launch.get("before") and not profile.is_serialized:
+        before = profile.kernels.filter((pl.col("launched") == "before") & pl.col("phase").is_not_null())
+        matched = float(before["time_ns"].sum() / max(1, profile.gpu_time_ns))
+        known = f"{matched:.1%} matched with later steps" if matched else "known by name only"
+        lines.append(f"launched before the recording began: {by_launch['before']:.1%} of kernel time, {known}")
     if by_launch.get("graph"):
         lines.append(f"launched by CUDA graphs: {by_launch['graph']:.1%} of kernel time")
     lines.extend(f"note: {note}" for note in manifest.notes)
-    lines.extend(f"warning: {doubt.text}" for doubt in manifest.doubts)
+    # They are about the steps that were timed before profiling.
+    lines.extend(f"warning: unprofiled steps: {doubt.text}" for doubt in manifest.doubts)
     return "\n".join(lines)
 
 
-def _clock(profile: Profile) -> str:
-    overhead = profile.recording.manifest.overhead
-    if profile.clock.is_recorded:
-        return f" profiled ({overhead.plain_ns / _MS:,.2f} ms unprofiled)" if overhead else ""
-    return f" ({profile.recorded_step_ns / _MS:,.2f} ms profiled)"
+def _say_clock(profile: Profile) -> str:
+    """Return the step time, the other clock if there are two, and how busy the device is, as far as that is known."""
+    clock = profile.clock
+    steps = f"{count_noun(clock.num_steps, 'step')} of" if clock.has_steps else "no marked steps,"
+    took = f"{steps} {clock.step_ns / _MS:,.2f} ms"
+    if profile.is_serialized:
+        return f"{took} of kernels; idle time unknown"
+    if clock.unprofiled_ns is not None and clock.kind == "profiled":
+        took += f" profiled ({clock.unprofiled_ns / _MS:,.2f} ms unprofiled)"
+    elif clock.kind == "unprofiled":
+        took += f" ({clock.profiled_ns / _MS:,.2f} ms profiled)"
+    what = "operators" if profile.on_cpu else "GPU"
+    return f"{took}; {what} busy {1 - clock.idle_share:.1%}, idle {clock.idle_share:.1%}"
 
 
 def classes_table(profile: Profile) -> Table:
@@ -69,8 +80,8 @@ def classes_table(profile: Profile) -> Table:
         for name, time in device.whole.classes.items():
             swept[name] = swept.get(name, 0) + time
     overlap = sum(device.whole.overlap_ns for device in profile.devices)
-    wall = profile.step_ns * profile.steps_in_window * len(profile.devices)
-    idle = wall * profile.idle_share
+    clock, devices = profile.clock, len(profile.devices)
+    wall = clock.step_ns * clock.steps_in_window * devices
     rows: list[tuple[Cell, ...]] = [
         (
             row["class"],
@@ -82,8 +93,11 @@ def classes_table(profile: Profile) -> Table:
     ]
     if overlap:
         rows.append(("overlap", None, None, None, _per_step(profile, overlap), overlap / wall))
-    rows.append(("idle", None, None, None, _per_step(profile, idle), idle / wall))
-    rows.append(("wall", None, None, None, _per_step(profile, wall), 1.0))
+    if profile.is_serialized:
+        rows += [(name, *[None] * 5) for name in ("idle", "wall")]
+    else:
+        rows.append(("idle", None, None, None, clock.idle_ns * devices / _MS, clock.idle_share))
+        rows.append(("wall", None, None, None, clock.step_ns * devices / _MS, 1.0))
     return Table(
         title="Time by class",
         columns=(
@@ -209,69 +223,41 @@ def streams_table(profile: Profile) -> Table:
 
 
 def findings_table(findings: Sequence[Finding]) -> Table:
+    """Return one row per finding. Findings that are part of another follow it, without a saving of their own."""
     rows = tuple(
         (
             one.code,
             one.title,
-            one.saving_ns / _MS if one.saving_ns is not None else None,
-            one.share,
+            one.saving_ns / _MS if one.saving_ns is not None and one is lead else None,
+            one.share if one is lead else None,
+            one.joint_ns / _MS if one.joint_ns is not None else None,
             one.action,
+            lead.code if one is not lead else None,
             one.evidence,
             one.fix,
         )
-        for one in findings
+        for lead in findings
+        for one in (lead, *lead.also)
     )
+    joint = joint_saving(findings)
+    is_of_trace = any(one.unit == "trace" for one in findings)
+    total = (f"all fixes together: {joint.saving_ns / _MS:,.2f} ms, {joint.share:.1%}",) if joint else ()
     return Table(
         title="Findings",
         columns=(
             Column(key="code", label="code"),
             Column(key="title", label="finding"),
-            Column(key="saving_ms", label="saves ms per step", kind="ms"),
-            Column(key="share", label="of the step", kind="share"),
+            Column(key="saving_ms", label="saves ms" if is_of_trace else "saves ms per step", kind="ms"),
+            Column(key="share", label="of the trace" if is_of_trace else "of the step", kind="share"),
+            Column(key="adds_ms", label="ms once the fixes above are in", kind="ms"),
             Column(key="action", label="what to do"),
+            Column(key="part_of", label="part of", detail=True),
             Column(key="evidence", label="evidence", detail=True),
             Column(key="fix", label="fix", detail=True),
         ),
         rows=rows,
-        notes=() if rows else ("no findings",),
+        notes=total if rows else ("no findings",),
     )
-
-
-def ranks_table(profiles: Sequence[Profile]) -> Table:
-    """Return the ranks of one run next to each other: their communication shows which rank waits for which."""
-    rows: list[tuple[Cell, ...]] = []
-    for place, profile in enumerate(profiles):
-        manifest = profile.recording.manifest
-        whole = [device.whole for device in profile.devices]
-        hidden = sum(one.communication_hidden_ns for one in whole)
-        exposed = sum(one.communication_exposed_ns for one in whole)
-        compute = int(profile.kernels.filter(pl.col("class") != "communication")["time_ns"].sum())
-        rank = manifest.rank if manifest.rank is not None else place
-        idle = sum(one.idle_ns for one in whole) / max(1, profile.wall_ns * len(whole))
-        times = (profile.wall_ns, compute, hidden, exposed)
-        rows.append((rank, manifest.file, *(_per_step(profile, time) for time in times), idle))
-    return Table(
-        title="Ranks",
-        columns=(
-            Column(key="rank", label="rank", kind="count"),
-            Column(key="file", label="file"),
-            Column(key="wall_ms", label="wall ms", kind="ms"),
-            Column(key="compute_ms", label="compute ms", kind="ms"),
-            Column(key="hidden_ms", label="comm. hidden ms", kind="ms"),
-            Column(key="exposed_ms", label="comm. exposed ms", kind="ms"),
-            Column(key="idle", label="idle", kind="share"),
-        ),
-        rows=tuple(rows),
-        notes=("times per step; the rank that computes longest makes the others wait", *_doubt(profiles)),
-    )
-
-
-def _doubt(profiles: Sequence[Profile]) -> tuple[str, ...]:
-    manifests = [profile.recording.manifest for profile in profiles]
-    ranks = [one.rank for one in manifests if one.rank is not None]
-    if len({one.device for one in manifests}) > 1 or len(set(ranks)) < len(ranks):
-        return ("these may not be the ranks of one run: their devices differ, or two have the same rank",)
-    return ()
 
 
 def _grouped(profile: Profile, label: str, columns: tuple[str, str], top: int | None) -> Table:
@@ -304,7 +290,8 @@ def _per_step(profile: Profile, time_ns: float) -> float:
 def scope(profile: Profile) -> str:
     steps = profile.num_steps if profile.steps.height else 0
     mean = f"mean of {steps} steps" if steps > 1 else "one step" if steps else "whole recording: no marked steps"
-    return f"{mean}; share: of total kernel time"
+    idle = "; idle and wall: unprofiled" if profile.clock.kind == "unprofiled" else ""
+    return f"{mean}{idle}; share: of total kernel time"
 
 
 def left_out(shown: Sequence[KernelTime], kernels: Sequence[KernelTime]) -> tuple[str, ...]:
@@ -324,7 +311,13 @@ _WHOLE: dict[str, Callable[[Profile], Table]] = {
     "steps": steps_table,
     "streams": streams_table,
 }
-_RANKED = {"kernels": kernels_table, "modules": modules_table, "layers": layers_table, "ops": ops_table}
+_RANKED = {
+    "kernels": kernels_table,
+    "modules": modules_table,
+    "layers": layers_table,
+    "ops": ops_table,
+    "ranges": ranges_table,
+}
 PARTS = (*_WHOLE, *_RANKED)
 
 

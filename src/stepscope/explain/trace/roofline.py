@@ -46,7 +46,7 @@ def operator_calls(profile: Profile) -> pl.DataFrame:
     ops = profile.recording.ops
     owned = profile.kernels.filter(pl.col("op_row").is_not_null() & ~pl.col("class").is_in(["memcpy", "memset"]))
     calls = (
-        owned.sort("time_ns", descending=True)
+        owned.sort("time_ns", descending=True, maintain_order=True)
         .group_by("op_row", maintain_order=True)
         .agg(
             pl.col("op", "class", "short", "phase", "step", "recomputed").first(),
@@ -87,7 +87,7 @@ def roofline(profile: Profile) -> pl.DataFrame:
         )
         .sort("time_ns", "op", descending=[True, False])
     )
-    rows = [_judge(row, profile.hardware) for row in grouped.iter_rows(named=True)]
+    rows = [_judge(row, profile.hardware, on_cpu=profile.on_cpu) for row in grouped.iter_rows(named=True)]
     judged = pl.DataFrame(
         rows,
         schema={"dtype": pl.String, "limit_ns": pl.Float64, "reached": pl.Float64, "bound": pl.String},
@@ -111,11 +111,10 @@ def least_ns(hardware: Hardware | None, dtype: str | None, flops: float, moved_b
     return max(flops / peak if peak else 0.0, moved_bytes / hardware.bandwidth) * 1e9
 
 
-def measure_use(profile: Profile, step_ns: float | None = None) -> Utilisation | None:
+def measure_use(profile: Profile) -> Utilisation | None:
     """Return the FLOPs and the MFU of a step: from the formula for the built-in model, otherwise counted from operator
-    shapes. None if neither is possible: counting part of the work would give a wrong MFU. `step_ns` is the step time of
-    a better clock than the profile's."""
-    step_ns = profile.clock.plain_step_ns if step_ns is None else step_ns
+    shapes. None if neither is possible: counting part of the work would give a wrong MFU."""
+    step_ns = profile.clock.step_ns
     case = profile.recording.manifest.case
     if case is not None and isinstance(case.workload.model, ModelShape):
         workload = case.workload
@@ -130,13 +129,14 @@ def measure_use(profile: Profile, step_ns: float | None = None) -> Utilisation |
     if not counted.height or int(counted["time_ns"].sum()) < COUNTED_ENOUGH * int(costly["time_ns"].sum()):
         return None
     flops = round(counted["flops"].sum() / profile.num_steps)
-    longest = counted.group_by("unit").agg(pl.col("time_ns").sum()).sort("time_ns", descending=True)["unit"][0]
+    by_unit = counted.group_by("unit").agg(pl.col("time_ns").sum()).sort("time_ns", "unit", descending=[True, False])
+    longest = by_unit["unit"][0]
     convention = "2 FLOPs per multiply-add, from the shapes of GEMMs, convolutions and fused attention"
     return _use(profile, flops, step_ns, longest, "counted", convention)
 
 
-def roofline_table(profile: Profile, *, top: int = 20, step_ns: float | None = None) -> Table:
-    """Return the `top` kinds of calls by time. `step_ns` is as for `measure_use`."""
+def roofline_table(profile: Profile, *, top: int = 20) -> Table:
+    """Return the `top` kinds of calls by time."""
     frame = roofline(profile).head(top)
     total = max(1, profile.gpu_time_ns)
     cells: list[tuple[Cell, ...]] = [
@@ -157,9 +157,12 @@ def roofline_table(profile: Profile, *, top: int = 20, step_ns: float | None = N
     ]
     return Table(
         title="Roofline: operators and the device's limits",
-        columns=_COLUMNS,
+        columns=tuple(
+            msgspec.structs.replace(one, label="calls") if one.key == "calls" and not profile.clock.has_steps else one
+            for one in _COLUMNS
+        ),
         rows=tuple(cells),
-        notes=_notes(profile, step_ns),
+        notes=_notes(profile),
     )
 
 
@@ -178,16 +181,17 @@ _COLUMNS = (
 )
 
 
-def _notes(profile: Profile, step_ns: float | None) -> tuple[str, ...]:
+def _notes(profile: Profile) -> tuple[str, ...]:
     notes = []
     hardware = profile.hardware
     if hardware is None:
         notes.append(f"unknown device limits: `{profile.recording.manifest.device or 'no device name'}`")
     if not profile.recording.manifest.shapes_recorded:
         notes.append("no shapes in this recording: record with record_shapes=True")
-    if hardware is not None and (use := measure_use(profile, step_ns)) is not None:
+    if hardware is not None and (use := measure_use(profile)) is not None:
         share = f", {use.mfu:.1%} of the {use.precision} peak (MFU)" if use.mfu is not None else ""
-        notes.append(f"{use.step_flops / 1e12:.3g} TFLOP per step{share}; {use.source}: {use.convention}")
+        flops = f"{use.step_flops / 1e12:.3g} TFLOP {profile.clock.say_per_step}"
+        notes.append(f"{flops}{share}; {use.source}: {use.convention}")
     return tuple(notes)
 
 
@@ -207,8 +211,11 @@ def _cost_cells(
     return (found.flops, found.bytes, found.dtype) if found else (None, None, None)
 
 
-def _judge(row: dict[str, object], hardware: Hardware | None) -> tuple[str | None, float | None, float | None, str]:
-    """Return dtype, limit_ns, reached and bound."""
+def _judge(
+    row: dict[str, object], hardware: Hardware | None, *, on_cpu: bool
+) -> tuple[str | None, float | None, float | None, str]:
+    """Return dtype, limit_ns, reached and bound. A short call far from its limit is bound by its launch, except on a
+    CPU: there the overhead of the call is not a limit of the device."""
     dtype, flops, moved, time = (row[key] for key in ("unit", "flops", "bytes", "time_ns"))
     calls = row["calls"]
     assert dtype is None or isinstance(dtype, str)
@@ -216,14 +223,15 @@ def _judge(row: dict[str, object], hardware: Hardware | None) -> tuple[str | Non
     assert isinstance(calls, int)
     if not isinstance(flops, int) or not isinstance(moved, int):
         return dtype, None, None, "unknown"
-    if dtype == "fp32" and hardware and flops / max(1, time) * 1e9 > hardware.peak_flops.get("fp32", math.inf):
+    peaks = hardware.peak_flops if hardware else {}
+    if dtype == "fp32" and "tf32" in peaks and flops / max(1, time) * 1e9 > peaks.get("fp32", math.inf):
         dtype = "tf32"  # faster than the CUDA cores: the name does not distinguish the two
     limit = least_ns(hardware, dtype, flops, moved)
     if limit is None or hardware is None or not time:
         return dtype, None, None, "unknown"
     reached = limit / time
     if time / calls < LAUNCH_NS and reached < FAR_FROM_LIMIT:
-        return dtype, limit, reached, "launch"
+        return dtype, limit, reached, "unknown" if on_cpu else "launch"
     by_bytes = least_ns(hardware, dtype, 0, moved)
     assert by_bytes is not None
     return dtype, limit, reached, "memory" if by_bytes >= limit else "compute"

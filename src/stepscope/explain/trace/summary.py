@@ -13,7 +13,7 @@ import polars as pl
 
 from stepscope.explain.trace.accounting import Account
 from stepscope.explain.trace.profile import UNKNOWN, Profile
-from stepscope.findings import Finding
+from stepscope.findings import Finding, joint_saving
 
 SCHEMA = "stepscope.explain/2"
 
@@ -93,6 +93,21 @@ class LaunchTime(msgspec.Struct, frozen=True, kw_only=True):
     count: int
 
 
+class StepClock(msgspec.Struct, frozen=True, kw_only=True):
+    """The step by which all figures per step are divided: `busy_ns` + `idle_ns` = `step_ns`, mean over devices. Null if
+    kernels ran one at a time. `steps` counts work launched before the recording began; times of the whole recording
+    divided by it are per step."""
+
+    kind: str  # of the steps that were timed: `unprofiled` or `profiled`
+    steps: float
+    step_ns: float
+    busy_ns: float | None
+    idle_ns: float | None
+    idle_share: float | None
+    profiled_ns: float
+    unprofiled_ns: int | None
+
+
 class Summary(msgspec.Struct, frozen=True, kw_only=True):
     schema: str = SCHEMA
     file: str
@@ -102,10 +117,11 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     world_size: int | None
     steps: int
     wall_ns: int
-    step_ns: float  # unprofiled if known
+    step_ns: float  # that of `clock`
+    clock: StepClock
     gpu_time_ns: int
     busy_ns: int
-    idle_ns: int
+    idle_ns: int | None  # null if kernels ran one at a time
     overlap_ns: int
     classes: tuple[ClassTime, ...]
     phases: tuple[PhaseTime, ...]
@@ -115,12 +131,14 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     launched: tuple[LaunchTime, ...]
     devices: tuple[SweptDevice, ...]
     findings: tuple[Finding, ...]
+    joint_saving_ns: int | None  # of all findings together, per step
     notes: tuple[str, ...]
 
 
 def summarise(profile: Profile, findings: Sequence[Finding]) -> Summary:
     manifest = profile.recording.manifest
     covered = profile.coverage()
+    joint = joint_saving(findings)
     accounts = [device.whole for device in profile.devices]
     return Summary(
         file=manifest.file,
@@ -131,9 +149,10 @@ def summarise(profile: Profile, findings: Sequence[Finding]) -> Summary:
         steps=profile.num_steps,
         wall_ns=profile.wall_ns,
         step_ns=profile.step_ns,
+        clock=_tell_clock(profile),
         gpu_time_ns=profile.gpu_time_ns,
         busy_ns=sum(one.busy_ns for one in accounts),
-        idle_ns=sum(one.idle_ns for one in accounts),
+        idle_ns=None if profile.is_serialized else sum(one.idle_ns for one in accounts),
         overlap_ns=sum(one.overlap_ns for one in accounts),
         classes=_classes(profile, profile.kernels),
         phases=tuple(
@@ -157,7 +176,22 @@ def summarise(profile: Profile, findings: Sequence[Finding]) -> Summary:
             for one in profile.devices
         ),
         findings=tuple(findings),
+        joint_saving_ns=joint.saving_ns if joint else None,
         notes=manifest.notes,
+    )
+
+
+def _tell_clock(profile: Profile) -> StepClock:
+    clock, is_known = profile.clock, not profile.is_serialized
+    return StepClock(
+        kind=clock.kind,
+        steps=clock.steps_in_window,
+        step_ns=clock.step_ns,
+        busy_ns=clock.busy_ns if is_known else None,
+        idle_ns=clock.idle_ns if is_known else None,
+        idle_share=clock.idle_share if is_known else None,
+        profiled_ns=clock.profiled_ns,
+        unprofiled_ns=clock.unprofiled_ns,
     )
 
 

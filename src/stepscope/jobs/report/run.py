@@ -20,7 +20,7 @@ import msgspec
 from stepscope.errors import StepscopeError, nearest
 from stepscope.explain.experiments.cases import brief, describe_case
 from stepscope.explain.story.sources import Materials
-from stepscope.files import check_target, write_atomically, writing
+from stepscope.files import FullDiskError, check_target, write_atomically, writing
 from stepscope.findings import STAGES, Missing, Report
 from stepscope.jobs.experiments.sweep import Planned, look_at, place_cases
 from stepscope.jobs.recorders.recording_job import only_case
@@ -87,10 +87,12 @@ def check_page(path: Path, *, force: bool, inputs: Sequence[Path] = ()) -> None:
     if path.is_dir():
         raise StepscopeError(f"`{path}` is a directory", hint=f"--out {path / 'report.html'}")
     if path.suffix.lower() != ".html":
+        bare = path.with_suffix("")
+        page = bare if bare.suffix.lower() == ".html" else path.with_suffix(".html")
         raise StepscopeError(
             f"unsupported file extension `{path.suffix or path.name}`: `{path}`",
             detail="expected a name that ends in .html",
-            hint=f"--out {path.with_suffix('.html') if path.name else 'report.html'}",
+            hint=f"--out {page}",
         )
     if path.exists() and any(one.exists() and one.samefile(path) for one in inputs):
         raise StepscopeError(f"`--out` would replace an input file: `{path}`", hint="--out FILE.html")
@@ -237,8 +239,6 @@ class _Making:
             self._waiting = [*waiting, *stages.ALL[place:]]
             if stage.name in self.job.without:
                 self._leave_out(stage, "skipped with --without", without_flags(self.job.words, "--without", "--fresh"))
-            elif self._is_unavailable(stage):
-                continue
             elif not self._reuse(stage):
                 waiting.append(stage)
         return waiting
@@ -246,14 +246,6 @@ class _Making:
     def _leave_out(self, stage: ReportStage, why: str, command: str) -> None:
         self._absent[stage.name] = Missing(what=stage.what, why=why, command=command)
         self.watcher.finish(stage.name, Ending.LEFT_OUT, why)
-
-    def _is_unavailable(self, stage: ReportStage) -> bool:
-        try:
-            stage.keys(self.work)
-        except UnavailableError as error:
-            self._leave_out(stage, error.message, f"stepscope {stage.name} --help")
-            return True
-        return False
 
     def _reuse(self, stage: ReportStage) -> bool:
         """Load a finished stage. Only the first key must match: a stage may hold more results than needed now."""
@@ -273,6 +265,10 @@ class _Making:
         try:
             self._materials, keys = stage.run(self.work, self._materials)
             self._keep(stage, keys)
+        except UnavailableError as error:
+            self._leave_out(stage, error.message, f"stepscope {stage.name} --help")
+        except FullDiskError:  # not a result of this stage: the others could not be kept either
+            raise
         except StepscopeError as error:
             if isinstance(error, InputRefusedError) and not self._done and not self._has_failed:
                 raise

@@ -14,12 +14,13 @@ import msgspec
 
 from stepscope.errors import StepscopeError
 from stepscope.explain.commands import write_command
+from stepscope.explain.experiments.attention_shapes import AttentionShape, find_attention_shape
 from stepscope.explain.experiments.attention_tables import summary_ms
 from stepscope.explain.experiments.bench_tables import mfu_of, step_ms
 from stepscope.explain.memory import make_memory_profile
 from stepscope.explain.precision.precision_tables import find_speeds
 from stepscope.explain.story.sources import Materials
-from stepscope.explain.trace.profile import make_profile
+from stepscope.explain.trace.profile import Profile, kernel_word, make_profile
 from stepscope.findings import STAGES
 from stepscope.jobs.experiments.attention_sweep import AttentionExperiment, PlannedAttention
 from stepscope.jobs.experiments.memory_sweep import MemoryExperiment, recording_folder
@@ -32,7 +33,7 @@ from stepscope.recording.rows.attention_case import AttentionCase, AttentionRow
 from stepscope.recording.rows.bench import BenchRow, Retry, Row
 from stepscope.recording.rows.precision_report import read_report
 from stepscope.recording.rows.results_file import R, read_rows
-from stepscope.spec import Factory, ModelShape, Precision, for_precisions
+from stepscope.spec import Factory, ModelShape, Precision, Workload, for_precisions
 from stepscope.spec.backends import compared_on
 from stepscope.units import count_noun, say_bytes
 
@@ -158,7 +159,7 @@ class ProfileStage(ReportStage):
         assert profile is not None
         count = round(profile.kernels.height / profile.steps_in_window)
         busy = "" if profile.on_cpu else f", GPU busy {1 - profile.idle_share:.1%}"
-        return f"{count_noun(count, 'operator' if profile.on_cpu else 'kernel')} per step{busy}"
+        return f"{count_noun(count, kernel_word(profile))} per step{busy}"
 
 
 class MemoryStage(ReportStage):
@@ -219,37 +220,50 @@ class PrecisionStage(ReportStage):
 
 
 _SHORTEST = 16
+_OF_CASE = "case-"  # the key of a case whose rows are not known before it is profiled
+_USUAL_S = 15.0
 
 
 class AttentionStage(ReportStage):
-    """Attention in the shape of the workload, at its context length, half of it and twice that."""
+    """Attention in the shape of the model, at its length, half of it and twice that. The workload has the shape of the
+    built-in model; that of other models is read from the recording of the profile stage."""
 
     name = "attention"
 
     def keys(self, work: StageWork) -> tuple[str, ...]:
-        return tuple(one.key for one in self.plan(work))
+        """The keys of the rows. Without the shape of the model, a key of the case stands for all of them."""
+        if not isinstance(work.planned.case.workload.model, ModelShape):
+            return (f"{_OF_CASE}{work.planned.key}",)
+        return tuple(one.key for one in self.plan(work, None))
 
     def command(self, work: StageWork) -> str:
-        case = self.plan(work)[0].case
-        lengths = ",".join(str(length) for length in dict.fromkeys(one.case.length for one in self.plan(work)))
+        if not isinstance(work.planned.case.workload.model, ModelShape):
+            return f"stepscope {self.name}"
+        planned = self.plan(work, None)
+        case = planned[0].case
+        lengths = ",".join(str(length) for length in dict.fromkeys(one.case.length for one in planned))
         shape = f"--batch {case.batch} --heads {case.heads} --head-dim {case.head_dim} --length {lengths}"
         return f"stepscope {self.name} {shape} --precision {case.precision}"
 
     def expected_s(self, work: StageWork) -> float:
-        return sum(one.expected_s for one in self.plan(work))
+        if not isinstance(work.planned.case.workload.model, ModelShape):
+            return _USUAL_S
+        return sum(one.expected_s for one in self.plan(work, None))
 
     def load(self, folder: Path, keys: Sequence[str], materials: Materials, /) -> Materials:
-        return replace(materials, attention=self.read_rows(folder, AttentionRow, keys))
+        of_rows = [key for key in keys if not key.startswith(_OF_CASE)]
+        return replace(materials, attention=self.read_rows(folder, AttentionRow, of_rows))
 
     def run(self, work: StageWork, materials: Materials) -> tuple[Materials, tuple[str, ...]]:
-        planned = self.plan(work)
+        planned = self.plan(work, materials.profile)
         sweep = self.sweep(work, AttentionExperiment())
         listener = TextListener(work.on_stage, lambda case: f"{case.implementation}, length {case.length}")
         rows = sweep.run_planned(planned, work.workers, listener)
         here = tuple(row for row in rows if row.status != "unsupported")
         if all(row.status != "ok" for row in here):
             _require_ok(here or rows)
-        return replace(materials, attention=here), tuple(row.key for row in here)
+        of_case = [key for key in self.keys(work) if key.startswith(_OF_CASE)]
+        return replace(materials, attention=here), (*of_case, *(row.key for row in here))
 
     def tell(self, materials: Materials) -> str:
         longest = max(row.case.length for row in materials.attention)
@@ -260,25 +274,24 @@ class AttentionStage(ReportStage):
         best = min(times, key=times.__getitem__)
         return f"fastest at length {longest}: {best}, {times[best]:.4g} ms"
 
-    def plan(self, work: StageWork) -> tuple[PlannedAttention, ...]:
+    def plan(self, work: StageWork, profile: Profile | None) -> tuple[PlannedAttention, ...]:
         workload = work.planned.case.workload
-        shape = workload.model
-        if not isinstance(shape, ModelShape):
-            raise UnavailableError("requires the built-in model: the attention shape of other models is unknown")
+        shape = _find_shape(workload, profile)
         on_cpu = workload.device == "cpu"
-        half = workload.precision in ("bf16", "fp16")
+        precision = choose_precision(shape, workload.precision)
         lengths = dict.fromkeys(
-            max(_SHORTEST, length) for length in (workload.context // 2, workload.context, 2 * workload.context)
+            max(_SHORTEST, length) for length in (shape.length // 2, shape.length, 2 * shape.length)
         )
         return tuple(
             PlannedAttention(
                 case=AttentionCase(
                     implementation=implementation,
-                    batch=workload.micro_batch,
-                    heads=shape.num_heads,
+                    batch=shape.batch,
+                    heads=shape.heads,
                     length=length,
                     head_dim=shape.head_dim,
-                    precision=workload.precision,
+                    causal=shape.is_causal,
+                    precision=precision,
                     device=workload.device,
                     seed=workload.seed,
                     repetitions=50,
@@ -287,9 +300,39 @@ class AttentionStage(ReportStage):
                 ),
                 environment=work.planned.environment,
             )
-            for implementation in compared_on("cpu" if on_cpu else "cuda", fast=True, half=half)
+            for implementation in compared_on(
+                "cpu" if on_cpu else "cuda", fast=True, half=precision in ("bf16", "fp16")
+            )
             for length in lengths
         )
+
+
+def _find_shape(workload: Workload, profile: Profile | None) -> AttentionShape:
+    """The attention of the workload's model. Raises UnavailableError if nothing shows it."""
+    model = workload.model
+    if isinstance(model, ModelShape):
+        return AttentionShape(
+            batch=workload.micro_batch,
+            heads=model.num_heads,
+            kv_heads=model.num_heads,
+            length=workload.context,
+            head_dim=model.head_dim,
+            dtype=workload.precision,
+            is_causal=True,
+        )
+    if profile is None:
+        raise UnavailableError("the shape of the model's attention comes from the profile stage, which has no result")
+    found = find_attention_shape(profile.recording)
+    if found is None:
+        raise UnavailableError("the recording shows no self-attention with known shapes")
+    return found
+
+
+def choose_precision(shape: AttentionShape, precision: Precision) -> Precision:
+    """The precision of the recorded tensors; for fp32 the workload decides how GEMMs round them."""
+    if shape.dtype == "bf16" or shape.dtype == "fp16":
+        return "bf16" if shape.dtype == "bf16" else "fp16"
+    return precision if precision == "tf32" else "fp32"
 
 
 ALL: tuple[ReportStage, ...] = (BenchStage(), ProfileStage(), MemoryStage(), PrecisionStage(), AttentionStage())

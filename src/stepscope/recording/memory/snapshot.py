@@ -208,8 +208,9 @@ class _Stacks:
             file, name, line = frame.get("filename"), frame.get("name"), frame.get("line")
             if type(file) is not str or type(name) is not str:
                 self._refuse(place, "a `filename` and a `name`")
-            if type(line) is not int or not 0 <= line < 2**63:
+            if type(line) is not int or not 0 <= line < 2**64:
                 self._refuse(f"{place}.line", "a number")
+            line = line if line < 2**31 else 0  # Python 3.13 has frames without a line, written as 2**64 - 1
             text = f"{shorten_path(file)[-_MOST_TEXT:]}:{line} {name[:_MOST_TEXT]}"
             # Replace lone surrogates, which only Python accepts as text.
             text = text.encode("utf-8", "replace").decode("utf-8")

@@ -112,10 +112,10 @@ class Blocks:
             piece = next(pieces, None)
             buffer += piece or b""
             text = buffer.lstrip(b"\xef\xbb\xbf \t\r\n")
-            if text[:1] == b"[":
+            if text[:1] == b"[" and text[1:].lstrip()[:1] in (b"{", b"]"):
                 self.is_bare_list = True
                 return text[1:]
-            if text and text[:1] != b"{":
+            if text and text[:1] != b"{" and (text[:1] != b"[" or text[1:].strip()):
                 break
             if found := _START.search(buffer):
                 self._read_properties(buffer[: found.start()] + b'"":0}')

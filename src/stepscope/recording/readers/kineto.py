@@ -33,11 +33,7 @@ T = TypeVar("T")
 def read(path: Path) -> Recording:
     """Return a trace as a recording; `manifest.notes` say what is missing, damaged or left out."""
     reader = TraceReader(path, is_bounded=False)
-    blocks: dict[str, list[pl.DataFrame]] = defaultdict(list)
-    for block in reader.stream:
-        for name, frame in block.items():
-            blocks[name].append(frame)
-    recording, flows = reader.conform({name: pl.concat(frames, how="diagonal") for name, frames in blocks.items()})
+    ((recording, flows),) = reader
     manifest = reader.finish()
     if reader.is_on_host:
         kernels = _host_kernels(recording.ops)

@@ -10,8 +10,9 @@ Timestamps must not be parsed as floats: microseconds since the epoch with three
 
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
+from operator import attrgetter
 from typing import Any
 
 import msgspec
@@ -25,6 +26,8 @@ IMPOSSIBLE = -(2**62)  # an invalid time: NaN, or larger than any clock
 NONE = -1  # null in columns of counts and ids, which are never negative
 _LARGEST = 2**63 - 1
 _LONGEST_TEXT = 16_384
+_MOST_TEXTS = 1 << 16  # remembered at a time
+_PART_BYTES = 256 << 10
 _MOST_CUTS = 200  # give up on an event after this many wrong cuts
 
 _RENAMED = {
@@ -37,13 +40,30 @@ _RENAMED = {
     "registers": "registers per thread",
     "shared_bytes": "shared memory",
     "graph_node": "graph node id",
+    "collective": "Collective name",
+    "process_group": "Process Group Name",
+    "group_size": "Group size",
+    "in_elements": "In msg nelems",
+    "out_elements": "Out msg nelems",
+    "element": "dtype",
+}
+# Bytes per element of a collective's message, by PyTorch's name.
+_ELEMENT_BYTES = {
+    **dict.fromkeys((b'"Byte"', b'"Char"', b'"Bool"', b'"Float8_e4m3fn"', b'"Float8_e5m2"'), 1),
+    **dict.fromkeys((b'"Half"', b'"BFloat16"', b'"Short"'), 2),
+    **dict.fromkeys((b'"Float"', b'"Int"'), 4),
+    **dict.fromkeys((b'"Double"', b'"Long"'), 8),
 }
 
 
 _NO_TEXT = Raw(b"")
+_NO_SIZE = (NONE, NONE, NONE)
+ARGUMENTS = ("shapes", "dtypes", "strides", "arguments")
+COLLECTIVE_TEXTS = ("collective", "process_group")
+_OPTIONAL = (*ARGUMENTS, *COLLECTIVE_TEXTS, "group_size")
 
 
-class Args(msgspec.Struct, gc=False, rename=_RENAMED):
+class Args(msgspec.Struct, gc=False, frozen=True, rename=_RENAMED):
     correlation: int = NONE
     sequence: int = NONE
     forward_thread: int = NONE
@@ -59,6 +79,12 @@ class Args(msgspec.Struct, gc=False, rename=_RENAMED):
     dtypes: Raw = _NO_TEXT
     strides: Raw = _NO_TEXT
     arguments: Raw = _NO_TEXT
+    collective: Raw = _NO_TEXT
+    process_group: Raw = _NO_TEXT
+    group_size: int = NONE
+    in_elements: int = NONE
+    out_elements: int = NONE
+    element: Raw = _NO_TEXT
 
 
 _NO_ARGS = Args()
@@ -74,12 +100,13 @@ class Event(msgspec.Struct, gc=False):
     pid: int | str = NONE
     tid: int | str = NONE
     id: int | str = NONE
-    args: Args = msgspec.field(default_factory=lambda: _NO_ARGS)
+    args: Args = _NO_ARGS
 
 
 _DECODER = msgspec.json.Decoder(list[Event])
 _UNTYPED = msgspec.json.Decoder(dict[str, Any], float_hook=lambda text: Raw(text.encode()))
 
+_OLD_OP = "operator or range"
 # Current names, and those of PyTorch before 1.12.
 _CATEGORIES = {
     "kernel": "kernel",
@@ -92,7 +119,7 @@ _CATEGORIES = {
     "cuda_driver": "launch",
     "driver": "launch",
     "cpu_op": "op",
-    "operator": "op",
+    "operator": _OLD_OP,
     "user_annotation": "user",
     "python_function": "python",
     "pythonfunction": "python",
@@ -100,22 +127,32 @@ _CATEGORIES = {
     "fwdbwd": "flow",
     "forward_backward": "flow",
 }
+_NOT_NEEDED, _UNKNOWN = "not needed", "unknown"
 # Derived from other events by the profiler, or about the profiler itself.
-_NOT_NEEDED = {
-    "ac2g",
-    "async_cpu_to_gpu",
-    "async_gpu",
-    "gpu_user_annotation",
-    "overhead",
-    "trace",
-    "cpu_instant_event",
-    "",
-}
-# The Python frames that show which module or part of a step is running.
-_FRAMES = re.compile(r"nn\.Module: |torch/optim/\S+: (?:step|zero_grad)$|torch/_tensor\.py\S*: backward$")
+_CATEGORIES |= dict.fromkeys(
+    (
+        "ac2g",
+        "async_cpu_to_gpu",
+        "async_gpu",
+        "gpu_user_annotation",
+        "overhead",
+        "trace",
+        "cpu_instant_event",
+        "",
+    ),
+    _NOT_NEEDED,
+)
+# The Python frames that show which module or part of a step is running, or what part of its input is being made.
+_FRAMES = re.compile(
+    r"nn\.Module: |torch/optim/\S+: (?:step|zero_grad)$|torch/_tensor\.py\S*: backward$"
+    r"|torch/utils/data/\S+: (?:__next__|_try_get_data|default_collate)$|: (?:preprocess|collate_fn)$"
+)
+
+_OPERATOR = re.compile(r"::|^detach_?$|Backward\d*$")
 
 Ints = NDArray[np.int64]
 Columns = dict[str, Ints]
+Times = tuple[bytes, bytes]
 
 
 class Decoded(msgspec.Struct):
@@ -123,6 +160,7 @@ class Decoded(msgspec.Struct):
 
     tables: dict[str, Columns]
     new_texts: list[str]
+    starts_over: bool  # texts are numbered from 0 again
     ignored: int = 0  # events of unknown categories
     lost_events: int = 0
     lost_bytes: int = 0
@@ -134,21 +172,41 @@ class BadBlockError(Exception):
     """The text is not a list of events: cut in the wrong place, or damaged."""
 
 
-class EventDecoder:
-    """Converts blocks to columns. Texts keep their numbers over its lifetime, so each is sent and stored once."""
+class _Kinds(dict[str, str]):
+    """The kinds of events by their category, in any case."""
+
+    def __missing__(self, category: str) -> str:
+        kind = self[category] = _CATEGORIES.get(category.casefold(), _UNKNOWN)
+        return kind
+
+
+class _Numbering(dict[str, int]):
+    """Numbers distinct texts in the order of their first use. The empty text is `NONE`."""
 
     def __init__(self) -> None:
-        self._numbers: dict[str, int] = {}
-        self._new_texts: list[str] = []
+        super().__init__({"": NONE})
+        self.new: list[str] = []  # not sent yet
+        self.starts_over = True
+
+    def __missing__(self, text: str) -> int:
+        number = self[text] = len(self) - 1
+        self.new.append(text[:_LONGEST_TEXT])
+        return number
+
+
+class EventDecoder:
+    """Converts blocks to columns. Texts keep their numbers from block to block, so each is sent once; after many, they
+    are forgotten and numbered anew. Without `with_arguments`, operators have no shapes, types and strides."""
+
+    def __init__(self, *, with_arguments: bool = True) -> None:
+        self._with_arguments = with_arguments
+        self._numbers = _Numbering()
+        self._kinds = _Kinds()
         self._kept_frames: dict[str, bool] = {}
 
     def decode(self, block: bytes) -> Decoded:
         """Decode a block. Raise BadBlockError if the text is not a list of events."""
-        try:
-            events = _DECODER.decode(b"[" + block + b"]")
-        except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
-            raise BadBlockError(str(error)) from None
-        return self._collect(events)
+        return self._collect(_decode_in_parts(block))
 
     def salvage(self, block: bytes) -> Decoded:
         """Decode a block event by event if it is damaged or was cut in the wrong place. Unreadable text is counted and
@@ -174,7 +232,7 @@ class EventDecoder:
                 first += 1
         lost.extend(range(first, len(spans)))
         stretches = _join_neighbours(lost, spans)
-        decoded = self._collect(events)
+        decoded = self._collect([events])
         if stretches and stretches[0][0] == 0:
             decoded.head = block[slice(*stretches.pop(0))]
         if stretches and stretches[-1][1] == len(block):
@@ -182,30 +240,41 @@ class EventDecoder:
         decoded.lost_events, decoded.lost_bytes = len(stretches), sum(end - start for start, end in stretches)
         return decoded
 
-    def _collect(self, events: Sequence[Event]) -> Decoded:
-        by_category: dict[str, list[Event]] = defaultdict(list)
-        for event in events:
-            by_category[event.cat].append(event)
-        groups: dict[str, list[Event]] = {}
+    def _collect(self, parts: Iterable[Sequence[Event]]) -> Decoded:
+        pieces: dict[str, list[Columns]] = defaultdict(list)
+        times: dict[str, list[Times]] = defaultdict(list)
         ignored = 0
-        for category, members in by_category.items():
-            lowered = category.casefold()
-            kind = _CATEGORIES.get(lowered)
-            if lowered in _NOT_NEEDED:
-                continue
-            if kind is None:
-                ignored += sum(event.ph == "X" for event in members)
-            elif kind == "flow":
-                for end in "sf":
-                    groups.setdefault(f"flow {end}", []).extend(event for event in members if event.ph == end)
-            else:
-                kept = [event for event in members if event.ph == "X"]
-                if kind == "python":
-                    kept = [event for event in kept if self._is_kept(event.name)]
-                groups.setdefault(kind, []).extend(kept)
-        tables = {kind: self._columns(kind, group) for kind, group in groups.items() if group}
-        new_texts, self._new_texts = self._new_texts, []
-        return Decoded(tables=tables, new_texts=new_texts, ignored=ignored)
+        for events in parts:
+            groups, others = self._sort(events)
+            ignored += others
+            for kind, group in groups.items():
+                pieces[kind].append(self._columns(kind, group))
+                times[kind].append(_times(group))
+        tables = {kind: _join_columns(kind, pieces[kind], times[kind]) for kind in pieces}
+        numbers = self._numbers
+        decoded = Decoded(tables=tables, new_texts=numbers.new, starts_over=numbers.starts_over, ignored=ignored)
+        numbers.new, numbers.starts_over = [], False
+        if len(numbers) > _MOST_TEXTS:
+            self._numbers, self._kinds, self._kept_frames = _Numbering(), _Kinds(), {}
+        return decoded
+
+    def _sort(self, events: Sequence[Event]) -> tuple[dict[str, list[Event]], int]:
+        """Return the events by kind, in their order, and the number of events with an unknown category."""
+        by_kind: dict[str, list[Event]] = defaultdict(list)
+        kinds = self._kinds
+        for event in events:
+            by_kind[kinds[event.cat]].append(event)
+        by_kind.pop(_NOT_NEEDED, None)
+        unknown = by_kind.pop(_UNKNOWN, [])
+        flows = by_kind.pop("flow", [])
+        groups = {kind: [event for event in group if event.ph == "X"] for kind, group in by_kind.items()}
+        groups |= {f"flow {end}": [event for event in flows if event.ph == end] for end in "sf"}
+        if "python" in groups:
+            groups["python"] = [event for event in groups["python"] if self._is_kept(event.name)]
+        # Before PyTorch 1.12, operators and `record_function` ranges share a category.
+        for event in groups.pop(_OLD_OP, ()):
+            groups.setdefault("user" if _is_range(event) else "op", []).append(event)
+        return {kind: group for kind, group in groups.items() if group}, sum(event.ph == "X" for event in unknown)
 
     def _columns(self, kind: str, group: list[Event]) -> Columns:
         match kind:
@@ -216,9 +285,9 @@ class EventDecoder:
             case "op":
                 return self._ops(group)
             case "flow s" | "flow f":
-                return self._flows(group)
+                return {"id": _numbers([event.id for event in group]), **_threads(group)}
             case _:
-                return self._on_host(group)
+                return {**self._names(group), **_threads(group)}
 
     def _is_kept(self, name: str) -> bool:
         try:
@@ -227,98 +296,144 @@ class EventDecoder:
             kept = self._kept_frames[name] = _FRAMES.search(name) is not None
             return kept
 
-    def _texts(self, values: Iterable[str]) -> Ints:
-        numbers = self._numbers
-        result = []
-        for value in values:
-            try:
-                result.append(numbers[value])
-            except KeyError:
-                numbers[value] = number = len(numbers)
-                self._new_texts.append(value[:_LONGEST_TEXT])
-                result.append(number)
-        return np.array(result, dtype=np.int64)
+    def _texts(self, values: Sequence[str]) -> Ints:
+        return np.fromiter(map(self._numbers.__getitem__, values), np.int64, len(values))
 
-    def _raws(self, values: Iterable[Raw]) -> Ints:
-        return self._texts([str(value, "utf-8", "replace") for value in values])
+    def _names(self, group: list[Event]) -> Columns:
+        return {"name": self._texts([event.name for event in group])}
 
-    def _timed(self, group: list[Event]) -> Columns:
-        start = nanoseconds([event.ts for event in group])
-        lasted = nanoseconds([event.dur for event in group])
-        return {
-            "name": self._texts([event.name for event in group]),
-            "start_ns": start,
-            # Invalid times end before they start, so that they are left out with other such events.
-            "end_ns": np.where((start == IMPOSSIBLE) | (lasted == IMPOSSIBLE), IMPOSSIBLE - 1, start + lasted),
-        }
+    def _raws(self, values: list[Raw]) -> Ints:
+        if values.count(_NO_TEXT) == len(values):
+            return np.full(len(values), NONE)
+        # Converting all at once takes a third of the time of one by one, but an indented file has line breaks inside.
+        texts = b"\n".join(values).decode("utf-8", "replace").split("\n")
+        if len(texts) != len(values):
+            texts = [str(value, "utf-8", "replace") for value in values]
+        return self._texts(texts)
 
-    def _on_host(self, group: list[Event]) -> Columns:
-        return {
-            **self._timed(group),
-            "process": _numbers([event.pid for event in group]),
-            "thread": _numbers([event.tid for event in group]),
-        }
+    def _quoted(self, values: list[Raw]) -> Ints:
+        """Number texts that are strings of JSON, without their quotes."""
+        if values.count(_NO_TEXT) == len(values):
+            return np.full(len(values), NONE)
+        return self._texts([str(value, "utf-8", "replace").strip('"') for value in values])
 
     def _kernels(self, group: list[Event]) -> Columns:
-        grids = [event.args.grid or (NONE, NONE, NONE) for event in group]
-        blocks = [event.args.block or (NONE, NONE, NONE) for event in group]
-        columns = self._timed(group)
-        streams = [event.args.stream if event.args.stream != NONE else event.tid for event in group]
-        devices = [event.args.device if event.args.device != NONE else event.pid for event in group]
-        columns |= {"stream": _numbers(streams), "device": _numbers(devices)}
-        columns |= {
-            name: _numbers([getattr(event.args, name) for event in group])
-            for name in ("correlation", "bytes", "registers", "shared_bytes", "graph_node")
-        }
-        for prefix, sizes in (("grid", grids), ("block", blocks)):
-            columns |= {f"{prefix}_{axis}": _numbers([size[i] for size in sizes]) for i, axis in enumerate("xyz")}
+        args = [event.args for event in group]
+        streams = [event.tid if one.stream == NONE else one.stream for event, one in zip(group, args, strict=True)]
+        devices = [event.pid if one.device == NONE else one.device for event, one in zip(group, args, strict=True)]
+        columns = {**self._names(group), "stream": _numbers(streams), "device": _numbers(devices)}
+        for name in ("correlation", "bytes", "registers", "shared_bytes", "graph_node"):
+            columns[name] = _numbers(list(map(attrgetter(name), args)))
+        for prefix in ("grid", "block"):
+            sizes = [size or _NO_SIZE for size in map(attrgetter(prefix), args)]
+            along = _numbers([number for size in sizes for number in size]).reshape(-1, 3)
+            columns |= {f"{prefix}_{axis}": along[:, i] for i, axis in enumerate("xyz")}
+        collectives = [one.collective for one in args]
+        if collectives.count(_NO_TEXT) < len(args):
+            columns["bytes"] = _numbers(list(map(_message_bytes, args)))
+        columns["group_size"] = _numbers([one.group_size for one in args])
+        columns["collective"] = self._quoted(collectives)
+        columns["process_group"] = self._quoted([one.process_group for one in args])
         return columns
 
     def _launches(self, group: list[Event]) -> Columns:
-        return {**self._on_host(group), "correlation": _numbers([event.args.correlation for event in group])}
+        correlation = _numbers([event.args.correlation for event in group])
+        return {**self._names(group), **_threads(group), "correlation": correlation}
 
     def _ops(self, group: list[Event]) -> Columns:
-        columns = self._on_host(group)
-        columns["sequence"] = _numbers([event.args.sequence for event in group])
-        columns["forward_thread"] = _numbers([event.args.forward_thread for event in group])
-        for name in ("shapes", "dtypes", "strides", "arguments"):
-            values = [getattr(event.args, name) for event in group]
-            if any(value is not _NO_TEXT for value in values):
-                columns[name] = self._raws(values)
+        args = [event.args for event in group]
+        columns = {**self._names(group), **_threads(group)}
+        columns["sequence"] = _numbers([one.sequence for one in args])
+        columns["forward_thread"] = _numbers([one.forward_thread for one in args])
+        for name in ARGUMENTS if self._with_arguments else ():
+            columns[name] = self._raws(list(map(attrgetter(name), args)))
         return columns
 
-    def _flows(self, group: list[Event]) -> Columns:
-        return {
-            "id": _numbers([event.id for event in group]),
-            "ns": nanoseconds([event.ts for event in group]),
-            "process": _numbers([event.pid for event in group]),
-            "thread": _numbers([event.tid for event in group]),
-        }
+
+def _decode_in_parts(block: bytes) -> Iterator[list[Event]]:
+    """Yield the events of a block in parts that stay in the CPU's cache until their fields are taken. Raise
+    BadBlockError if the text is not a list of events."""
+    start = 0
+    while start < len(block):
+        found = BETWEEN_EVENTS.search(block, start + _PART_BYTES)
+        end = found.start() + 1 if found else len(block)
+        try:
+            yield _DECODER.decode(b"[" + block[start:end] + b"]")
+        except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
+            raise BadBlockError(str(error)) from None
+        start = block.index(b"{", end) if found else end
 
 
-def nanoseconds(values: Sequence[Raw]) -> Ints:
-    """Convert microseconds as text to nanoseconds, exactly; `IMPOSSIBLE` for invalid times."""
-    if not values:
-        return np.empty(0, np.int64)
+def _is_range(event: Event) -> bool:
+    """Whether an event of the category `Operator` is a range. Operators have a namespace (`detach` is older than
+    namespaces) or a sequence number, or run the backward of a node."""
+    return event.args.sequence == NONE and _OPERATOR.search(event.name) is None
+
+
+def _message_bytes(args: Args) -> int:
+    """Return the bytes of a collective's message: the larger of what goes in and what comes out."""
+    if args.collective is _NO_TEXT:
+        return args.bytes
+    elements, size = max(args.in_elements, args.out_elements), _ELEMENT_BYTES.get(bytes(args.element))
+    return NONE if size is None or elements < 0 else elements * size
+
+
+def _threads(group: list[Event]) -> Columns:
+    return {"process": _numbers([event.pid for event in group]), "thread": _numbers([event.tid for event in group])}
+
+
+def _times(group: list[Event]) -> Times:
+    """Return the starts and durations as text."""
+    return _join_lines([event.ts for event in group]), _join_lines([event.dur for event in group])
+
+
+def _join_lines(values: Sequence[Raw]) -> bytes:
+    """Return one line per value."""
     joined = b"\n".join(values)
+    if joined.count(b"\n") >= len(values):  # a line break between the parts of a value
+        joined = b"\n".join(bytes(value).replace(b"\n", b" ") for value in values)
+    return joined
+
+
+def _join_columns(kind: str, pieces: Sequence[Columns], times: Sequence[Times]) -> Columns:
+    """Return the columns of a table. Columns without any value are left out."""
+    joined = {name: np.concatenate([piece[name] for piece in pieces]) for name in pieces[0]}
+    columns = {name: column for name, column in joined.items() if name not in _OPTIONAL or (column != NONE).any()}
+    start = nanoseconds([starts for starts, _ in times])
+    if kind.startswith("flow"):
+        return columns | {"ns": start}
+    lasted = nanoseconds([durations for _, durations in times])
+    # Invalid times end before they start, so that they are left out with other such events.
+    end = np.where((start == IMPOSSIBLE) | (lasted == IMPOSSIBLE), IMPOSSIBLE - 1, start + lasted)
+    return columns | {"start_ns": start, "end_ns": end}
+
+
+def nanoseconds(lines: Sequence[bytes]) -> Ints:
+    """Convert microseconds as text, one number per line, to nanoseconds, exactly; `IMPOSSIBLE` for invalid times."""
+    if not lines:
+        return np.empty(0, np.int64)
+    joined = b"\n".join(lines)
     digits = joined.replace(b".", b"")
     text = np.frombuffer(joined, np.uint8)
     ends = np.append(np.flatnonzero(text == ord("\n")), len(text))
     points = np.flatnonzero(text == ord("."))
     # If each has at most one point, only digits, and few enough of them, the number without its point is right up to a
     # power of ten.
-    owner = np.searchsorted(ends, points)
-    only_digits = len(ends) == len(values) and not digits.translate(None, b"0123456789\n")
-    plain = only_digits and bool((np.diff(owner) > 0).all())
+    only_digits = not digits.translate(None, b"0123456789\n")
+    one_each = (
+        only_digits and len(points) == len(ends) and bool((points < ends).all() and (points[1:] > ends[:-1]).all())
+    )
+    owner = np.arange(len(ends)) if one_each else np.searchsorted(ends, points)
+    plain = one_each or (only_digits and bool((np.diff(owner) > 0).all()))
     if plain:
-        decimals = np.zeros(len(values), np.int64)
+        decimals = np.zeros(len(ends), np.int64)
         decimals[owner] = ends[owner] - points - 1
         lengths = np.diff(ends, prepend=-1) - 1
         lengths[owner] -= 1
         plain = bool((decimals <= 3).all() and (lengths >= 1).all() and (lengths + 3 - decimals <= 19).all())
         plain = plain and not _starts_with_nine(text, ends, lengths + 3 - decimals)
     if not plain:
-        return np.array([_exact_nanoseconds(bytes(value)) for value in values], dtype=np.int64)
+        return np.array([_exact_nanoseconds(line) for line in joined.split(b"\n")], dtype=np.int64)
     return np.fromstring(digits.decode("ascii"), dtype=np.int64, sep="\n") * _POWERS[3 - decimals]
 
 

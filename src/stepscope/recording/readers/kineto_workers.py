@@ -4,6 +4,7 @@ The processes are plain interpreters that import only the decoder. They read blo
 stdout. Small traces do not use them.
 """
 
+import fcntl
 import os
 import pickle
 import struct
@@ -11,6 +12,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from contextlib import suppress
 from queue import Queue
 from typing import IO
 
@@ -18,6 +20,8 @@ from stepscope.errors import StepscopeError
 from stepscope.recording.readers.kineto_events import BadBlockError, Decoded, EventDecoder
 
 _LENGTH = struct.Struct("<Q")
+_PIPE_BYTES = 1 << 20  # what Linux allows every user
+_WITHOUT_ARGUMENTS = "--without-arguments"
 
 
 def decode_block(decoder: EventDecoder, block: bytes) -> Decoded:
@@ -27,13 +31,19 @@ def decode_block(decoder: EventDecoder, block: bytes) -> Decoded:
         return decoder.salvage(block)
 
 
-def decode_in_processes(blocks: Iterator[tuple[int, bytes]], processes: int) -> Iterator[tuple[int, int, Decoded]]:
+def decode_in_processes(
+    blocks: Iterator[tuple[int, bytes]], processes: int, *, with_arguments: bool
+) -> Iterator[tuple[int, int, Decoded]]:
     """Yield (block number, process number, columns) in the order of completion."""
     # One waiting block per process keeps all of them busy and bounds the memory.
     waiting: Queue[tuple[int, bytes] | None] = Queue(maxsize=processes)
     done: Queue[tuple[int, int, Decoded] | BaseException | None] = Queue()
     stop = threading.Event()
-    threads = [threading.Thread(target=_serve, args=(n, waiting, done, stop), daemon=True) for n in range(processes)]
+    command = [sys.executable, "-P", "-m", __name__, *([] if with_arguments else [_WITHOUT_ARGUMENTS])]
+    threads = [
+        threading.Thread(target=_serve, args=(command, number, waiting, done, stop), daemon=True)
+        for number in range(processes)
+    ]
     threads.append(threading.Thread(target=_feed, args=(blocks, waiting, done, stop, processes), daemon=True))
     for thread in threads:
         thread.start()
@@ -74,12 +84,12 @@ def _feed(
 
 
 def _serve(
+    command: list[str],
     number: int,
     waiting: "Queue[tuple[int, bytes] | None]",
     done: "Queue[tuple[int, int, Decoded] | BaseException | None]",
     stop: threading.Event,
 ) -> None:
-    command = [sys.executable, "-P", "-m", "stepscope.recording.readers.kineto_workers"]
     try:
         # In its own session: Ctrl-C is for the parent, and a worker ends when its input does.
         with subprocess.Popen(
@@ -87,6 +97,10 @@ def _serve(
         ) as process:
             assert process.stdin is not None
             assert process.stdout is not None
+            # The default of 64 KiB wakes both processes a hundred times per block. Linux limits what each user gets.
+            for pipe in (process.stdin, process.stdout):
+                with suppress(OSError):
+                    fcntl.fcntl(pipe, fcntl.F_SETPIPE_SZ, _PIPE_BYTES)
             while (item := waiting.get()) is not None and not stop.is_set():
                 index, block = item
                 process.stdin.write(_LENGTH.pack(len(block)))
@@ -117,7 +131,7 @@ def _work() -> None:
     # Reference counting frees everything here; the garbage collector would visit 100,000 events for nothing.
     gc.disable()
     source, target = sys.stdin.buffer, os.fdopen(os.dup(1), "wb")
-    decoder = EventDecoder()
+    decoder = EventDecoder(with_arguments=_WITHOUT_ARGUMENTS not in sys.argv)
     while header := source.read(_LENGTH.size):
         block = source.read(_LENGTH.unpack(header)[0])
         content = pickle.dumps(decode_block(decoder, block), protocol=5)

@@ -33,6 +33,7 @@ class Allocation(msgspec.Struct, frozen=True, kw_only=True):
     step: int | None
     phase: str | None
     stack: str
+    is_from_before: bool = False  # allocated before the recording
 
 
 class PhaseBytes(msgspec.Struct, frozen=True, kw_only=True):

@@ -97,7 +97,7 @@ def recover(evidence: Sequence[KernelEvidence], *, work: int = _MOST_WORK) -> Re
     dtypes = {one.structure.dtype for one in found}
     if len(dtypes) > 1:
         raise NoTransformerError(
-            f"the files come from different runs: their GEMMs are in {' and '.join(map(str, dtypes))}"
+            f"the files come from different runs: their GEMMs are in {' and '.join(sorted(map(str, dtypes)))}"
         )
     files = [one for one in found if one.fitted]
     files.sort(key=lambda one: (one.is_cut, len(one.fitted[0].solution.consistent)))

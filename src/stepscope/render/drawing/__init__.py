@@ -1,23 +1,26 @@
 """Charts as SVG, laid out in Python: for files, and inline for the page of a report."""
 
-from stepscope.findings import Bars, Figure, Lanes, Roofline, Timeline
+from stepscope.findings import Bars, Figure, Lanes, Roofline, StepPicture, Timeline
 from stepscope.render.drawing.bars import chart_bars, draw_bars
 from stepscope.render.drawing.lanes import draw_lanes
 from stepscope.render.drawing.lines import draw_figure
 from stepscope.render.drawing.roofline import draw_roofline
+from stepscope.render.drawing.step import draw_step_picture
 from stepscope.render.drawing.timeline import draw_timeline
 from stepscope.render.drawing.timeline_layout import DEFAULT_DETAIL
 
 __all__ = ["draw_part"]
 
 
-def draw_part(part: Figure | Timeline | Lanes | Roofline | Bars, detail: float = DEFAULT_DETAIL) -> str:
+def draw_part(part: Figure | Timeline | Lanes | StepPicture | Roofline | Bars, detail: float = DEFAULT_DETAIL) -> str:
     """Return the part as an SVG file. `detail` is the share of a timeline's pieces that are drawn one by one."""
     match part:
         case Timeline():
             return draw_timeline(part, detail)
         case Lanes():
             return draw_lanes(part)
+        case StepPicture():
+            return draw_step_picture(part)
         case Roofline():
             return draw_roofline(part)
         case Bars():

@@ -9,7 +9,7 @@ tones of slate.
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 
-from stepscope.findings import Bars, Breakdown, Figure, Lanes, Part, Roofline, SideBySide, Timeline
+from stepscope.findings import Bars, Breakdown, Figure, Lanes, Part, Roofline, SideBySide, StepPicture, Timeline
 
 Pair = tuple[str, str]
 # Strongest contrast on white first; grey replaces their yellow, which is invisible on white. Then the same hues, light
@@ -118,6 +118,8 @@ def groups_of(part: Part | None) -> Iterable[str]:
             return part.groups
         case Breakdown():
             return next((dimension.values for dimension in part.dimensions if dimension.key == "class"), ())
+        case StepPicture():
+            return [name for bar in part.bars if bar for phase in bar.phases for name in phase.classes]
         case Roofline():
             return [point.group for point in part.points]
         case Timeline():

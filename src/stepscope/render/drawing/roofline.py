@@ -1,9 +1,15 @@
 """A roofline: the limits of the device as lines, and operators as points whose area is their share of the time.
 
+Operators without FLOPs, which only move memory, have no place on a logarithmic axis of FLOPs. They are in a column left
+of it, where the line of the bandwidth goes on: a point is as far below the line as its bandwidth is below the device's,
+as everywhere else. The axes fit the points that take 99% of the time, so that a tiny operator does not push the others
+into a corner.
+
 Names at the points would overlap, because the operators of a model are few kinds in many shapes. So the largest points
 have numbers, and a list below has the names.
 """
 
+import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -22,32 +28,74 @@ _LEAST_SIZE, _MOST_SIZE = 2.6, 15.0
 # A number fits into a point of at least this radius.
 _ROOMY = 7.5
 _MARGIN = 1.8
+_FITTED = 0.99  # of the time of all points decides the axes
+_COLUMN, _COLUMN_SHARE, _COLUMN_NAME = 90.0, 0.18, "memory only"  # its least width and share of the plot
 _LINE, _FIGURE, _SMALL = 16.0, 46.0, 11.0  # a row of the list, room for a share in it, font size
 
 Place = tuple[float, float]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class _Limits:
+    """The ranges of both axes, in FLOP/byte and FLOP/s."""
+
+    x: tuple[float, float]
+    y: tuple[float, float]
+
+    def place(self, point: RoofPoint) -> Place:
+        """Return the coordinates of a point. One that only moves memory stands where the horizontal axis starts."""
+        return _place(point, self.x[0])
+
+    def contain(self, point: RoofPoint) -> bool:
+        x, y = self.place(point)
+        return self.x[0] <= x <= self.x[1] and self.y[0] <= y <= self.y[1]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class _Plane:
-    """Both axes, logarithmic."""
+    """Both axes, logarithmic; `column` is the width of the column of memory-only operators at the left."""
 
     x: Scale
     y: Scale
+    column: float
     roofline: Roofline
 
-    def place(self, point: RoofPoint) -> Place:
-        return self.x(point.intensity), self.y(point.flops_per_s)
+
+def _is_memory_only(point: RoofPoint) -> bool:
+    return not point.flops_per_s and point.bytes_per_s > 0
+
+
+def _place(point: RoofPoint, least: float) -> Place:
+    return (least, point.bytes_per_s * least) if _is_memory_only(point) else (point.intensity, point.flops_per_s)
 
 
 def choose_points(roofline: Roofline) -> list[RoofPoint]:
-    """Return the points that fit on logarithmic axes, largest first, so that none hides another."""
-    drawn = [point for point in roofline.points if _has_place(point)]
-    return sorted(drawn, key=lambda point: -point.share)[:_MOST_POINTS]
+    """Return the points on the axes, largest first, so that none hides another."""
+    drawn = sorted(filter(_has_place, roofline.points), key=lambda point: -point.share)[:_MOST_POINTS]
+    limits = _find_limits(roofline, drawn)
+    return [point for point in drawn if limits.contain(point)]
 
 
 def _has_place(point: RoofPoint) -> bool:
-    values = (point.intensity, point.flops_per_s)
+    values = (point.bytes_per_s,) if _is_memory_only(point) else (point.intensity, point.flops_per_s)
     return all(math.isfinite(value) and value > 0 for value in values) and math.isfinite(point.share)
+
+
+def _find_limits(roofline: Roofline, points: Sequence[RoofPoint]) -> _Limits:
+    """Return axes around the points that take most of the time, all roofs and the ridges, with a margin."""
+    shares = itertools.accumulate(max(point.share, 0.0) for point in points)
+    most = _FITTED * sum(max(point.share, 0.0) for point in points)
+    # The point that crosses the mark still counts.
+    fitted = [point for point, share in zip(points, shares, strict=True) if share - max(point.share, 0.0) <= most]
+    roofs = [roof.flops_per_s for roof in roofline.roofs if roof.flops_per_s > 0][:_MOST_ROOFS]
+    ridges = [roof / roofline.bytes_per_s for roof in roofs] if roofline.bytes_per_s > 0 else []
+    xs = [*(point.intensity for point in fitted if not _is_memory_only(point)), *ridges] or [1.0]
+    least = min(xs) / 3
+    ys = [*(_place(point, least)[1] for point in fitted), *roofs]
+    if roofline.bytes_per_s > 0 and math.isfinite(roofline.bytes_per_s):
+        ys.append(roofline.bytes_per_s * least)
+    ys = ys or [1.0]
+    return _Limits(x=(least, max(xs) * 4), y=(min(ys) / 2, max(ys) * _MARGIN))
 
 
 def draw_roofline(roofline: Roofline) -> str:
@@ -67,13 +115,13 @@ def place_roofline(
 ) -> Bounds:
     """Draw the plot and its axes in `width` pixels. Points are groups with their index in `points`."""
     plane = _span(roofline, points, width - _LEFT, height)
+    sizes = _find_sizes(points)
+    places = _find_places(plane, points, sizes)
     _draw_axes(canvas, plane, width - _LEFT, height)
     names = _draw_roofs(canvas, plane, width - _LEFT)
-    _draw_moves(canvas, plane, points)
+    _draw_moves(canvas, points, places)
     groups = rank_groups(points)
-    sizes = _find_sizes(points)
-    for at, (point, size) in enumerate(zip(points, sizes, strict=True)):
-        x, y = plane.place(point)
+    for at, (point, size, (x, y)) in enumerate(zip(points, sizes, places, strict=True)):
         fill = canvas.palette.fill(point.group)
         with canvas.group(class_="mark", data_mark=at, data_group=groups.index(point.group)):
             # In a comparison the points of the first run, the baseline, are hollow.
@@ -82,22 +130,46 @@ def place_roofline(
             else:
                 style: dict[str, str | float] = {"stroke": canvas.palette.paper, "stroke_width": 0.8}
                 canvas.mark("circle", x, y, size, fill=fill, fill_opacity=0.86, **style)
-    _draw_numbers(canvas, plane, points, sizes, width - _LEFT, height)
+    _draw_numbers(canvas, plane, points, sizes, places, [_box_of(name) for name in names], height)
     canvas.write(names)
     return Bounds(left=-_LEFT, top=-26.0, right=width - _LEFT, bottom=height + 44)
 
 
 def _span(roofline: Roofline, points: Sequence[RoofPoint], width: float, height: float) -> _Plane:
-    """Return both axes around all points, all roofs and the ridge of the lowest roof, with a margin."""
-    roofs = [roof.flops_per_s for roof in roofline.roofs if roof.flops_per_s > 0][:_MOST_ROOFS]
-    ridges = [roof / roofline.bytes_per_s for roof in roofs] if roofline.bytes_per_s > 0 else []
-    xs = [*(point.intensity for point in points), *ridges] or [1.0]
-    ys = [*(point.flops_per_s for point in points), *roofs] or [1.0]
+    limits = _find_limits(roofline, points)
+    column = max(_COLUMN, _COLUMN_SHARE * width) if any(map(_is_memory_only, points)) else 0.0
     return _Plane(
-        x=Scale(low=min(xs) / 2, high=max(xs) * 4, start=0.0, end=width, log=True),
-        y=Scale(low=min(ys) / 2, high=max(ys) * _MARGIN, start=height, end=0.0, log=True),
+        x=Scale(low=limits.x[0], high=limits.x[1], start=column, end=width, log=True),
+        y=Scale(low=limits.y[0], high=limits.y[1], start=height, end=0.0, log=True),
+        column=column,
         roofline=roofline,
     )
+
+
+def _find_places(plane: _Plane, points: Sequence[RoofPoint], sizes: Sequence[float]) -> list[Place]:
+    """Return the centres of the points. Those in the column are moved sideways until they are apart, if that is
+    possible."""
+    places: list[Place] = []
+    taken: list[tuple[Place, float]] = []
+    for point, size in zip(points, sizes, strict=True):
+        x, y = _place(point, plane.x.low)
+        place = (plane.x(x), plane.y(y))
+        if _is_memory_only(point):
+            place = _move_aside(plane.column, place[1], size, taken)
+            taken.append((place, size))
+        places.append(place)
+    return places
+
+
+def _move_aside(width: float, y: float, size: float, taken: Sequence[tuple[Place, float]]) -> Place:
+    room = max(0.0, width / 2 - size - 3)
+    shifts = (sign * step for step in range(0, int(room) + 1, 3) for sign in (1, -1))
+    candidates = [(width / 2 + shift, y) for shift in shifts]
+
+    def find_overlap(place: Place) -> float:
+        return max((size + other - math.dist(place, centre) for centre, other in taken), default=0.0)
+
+    return next((place for place in candidates if find_overlap(place) <= 0), min(candidates, key=find_overlap))
 
 
 def _draw_axes(canvas: Canvas, plane: _Plane, width: float, height: float) -> None:
@@ -107,6 +179,12 @@ def _draw_axes(canvas: Canvas, plane: _Plane, width: float, height: float) -> No
     speeds = [(plane.y(tick), format_tick(tick / size)) for tick in find_log_ticks(plane.y.low, plane.y.high)]
     ticks = [(plane.x(tick), format_tick(tick)) for tick in find_log_ticks(plane.x.low, plane.x.high)]
     draw_y_axis(canvas, plot, speeds, f"throughput ({prefix}FLOP/s)")
+    if plane.column:
+        middle, faint = plane.column / 2, canvas.palette.faint
+        edge = middle + width_of(_COLUMN_NAME, 12.0) / 2 + 6
+        ticks = [(x, text if x - width_of(text, 12.0) / 2 > edge else "") for x, text in ticks]
+        canvas.write([Text(x=middle, y=height + 15, text=_COLUMN_NAME, align="middle", colour=faint)])
+        canvas.line(plane.column, 0.0, plane.column, height, canvas.palette.frame, 1.0, "3 4")
     draw_x_axis(canvas, plot, ticks, "intensity (FLOP/byte)", grid=True)
 
 
@@ -125,6 +203,8 @@ def _draw_roofs(canvas: Canvas, plane: _Plane, width: float) -> list[Text]:
         return []
     x, y, ink = plane.x, plane.y, canvas.palette.ink
     canvas.line(x(start), y(start * bandwidth), x(end), y(end * bandwidth), ink, 1.4)
+    if plane.column:
+        canvas.line(0.0, y(x.low * bandwidth), plane.column, y(x.low * bandwidth), ink, 1.4)
     texts = [_name_slope(plane, start, end)]
     lowest_free = math.inf
     for roof in roofs:
@@ -150,16 +230,17 @@ def _name_slope(plane: _Plane, start: float, end: float) -> Text:
     return Text(x=x, y=y, text=text, align="end", size=_SMALL, rim=True)
 
 
-def _draw_moves(canvas: Canvas, plane: _Plane, points: Sequence[RoofPoint]) -> None:
-    """Draw lines from an operator in one run to the same one in the other, unless it occurs twice."""
-    first: dict[str, RoofPoint | None] = {}
-    for point in points:
+def _draw_moves(canvas: Canvas, points: Sequence[RoofPoint], places: Sequence[Place]) -> None:
+    """Draw lines from an operator in one run to the same one in the other, unless it occurs twice. Not in the column,
+    where points are moved sideways."""
+    first: dict[str, Place | None] = {}
+    for point, place in zip(points, places, strict=True):
         if point.run == 0:
-            first[point.label] = None if point.label in first else point
-    for point in points:
-        before = first.get(point.label) if point.run else None
+            first[point.label] = None if point.label in first else place
+    for point, place in zip(points, places, strict=True):
+        before = first.get(point.label) if point.run and not _is_memory_only(point) else None
         if before is not None:
-            canvas.line(*plane.place(before), *plane.place(point), canvas.palette.frame, 0.8)
+            canvas.line(*before, *place, canvas.palette.frame, 0.8)
 
 
 def _find_sizes(points: Sequence[RoofPoint]) -> list[float]:
@@ -169,12 +250,17 @@ def _find_sizes(points: Sequence[RoofPoint]) -> list[float]:
 
 
 def _draw_numbers(
-    canvas: Canvas, plane: _Plane, points: Sequence[RoofPoint], sizes: Sequence[float], width: float, height: float
+    canvas: Canvas,
+    plane: _Plane,
+    points: Sequence[RoofPoint],
+    sizes: Sequence[float],
+    centres: Sequence[Place],
+    names: Sequence[Bounds],
+    height: float,
 ) -> None:
     """Draw a number inside each of the largest points, or next to it with a line, at the first place where it covers
     nothing."""
-    centres = [plane.place(point) for point in points]
-    taken = list(centres)
+    taken, width = list(centres), plane.x.end
     discs = list(zip(centres, sizes, strict=True))
     for at, ((x, y), size) in enumerate(zip(centres[:MOST_NUMBERED], sizes, strict=False)):
         crowded = sum(1 for other in centres[:MOST_NUMBERED] if not _lie_apart((x, y), other)) > 1
@@ -183,7 +269,7 @@ def _draw_numbers(
             colour = canvas.palette.ink if is_hollow else canvas.palette.ink_on(points[at].group)
             canvas.write([_number(at, (x, y), colour)])
             continue
-        place = _find_place(x, y, size, taken, discs, width, height)
+        place = _find_place(x, y, size, taken, discs, names, width, height)
         taken.append(place)
         canvas.line(x, y, (place[0] * 2 + x) / 3, (place[1] * 2 + y) / 3, canvas.palette.ink, 0.6)
         canvas.write([_number(at, place, canvas.palette.ink)])
@@ -199,19 +285,36 @@ def _find_place(
     radius: float,
     taken: Sequence[Place],
     discs: Sequence[tuple[Place, float]],
+    names: Sequence[Bounds],
     width: float,
     height: float,
 ) -> Place:
-    """Return a free place, or at least one that covers no other number."""
+    """Return a free place, or at least one that covers no other number and no name of a roof."""
     places = [
         (x + (radius + reach) * math.cos(angle), y - (radius + reach) * math.sin(angle))
         for reach in (9, 16, 24, 34, 46)
         for angle in (math.pi / 4, 0.0, -math.pi / 4, math.pi, 3 * math.pi / 4, -3 * math.pi / 4)
     ]
-    inside = [place for place in places if 8 < place[0] < width - 8 and 8 < place[1] < height - 8]
+    inside = [
+        place
+        for place in places
+        if 8 < place[0] < width - 8 and 8 < place[1] < height - 8 and not any(_covers(name, place) for name in names)
+    ]
     free = [place for place in inside if all(_lie_apart(place, other) for other in taken)]
     clear = (place for place in free if all(math.dist(place, centre) > size + 5 for centre, size in discs))
     return next(clear, free[0] if free else places[0])
+
+
+def _box_of(text: Text) -> Bounds:
+    """Return the room of a label."""
+    left = text.x - (width_of(text.text, text.size) if text.align == "end" else 0.0)
+    half = 0.6 * text.size
+    return Bounds(left=left, top=text.y - half, right=left + width_of(text.text, text.size), bottom=text.y + half)
+
+
+def _covers(box: Bounds, place: Place) -> bool:
+    """Whether a number at this place would touch a label."""
+    return box.left - 8 < place[0] < box.right + 8 and box.top - 6 < place[1] < box.bottom + 6
 
 
 def _lie_apart(one: Place, other: Place) -> bool:
@@ -279,6 +382,7 @@ def _make_notes(roofline: Roofline, points: Sequence[RoofPoint]) -> list[str]:
     hidden = len(roofline.points) - len(points)
     if hidden:
         notes.append(
-            f"{hidden} of {len(roofline.points)} points not drawn: not finite, or too small a share of the time."
+            f"{hidden} of {len(roofline.points)} points not drawn: not finite, or outside the axes, which fit the "
+            "points that take 99% of the time."
         )
     return [*notes, *roofline.notes]

@@ -90,9 +90,14 @@ class Canvas:
 
     @contextmanager
     def group(self, **attributes: str | float) -> Iterator[None]:
-        self.elements.append(f"<g{_write_attributes(attributes)}>")
+        with self.group_of("g", **attributes):
+            yield
+
+    @contextmanager
+    def group_of(self, tag: str, **attributes: str | float) -> Iterator[None]:
+        self.elements.append(f"<{tag}{_write_attributes(attributes)}>")
         yield
-        self.elements.append("</g>")
+        self.elements.append(f"</{tag}>")
 
     def box(self, x: float, y: float, x2: float, y2: float, fill: str) -> None:
         self.add("rect", x=x, y=y, width=max(x2 - x, 0.0), height=max(y2 - y, 0.0), fill=fill)
@@ -215,7 +220,7 @@ def place_signs(canvas: Canvas, signs: Sequence[Sign], *, left: float, top: floa
     """Draw a legend in as many rows as needed; return the lower edge."""
     x, y = left, top
     for sign in signs:
-        room = 15 + width_of(sign.text, 12.0) + 12
+        room = 15 + width_of(sign.text, 12.0) + 16
         if x > left and x + room > left + width:
             x, y = left, y + _LEGEND_LEADING
         canvas.sign(sign, x + 5, y)

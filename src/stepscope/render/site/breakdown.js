@@ -110,7 +110,7 @@ charts.breakdown = (root, part, page) => {
   panels.classList.toggle("four", shown.length === 4);
   if (unknown.length) panels.after(element("p", `Not in this recording: ${unknown.join(", ")}.`, "help"));
   const lists = shown.map((at) => makePanel(at));
-  const table = makeKernelTable(model, body, choose);
+  const table = makeKernelTable(model, body, choose, clear);
 
   function choose(at, value) {
     model.chosen[at] = model.chosen[at] === value ? -1 : value;
@@ -282,7 +282,7 @@ function makeStrip(model, run, width, choose) {
     const label = [`${name || "other"} ${formatTime(time)}`, name].find((text) => text && fits(text, time));
     if (label) piece.append(element("span", label));
     if (!className) piece.style.color = inkOn(parseColour(colourOf(name)));
-    const share = model.areParallel ? "" : `, ${formatShare(time / (part.walls[run] || 1))} of the step`;
+    const share = model.areParallel ? "" : `, ${formatShare(time / (part.walls[run] || 1))} of the ${part.unit}`;
     const lines = [{ text: name || "Not selected", className: "name" }, `${formatTime(time)}${share}`];
     piece.addEventListener("pointermove", (event) => tip.show(event.clientX, event.clientY, lines));
     piece.addEventListener("pointerleave", () => tip.hide());

@@ -5,10 +5,22 @@ its number, and the text of its tooltip is packed here. A chart without panels i
 style sheet shows the one that fits, so that text keeps its size on a narrow screen.
 """
 
+import math
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from stepscope.findings import Axis, Bars, Column, Figure, Lanes, Roofline, RoofPoint, Table, Timeline
+from stepscope.findings import (
+    Axis,
+    Bars,
+    Column,
+    Figure,
+    Lanes,
+    Roofline,
+    RoofPoint,
+    StepPicture,
+    Table,
+    Timeline,
+)
 from stepscope.render.drawing.bars import BarChart, chart_bars, place_bars
 from stepscope.render.drawing.colours import Palette
 from stepscope.render.drawing.lanes import sum_groups
@@ -21,19 +33,20 @@ from stepscope.render.drawing.roofline import (
     place_roofline,
     rank_groups,
 )
+from stepscope.render.drawing.step import describe_picture, list_segments, name_phase, place_step_picture
 from stepscope.render.drawing.svg import Bounds, Canvas, Sign
 from stepscope.render.drawing.timeline_layout import counts_bytes, find_end, find_peak, format_height, format_moment
 from stepscope.render.formats import clean
-from stepscope.render.numbers import format_measured, format_on, format_rate, format_time, format_value
+from stepscope.render.numbers import format_measured, format_on, format_rate, format_time, format_value, name_idle
 from stepscope.render.site.html import markup, prose
 from stepscope.units import count_noun
 
-Drawn = Figure | Roofline | Bars
+Drawn = Figure | Roofline | Bars | StepPicture
 
 _WIDE, _NARROW = 860.0, 400.0
 _WIDE_BARS = 720.0
 _ROOFLINE_HEIGHTS = {_WIDE: 400.0, _NARROW: 320.0}
-_REACHES = {Figure: 28, Roofline: 6, Bars: 2}  # pixels around a mark in which a pointer selects it
+_REACHES = {Figure: 28, Roofline: 6, Bars: 2, StepPicture: 2}  # pixels around a mark in which a pointer selects it
 _MOST_LABEL, _MOST_DETAIL, _MOST_READ = 60, 600, 60
 _MOST_PIECES = 200
 _SIGN = Bounds(left=-1.4, top=-1.4, right=1.4, bottom=1.4)
@@ -48,6 +61,8 @@ def write_body(part: Drawn | Lanes | Timeline, palette: Palette) -> str:
             return _write_roofline(part, palette)
         case Bars():
             return _write_bars(chart_bars(part), palette)
+        case StepPicture():
+            return _write_step(part, palette)
         case Lanes():
             return _write_lanes(part, palette)
         case Timeline():
@@ -63,6 +78,8 @@ def pack_drawing(part: Drawn, what: str) -> dict[str, Any]:
             packed = _pack_roofline(part, choose_points(part), what)
         case Bars():
             packed = _pack_bars(chart_bars(part))
+        case StepPicture():
+            packed = _pack_step(part)
     return packed | {"reach": _REACHES[type(part)]}
 
 
@@ -170,7 +187,9 @@ def _write_roofline(roofline: Roofline, palette: Palette) -> str:
     legend = _write_legend(entries, "Classes")
     plot = _write_plot(svgs, _describe_roofline(roofline, points), "sized")
     hidden = len(roofline.points) - len(points)
-    said = f"{hidden} of {len(roofline.points)} points not drawn: they do not fit on these axes."
+    rest = sum(point.share for point in roofline.points) - sum(point.share for point in points)
+    share = f" and take {format_value('share', rest)} of the time" if math.isfinite(rest) and rest >= 0.0005 else ""
+    said = f"{hidden} of {len(roofline.points)} points not drawn: they do not fit on these axes{share}."
     left_out = f'<p class="help">{said}</p>' if hidden else ""
     listed = "".join(_write_point(roofline, at, point) for at, point in enumerate(points[:_MOST_READ]))
     return f'{legend}{plot}{left_out}<ol class="points">{listed}</ol>'
@@ -188,13 +207,20 @@ def _write_point(roofline: Roofline, at: int, point: RoofPoint) -> str:
 
 
 def _describe_roofline(roofline: Roofline, points: Sequence[RoofPoint]) -> str:
-    most = "; ".join(f"{clean(point.label)} at {format_rate(point.flops_per_s, 'FLOP/s')}" for point in points[:3])
+    most = "; ".join(f"{clean(point.label)} at {_say_rate(point)}" for point in points[:3])
     return (
         f"{clean(roofline.title)}: {count_noun(len(points), 'operator')}, "
         f"{count_noun(len(roofline.roofs), 'compute limit')} and a memory bandwidth of "
         f"{format_rate(roofline.bytes_per_s, 'B/s', exact=True)}. Most time: {most}. "
         "Arrow keys move from point to point."
     )
+
+
+def _say_rate(point: RoofPoint) -> str:
+    """Return the throughput: of memory, for an operator without FLOPs."""
+    if point.flops_per_s:
+        return format_rate(point.flops_per_s, "FLOP/s")
+    return format_rate(point.bytes_per_s, "B/s")
 
 
 def _pack_roofline(roofline: Roofline, points: Sequence[RoofPoint], what: str) -> dict[str, Any]:
@@ -205,15 +231,19 @@ def _pack_roofline(roofline: Roofline, points: Sequence[RoofPoint], what: str) -
 
 def _describe_point(roofline: Roofline, point: RoofPoint, what: str) -> list[str]:
     run = f", {clean(roofline.runs[point.run], _MOST_LABEL)}" if len(roofline.runs) > 1 else ""
+    unit = "per step" if roofline.unit == "step" else "in the trace"
     lines = [
         clean(point.label),
         f"{clean(point.group) or 'other'}{run}",
-        f"{format_value('ms', point.time_ms)} per step, {format_value('share', point.share)} of all {what[:-1]} time",
-        f"{format_rate(point.flops_per_s, 'FLOP/s')} at {format_measured(point.intensity)} FLOP/byte",
+        f"{format_value('ms', point.time_ms)} {unit}, {format_value('share', point.share)} of all {what[:-1]} time",
+        f"{_say_rate(point)} at {format_measured(point.intensity)} FLOP/byte"
+        if point.flops_per_s
+        else f"{_say_rate(point)}, only moves memory",
     ]
     if point.reached is not None:
         lines.append(f"{format_value('share', point.reached)} of the device's limit")
-    lines.append(f"{clean(point.bound, _MOST_LABEL)}-bound")
+    if point.bound != "unknown":
+        lines.append(f"{clean(point.bound, _MOST_LABEL)}-bound")
     return lines + clean(point.detail, _MOST_DETAIL, lines=True).splitlines()
 
 
@@ -241,6 +271,38 @@ def _pack_bars(chart: BarChart) -> dict[str, Any]:
             said = f"{clean(series)}: {text}" if len(bars.series) > 1 else text
             marks.append({"group": -1, "lines": [clean(label), said]})
     return {"groups": [], "marks": marks, "isOnlyOne": False}
+
+
+# --- the step as a bar ----------------------------------------------------------------------------------------------
+
+
+def _write_step(picture: StepPicture, palette: Palette) -> str:
+    svgs = []
+    for name, width in (("wide", _WIDE), ("narrow", _NARROW)):
+        canvas = Canvas(palette)
+        bounds = place_step_picture(canvas, picture, width, f"idle-{name}")
+        svgs.append(canvas.wrap(bounds, class_=f"drawing {name}"))
+    told = f'<p class="unseen">{prose(describe_picture(picture))}</p>'
+    return told + _write_plot(svgs, f"{clean(picture.title)}. Arrow keys move from part to part.", "sized")
+
+
+def _pack_step(picture: StepPicture) -> dict[str, Any]:
+    groups = list(dict.fromkeys(segment.name for segment in list_segments(picture) if segment.name))
+    marks = []
+    for segment in list_segments(picture):
+        bar = picture.bars[segment.bar]
+        assert bar is not None, "only drawn bars have segments"
+        phase, run = name_phase(segment.phase), clean(picture.runs[segment.bar], _MOST_LABEL)
+        whole = segment.phase.busy_ns + segment.phase.idle_ns
+        what = "step" if bar.is_step else "trace"
+        lines = [
+            ", ".join(filter(None, (run, phase, clean(segment.name, _MOST_LABEL) or name_idle(bar)))),
+            f"{format_time(segment.time_ns)}, {format_value('share', segment.time_ns / bar.step_ns)} of the {what}",
+        ]
+        if phase:
+            lines.append(f"{format_value('share', segment.time_ns / whole)} of {phase}, {format_time(whole)}")
+        marks.append({"group": groups.index(segment.name) if segment.name else -1, "lines": lines})
+    return {"groups": [clean(group) for group in groups], "marks": marks, "isOnlyOne": False}
 
 
 # --- a step, and memory over time -----------------------------------------------------------------------------------

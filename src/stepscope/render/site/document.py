@@ -26,7 +26,7 @@ from stepscope.render.site.hints import write_hint
 from stepscope.render.site.html import markup, prose, write_table
 from stepscope.render.site.opening import write_opening
 from stepscope.render.site.packing import pack_exhibits, pack_timeline
-from stepscope.render.site.sections import write_chart, write_footer, write_navigation, write_sections
+from stepscope.render.site.sections import write_chart, write_footer, write_navigation, write_picture, write_sections
 
 _STYLES = ("page.css", "opening.css", "exhibits.css", "charts.css")
 # Joined in this order in one function: the core, the charts that register with it, and the code that starts the page.
@@ -98,11 +98,13 @@ _ALONE = """<main id="main">
 
 def write_site(report: Report) -> str:
     """Return the page of a report."""
-    colours = assign_colours(exhibit.part for section in report.sections for exhibit in section.exhibits)
+    parts = [exhibit.part for section in report.sections for exhibit in section.exhibits]
+    colours = assign_colours([report.picture, *parts])
+    palette = Palette(colours, on_page=True)
     content = _REPORT.format(
         navigation=write_navigation(report),
-        opening=write_opening(report),
-        sections=write_sections(report, Palette(colours, on_page=True)),
+        opening=write_opening(report, write_picture(report, palette)),
+        sections=write_sections(report, palette),
         footer=write_footer(report),
     )
     return _write_page(

@@ -5,7 +5,7 @@ It is behind a `?` next to the chart's title, and is a `details` element: it ope
 
 from typing import NamedTuple
 
-from stepscope.findings import Bars, Breakdown, Figure, Lanes, Roofline, Timeline
+from stepscope.findings import Bars, Breakdown, Figure, Lanes, Roofline, StepPicture, Timeline
 from stepscope.render.site.html import prose
 
 
@@ -36,6 +36,15 @@ _HINTS: dict[type, Hint] = {
         ),
         touch=(_TOUCH,),
     ),
+    StepPicture: Hint(
+        reading=(
+            "The bar is one step, to scale. Each phase has its kernels by class, the longest first, and its idle time.",
+            "Idle time belongs to the phase of the kernel that the device waits for. Where kernels overlap, they share "
+            "the time; communication and transfers count only where nothing else runs.",
+        ),
+        mouse=("Hover over a part to see its time. Keys: ← → move from part to part.",),
+        touch=("Tap a part to see its time.",),
+    ),
     Breakdown: Hint(
         reading=(
             "Each color is a class.",
@@ -48,6 +57,8 @@ _HINTS: dict[type, Hint] = {
             "A point is all calls of one operator with one shape; its area is their time per step.",
             "Points under the slope are limited by memory bandwidth, points under a flat line by compute. The distance "
             "from a point up to its line is the possible gain.",
+            "Operators that only move memory have no FLOPs: they are in the column on the left, as far below the line "
+            "as their bandwidth is below the device's.",
             _ONLY,
         ),
         mouse=("Keys: ← → move from point to point.",),
@@ -73,7 +84,7 @@ _HINTS: dict[type, Hint] = {
 }
 
 
-def write_hint(part: Lanes | Breakdown | Roofline | Figure | Timeline | Bars) -> str:
+def write_hint(part: Lanes | Breakdown | StepPicture | Roofline | Figure | Timeline | Bars) -> str:
     """Return a `?` that opens how to read and use the chart; nothing for bars, which have their values next to them."""
     hint = _HINTS.get(type(part))
     if hint is None:

@@ -67,7 +67,7 @@ function kernelColumns(model, name) {
   return columns;
 }
 
-function makeKernelTable(model, body, choose) {
+function makeKernelTable(model, body, choose, clear) {
   const { part } = model;
   const at = part.dimensions.findIndex((dimension) => dimension.key === "kernel");
   if (at < 0) return { update() {} };
@@ -99,7 +99,8 @@ function makeKernelTable(model, body, choose) {
   });
   Object.assign(search, { type: "search", placeholder: `Search ${part.what} by name (press /)` });
   search.setAttribute("aria-label", `Search ${part.what}`);
-  tools.append(search, found);
+  const hidden = element("span", "", "found hidden-matches");
+  tools.append(search, found, hidden);
   table.append(makeHead(), rows);
   scroll.append(table);
   box.append(tools, scroll, more, fold);
@@ -173,6 +174,23 @@ function makeKernelTable(model, body, choose) {
     found.textContent = fitting.length === values.length ? `${formatNumber(values.length, 0)} ${part.what}`
       : `${formatNumber(fitting.length, 0)} of ${formatNumber(values.length, 0)} ${part.what}`;
     scroll.classList.toggle("short", rows.rows.length <= 12);
+    tellHidden(wanted, fitting.length);
+  }
+
+  // A search looks only at what the selections leave: say so if they hide other matches.
+  function tellHidden(wanted, numFound) {
+    const filters = part.dimensions.flatMap(({ values: names }, other) =>
+      (other !== at && model.chosen[other] >= 0 ? [names[model.chosen[other]]] : []));
+    const numHidden = wanted && filters.length ? texts.filter((text) => text.includes(wanted)).length - numFound : 0;
+    if (numHidden <= 0) return hidden.replaceChildren();
+    const text = `${formatNumber(numHidden, 0)} ${numHidden === 1 ? "match" : "matches"} hidden by the ` +
+      `${filters.length === 1 ? "filter" : "filters"} `;
+    const names = filters.flatMap((name, index) => [index ? ", " : "", element("code", name)]);
+    hidden.replaceChildren(text, ...names, " ", button("Clear", "quiet", () => {
+      clear();
+      search.focus();
+    }));
+    say(hidden.textContent);
   }
 
   function restart() {

@@ -24,6 +24,7 @@ function layLanes(part) {
     own.names = expand(track.name, count, Uint32Array);
     own.groups = expand(track.group, count, Uint16Array);
     own.counts = expand(track.count, count, Uint32Array);
+    own.origins = expand(track.origin, count, Int32Array);
     return own;
   }
 
@@ -122,9 +123,10 @@ charts.lanes = (root, part, page) => {
     const share = length / spanNs >= 0.01 ? page.formatShare(length / spanNs) : `${page.formatNumber((100 * length) / spanNs)}%`;
     const lines = [{ text: part.names[track.names[at]], className: "name" }];
     if (group && group !== part.names[track.names[at]]) lines.push({ text: group, colour: page.colourOf(group) });
-    lines.push(`${formatExactly(length)}, ${share} of the step`, `from ${formatExactly(start)}`);
+    lines.push(`${formatExactly(length)}, ${share} of the ${part.unit}`, `from ${formatExactly(start)}`);
     const count = page.formatNumber(track.counts[at], 0);
     if (track.counts[at] > 1) lines.push(track.kind === "stream" ? `${count} kernels, drawn as one` : `${count} ${page.what}`);
+    for (const line of part.origins[track.origins[at]] ?? []) lines.push(part.lines[line]);
     for (const text of detail ? detail.split("\n") : []) lines.push({ text, className: "of" });
     return [...lines, { text: track.label, className: "of" }];
   }

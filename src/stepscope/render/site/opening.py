@@ -3,17 +3,17 @@
 import re
 from collections.abc import Sequence
 
-from stepscope.findings import Advice, Cell, Copyable, Fact, Report, Soundness
-from stepscope.render.formats import COPYABLE
+from stepscope.findings import Advice, Cell, Copyable, Fact, Report, Soundness, joint_saving
+from stepscope.render.formats import COPYABLE, VERDICTS
 from stepscope.render.numbers import format_value
 from stepscope.render.site.html import markup, prose
 
 _CARDS, _MOST_WORDS = 3, 80  # cards that are open; characters of a figure's label
 _MARKS = {"sound": "✓", "doubtful": "!", "unknown": "?"}
-_VERDICTS = {"sound": "Reliable", "doubtful": "Unreliable", "unknown": "Measurement quality unknown"}
 
 
-def write_opening(report: Report) -> str:
+def write_opening(report: Report, picture: str) -> str:
+    """Return the first screen. `picture` is the picture of the step as HTML, or empty."""
     strip = (
         '<p class="strip" role="note"><strong>This report is incomplete.</strong> It was interrupted or is still '
         "being generated. Each missing part says how to get it.</p>"
@@ -24,6 +24,7 @@ def write_opening(report: Report) -> str:
 <p class="subtitle">{prose(report.subtitle)}</p>
 <p class="sentence">{prose(report.sentence)}</p>
 {_write_facts(report.facts)}
+{picture}
 {_write_soundness(report.soundness)}
 {_write_advice(report.advice)}
 </header>"""
@@ -66,7 +67,7 @@ def _ratio(value: Cell, before: Cell) -> str:
 
 def _write_soundness(soundness: Soundness) -> str:
     mark = f'<span class="mark" aria-hidden="true">{_MARKS[soundness.verdict]}</span>'
-    line = f"{mark}<strong>{_VERDICTS[soundness.verdict]}.</strong> {prose(soundness.sentence)}"
+    line = f"{mark}<strong>{VERDICTS[soundness.verdict]}.</strong> {prose(soundness.sentence)}"
     if not soundness.details:
         return f'<p class="soundness {soundness.verdict}">{line}</p>'
     details = "".join(f"<li>{prose(detail)}</li>" for detail in soundness.details)
@@ -93,8 +94,21 @@ def _write_cards(advice: Sequence[Advice]) -> str:
     more = f'<details class="more-advice"><summary>Show {len(rest)} more</summary>{others}</details>' if rest else ""
     return (
         '<section class="advice" aria-labelledby="advice-title">'
-        '<h2 id="advice-title">Findings, largest saving first</h2>'
+        f'<h2 id="advice-title">What would save most</h2>{_write_joint(advice)}'
         f'<div class="cards">{cards}</div>{more}</section>'
+    )
+
+
+def _write_joint(advice: Sequence[Advice]) -> str:
+    """Return what all fixes save together, if there are several."""
+    findings = [one.finding for one in advice]
+    joint = joint_saving(findings)
+    if joint is None or sum(one.joint_ns is not None for one in findings) < 2:
+        return ""
+    overlap = " Savings overlap: they do not add up." if joint.overlaps else ""
+    return (
+        f'<p class="joint">All fixes together: about <strong>−{format_value("ms", joint.saving_ns / 1e6)}</strong> · '
+        f"{format_value('share', joint.share)} of the {findings[0].unit}.{overlap}</p>"
     )
 
 
@@ -102,12 +116,19 @@ def _write_card(advice: Advice) -> str:
     finding = advice.finding
     share = finding.share or 0.0
     saving = '<p class="saving"><span class="unsure">Saving not estimated</span></p>'
+    adds = ""
+    if finding.joint_ns is not None and finding.joint_ns != finding.saving_ns:
+        adds = f" · {format_value('ms', finding.joint_ns / 1e6)} once the fixes above are in"
     if finding.saving_ns == 0:
-        saving = '<p class="saving"><span class="unsure">No saving on its own</span></p>'
+        saving = f'<p class="saving"><span class="unsure">No saving on its own{adds}</span></p>'
     elif finding.saving_ns is not None:
-        per_cent = f" · {format_value('share', finding.share)} of the step" if finding.share is not None else ""
+        per_cent = (
+            f" · {format_value('share', finding.share)} of the {finding.unit}" if finding.share is not None else ""
+        )
+        per_cent += ' · <span class="measured">measured</span>' if finding.is_measured else ""
+        saved = format_value("ms", finding.saving_ns / 1e6)
         saving = (
-            f'<p class="saving"><strong>−{format_value("ms", finding.saving_ns / 1e6)}</strong>{per_cent}</p>'
+            f'<p class="saving"><strong>−{saved}</strong>{per_cent}{adds}</p>'
             f'<progress class="meter" max="1" value="{min(max(share, 0.0), 1.0):.4f}" aria-hidden="true"></progress>'
         )
     fixes = "".join(map(write_copyable, advice.fixes[:1]))
@@ -115,10 +136,13 @@ def _write_card(advice: Advice) -> str:
         others = "".join(map(write_copyable, advice.fixes[1:]))
         fixes += f'<details class="others"><summary>Other fixes</summary>{others}</details>'
     action = f'<p class="fix">{prose(finding.action)}</p>' if finding.action else ""
+    same = "".join(f"<li>{markup(one.title)} <code>{markup(one.code, 20)}</code></li>" for one in finding.also)
+    also = f'<div class="also"><p>The same time:</p><ul>{same}</ul></div>' if same else ""
     return f"""<article class="card">
 <h3>{markup(finding.title)}</h3>
 {saving}
 <p class="evidence">{prose(finding.evidence)}</p>
+{also}
 {action}
 {fixes}
 <p class="rule"><code>stepscope rule {markup(finding.code, 20)}</code></p>
@@ -135,7 +159,8 @@ def _write_remarks(advice: Sequence[Advice]) -> str:
 
 def _write_remark(advice: Advice) -> str:
     finding = advice.finding
-    saving = f" (up to {format_value('ms', finding.saving_ns / 1e6)} per step)" if finding.saving_ns else ""
+    unit = "per step" if finding.unit == "step" else "of the trace"
+    saving = f" (up to {format_value('ms', finding.saving_ns / 1e6)} {unit})" if finding.saving_ns else ""
     action = f" {prose(finding.action)}." if finding.action else ""
     more = "".join(map(write_copyable, advice.fixes))
     return (

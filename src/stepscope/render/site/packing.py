@@ -13,6 +13,7 @@ from stepscope.findings import (
     Area,
     Bars,
     Breakdown,
+    Exhibit,
     Figure,
     Lanes,
     Part,
@@ -20,16 +21,18 @@ from stepscope.findings import (
     Roofline,
     SideBySide,
     Spans,
+    StepPicture,
     Timeline,
 )
 from stepscope.render.drawing.timeline_layout import DEFAULT_DETAIL, counts_bytes, find_end, place_stretches
 from stepscope.render.formats import NAME, PROSE, clean
 from stepscope.render.site.charts import pack_drawing
-from stepscope.render.site.sections import name_inner
+from stepscope.render.site.sections import PICTURE, name_inner
 
 _COUNT_DIGITS = 6  # counts are means over steps, and times are divided by them
 _MOST_DETAIL, _MOST_LABEL = 600, 60
 _MOST_DETAIL_LINES = 30
+_MOST_LINE = 160  # of an operator with its shapes
 # Times are rounded to a thousandth of a slice: finer than any screen, and shorter than a float.
 _TIME_DIGITS = 3
 
@@ -37,6 +40,8 @@ _TIME_DIGITS = 3
 def pack_exhibits(report: Report) -> dict[str, Any]:
     """Return the data of all charts, by their key on the page."""
     exhibits = [exhibit for section in report.sections for exhibit in section.exhibits]
+    if report.picture is not None:
+        exhibits.append(Exhibit(key=PICTURE, part=report.picture))
     what = next((exhibit.part.what for exhibit in exhibits if isinstance(exhibit.part, Breakdown)), "kernels")
     return {key: packed for exhibit in exhibits for key, packed in _pack_part(exhibit.key, exhibit.part, what)}
 
@@ -45,7 +50,7 @@ def _pack_part(key: str, part: Part | None, what: str) -> Iterable[tuple[str, di
     match part:
         case Lanes():
             yield key, pack_lanes(part)
-        case Figure() | Roofline() | Bars():
+        case Figure() | Roofline() | Bars() | StepPicture():
             yield key, pack_drawing(part, what)
         case Timeline():
             yield key, pack_timeline(part)
@@ -73,6 +78,7 @@ def pack_breakdown(part: Breakdown) -> dict[str, Any]:
     return {
         "runs": [clean(run, 40) for run in part.runs],
         "what": clean(part.what, 40),
+        "unit": part.unit,
         "dimensions": [
             {
                 "key": dimension.key,
@@ -109,11 +115,14 @@ def pack_lanes(lanes: Lanes, longest_ns: int | None = None) -> dict[str, Any]:
     """Return a step. `longest_ns` is the least length of the axis."""
     return {
         "title": clean(lanes.title),
+        "unit": lanes.unit,
         "span": lanes.span_ns,
         "longest": longest_ns,
         "names": [clean(name) for name in lanes.names],
         "details": [clean(detail, _MOST_DETAIL, lines=True) for detail in lanes.details],
         "groups": [clean(group) for group in lanes.groups],
+        "lines": [clean(line, _MOST_LINE) for line in lanes.lines],
+        "origins": [list(origin) for origin in lanes.origins],
         "tracks": [
             {"label": clean(track.label, 2 * _MOST_LABEL), "kind": track.kind} | _pack_spans(track.spans)
             for track in lanes.tracks
@@ -131,6 +140,7 @@ def _pack_spans(spans: Spans) -> dict[str, Any]:
         "name": _pack_column(spans.names),
         "group": _pack_column(spans.groups),
         "count": _pack_column(spans.counts),
+        "origin": _pack_column(spans.origins or (-1,)),
     }
 
 

@@ -20,6 +20,7 @@ from stepscope.findings import (
     Roofline,
     Section,
     SideBySide,
+    StepPicture,
     Table,
     Timeline,
 )
@@ -37,8 +38,10 @@ KINDS: dict[type, str] = {
     Figure: "figure",
     Timeline: "timeline",
     Bars: "bars",
+    StepPicture: "step",
 }
 
+PICTURE = "step-picture"  # the key of the picture of the step
 _NOT_KNOWN = "Not measured in this run."
 
 
@@ -52,6 +55,11 @@ def write_navigation(report: Report) -> str:
         f'<ul><li><a href="#top">Summary</a></li>{links}</ul>'
         '<button type="button" id="theme" class="quiet" hidden>Theme: auto</button></nav>'
     )
+
+
+def write_picture(report: Report, palette: Palette) -> str:
+    """Return the picture of the step; empty if there is none."""
+    return write_chart(report.picture, PICTURE, "", palette) if report.picture is not None else ""
 
 
 def write_sections(report: Report, palette: Palette) -> str:
@@ -79,7 +87,7 @@ def _write_section_hint(section: Section) -> str:
 
 def _find_hint(part: Part | None) -> str:
     match part:
-        case Lanes() | Breakdown() | Roofline() | Figure() | Timeline() | Bars():
+        case Lanes() | Breakdown() | StepPicture() | Roofline() | Figure() | Timeline() | Bars():
             return write_hint(part)
         case SideBySide():
             untitled = (inner for inner in part.parts if inner is not None and inner.title == part.title)
@@ -143,7 +151,7 @@ def write_part(
 
 
 def write_chart(
-    part: Lanes | Breakdown | Roofline | Figure | Timeline | Bars, key: str, above: str, palette: Palette
+    part: Lanes | Breakdown | StepPicture | Roofline | Figure | Timeline | Bars, key: str, above: str, palette: Palette
 ) -> str:
     title = _write_title(part.title, above, write_hint(part))
     subtitle = part.subtitle if isinstance(part, Figure | Timeline) else ""

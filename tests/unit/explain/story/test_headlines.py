@@ -77,8 +77,8 @@ def test_headline_of_a_committed_comparison_names_both_sides(pair: tuple[Path, P
 def test_committed_reports_are_named_by_what_people_say() -> None:
     runs = {path.name: read(path) for path in REPORTS}
     assert say_run(Opening(runs["small-fast"])) == (
-        "Small Transformer, 12 layers, d_model 768, 129M parameters: 38 ms per training step; the GPU waits for the "
-        "CPU 67% of the time."
+        "Small Transformer, 12 layers, d_model 768, 129M parameters: 29.2 ms per training step; the GPU waits for "
+        "the CPU 57% of the time."
     )
     assert label_sides(runs["small-fp32"], runs["small-fast"]) == ("fp32 + naive", "bf16 + flash + compile")
 

@@ -7,7 +7,7 @@ import pytest
 
 from stepscope.explain.story.sections import lanes
 from stepscope.explain.story.sections.lanes import MOST_STREAMS, draw_step
-from stepscope.explain.trace.names import LONGEST_NAME
+from stepscope.explain.trace.attribution.names import LONGEST_NAME
 from stepscope.explain.trace.profile import Profile, make_profile
 from stepscope.findings import Lanes, Track
 from stepscope.recording.store import Overhead
@@ -247,7 +247,7 @@ def test_profiler_overhead_is_noted(share: float) -> None:
         with timeline.step():
             timeline.launch(GEMM_BF16, 10)
             timeline.wait()
-    recorded = timeline.profile().recorded_step_ns
+    recorded = timeline.profile().clock.profiled_ns
     drawn = draw_step(timeline.profile(overhead=Overhead(plain_ns=round(share * recorded))))
     assert any("an unprofiled step takes" in note for note in drawn.notes) == (share < 0.95)
 
@@ -270,3 +270,41 @@ def test_step_without_kernel_time_is_empty() -> None:
     drawn = draw_step(replace(profile, kernels=still, recording=replace(profile.recording, ranges=ranges)))
     assert drawn.tracks == ()
     assert drawn.notes[-1] == "no kernels ran in this window"
+
+
+# --- Where a kernel comes from ----------------------------------------------------------------------------------------
+
+
+def origins_of(drawn: Lanes, label: str) -> list[tuple[str, ...]]:
+    """The lines of each span; none if its origin is unknown."""
+    spans = track_of(drawn, label).spans
+    return [tuple(drawn.lines[line] for line in drawn.origins[at]) if at >= 0 else () for at in spans.origins]
+
+
+def test_kernels_have_operator_shapes_and_module() -> None:
+    timeline = Timeline()
+    with timeline.step(), timeline.phase("forward"):
+        for layer in range(2):
+            with timeline.module(f"blocks.{layer}.ffn"):
+                timeline.launch(GEMM_BF16, 10, op="aten::mm", shapes=[[64, 32], [32, 16], []])
+        timeline.launch(GEMM_BF16, 10, op="aten::mm")
+    drawn = draw_step(timeline.profile())
+    assert origins_of(drawn, "stream 7") == [
+        ("operator: aten::mm [[64,32],[32,16]]", "module: blocks.0.ffn"),
+        ("operator: aten::mm [[64,32],[32,16]]", "module: blocks.1.ffn"),
+        ("operator: aten::mm",),
+    ]
+    assert len(set(drawn.lines)) == len(drawn.lines) == 4
+    assert set(origins_of(drawn, "modules")) == {()}
+
+
+def test_kernels_have_the_line_of_python_that_launched_them() -> None:
+    timeline = Timeline()
+    with timeline.step(), timeline.range("torch/optim/sgd.py(103): step"):
+        timeline.launch(FUSED_ADAM, 10, op="aten::_fused_sgd_")
+    recording = timeline.record()
+    is_frame = pl.col("name").str.contains("sgd.py")
+    source = pl.when(is_frame).then(pl.lit("python")).otherwise("source")
+    profile = make_profile(replace(recording, ranges=recording.ranges.with_columns(source=source)))
+    (origin,) = origins_of(draw_step(profile), "stream 7")
+    assert (origin[0], origin[-1]) == ("operator: aten::_fused_sgd_", "source: torch/optim/sgd.py:103 step")

@@ -1,11 +1,21 @@
 """Ranks side by side: the parts of each add up to its step."""
 
+from dataclasses import replace
+
+import msgspec
 import pytest
 
-from stepscope.explain.story.sections.step_time import tell_ranks
+from stepscope.explain.ranks.lateness import match_ranks
+from stepscope.explain.ranks.rank_tables import ranks_headline, ranks_table
+from stepscope.explain.story.run import tell
+from stepscope.explain.story.sections.ranks import show_ranks, tell_ranks
+from stepscope.explain.story.sources import Materials
 from stepscope.explain.trace.profile import Profile
 from stepscope.findings import Bars, Table
+from stepscope.hardware import Hardware
+from tests.unit.rank_recordings import Rank, record_ranks
 from tests.unit.recordings import ALL_REDUCE, GEMM_BF16, STREAM, Timeline
+from tests.unit.rows import ENVIRONMENT
 
 
 def rank_of(compute_us: int, *, rank: int | None = None, steps: int = 2) -> Profile:
@@ -23,7 +33,7 @@ def rank_of(compute_us: int, *, rank: int | None = None, steps: int = 2) -> Prof
 
 
 def bars_of(*profiles: Profile) -> Bars:
-    (first, second) = tell_ranks(profiles)
+    (first, second, *_) = tell_ranks(profiles, match_ranks(profiles))
     assert isinstance(first.part, Bars)
     assert isinstance(second.part, Table)
     assert (first.key, second.key) == ("ranks-time", "ranks-table")
@@ -37,7 +47,7 @@ def test_parts_of_a_rank_add_up_to_its_step() -> None:
     assert bars.is_stacked
     for place, profile in enumerate(ranks):
         parts = [column[place] for column in bars.values]
-        assert sum(part or 0 for part in parts) == pytest.approx(profile.recorded_step_ns / 1e6, rel=1e-12)
+        assert sum(part or 0 for part in parts) == pytest.approx(profile.clock.profiled_ns / 1e6, rel=1e-12)
         assert all(part and part > 0 for part in parts)
 
 
@@ -56,6 +66,52 @@ def test_ranks_without_a_number_are_named_by_position() -> None:
     assert bars_of(rank_of(100, rank=3), rank_of(100, rank=0)).labels == ("rank 3", "rank 0")
 
 
+def test_unknown_rank_has_no_number() -> None:
+    profiles = rank_of(100), rank_of(100)
+    assert [row[0] for row in ranks_table(profiles, None).rows] == [None, None]
+
+
+def test_traces_without_marked_steps_are_not_called_steps() -> None:
+    profiles = record_ranks([Rank(compute_us=[100.0] * 12)] * 2, marked=False)
+    times = match_ranks(profiles)
+    said = [ranks_headline(profiles, times), *ranks_table(profiles, times).notes, *bars_of(*profiles).notes]
+    assert said[0].startswith("2 ranks: trace ")
+    section = show_ranks(Materials(name="run", profile=profiles[0], ranks=tuple(profiles)))
+    said += [section.lead, ranks_table(profiles, times).columns[2].label, bars_of(*profiles).title]
+    assert not [one for one in said if "step" in one.lower()]
+
+
 def test_single_rank_has_no_comparison() -> None:
-    assert tell_ranks([rank_of(100, rank=0)]) == ()
-    assert tell_ranks([]) == ()
+    assert tell_ranks([rank_of(100, rank=0)], None) == ()
+    assert tell_ranks([], None) == ()
+
+
+def test_page_names_the_rank_it_shows_and_the_late_one() -> None:
+    ranks = [Rank(compute_us=[100.0] * 12), Rank(compute_us=[100.0] * 12, idle_us=[302.0] * 12)]
+    profiles = tuple(record_ranks(ranks))
+    report = tell(Materials(name="run", profile=profiles[0], ranks=profiles))
+    assert "rank 0 of 2 recorded ranks" in report.subtitle
+    assert "wait 1.2 ms for rank 1" in report.sentence
+    assert report.advice is not None
+    assert report.advice[0].finding.code == "SS030"
+    (section,) = [one for one in report.sections if one.key == "ranks"]
+    assert "The others wait for rank 1" in section.lead
+    (table,) = [one.part for one in section.exhibits if one.key == "ranks-table"]
+    assert isinstance(table, Table)
+    late = [column.key for column in table.columns].index("late_ms")
+    assert [row[late] for row in table.rows] == pytest.approx([0, 1.2], rel=0.01)
+
+
+def test_page_of_ranks_with_different_measured_peaks_names_the_rank_it_shows() -> None:
+    profiles = []
+    for tflops, one in enumerate(record_ranks([Rank(compute_us=[100.0] * 12)] * 2), start=1):
+        hardware = Hardware(name="Some CPU", peak_flops={"fp32": tflops * 1e12}, source="measured")
+        environment = msgspec.structs.replace(ENVIRONMENT, hardware=hardware)
+        profiles.append(replace(one, recording=one.recording.with_manifest(environment=environment)))
+    report = tell(Materials(name="run", profile=profiles[1], ranks=tuple(profiles)))
+    assert "rank 1 of 2 recorded ranks" in report.subtitle
+
+
+def test_page_of_one_rank_does_not_name_it() -> None:
+    (alone,) = record_ranks([Rank(compute_us=[100.0] * 12)])
+    assert "rank" not in tell(Materials(name="run", profile=alone)).subtitle

@@ -7,15 +7,16 @@ from unittest.mock import patch
 import msgspec
 import pytest
 
-from stepscope.explain.commands import write_command
+from stepscope.explain.commands import fit_command, write_command
+from stepscope.explain.questions import answer
 from stepscope.explain.rules import RULES
 from stepscope.explain.story import Materials
-from stepscope.explain.story.commands import add_settings
 from stepscope.explain.story.missing import command_for
 from stepscope.explain.story.run import advise, list_advice
 from stepscope.findings import Advice, Finding
+from stepscope.recording.store import Manifest
 from stepscope.spec import Case, Scalar, build_case, grid_from_flags
-from tests.unit.explain.story.story_materials import product, record, record_ours
+from tests.unit.explain.story.story_materials import addition, product, record, record_ours
 from tests.unit.recordings import Timeline
 
 CODES = list(RULES)
@@ -43,7 +44,8 @@ SETTINGS: dict[str, dict[str, Scalar]] = {
 
 
 def finding(code: str) -> Finding:
-    return Finding(code=code, title="t", evidence="e", fix="f")
+    rule = RULES[code]
+    return Finding(code=code, title="t", evidence="e", action=rule.action, fix=rule.paste)
 
 
 def read_case(command: str) -> Case:
@@ -77,6 +79,8 @@ def test_every_rule_has_something_to_copy_for_any_code(code: str) -> None:
     for fix in fixes:
         if fix.text.startswith("stepscope "):
             assert shlex.split(fix.text)[1] in ("kernel", "rule", "doctor")
+        elif fix.text.startswith("nsys "):
+            assert shlex.split(fix.text, comments=True)[1] == "profile"
         else:
             ast.parse(fix.text)
 
@@ -120,6 +124,23 @@ def test_own_model_gets_a_command_and_code() -> None:
     assert python.text == "model = torch.compile(model)"
 
 
+@pytest.mark.parametrize("settings", [{"model": "my_model:build"}, {"hf": "gpt2"}])
+def test_own_model_gets_no_command_that_does_something_else_than_advised(settings: dict[str, Scalar]) -> None:
+    """A compiled model is to use CUDA graphs, and the compiler is to choose the tiles: no flag does either."""
+    profile = record_ours(product, case=build_case({**settings, "compile": True}))
+    graphs = msgspec.structs.replace(finding("SS001"), action="Launch the compiled code with CUDA graphs", fix="code")
+    grow = msgspec.structs.replace(graphs, action=RULES["SS015"].action)
+    assert [fix.label for fix in advise(graphs, profile).fixes] == ["in your own code"]
+    assert [fix.label for fix in advise(finding("SS010"), profile).fixes] == ["in your own code"]
+    assert read_case(advise(grow, profile).fixes[0].text).workload.batch == 2 * build_case(settings).workload.batch
+
+
+@pytest.mark.parametrize("fix", ["stepscope explain rank*.json", "NCCL_DEBUG=INFO torchrun train.py"])
+def test_shell_command_is_not_code(fix: str) -> None:
+    (copyable,) = advise(msgspec.structs.replace(finding("SS011"), fix=fix), record(product)).fixes
+    assert copyable.label == "in a shell"
+
+
 @pytest.mark.parametrize("settings", [{"model": "my_model.py:build"}, {"hf": "gpt2"}])
 def test_flag_fuses_the_adamw_of_an_own_model(settings: dict[str, Scalar]) -> None:
     profile = record_ours(product, case=build_case(settings), optimizer="adamw-torch")
@@ -161,9 +182,8 @@ def test_kernel_names_are_quoted_and_huge_ones_left_out() -> None:
     assert longest("two\nlines") == "stepscope rule SS014"
 
 
-def test_remarks_come_after_fixes() -> None:
-    remark = msgspec.structs.replace(finding("SS019"), fix="", saving_ns=10**9)
-    found = (remark, finding("SS001"))
+def test_advice_keeps_the_order_of_the_findings() -> None:
+    found = (finding("SS001"), finding("SS019"))
     with patch("stepscope.explain.story.run.find_once", return_value=found):
         advice = list_advice(Materials(name="a", profile=record_ours(product)))
     assert advice is not None
@@ -172,13 +192,15 @@ def test_remarks_come_after_fixes() -> None:
     assert "with_stack=True" in stacks.text
 
 
-def test_first_three_fixes_are_different() -> None:
-    """One flag fixes SS001 and SS003: the second one comes after other fixes."""
-    found = tuple(finding(code) for code in ("SS001", "SS003", "SS004", "SS007"))
-    with patch("stepscope.explain.story.run.find_once", return_value=found):
-        advice = list_advice(Materials(name="a", profile=record_ours(product)))
-    assert advice is not None
-    assert [one.finding.code for one in advice] == ["SS001", "SS004", "SS007", "SS003"]
+def test_a_finding_has_the_fixes_of_those_that_are_part_of_it() -> None:
+    """One flag fixes SS001 and SS003, and another one SS004."""
+    joined = msgspec.structs.replace(finding("SS001"), also=(finding("SS003"), finding("SS004")))
+    compiled, flash = advise(joined, record_ours(product)).fixes
+    assert compiled.text.endswith("--compile")
+    assert flash.text.endswith("--attention flash")
+    assert [fix.text for fix in advise(joined, record(product)).fixes] == [
+        RULES[code].paste for code in ("SS001", "SS004")
+    ]
 
 
 # --- Commands ---------------------------------------------------------------------------------------------------------
@@ -203,16 +225,29 @@ def test_first_gpu_needs_no_flag() -> None:
 
 
 def test_command_of_a_question_gets_the_missing_settings() -> None:
-    workload = build_case({"size": "small", "context": 1024, "attention": "flash", "compile": True}).workload
-    ours = "--size small --context 1024 --attention flash"
-    command = "stepscope profile --mode inference --out runs/i && stepscope explain RECORDING runs/i --questions"
-    completed = f"stepscope profile {ours} --compile {command.removeprefix('stepscope profile ')}"
-    assert add_settings(command, workload) == completed
-    assert add_settings("stepscope memory --compile no", workload) == f"stepscope memory {ours} --compile no"
+    case = build_case({"size": "small", "context": 1024, "attention": "flash", "compile": True})
+    ours = Manifest(source="pytorch profiler", case=case)
+    settings = "--size small --context 1024 --attention flash"
+    command = "stepscope profile --mode inference --out runs/i && stepscope explain a.json runs/i --questions"
+    completed = f"stepscope profile {settings} --compile {command.removeprefix('stepscope profile ')}"
+    assert fit_command(command, ours) == completed
+    assert fit_command("stepscope memory --compile no", ours) == f"stepscope memory {settings} --compile no"
     for other in (
         "torch.profiler.profile(record_shapes=True)",
         "stepscope profile --size large",
         "stepscope doctor",
         "",
     ):
-        assert add_settings(other, workload) == other
+        assert fit_command(other, ours) == other
+
+
+def test_no_command_of_a_foreign_trace_measures_the_built_in_model() -> None:
+    """A question about someone's own model is not answered by measuring another one, and a command has no
+    placeholder for a file that is known."""
+    profile = record(product, addition, file="traces/my run.json")
+    asked = [one.command for one in answer([profile]) if one.command]
+    asked += [one.command for one in answer([record(product, steps=1, file="traces/my run.json")])]
+    for command in (one for text in asked for one in text.split(" && ")):
+        assert not command.startswith("stepscope profile") or "--model my_model:build" in command
+        assert "RECORDING" not in command
+    assert any("stepscope explain 'traces/my run.json' runs/" in command for command in asked)

@@ -1,14 +1,20 @@
 """The roofline: every point is one kind of call, and notes name what is left out."""
 
+import json
 from dataclasses import replace
+from pathlib import Path
 
+import msgspec
 import pytest
 
 from stepscope.explain.story.sections import roofline_chart
 from stepscope.explain.story.sections.roofline_chart import draw_roofline
 from stepscope.explain.trace.profile import Profile, make_profile
-from stepscope.findings import Missing, Roofline
+from stepscope.findings import Missing, Roofline, RoofPoint
+from stepscope.hardware import Hardware
+from stepscope.recording.readers.formats import open_recording
 from tests.unit.recordings import ADD, BF16, FP32, GEMM_BF16, GEMM_FP32, Timeline
+from tests.unit.rows import ENVIRONMENT
 
 
 def products(*sizes: int, us: float = 100, steps: int = 2, device: str = "NVIDIA H200", **manifest: object) -> Profile:
@@ -32,10 +38,22 @@ def drawn(*profiles: Profile) -> Roofline:
     return result
 
 
+def gemms_of(roofline: Roofline) -> list[RoofPoint]:
+    return [point for point in roofline.points if point.group == "GEMM"]
+
+
+def launched(op: str) -> Profile:
+    """A kernel of an operator without recorded shapes."""
+    timeline = Timeline()
+    with timeline.step():
+        timeline.launch(GEMM_BF16, 10, op=op)
+    return timeline.profile(shapes_recorded=op != "aten::mm")
+
+
 def test_point_has_all_calls_of_one_shape() -> None:
     profile = products(4096, 2048)
     roofline = drawn(profile)
-    assert {point.label for point in roofline.points} == {f"mm {n}×{n} · {n}×{n}" for n in (4096, 2048)}
+    assert {point.label for point in gemms_of(roofline)} == {f"mm {n}×{n} · {n}×{n}" for n in (4096, 2048)}
     large = max(roofline.points, key=lambda point: point.flops_per_s)
     assert large.flops_per_s == pytest.approx(2 * 4096**3 / 100e-6)
     assert large.intensity == pytest.approx(2 * 4096**3 / (3 * 4096**2 * 2))
@@ -73,9 +91,69 @@ def test_roofs_match_the_precisions_in_use() -> None:
     assert [roof.label for roof in drawn(timeline.profile()).roofs] == ["bf16", "fp32"]
 
 
-def test_memory_operators_are_noted_but_not_shown() -> None:
+def test_memory_operators_are_points_without_flops() -> None:
     roofline = drawn(products(4096))
-    assert any("50.0% of the time, in operators that only move memory" in note for note in roofline.notes)
+    (point,) = (point for point in roofline.points if not point.flops_per_s)
+    assert point.label == "add 1024×1024 · 1024×1024"
+    assert point.group == "elementwise"
+    assert point.intensity == 0
+    assert point.bytes_per_s == pytest.approx(3 * 4 * 1024**2 / 100e-6)
+    assert point.reached == pytest.approx(point.bytes_per_s / 4800e9)
+    assert point.share == pytest.approx(0.5)
+    assert "125.8 GB/s" in point.detail
+    assert "TFLOP/s" not in point.detail
+    assert not roofline.notes
+
+
+def test_memory_operators_alone_make_a_roofline() -> None:
+    roofline = drawn(products())
+    assert [point.flops_per_s for point in roofline.points] == [0]
+    assert roofline.roofs == ()
+
+
+def record_cpu(path: Path, us: float) -> Profile:
+    """A GEMM and an addition on a CPU with measured limits."""
+    shapes = {"Input Dims": [[512, 512], [512, 512]], "Input type": ["float", "float"]}
+    events = [
+        {
+            "ph": "X",
+            "cat": "cpu_op",
+            "name": name,
+            "pid": 1,
+            "tid": 1,
+            "ts": 100 + at * 2 * us,
+            "dur": us,
+            "args": shapes,
+        }
+        for at, name in enumerate(("aten::mm", "aten::add"))
+    ]
+    path.write_text(json.dumps({"schemaVersion": 1, "traceEvents": events}))
+    limits = Hardware(name="Some CPU", peak_flops={"fp32": 1e11}, bandwidth=2e10, source="measured")
+    here = msgspec.structs.replace(ENVIRONMENT, hardware=limits, driver_name="Some CPU")
+    return make_profile(open_recording(path).with_manifest(environment=here, device="Some CPU"))
+
+
+def test_cpu_with_measured_limits_has_a_roofline(tmp_path: Path) -> None:
+    roofline = drawn(record_cpu(tmp_path / "slow.json", 5_000))
+    assert roofline.title == "Roofline of Some CPU"
+    assert {(point.group, point.bound) for point in roofline.points} == {("GEMM", "compute"), ("elementwise", "memory")}
+    # Faster than the measured peak is still bound by compute, and the overhead of a call is not a limit of the CPU.
+    assert {point.bound for point in drawn(record_cpu(tmp_path / "fast.json", 1_000)).points} == {"compute", "memory"}
+    idle = record_cpu(tmp_path / "idle.json", 3)
+    slow = Hardware(name="Some CPU", peak_flops={"fp32": 1e16}, bandwidth=1e14, source="measured")
+    here = msgspec.structs.replace(ENVIRONMENT, hardware=slow)
+    assert {point.bound for point in drawn(make_profile(idle.recording.with_manifest(environment=here))).points} == {
+        "unknown"
+    }
+
+
+def test_unknown_bandwidth_of_a_cpu_says_when_it_is_measured(tmp_path: Path) -> None:
+    profile = record_cpu(tmp_path / "trace.json", 100)
+    unknown = Hardware(name="Some CPU", peak_flops={"fp32": 1e11}, source="measured")
+    here = msgspec.structs.replace(ENVIRONMENT, hardware=unknown)
+    absent = draw_roofline([make_profile(profile.recording.with_manifest(environment=here))], [""])
+    assert isinstance(absent, Missing)
+    assert "measured only if no other process uses the machine" in absent.why
 
 
 def test_kernels_of_unknown_cost_are_noted() -> None:
@@ -83,23 +161,23 @@ def test_kernels_of_unknown_cost_are_noted() -> None:
     ops = profile.recording.ops
     unnamed = ops.with_columns(shapes=ops["shapes"].replace(ops["shapes"][1], None))
     roofline = drawn(make_profile(replace(profile.recording, ops=unnamed)))
-    assert any("50.0% of the time, in kernels with unknown FLOPs" in note for note in roofline.notes)
+    assert any("50.0% of the time, in kernels with unknown FLOPs and bytes" in note for note in roofline.notes)
 
 
 def test_only_the_longest_points_are_shown(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(roofline_chart, "MOST_POINTS", 2)
     roofline = drawn(products(512, 1024, 2048, 4096, us=100))
     assert len(roofline.points) == 2
-    assert any("2 more take 40.0%" in note for note in roofline.notes)
+    assert any("3 more take 60.0%" in note for note in roofline.notes)
 
 
 def test_two_runs_share_one_chart() -> None:
     a, b = products(4096), products(4096, us=50)
     roofline = drawn(a, b)
-    assert [point.run for point in roofline.points] == [0, 1]
-    assert roofline.points[1].flops_per_s == pytest.approx(2 * roofline.points[0].flops_per_s)
+    one, other = gemms_of(roofline)
+    assert (one.run, other.run) == (0, 1)
+    assert other.flops_per_s == pytest.approx(2 * one.flops_per_s)
     assert roofline.runs == ("A", "B")
-    assert {note.partition(":")[0] for note in roofline.notes} == {"A", "B"}
 
 
 def test_run_without_shapes_gets_a_note() -> None:
@@ -116,8 +194,8 @@ def test_run_without_shapes_gets_a_note() -> None:
     [
         (products(4096, device="Some Chip"), "the limits of `Some Chip` are unknown", ""),
         (products(4096, device=""), "the recording does not name its device", ""),
-        (products(shapes_recorded=False), "operator shapes were not recorded", "record_shapes=True"),
-        (products(), "no GEMM, attention or convolution with known shapes", ""),
+        (launched("aten::mm"), "operator shapes were not recorded", "record_shapes=True"),
+        (launched("my::own"), "no operator with a known cost", ""),
     ],
 )
 def test_missing_roofline_has_a_reason(profile: Profile, why: str, command: str) -> None:

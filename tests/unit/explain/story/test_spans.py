@@ -15,7 +15,7 @@ def laid_out(kernels: list[tuple[int, int, int, int]]) -> Stretches:
     """The gap before each span, its length, name and group, in order."""
     gaps, lengths, names, groups = (np.array(column, np.int64) for column in zip(*kernels, strict=True))
     ends = np.cumsum(gaps + lengths)
-    laid, hidden = lay_out(ends - lengths, ends, names, groups)
+    laid, hidden = lay_out(ends - lengths, ends, names, groups, names)
     assert hidden == 0
     return laid
 
@@ -32,6 +32,7 @@ def test_blocks_keep_time_and_count(kernels: list[tuple[int, int, int, int]], mo
     assert len(merged) <= most
     assert merged.lengths.sum() == track.lengths.sum()
     assert merged.counts.sum() == len(kernels)
+    assert (merged.origins == merged.names).all()  # the same numbers, merged by the same rule
     assert (cell == 0) == (len(track) <= most)
     assert_in_order(merged)
 
@@ -99,7 +100,7 @@ def test_overlapping_kernels_are_clipped_and_cover_the_same_time(kernels: list[t
     covered = np.zeros(200, bool)
     for start, length in zip(starts, lengths, strict=True):
         covered[start : start + length] = True
-    laid, hidden = lay_out(starts, starts + lengths, names, names)
+    laid, hidden = lay_out(starts, starts + lengths, names, names, names)
     assert len(laid) + hidden == len(kernels)
     assert laid.lengths.sum() == covered.sum()
     assert_in_order(laid)

@@ -1,6 +1,5 @@
 """What changed between two runs: settings, time by class, phase, module and kernel, and memory."""
 
-from dataclasses import dataclass
 from typing import Literal
 
 import msgspec
@@ -8,10 +7,9 @@ import msgspec
 from stepscope.explain.story.commands import find_case
 from stepscope.explain.story.comparison.side_by_side import Labels, join_missing
 from stepscope.explain.story.missing import explain_absence
-from stepscope.explain.story.opening import Opening
 from stepscope.explain.story.phrases import name_class
 from stepscope.explain.story.sections.environment_facts import find_environment
-from stepscope.explain.story.sources import NOISE, Materials
+from stepscope.explain.story.sources import Materials
 from stepscope.explain.trace.comparability import describe_software, list_settings, list_versions
 from stepscope.explain.trace.compare import (
     IDLE,
@@ -22,7 +20,6 @@ from stepscope.explain.trace.compare import (
     ProfileComparison,
     compare,
     comparison_table,
-    judge,
     say_sum,
 )
 from stepscope.findings import Bars, Cell, Column, Exhibit, Missing, Section, Table
@@ -48,9 +45,9 @@ def show_changes(a: Materials, b: Materials, labels: Labels) -> Section:
     if a.profile and b.profile:
         names = (a.name, b.name)
         comparisons = {by: compare(a.profile, b.profile, by=by, names=names, labels=labels) for by in _BY}
-        taken = _take_apart(comparisons["class"], Opening(a), Opening(b))
-        exhibits += [Exhibit(key="changes-time", part=_draw_time(taken, labels)), *_show_tables(comparisons)]
-        said.append(_say_time_changes(taken))
+        by_class = comparisons["class"]
+        exhibits += [Exhibit(key="changes-time", part=_draw_time(by_class)), *_show_tables(comparisons)]
+        said.append(_say_time_changes(by_class))
     else:
         missing += _absent(a, b, "profile", "changes in step time", labels)
     if a.memory and b.memory:
@@ -110,70 +107,36 @@ def _settings_table(settings: list[Setting], labels: Labels) -> Table:
 # --- Time -------------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Taken:
-    """The parts of both steps, the largest change first: as profiled, or with idle time by the page's clock."""
-
-    parts: tuple[ComparisonRow, ...]
-    steps_ns: tuple[float, float]
-    is_recorded: bool
-
-
-def _take_apart(comparison: ProfileComparison, a: Opening, b: Opening) -> _Taken:
-    """Profiling lengthens idle time but not kernels. So if both runs have an unprofiled step time that their kernels
-    fit into, idle time is that step time minus the kernels."""
-    wall = comparison.wall
-    recorded = _Taken(parts=comparison.parts, steps_ns=(wall.a_ns, wall.b_ns), is_recorded=True)
-    if a.step_ns is None or b.step_ns is None or not (_has_plain_gaps(a) and _has_plain_gaps(b)):
-        return recorded
-    kernels = [row for row in comparison.parts if row.name != IDLE]
-    busy = sum(row.a_ns for row in kernels), sum(row.b_ns for row in kernels)
-    steps = a.step_ns, b.step_ns
-    if any(one > (1 + NOISE) * step for one, step in zip(busy, steps, strict=True)):
-        return recorded
-    # Kernel times hardly vary, so idle time varies as much as the steps do.
-    samples = [[step - one for step in run.materials.step_samples] for one, run in zip(busy, (a, b), strict=True)]
-    idle = ComparisonRow(
-        group=comparison.by,
-        name=IDLE,
-        a_ns=max(0, round(steps[0]) - busy[0]),
-        b_ns=max(0, round(steps[1]) - busy[1]),
-        verdict=judge(samples[0], samples[1]) if samples[0] and samples[1] else "cannot tell",
-    )
-    parts = sorted((*kernels, idle), key=lambda row: (-abs(row.difference_ns), -row.b_ns, row.name))
-    return _Taken(parts=tuple(parts), steps_ns=steps, is_recorded=False)
-
-
-def _has_plain_gaps(opening: Opening) -> bool:
-    shares = opening.shares
-    return shares is not None and shares.profile.has_gaps and opening.materials.clock_kind != "recorded"
-
-
-def _draw_time(taken: _Taken, labels: Labels) -> Bars:
-    parts = taken.parts
-    sums = sum(row.a_ns for row in parts), sum(row.b_ns for row in parts)
-    longer = [label for label, one, step in zip(labels, sums, taken.steps_ns, strict=True) if one > round(step)]
-    notes = ["largest change first" + ("" if longer else "; the bars of each run add up to its step")]
-    notes += [f"{label}: its profiled kernels take longer than its step time" for label in longer]
-    notes.append(_STRETCHED if taken.is_recorded else "idle: the unprofiled step time minus the kernels")
+def _draw_time(comparison: ProfileComparison) -> Bars:
+    parts = comparison.parts
+    notes = ["largest change first; the bars of each run add up to its step"]
+    notes += [_STRETCHED] if comparison.has_overhead else []
     return Bars(
-        title=f"{'Profiled step' if taken.is_recorded else 'Step'} time by kernel class",
+        title=f"{_name_step(comparison)} time by kernel class",
         kind="ms",
         labels=tuple(row.name.strip("()") for row in parts),
-        series=labels,
+        series=comparison.labels,
         values=(tuple(row.a_ns / 1e6 for row in parts), tuple(row.b_ns / 1e6 for row in parts)),
         notes=tuple(notes),
     )
+
+
+def _name_step(comparison: ProfileComparison) -> str:
+    if not any(clock.has_steps for clock in comparison.clocks):
+        return "Trace"
+    return "Profiled step" if comparison.has_overhead else "Step"
 
 
 def _show_tables(comparisons: dict[By, ProfileComparison]) -> list[Exhibit]:
     """One table per grouping. The totals and each note appear only once."""
     first = comparison_table(comparisons["class"])
     sums = "the parts of each table add up to `wall`: kernels running alone, several at once, and idle"
-    notes = (*(sums if note == say_sum("class") else note for note in first.notes), _STRETCHED)
+    # The measurement quality has the remarks.
+    remarks = comparisons["class"].remarks
+    notes = tuple(sums if note == say_sum("class") else note for note in first.notes if note not in remarks)
     first = msgspec.structs.replace(first, title="Changes by class", notes=notes)
     exhibits = [Exhibit(key="changes-class", part=first)]
-    said = set(first.notes)
+    said = {*first.notes, *remarks}
     for by in _BY[1:]:
         table = _parts_alone(comparisons[by], said | {say_sum(by)})
         if len(table.rows) > 1:
@@ -189,19 +152,19 @@ def _parts_alone(comparison: ProfileComparison, said: set[str]) -> Table:
     return Table(title=f"Changes by {comparison.by}", columns=table.columns[1:], rows=rows, notes=notes)
 
 
-def _say_time_changes(taken: _Taken) -> str:
+def _say_time_changes(comparison: ProfileComparison) -> str:
     """The largest changes; idle time only if it does not include the profiler's overhead."""
-    least = _WORTH_NAMING * taken.steps_ns[0]
-    known = [row for row in taken.parts if row.name != IDLE or not taken.is_recorded]
+    wall = comparison.wall
+    known = [row for row in comparison.parts if row.name != IDLE or not comparison.has_overhead]
+    least = _WORTH_NAMING * wall.a_ns
     changed = [row for row in known if abs(row.difference_ns) >= least and row.verdict not in ("same", "noise")]
+    step = _name_step(comparison)
     if not changed:
-        return "No kernel class changed by more than noise and 2% of the step."
+        return f"No kernel class changed by more than noise and 2% of the {step.lower()}."
     named = ", ".join(
         f"{_name(row)} {_say_sign(row.difference_ns)}{say_time(abs(row.difference_ns))}" for row in changed[:_NAMED]
     )
-    a, b = (say_time(step) for step in taken.steps_ns)
-    step = "The profiled step" if taken.is_recorded else "The step"
-    return f"{step} goes from {a} to {b}: {named}."
+    return f"The {step.lower()} goes from {say_time(wall.a_ns)} to {say_time(wall.b_ns)}: {named}."
 
 
 def _say_sign(difference: int) -> str:

@@ -16,11 +16,13 @@ from stepscope.explain.story.missing import gather_missing
 from stepscope.explain.story.opening import MOST_HEADLINE, SEPARATOR, Opening, list_facts, say_what_matters, subtitle_of
 from stepscope.explain.story.run import SECTIONS, list_advice
 from stepscope.explain.story.sections.environment_facts import find_device
+from stepscope.explain.story.sections.step_picture import draw_steps
 from stepscope.explain.story.soundness import judge
-from stepscope.explain.story.sources import Materials
+from stepscope.explain.story.sources import Materials, share_peaks
 from stepscope.explain.trace.comparability import compare_circumstances
-from stepscope.explain.trace.compare import Verdict
+from stepscope.explain.trace.compare import Verdict, are_comparable
 from stepscope.explain.trace.compare import judge as judge_samples
+from stepscope.explain.trace.compare import judge_steps as judge_clocks
 from stepscope.findings import Copyable, Fact, Report, Soundness
 from stepscope.units import clip, say_factor, say_percent, say_size, say_time
 
@@ -31,6 +33,7 @@ _FEW_TIMES = 1.1  # smaller factors are written in percent
 
 def tell_both(a: Materials, b: Materials) -> Report:
     """`advice` is for the second run: what is left to gain."""
+    a, b = share_peaks(a), share_peaks(b)
     openings, labels = (Opening(a), Opening(b)), label_sides(a, b)
     shown = [key for key in SECTIONS if key != "ranks" or len(a.ranks) > 1 or len(b.ranks) > 1]
     sections = (show_changes(a, b, labels), *(put_side_by_side(key, a, b, labels) for key in shown))
@@ -40,6 +43,7 @@ def tell_both(a: Materials, b: Materials) -> Report:
         runs=labels,
         sentence=say_change(*openings, labels),
         facts=_pair_facts(*openings, labels),
+        picture=draw_steps([a.profile, b.profile], labels),
         advice=list_advice(b),
         soundness=_judge_both(*openings, labels),
         sections=gather_missing(sections),
@@ -124,19 +128,26 @@ def _say_steps(a_ns: float, b_ns: float, verdict: Verdict, doubt: str) -> str:
 
 def judge_steps(a: Opening, b: Opening) -> Verdict:
     """Whether two steps differ. A profiler slows the CPU, so profiled and unprofiled steps differ even if nothing
-    changed: two step times are compared only if one kind of clock measured both, and by their samples."""
-    samples = a.materials.step_samples, b.materials.step_samples
-    if a.materials.clock_kind != b.materials.clock_kind or not all(samples):
+    changed: two step times are compared only if that cannot be the difference, and by their samples."""
+    one, other = a.materials, b.materials
+    if one.clock is not None and other.clock is not None:
+        return judge_clocks(one.clock, other.clock)
+    if one.timed_by != other.timed_by or one.step_ns is None or other.step_ns is None:
         return "cannot tell"
-    return judge_samples(*samples)
+    return judge_samples(one.step_samples, other.step_samples, other.step_ns - one.step_ns)
 
 
 def say_doubt(a: Opening, b: Opening) -> str:
     """The reason why `judge_steps` cannot tell."""
-    clocks = a.materials.clock_kind, b.materials.clock_kind
-    if clocks[0] == clocks[1]:
+    clocks = a.materials.clock, b.materials.clock
+    if clocks[0] is not None and clocks[1] is not None:
+        is_fair = are_comparable(clocks[0], clocks[1])
+    else:
+        is_fair = clocks[0] is None and clocks[1] is None
+    if is_fair:
         return "too few steps to rule out noise"
-    return "one timed under the profiler" if "recorded" in clocks else "one timed by bench, one by profile"
+    is_profiled = any(clock is not None and clock.has_overhead for clock in clocks)
+    return "one timed under the profiler" if is_profiled else "one timed by bench, one by profile"
 
 
 def _say_change_of(a_ns: float, b_ns: float) -> str:
@@ -209,10 +220,17 @@ def _pair(before: Fact | None, after: Fact | None, labels: Labels, *, is_compara
         label=known.label,
         value=after.value if after else None,
         kind=known.kind,
-        note=_join_notes(before.note if before else "unknown", after.note if after else "unknown", labels),
+        note=_join_notes(_shorten_note(before), _shorten_note(after), labels),
         before=before.value if before is not None and (is_same or known.kind == "text") else None,
         is_comparable=is_comparable,
     )
+
+
+def _shorten_note(fact: Fact | None) -> str:
+    """Return what was measured. The spread of two step times does not fit a tile; the measurement quality has it."""
+    if fact is None:
+        return "unknown"
+    return fact.note.split("; ")[0] if fact.key == "step" else fact.note
 
 
 def _join_notes(before: str, after: str, labels: Labels) -> str:

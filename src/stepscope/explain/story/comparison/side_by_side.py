@@ -53,9 +53,8 @@ def _parts(pair: Sequence[Section | None], key: str) -> tuple[Part | None, ...]:
 
 def _join(key: str, parts: tuple[Part | None, ...], runs: tuple[Materials, Materials], labels: Labels) -> Part:
     profiles = [one.profile for one in runs if one.profile is not None]
-    steps = [one.profile_step_ns for one in runs if one.profile_step_ns is not None]
     if key == "breakdown" and len(profiles) == 2:
-        return break_down(profiles, labels, steps)
+        return break_down(profiles, labels)
     if key == "roofline" and len(profiles) == 2:
         drawn = draw_roofline(profiles, labels)
         if not isinstance(drawn, Missing):  # two devices need two charts

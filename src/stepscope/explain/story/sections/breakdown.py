@@ -14,8 +14,8 @@ import numpy as np
 import polars as pl
 from numpy.typing import NDArray
 
+from stepscope.explain.trace.attribution.names import cut_name, describe_kernel
 from stepscope.explain.trace.compare import REST, align_module
-from stepscope.explain.trace.names import cut_name, describe_kernel
 from stepscope.explain.trace.profile import UNKNOWN, Profile
 from stepscope.explain.trace.profile_tables import scope
 from stepscope.findings import Breakdown, Cell, Column, Dimension, Table
@@ -28,11 +28,9 @@ _GIVEN_UP = ("layer", "module", "kernel", "phase")
 _KEYS = ["class", "phase", "layer", "module", "kernel"]
 
 
-def break_down(profiles: Sequence[Profile], names: Sequence[str], steps_ns: Sequence[float] | None = None) -> Breakdown:
-    """`names` has one run per profile; `steps_ns` are their step times, by default those of the profiles."""
+def break_down(profiles: Sequence[Profile], names: Sequence[str]) -> Breakdown:
+    """`names` has one run per profile."""
     assert len(profiles) == len(names), "one name per profile"
-    walls = [profile.step_ns for profile in profiles] if steps_ns is None else steps_ns
-    assert len(walls) == len(profiles), "one step time per profile"
     steps = [profile.steps_in_window for profile in profiles]
     rows, notes = _fit(_join([_rows(profile) for profile in profiles], steps), steps, MOST_ROWS)
     on_cpu = all(profile.on_cpu for profile in profiles)
@@ -51,9 +49,10 @@ def break_down(profiles: Sequence[Profile], names: Sequence[str], steps_ns: Sequ
         counts=tuple(tuple((rows[f"count_{run}"] / steps[run]).to_list()) for run in runs),
         shortest_ns=tuple(tuple(rows[f"shortest_{run}"].cast(pl.Float64).to_list()) for run in runs),
         longest_ns=tuple(tuple(rows[f"longest_{run}"].cast(pl.Float64).to_list()) for run in runs),
-        walls_ns=tuple(float(wall) for wall in walls),
-        idles_ns=tuple(max(0.0, wall - profile.busy_step_ns) for wall, profile in zip(walls, profiles, strict=True)),
+        walls_ns=tuple(profile.clock.step_ns for profile in profiles),
+        idles_ns=tuple(profile.clock.idle_ns for profile in profiles),
         what="operators" if on_cpu else "kernels",
+        unit="step" if any(profile.clock.has_steps for profile in profiles) else "trace",
         notes=(*_say_scopes(profiles, names), *notes),
     )
 
@@ -158,7 +157,11 @@ def _dimension(rows: pl.DataFrame, key: str) -> tuple[list[str], Dimension]:
 def _say_scopes(profiles: Sequence[Profile], names: Sequence[str]) -> list[str]:
     notes = []
     for profile, name in zip(profiles, names, strict=True):
-        prefix = f"{name}: " if name else ""
+        prefix, clock = f"{name}: " if name else "", profile.clock
+        if not profile.is_serialized:
+            what = "outside operators" if profile.on_cpu else "idle"
+            took = f"{say_time(clock.step_ns)} {clock.say_per_step}"
+            notes.append(f"{prefix}{took}, {say_time(clock.idle_ns)} of it {what}")
         notes.append(prefix + scope(profile))
         if len(profile.devices) > 1:
             notes.append(f"{prefix}{len(profile.devices)} devices: times are sums, wall and idle time are means")
@@ -205,9 +208,8 @@ def tabulate_dimensions(breakdown: Breakdown) -> Iterable[tuple[str, Table]]:
             columns.append(Column(key="detail", label="detail", detail=True))
             cells.append([dimension.details[at] for at in totals.order])
         title = f"{breakdown.title}, by {dimension.label.lower()}"
-        notes = (*_describe_walls(breakdown), *breakdown.notes)
         rows = tuple(zip(*cells, strict=True))
-        yield dimension.key, Table(title=title, columns=tuple(columns), rows=rows, notes=notes)
+        yield dimension.key, Table(title=title, columns=tuple(columns), rows=rows, notes=breakdown.notes)
 
 
 def add_up(breakdown: Breakdown, place: int) -> Totals:
@@ -297,12 +299,6 @@ def _add_change(totals: Totals, columns: list[Column], cells: list[Sequence[Cell
     before, after = totals.times_ns
     columns.append(Column(key="change_ms", label="change ms", kind="ms"))
     cells.append([float(after[at] - before[at]) / _MS for at in totals.order])
-
-
-def _describe_walls(breakdown: Breakdown) -> Iterable[str]:
-    for name, wall, idle in zip(breakdown.runs, breakdown.walls_ns, breakdown.idles_ns, strict=True):
-        prefix = f"{name}: " if name else ""
-        yield f"{prefix}{say_time(wall)} per step, {say_time(idle)} of it idle"
 
 
 # --- Layers -----------------------------------------------------------------------------------------------------------

@@ -1,12 +1,11 @@
-"""The device and its limits, software versions, all settings of the run, and the profiler's overhead."""
+"""The device and its limits, software versions, and all settings of the run."""
 
 from collections.abc import Iterator
 
 from stepscope.explain.story.commands import find_case
-from stepscope.explain.story.phrases import name_source, retitle, say_started
+from stepscope.explain.story.phrases import name_source, say_started
 from stepscope.explain.story.sources import Materials
 from stepscope.explain.trace.comparability import list_settings
-from stepscope.explain.trace.profile_tables import overhead_table
 from stepscope.explain.trace.run_labels import find_torch
 from stepscope.findings import Cell, Column, Exhibit, Section, Table
 from stepscope.hardware import Hardware
@@ -20,16 +19,10 @@ _Row = tuple[str, str]
 
 def show_environment(materials: Materials) -> Section:
     rows = tuple(dict.fromkeys(_rows(materials)))
-    exhibits = [Exhibit(key="environment-table", part=_table(rows))] if rows else []
-    profile = materials.profile
-    manifest = profile.recording.manifest if profile is not None else None
-    if manifest is not None and manifest.case is not None and manifest.overhead is not None:
-        exhibits.append(
-            Exhibit(key="environment-overhead", part=retitle(overhead_table(manifest), "Profiler overhead"))
-        )
+    exhibits = (Exhibit(key="environment-table", part=_table(rows)),) if rows else ()
     missing = (materials.absent["bench"],) if "bench" in materials.absent else ()
     return Section(
-        key="environment", title="Environment", lead=_say_where(materials), exhibits=tuple(exhibits), missing=missing
+        key="environment", title="Environment", lead=_say_where(materials), exhibits=exhibits, missing=missing
     )
 
 
@@ -152,7 +145,8 @@ def _of_hardware(hardware: Hardware) -> Iterator[_Row]:
     if peaks:
         yield f"peak in TFLOP/s ({source})", peaks
     if hardware.bandwidth:
-        yield "memory bandwidth", f"{hardware.bandwidth / 1e9:,.0f} GB/s"
+        copied = " (measured with a large copy)" if hardware.source == "measured" else ""
+        yield f"memory bandwidth{copied}", f"{hardware.bandwidth / 1e9:,.0f} GB/s"
     if hardware.memory_bytes:
         yield "device memory", f"{hardware.memory_bytes / 1e9:,.0f} GB"
 

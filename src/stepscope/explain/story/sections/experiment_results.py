@@ -4,6 +4,7 @@ from collections.abc import Sequence
 
 import msgspec
 
+from stepscope.explain.experiments.attention_shapes import find_attention_shape
 from stepscope.explain.experiments.attention_tables import (
     attention_figure,
     describe_attention,
@@ -12,12 +13,14 @@ from stepscope.explain.experiments.attention_tables import (
     summary_ms,
 )
 from stepscope.explain.precision.precision_tables import answer, make_table, pair_speeds
+from stepscope.explain.story.commands import find_case
 from stepscope.explain.story.missing import command_for, explain_absence
 from stepscope.explain.story.phrases import MOST_ROWS, retitle, shorten
 from stepscope.explain.story.sources import Materials
 from stepscope.findings import Exhibit, Section, Table
 from stepscope.recording.rows.attention_case import AttentionRow
 from stepscope.recording.rows.precision_report import PrecisionReport, PrecisionRun
+from stepscope.spec import ModelShape
 from stepscope.units import count_noun, say_size, say_time
 
 
@@ -37,7 +40,27 @@ def show_attention(materials: Materials) -> Section:
     )
     # Charts need a measured case; the table has the reasons if there are none.
     shown = exhibits if any(row.measurement for row in rows) else exhibits[2:3]
-    return Section(key=key, title=title, lead=say_attention(rows), exhibits=shown)
+    lead = " ".join(filter(None, (say_attention(rows), _say_recorded(materials))))
+    return Section(key=key, title=title, lead=lead, exhibits=shown)
+
+
+def _say_recorded(materials: Materials) -> str:
+    """Where the shape comes from, if the model does not state it; empty if the rows have another shape."""
+    case, profile = find_case(materials), materials.profile
+    if profile is None or case is None or isinstance(case.workload.model, ModelShape):
+        return ""
+    shape = find_attention_shape(profile.recording)
+    measured = {(row.case.batch, row.case.heads, row.case.length, row.case.head_dim) for row in materials.attention}
+    if shape is None or (shape.batch, shape.heads, shape.length, shape.head_dim) not in measured:
+        return ""
+    sizes = (
+        f"batch {shape.batch}, {count_noun(shape.heads, 'head')}, length {shape.length:,}, head_dim {shape.head_dim}"
+    )
+    said = f"The model's attention, as recorded: {sizes}."
+    if shape.kv_heads == shape.heads:
+        return said
+    groups = f"{count_noun(shape.kv_heads, 'key-value head')}; measured with one per query head"
+    return f"{said} It has {groups}."
 
 
 def _longest(rows: Sequence[AttentionRow]) -> list[AttentionRow]:

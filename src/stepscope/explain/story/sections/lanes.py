@@ -15,19 +15,23 @@ import polars as pl
 
 from stepscope.explain.story.sections.breakdown import MOST_DESCRIBED, label_layers
 from stepscope.explain.story.sections.spans import NONE, Ints, Stretches, fit, join_runs, lay_out
-from stepscope.explain.trace.names import cut_name, describe_kernel
-from stepscope.explain.trace.nesting import innermost
-from stepscope.explain.trace.phases import named_ranges, step_ranges
+from stepscope.explain.trace.attribution.names import cut_name, describe_kernel
+from stepscope.explain.trace.attribution.nesting import around, innermost, look_up
+from stepscope.explain.trace.attribution.phases import named_ranges, step_ranges
 from stepscope.explain.trace.profile import Profile
+from stepscope.explain.trace.roofline import shorten_shapes
 from stepscope.findings import Lanes, Spans, Track
 from stepscope.units import count_noun
 
 MOST_STREAMS = 12
+_WHOLE = "Whole trace"
 # Together about as much as a page can hold and still scroll smoothly.
 MOST_KERNELS = 15_000
 MOST_RUNS = 5_000
 _MOSTLY = 0.9  # share of a stream's time that names the stream
 _STREAM = ["process", "device", "stream"]
+_LAUNCHED = ["thread", "launch_ns", "op", "op_row"]
+_ORIGIN = ["call", "module", "source"]
 _NO_COMPUTING = ["communication", "memcpy", "memset"]
 _Kind = Literal["phase", "layer", "module", "stream", "host"]
 
@@ -43,16 +47,16 @@ class _Lane:
     groups: Sequence[str]
     shorten: Callable[[str], str]  # a name as shown
     describe: Callable[[str], str] | None = None  # its detail
+    origins: Sequence[tuple[str, ...]] = ()  # where kernels come from, as lines
     several: str  # the name of a block with several names; `{}` is its group
 
 
-def draw_step(profile: Profile, step_ns: float | None = None) -> Lanes:
-    """`step_ns` is the unprofiled step time, by default that of the profile."""
-    window, title, notes = _choose_step(profile, profile.step_ns if step_ns is None else step_ns)
+def draw_step(profile: Profile) -> Lanes:
+    window, title, notes = _choose_step(profile)
     inside = _cut_out(profile.kernels, window)
     if inside.is_empty():
         return _write_down(title, window[1] - window[0], [], [*notes, f"no {_what(profile)} ran in this window"])
-    ran = _order_streams(inside)
+    ran = _order_streams(_find_origins(profile, inside))
     lanes = [*_run_lanes(ran[0]), *_host_lane(profile, window)]
     streams, hidden = _stream_lanes(profile, ran[:MOST_STREAMS])
     notes += [*_name_main_stream(ran, profile), *_count_hidden(hidden, profile), *_name_left_out(ran, profile)]
@@ -74,10 +78,10 @@ def _what(profile: Profile) -> str:
 # --- Which step -------------------------------------------------------------------------------------------------------
 
 
-def _choose_step(profile: Profile, step_ns: float) -> tuple[tuple[int, int], str, list[str]]:
+def _choose_step(profile: Profile) -> tuple[tuple[int, int], str, list[str]]:
     """The window, the title and notes on the choice. Steps count from 1, whatever their recorded number."""
     if not profile.steps.height:
-        return profile.window, "Whole trace", ["no steps are marked, so this is the whole trace"]
+        return profile.window, _WHOLE, ["no steps are marked, so this is the whole trace"]
     begun = np.sort(profile.kernels["start_ns"].to_numpy())
     windows = [
         (number, window)
@@ -86,7 +90,7 @@ def _choose_step(profile: Profile, step_ns: float) -> tuple[tuple[int, int], str
     ]
     if not windows:
         said = f"no {_what(profile)} start inside the marked steps, so this is the whole trace"
-        return profile.window, "Whole trace", [said]
+        return profile.window, _WHOLE, [said]
     lengths = [end - start for _, (start, end) in windows]
     median = statistics.median(lengths)
     number, window = min(windows, key=lambda one: abs(one[1][1] - one[1][0] - median))
@@ -97,9 +101,10 @@ def _choose_step(profile: Profile, step_ns: float) -> tuple[tuple[int, int], str
         notes.append(
             f"step {number} ({wall / 1e6:,.2f} ms) is closest to the median of {len(windows)} profiled steps ({spread})"
         )
-    if step_ns < 0.95 * wall:
+    if profile.clock.kind == "unprofiled" and profile.step_ns < 0.95 * wall:
         notes.append(
-            f"an unprofiled step takes {step_ns / 1e6:,.2f} ms; profiling slows the CPU, so idle gaps are longer here"
+            f"an unprofiled step takes {profile.step_ns / 1e6:,.2f} ms; profiling slows the CPU, so idle gaps are "
+            "longer here"
         )
     return window, f"Step {number}", notes
 
@@ -109,10 +114,23 @@ def _cut_out(kernels: pl.DataFrame, window: tuple[int, int]) -> pl.DataFrame:
     start, end = window
     touches = (pl.col("end_ns") > start) & (pl.col("start_ns") < end)
     is_mark = (pl.col("end_ns") == pl.col("start_ns")) & (pl.col("start_ns") >= start) & (pl.col("start_ns") < end)
-    columns = (*_STREAM, "kind", "name", "short", "class", "phase", "module", "layer", "start_ns", "end_ns")
+    columns = (*_STREAM, "kind", "name", "short", "class", "phase", "module", "layer", "start_ns", "end_ns", *_LAUNCHED)
     inside = kernels.select(columns).filter(touches | is_mark)
     cut = inside.with_columns(pl.col("start_ns", "end_ns").clip(start, end) - start)
     return cut.with_columns(time_ns=pl.col("end_ns") - pl.col("start_ns")).sort("start_ns", "end_ns")
+
+
+def _find_origins(profile: Profile, kernels: pl.DataFrame) -> pl.DataFrame:
+    """Add what launched each kernel: `call`, the operator with its shapes, and `source`, the line of Python if the
+    recording has it. The module is there already."""
+    shapes = look_up(profile.recording.ops, "shapes", kernels["op_row"]).map_elements(shorten_shapes, pl.String)
+    frames = profile.recording.ranges.filter(pl.col("source") == "python")
+    source = around(frames, "name", kernels.select("process", "thread", ns="launch_ns"))
+    return kernels.with_columns(
+        call=pl.concat_str("op", shapes, separator=" ", ignore_nulls=True).replace("", None),
+        # The profiler writes `optimizer.py(939): step`.
+        source=source.str.replace(r"\((\d+)\): ", ":$1 "),
+    )
 
 
 # --- Phases, layers and modules ---------------------------------------------------------------------------------------
@@ -205,7 +223,8 @@ def _stream_lanes(profile: Profile, streams: Sequence[pl.DataFrame]) -> tuple[li
     for stream in streams:
         names, texts = _number(stream["name"])
         groups, classes = _number(stream["class"])
-        laid, hidden = lay_out(stream["start_ns"].to_numpy(), stream["end_ns"].to_numpy(), names, groups)
+        origins, origin_texts = _number_origins(stream)
+        laid, hidden = lay_out(stream["start_ns"].to_numpy(), stream["end_ns"].to_numpy(), names, groups, origins)
         hidden_in_all += hidden
         on_host = bool((stream["kind"] == "cpu").all())
         lanes.append(
@@ -218,9 +237,23 @@ def _stream_lanes(profile: Profile, streams: Sequence[pl.DataFrame]) -> tuple[li
                 shorten=lambda name: cut_name(shorts[name]),
                 describe=partial(describe_kernel, on_host=on_host),
                 several=f"{'operators' if on_host else 'kernels'}, mostly {{}}",
+                origins=origin_texts,
             )
         )
     return lanes, hidden_in_all
+
+
+def _number_origins(stream: pl.DataFrame) -> tuple[Ints, list[tuple[str, ...]]]:
+    """Number the distinct origins in the order of first appearance. Return the numbers and the lines of each."""
+    known = stream.select(_ORIGIN)
+    distinct = known.unique(maintain_order=True).with_row_index("number")
+    numbers = known.join(distinct, on=_ORIGIN, how="left", nulls_equal=True, maintain_order="left")["number"]
+    words = ("operator", "module", "source")
+    texts = [
+        tuple(f"{word}: {cut_name(part)}" for word, part in zip(words, row, strict=True) if part is not None)
+        for row in distinct.select(_ORIGIN).iter_rows()
+    ]
+    return numbers.to_numpy().astype(np.int64), texts
 
 
 def _call_stream(profile: Profile, stream: pl.DataFrame) -> str:
@@ -316,19 +349,26 @@ class _Places:
 
 def _write_down(title: str, span_ns: int, lanes: Sequence[_Lane], notes: Sequence[str]) -> Lanes:
     names, groups = _Places(), _Places()
-    tracks = tuple(_track(lane, names, groups) for lane in lanes)
+    origins: dict[tuple[str, ...], int] = {}
+    tracks = tuple(_track(lane, names, groups, origins) for lane in lanes)
+    lines = list(dict.fromkeys(line for origin in origins for line in origin))
+    places = {line: place for place, line in enumerate(lines)}
     return Lanes(
         title=title,
+        unit="trace" if title == _WHOLE else "step",
         span_ns=span_ns,
         tracks=tracks,
         names=tuple(text for text, _ in names.texts),
         details=tuple(detail for _, detail in names.texts),
         groups=tuple(text for text, _ in groups.texts),
+        origins=tuple(tuple(places[line] for line in origin) for origin in origins),
+        lines=tuple(lines),
         notes=tuple(notes),
     )
 
 
-def _track(lane: _Lane, names: _Places, groups: _Places) -> Track:
+def _track(lane: _Lane, names: _Places, groups: _Places, origins: dict[tuple[str, ...], int]) -> Track:
+    """Return a lane as a track. Names, groups and origins that are new get the next number."""
     drawn = lane.stretches
     group_places = {number: groups.of(lane.groups[number]) for number in np.unique(drawn.groups).tolist()}
     pairs = np.unique(np.stack((drawn.names, drawn.groups)), axis=1).T.tolist() if len(drawn) else []
@@ -341,6 +381,10 @@ def _track(lane: _Lane, names: _Places, groups: _Places) -> Track:
             describe = partial(lane.describe, recorded) if lane.describe else None
             name_places[name, group] = names.of(lane.shorten(recorded), recorded if describe else "", describe)
     listed = drawn.names.tolist(), drawn.groups.tolist()
+    origin_places = {NONE: NONE}
+    for number in np.unique(drawn.origins).tolist():
+        if number != NONE and lane.origins[number]:
+            origin_places[number] = origins.setdefault(lane.origins[number], len(origins))
     return Track(
         label=lane.label,
         kind=lane.kind,
@@ -350,5 +394,6 @@ def _track(lane: _Lane, names: _Places, groups: _Places) -> Track:
             names=tuple(name_places[pair] for pair in zip(*listed, strict=True)),
             groups=tuple(group_places[number] for number in listed[1]),
             counts=tuple(drawn.counts.tolist()),
+            origins=tuple(origin_places.get(number, NONE) for number in drawn.origins.tolist()),
         ),
     )

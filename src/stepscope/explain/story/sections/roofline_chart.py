@@ -1,7 +1,7 @@
 """The roofline: FLOP/s of each operator against its FLOP per byte, under the limits of the device.
 
-A point is all calls of one operator with one shape (`trace.roofline`). Operators that only move memory have no FLOPs
-and no point; a note below the chart gives their share of the time.
+A point is all calls of one operator with one shape (`trace.roofline`). Operators that only move memory have no FLOPs,
+but their bandwidth has the same limit: they are points too. A note gives the share of kernels with unknown costs.
 """
 
 import re
@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import msgspec
 import polars as pl
 
-from stepscope.explain.trace.names import cut_name
+from stepscope.explain.trace.attribution.names import cut_name
 from stepscope.explain.trace.profile import Profile
 from stepscope.explain.trace.roofline import roofline, shorten_shapes
 from stepscope.findings import Missing, Roof, Roofline, RoofPoint
@@ -37,15 +37,15 @@ def draw_roofline(profiles: Sequence[Profile], names: Sequence[str]) -> Roofline
     for run, (profile, name) in enumerate(zip(profiles, names, strict=True)):
         prefix = f"{name}: " if name else ""
         frame = roofline(profile)
-        drawn = frame.filter((pl.col("flops") > 0) & (pl.col("bytes") > 0) & (pl.col("time_ns") > 0))
+        drawn = frame.filter(pl.col("flops").is_not_null() & (pl.col("bytes") > 0) & (pl.col("time_ns") > 0))
         if not drawn.height:
             absent.append(_explain_nothing(profile))
             notes.append(f"{prefix}no points: {absent[-1].why}")
             continue
         shown = drawn.head(MOST_POINTS)
         points += _tell_apart([_point(row, profile, run) for row in shown.iter_rows(named=True)])
-        precisions |= set(shown["dtype"].drop_nulls())
-        notes += [prefix + note for note in _notes(profile, frame, drawn)]
+        precisions |= set(shown.filter(pl.col("flops") > 0)["dtype"].drop_nulls())
+        notes += [prefix + note for note in _notes(profile, drawn)]
     if not points:
         return absent[0]
     peaks = sorted(((peak, name) for name, peak in hardware.peak_flops.items() if name in precisions), reverse=True)
@@ -58,6 +58,7 @@ def draw_roofline(profiles: Sequence[Profile], names: Sequence[str]) -> Roofline
         bytes_per_s=bandwidth,
         roofs=tuple(Roof(label=name, flops_per_s=peak) for peak, name in peaks),
         points=tuple(points),
+        unit="step" if any(profile.clock.has_steps for profile in profiles) else "trace",
         notes=tuple(notes),
     )
 
@@ -79,7 +80,9 @@ def _shared_limits(profiles: Sequence[Profile]) -> tuple[Hardware, float] | Miss
             why = f"the limits of `{device}` are unknown" if device else "the recording does not name its device"
             return Missing(what=_WHAT, why=why)
         if hardware.bandwidth is None:
-            return Missing(what=_WHAT, why=f"the memory bandwidth of `{device}` is unknown")
+            disturbed = ": it is measured only if no other process uses the machine"
+            why = f"the memory bandwidth of `{device}` is unknown{disturbed if hardware.source == 'measured' else ''}"
+            return Missing(what=_WHAT, why=why)
     if not _have_one_roof(profiles):
         return Missing(what=_WHAT, why="the devices of the two runs have different limits")
     first = profiles[0].hardware
@@ -93,7 +96,7 @@ def _explain_nothing(profile: Profile) -> Missing:
         return Missing(what=_WHAT, why="operator shapes were not recorded", command=_RECORD_SHAPES)
     if not profile.kernels["op_row"].is_not_null().any():
         return Missing(what=_WHAT, why="the recording does not link kernels to operators")
-    return Missing(what=_WHAT, why="the recording has no GEMM, attention or convolution with known shapes")
+    return Missing(what=_WHAT, why="the recording has no operator with a known cost")
 
 
 def _point(row: dict[str, object], profile: Profile, run: int) -> RoofPoint:
@@ -107,14 +110,16 @@ def _point(row: dict[str, object], profile: Profile, run: int) -> RoofPoint:
     lines = (
         cut_name(f"{row['op']} {shapes}".strip()),
         cut_name(str(row["short"])),
-        f"{count_noun(calls / steps, 'call')} per step, {time_ns / calls / 1e3:,.4g} µs each",
-        f"{numbers['bytes_per_s'] / 1e9:,.4g} GB/s, {numbers['flops_per_s'] / 1e12:,.4g} TFLOP/s{roof}",
+        f"{count_noun(calls / steps, 'call')} {profile.clock.say_per_step}, {time_ns / calls / 1e3:,.4g} µs each",
+        f"{numbers['bytes_per_s'] / 1e9:,.4g} GB/s"
+        + (f", {numbers['flops_per_s'] / 1e12:,.4g} TFLOP/s{roof}" if numbers["flops_per_s"] else ""),
     )
     return RoofPoint(
         label=cut_name(_label(str(row["op"]), shapes)),
         group=str(row["class"]),
         intensity=numbers["intensity"],
         flops_per_s=numbers["flops_per_s"],
+        bytes_per_s=numbers["bytes_per_s"],
         time_ms=time_ns / steps / 1e6,
         share=time_ns / max(1, profile.gpu_time_ns),
         reached=reached,
@@ -143,18 +148,14 @@ def _tell_apart(points: Sequence[RoofPoint]) -> list[RoofPoint]:
     ]
 
 
-def _notes(profile: Profile, frame: pl.DataFrame, drawn: pl.DataFrame) -> list[str]:
+def _notes(profile: Profile, drawn: pl.DataFrame) -> list[str]:
     """What the chart leaves out, as shares of the kernel time."""
     total = max(1, profile.gpu_time_ns)
-    moving = frame.filter((pl.col("flops") == 0) & pl.col("bytes").is_not_null())
-    unknown = total - int(drawn["time_ns"].sum()) - int(moving["time_ns"].sum())
+    unknown = total - int(drawn["time_ns"].sum())
     notes = []
     if drawn.height > MOST_POINTS:
         rest = int(drawn.tail(drawn.height - MOST_POINTS)["time_ns"].sum())
         notes.append(f"showing the {MOST_POINTS} longest; {drawn.height - MOST_POINTS:,} more take {rest / total:.1%}")
-    if moving.height:
-        share = int(moving["time_ns"].sum()) / total
-        notes.append(f"not shown: {share:.1%} of the time, in operators that only move memory")
     if unknown > 0:
-        notes.append(f"not shown: {unknown / total:.1%} of the time, in kernels with unknown FLOPs")
+        notes.append(f"not shown: {unknown / total:.1%} of the time, in kernels with unknown FLOPs and bytes")
     return notes

@@ -23,20 +23,21 @@ _ROUNDS = 6  # of bisection for the shortest cell that is long enough
 
 @dataclass(frozen=True, kw_only=True)
 class Stretches:
-    """Spans in order, without overlap. `names` and `groups` are the caller's numbers; in `names`, NONE marks a block
-    with several names."""
+    """Spans in order, without overlap. `names`, `groups` and `origins` are the caller's numbers; in `names` and
+    `origins`, NONE marks a block with several."""
 
     starts: Ints
     lengths: Ints
     names: Ints
     groups: Ints
     counts: Ints
+    origins: Ints
 
     def __len__(self) -> int:
         return len(self.starts)
 
 
-def lay_out(starts: Ints, ends: Ints, names: Ints, groups: Ints) -> tuple[Stretches, int]:
+def lay_out(starts: Ints, ends: Ints, names: Ints, groups: Ints, origins: Ints) -> tuple[Stretches, int]:
     """Lay out the kernels of one stream, sorted by start. A kernel that overlaps the previous one starts at its end;
     one that lies inside others is left out. Return the spans and the number left out."""
     ends = np.maximum.accumulate(ends) if len(ends) else ends
@@ -51,6 +52,7 @@ def lay_out(starts: Ints, ends: Ints, names: Ints, groups: Ints) -> tuple[Stretc
         names=names[kept],
         groups=groups[kept],
         counts=np.ones(int(kept.sum()), np.int64),
+        origins=origins[kept],
     )
     return laid, int(hidden.sum())
 
@@ -59,7 +61,7 @@ def join_runs(starts: Ints, ends: Ints, names: Ints, groups: Ints) -> Stretches:
     """Merge neighbors with the same name, from the start of the first to the end of the last. Spans without a name are
     left out, and separate their neighbors."""
     if not len(starts):
-        return Stretches(starts=starts, lengths=starts, names=names, groups=groups, counts=starts)
+        return Stretches(starts=starts, lengths=starts, names=names, groups=groups, counts=starts, origins=starts)
     ends = np.maximum.accumulate(ends)
     first = np.flatnonzero(np.concatenate(([True], names[1:] != names[:-1])))
     last = np.append(first[1:], len(names)) - 1
@@ -73,6 +75,7 @@ def join_runs(starts: Ints, ends: Ints, names: Ints, groups: Ints) -> Stretches:
         names=names[first][kept],
         groups=groups[first][kept],
         counts=(last - first + 1)[kept],
+        origins=np.full(int(kept.sum()), NONE),
     )
 
 
@@ -114,13 +117,18 @@ def _merge(track: Stretches, cell: int) -> Stretches:
     begins = _begins_block(track, cell)
     first = np.flatnonzero(begins)
     block = np.cumsum(begins) - 1
-    same = np.minimum.reduceat(track.names, first) == np.maximum.reduceat(track.names, first)
+
+    def shared(numbers: Ints) -> Ints:
+        same = np.minimum.reduceat(numbers, first) == np.maximum.reduceat(numbers, first)
+        return np.where(same, numbers[first], NONE)
+
     return Stretches(
         starts=track.starts[first],
         lengths=np.add.reduceat(track.lengths, first),
-        names=np.where(same, track.names[first], NONE),
+        names=shared(track.names),
         groups=_longest_groups(track, block, len(first)),
         counts=np.add.reduceat(track.counts, first),
+        origins=shared(track.origins),
     )
 
 

@@ -17,10 +17,24 @@ from collections.abc import Iterator
 import numpy as np
 import polars as pl
 
-from stepscope.explain.trace.modules import is_module_call, is_own_call, module_paths, number_layers
-from stepscope.explain.trace.names import classify
-from stepscope.explain.trace.nesting import around, innermost, look_up
-from stepscope.explain.trace.phases import find_phases, named_ranges, step_ranges
+from stepscope.explain.trace.attribution.modules import (
+    is_module_call,
+    is_own_call,
+    join_ancestors,
+    module_paths,
+    number_layers,
+)
+from stepscope.explain.trace.attribution.names import classify
+from stepscope.explain.trace.attribution.nesting import NOWHERE, around, innermost, look_up
+from stepscope.explain.trace.attribution.phases import find_phases, named_ranges, step_ranges
+from stepscope.explain.trace.attribution.repeats import fill_from_repeats
+from stepscope.explain.trace.attribution.user_ranges import (
+    BETWEEN,
+    PARTS,
+    find_user_ranges,
+    is_backward_pass,
+    range_paths,
+)
 from stepscope.recording.store import Recording
 from stepscope.recording.windows import Disk, EventTable, bordered_windows, in_windows, make_table
 
@@ -33,6 +47,7 @@ OPTIMIZER_MODULE, LOSS_MODULE, INPUT_MODULE, COMMUNICATION_MODULE = (
     "(communication)",
 )
 _PARTS = "part:"
+_USER_PARTS = "user part:"  # from ranges whose names say it
 _THREAD = ("process", "thread")
 _INTERVAL = (*_THREAD, "start_ns", "end_ns", "name")
 _NODE = (*_INTERVAL, "sequence", "forward_thread", "node")
@@ -41,21 +56,26 @@ _NODE = (*_INTERVAL, "sequence", "forward_thread", "node")
 def attribute_kernels(recording: Recording) -> pl.DataFrame:
     """Return the kernels with these columns added: `names.NAME_COLUMNS`, launched (`op`, `graph` or `before` the
     window), launch_name, launch_ns, launch_end_ns, thread, op_row (in `recording.ops`), op, module, layer, part, phase,
-    step, recomputed."""
+    step, recomputed, user_range (the path of the range that launched it) and forward_range (in backward, that of the
+    range whose gradients it computes)."""
     attribution = Attribution()
     attribution.add(recording)
     (kernels,) = attribution.kernel_windows()
     return attribution.finish(kernels, modules_recorded=recording.manifest.modules_recorded).drop("ns")
 
 
-def attribute_ops(recording: Recording) -> pl.DataFrame:
-    """Return the operators, in order, with module, layer, part, phase, step and recomputed."""
+def attribute_ops(recording: Recording, rows: pl.Series) -> pl.DataFrame:
+    """Return these operators with module, layer, part, phase, step and recomputed; a null row gives nulls."""
     attribution = Attribution()
     attribution.add(recording)
+    ops = recording.ops.with_columns(ns="start_ns", op_row=pl.int_range(pl.len(), dtype=pl.Int64))
+    # One evaluation of a node per thread tells which threads run backward.
+    witnesses = ops.filter(_is_node(), pl.col("end_ns") > pl.col("start_ns")).unique(_THREAD, keep="first")
     points = EventTable(pl.col("ns"))
-    points.add(recording.ops.with_columns(ns="start_ns", op_row=pl.Series(np.arange(recording.ops.height))))
-    (ops,) = attribution.point_windows(points)
-    return attribution.name(ops, modules_recorded=recording.manifest.modules_recorded).drop("ns", "op_row")
+    points.add(pl.concat([ops.select(pl.all().gather(rows)), witnesses]))
+    (found,) = attribution.point_windows(points)
+    asked = found.head(rows.len()).drop("ns", "op_row")
+    return attribution.name(asked, modules_recorded=recording.manifest.modules_recorded)
 
 
 class Attribution:
@@ -78,14 +98,19 @@ class Attribution:
         self._evaluated = make_table(disk, "evaluated", by_start, _NODE, _THREAD)
         link = ("backward_ns", "backward_thread", "forward_thread", "process")
         self.links = make_table(disk, "links", pl.col("backward_ns"), link)
-        self._calls = make_table(disk, "calls", by_start, (*_INTERVAL, "source"), _THREAD)
+        self._calls = make_table(disk, "calls", by_start, (*_INTERVAL, "source", "module"), _THREAD)
         # A range named after a phase may apply to its whole process.
         self._named = make_table(disk, "named", by_start, (*_INTERVAL, "phase"), ("process",))
         self._parts = make_table(disk, "parts", by_start, _INTERVAL, _THREAD)
+        # Autograd's threads belong to the ranges of another thread of their process.
+        self._user_ranges = make_table(disk, "user ranges", by_start, _INTERVAL, ("process",))
+        self._range_time: list[pl.DataFrame] = []
+        self._user_parts: set[str] = set()
         self._steps: list[pl.DataFrame] = []
         self._forward_work: list[pl.DataFrame] = []
         self._first_calls = pl.DataFrame(schema={"path": pl.String, "name": pl.String, "start_ns": pl.Int64})
-        self._has_own_calls = False  # from stepscope's annotation, which takes precedence over the profiler's stacks
+        # stepscope's annotation takes precedence over the profiler's stacks, and these over names of ranges.
+        self._has_own_calls = self._has_frames = False
         self._says_backward = False  # in a range's name
 
     @property
@@ -99,8 +124,7 @@ class Attribution:
         self.kernels.add(recording.kernels)
         self.links.add(recording.links)
         self._launches.add(recording.launches.filter(pl.col("correlation").is_not_null()))
-        evaluates = pl.col("name").str.starts_with(EVALUATE)
-        is_node = evaluates | pl.col("forward_thread").is_not_null()
+        is_node = _is_node()
         forward = ops.filter(pl.col("sequence").is_not_null() & ~is_node)
         first = self._unmade.num_rows
         nodes = ops.filter(is_node).with_columns(node=first + pl.int_range(pl.len(), dtype=pl.Int64)).select(_NODE)
@@ -109,12 +133,18 @@ class Attribution:
         self._forward_work.append(forward.group_by(_THREAD).len())
         self._unmade.add(nodes)
         self._evaluated.add(nodes)
-        calls, named = ranges.filter(is_module_call()), named_ranges(ranges)
+        calls, named, users = ranges.filter(is_module_call()), named_ranges(ranges), find_user_ranges(ranges)
         self._has_own_calls |= bool(calls.select(is_own_call().any()).item())
+        self._has_frames |= bool((calls["source"] == "module").any())
         self._says_backward |= bool((named["phase"] == "backward").any())
-        self._calls.add(calls)
+        modules = users.filter(pl.col("module").is_not_null())
+        self._calls.add(pl.concat([calls.with_columns(module=pl.lit(None, pl.String)), modules.drop("part")]))
         self._named.add(named)
-        self._parts.add(ranges.filter(pl.col("name").str.starts_with(_PARTS)))
+        told = users.filter(pl.col("part").is_not_null()).with_columns(name=pl.concat_str(pl.lit(_USER_PARTS), "part"))
+        self._user_parts.update(told["part"])
+        self._parts.add(pl.concat([ranges.filter(pl.col("name").str.starts_with(_PARTS)), told.select(ranges.columns)]))
+        self._user_ranges.add(users)
+        self._range_time.append(users.group_by(_THREAD).agg(ns=(pl.col("end_ns") - pl.col("start_ns")).sum()))
         self._steps.append(step_ranges(recording))
 
     def kernel_windows(self) -> Iterator[pl.DataFrame]:
@@ -122,27 +152,28 @@ class Attribution:
         window."""
         ns = pl.coalesce("ns", "start_ns")
         columns = ("ns", "start_ns", "end_ns", "process", "thread", "name", "kind", "launched")
-        points = make_table(self._disk, "points", ns, columns)
+        points = make_table(self._disk, "points", ns, (*columns, "device", "stream", "correlation"))
         for kernels, launches in in_windows(self.kernels, self._launches):
             points.add(_join_launches(kernels, launches))
         self.kernels.delete()
         self._launches.delete()
-        yield from self.point_windows(points)
+        yield from fill_from_repeats(self.point_windows(points))
 
     def point_windows(self, points: EventTable) -> Iterator[pl.DataFrame]:
         """Add op_row, op, module, part, phase, step and recomputed to moments on threads. Operators already have their
         op_row and get no op."""
-        modules = self._module_calls()
+        modules, user_ranges = self._module_calls(), self._range_paths()
         autograd, threads = self._survey(points)
-        nodes = self._nodes(modules, threads)
+        nodes = self._nodes(modules, user_ranges, threads)
         nodes.change = _Gradients().fill
         has_backward = bool(autograd.height) or self._says_backward
-        steps = self.steps
-        tables = (self.ops, modules, nodes, self._named, self._parts, points)
-        for ops, calls, evaluated, named, parts, moments in in_windows(*tables):
+        steps, main = self.steps, self._main_threads()
+        tables = (self.ops, modules, nodes, self._named, self._parts, user_ranges, points)
+        for ops, calls, evaluated, named, parts, ranged, moments in in_windows(*tables):
             is_op = "op_row" in moments.columns
             op_row = moments["op_row"] if is_op else innermost(ops, moments)
-            framed = moments.with_columns(_find_modules(moments, evaluated, calls, parts), op_row=op_row)
+            framed = moments.with_columns(_find_modules(moments, evaluated, calls, self._sound(parts)), op_row=op_row)
+            framed = framed.with_columns(user_range=_find_ranges(framed, ranged, main))
             phased = find_phases(framed, ops, named, autograd, has_backward=has_backward)
             step = around(steps, "step", moments, by_thread=False)
             op = {} if is_op else {"op": look_up(ops, "name", op_row)}  # an operator already has its name
@@ -150,7 +181,8 @@ class Attribution:
 
     def name(self, frame: pl.DataFrame, *, modules_recorded: bool) -> pl.DataFrame:
         """Add what depends on module names only: `layer`, and names for work outside all modules."""
-        return number_layers(_name_what_is_no_module(frame) if modules_recorded else frame, self._first_calls)
+        named = _name_what_is_no_module(frame) if modules_recorded or self._first_calls.height else frame
+        return number_layers(named, self._first_calls)
 
     def finish(self, kernels: pl.DataFrame, *, modules_recorded: bool) -> pl.DataFrame:
         """Return kernels, or groups of them, with layer and class added."""
@@ -160,7 +192,7 @@ class Attribution:
         """Return the module calls with their `path`, and remember the first call of each."""
         modules = make_table(self._disk, "modules", pl.col("start_ns"), (*_INTERVAL, "path"), _THREAD)
         for begin, (calls,) in bordered_windows(self._calls):
-            paths = module_paths(calls.filter(is_own_call()) if self._has_own_calls else calls)
+            paths = self._paths_of(calls)
             new = paths if begin is None else paths.filter(pl.col("start_ns") >= begin)
             modules.add(new)
             together = pl.concat([self._first_calls, new.select(self._first_calls.columns)])
@@ -168,6 +200,38 @@ class Attribution:
             self._first_calls = ordered.unique("path", keep="first", maintain_order=True)
         self._calls.delete()
         return modules
+
+    def _paths_of(self, calls: pl.DataFrame) -> pl.DataFrame:
+        if self._has_own_calls:
+            return module_paths(calls.filter(is_own_call()))
+        if self._has_frames:
+            return module_paths(calls.filter(pl.col("source") == "module"))
+        return calls.with_columns(path=join_ancestors(calls, pl.col("module")))
+
+    def _range_paths(self) -> EventTable:
+        """Return the user's ranges with their `path`."""
+        paths = make_table(self._disk, "range paths", pl.col("start_ns"), (*_INTERVAL, "path"), ("process",))
+        for begin, (ranges,) in bordered_windows(self._user_ranges):
+            found = range_paths(ranges)
+            paths.add(found if begin is None else found.filter(pl.col("start_ns") >= begin))
+        self._user_ranges.delete()
+        return paths
+
+    def _main_threads(self) -> pl.DataFrame:
+        """Return the thread of each process that calls `backward`: the one with the most operators of forward, or,
+        without operators, with the most time in ranges."""
+        work = pl.concat(self._forward_work).group_by(_THREAD).agg(pl.col("len").sum())
+        time = pl.concat(self._range_time).group_by(_THREAD).agg(pl.col("ns").sum())
+        ranked = time.join(work, on=_THREAD, how="full", coalesce=True, nulls_equal=True)
+        ranked = ranked.sort("len", "ns", "thread", descending=[True, True, False], nulls_last=True)
+        return ranked.unique("process", keep="first", maintain_order=True).select(
+            *_THREAD, has_operators=pl.col("len").is_not_null()
+        )
+
+    def _sound(self, parts: pl.DataFrame) -> pl.DataFrame:
+        """Return the parts of attention. A range named `softmax` is one of them only next to the two GEMMs."""
+        complete = self._user_parts.issuperset(PARTS)
+        return parts if complete else parts.filter(pl.col("name").str.starts_with(_PARTS))
 
     def _survey(self, points: EventTable) -> tuple[pl.DataFrame, pl.DataFrame]:
         """Return the threads that run backward, and the thread that each `forward_thread` of nodes refers to: process,
@@ -188,22 +252,30 @@ class Attribution:
             return autograd, _threads_by_arrows(pl.concat(votes))
         return autograd, _threads_by_work(pl.concat(numbers).unique(), pl.concat(self._forward_work))
 
-    def _nodes(self, modules: EventTable, threads: pl.DataFrame) -> EventTable:
-        """Return the evaluations of autograd nodes, with the module and part around the operator that created each."""
+    def _nodes(self, modules: EventTable, user_ranges: EventTable, threads: pl.DataFrame) -> EventTable:
+        """Return the evaluations of autograd nodes, with the module, part and user's range around the operator that
+        created each."""
         at_maker = pl.coalesce("made_ns", "start_ns")
         made = make_table(self._disk, "made", at_maker, (*_INTERVAL, "node", "made_thread", "made_ns"))
         for forward, nodes in in_windows(self._forward, self._unmade):
             made.add(_find_makers(forward, nodes, threads))
         self._forward.delete()
         self._unmade.delete()
-        found = make_table(self._disk, "nodes", pl.col("start_ns"), (*_INTERVAL, "node", "module", "part"), _THREAD)
-        for calls, named, parts, nodes in in_windows(modules, self._named, self._parts, made):
+        columns = (*_INTERVAL, "node", "module", "part", "forward_range")
+        found = make_table(self._disk, "nodes", pl.col("start_ns"), columns, _THREAD)
+        for calls, named, parts, ranged, nodes in in_windows(modules, self._named, self._parts, user_ranges, made):
             at = nodes.select("process", thread="made_thread", ns="made_ns")
             in_loss = innermost(named.filter(pl.col("name") == "phase:loss"), at).is_not_null()
             module = pl.when(in_loss).then(pl.lit(LOSS_MODULE)).otherwise(around(calls, "path", at))
-            found.add(nodes.with_columns(module=module, part=_around_parts(parts, at)))
+            part, forward_range = _around_parts(self._sound(parts), at), around(ranged, "path", at)
+            found.add(nodes.with_columns(module=module, part=part, forward_range=forward_range))
         made.delete()
         return found
+
+
+def _is_node() -> pl.Expr:
+    """Whether an operator evaluates an autograd node."""
+    return pl.col("name").str.starts_with(EVALUATE) | pl.col("forward_thread").is_not_null()
 
 
 def _set_communication_apart(kernels: pl.DataFrame) -> pl.DataFrame:
@@ -216,16 +288,9 @@ def _set_communication_apart(kernels: pl.DataFrame) -> pl.DataFrame:
 
 def _join_launches(kernels: pl.DataFrame, launches: pl.DataFrame) -> pl.DataFrame:
     """Return kernels with the time and thread of their launch."""
-    # A correlation identifies one call. Repeated ones (two processes merged into one file) are left unresolved.
-    launches = launches.unique(["process", "correlation"], keep="first", maintain_order=True).select(
-        "process",
-        "correlation",
-        "thread",
-        launch_name="name",
-        launch_ns="start_ns",
-        launch_end_ns="end_ns",
-    )
-    joined = kernels.join(launches, on=["process", "correlation"], how="left", nulls_equal=True, maintain_order="left")
+    row = _find_launches(kernels, launches)
+    columns = {"thread": "thread", "launch_name": "name", "launch_ns": "start_ns", "launch_end_ns": "end_ns"}
+    joined = kernels.with_columns(look_up(launches, source, row).alias(name) for name, source in columns.items())
     on_host = pl.col("kind") == "cpu"
     graph = pl.col("graph").fill_null(value=False) | pl.col("launch_name").str.contains("GraphLaunch").fill_null(
         value=False
@@ -241,26 +306,64 @@ def _join_launches(kernels: pl.DataFrame, launches: pl.DataFrame) -> pl.DataFram
     ).with_columns(ns="launch_ns")
 
 
+def _find_launches(kernels: pl.DataFrame, launches: pl.DataFrame) -> pl.Series:
+    """Return the row of each kernel's launch, null if there is none. A correlation identifies one call; of repeated
+    ones (two processes merged into one file), the first counts."""
+    found = np.full(kernels.height, NOWHERE, np.int64)
+    # Binary search takes a twentieth of the time of a join on two columns.
+    columns = ("row", "process", "correlation")
+    calls = launches.with_row_index("row").select(columns).partition_by("process", as_dict=True)
+    asking = kernels.with_row_index("row").select(columns).filter(pl.col("correlation").is_not_null())
+    for process, asked in asking.partition_by("process", as_dict=True).items():
+        if process not in calls:
+            continue
+        numbers, wanted = calls[process]["correlation"].to_numpy(), asked["correlation"].to_numpy()
+        order = np.argsort(numbers, kind="stable")
+        at = np.minimum(np.searchsorted(numbers[order], wanted), len(order) - 1)
+        rows = calls[process]["row"].to_numpy().astype(np.int64)[order[at]]
+        found[asked["row"].to_numpy()] = np.where(numbers[order[at]] == wanted, rows, NOWHERE)
+    return pl.Series(found).replace(NOWHERE, None)
+
+
 def _find_modules(
     points: pl.DataFrame, nodes: pl.DataFrame, modules: pl.DataFrame, parts: pl.DataFrame
 ) -> pl.DataFrame:
-    """Return module, part, in_backward and recomputed for each moment."""
+    """Return module, part, forward_range, in_backward and recomputed for each moment."""
     node_row, module_row = innermost(nodes, points), innermost(modules, points)
     in_backward = node_row.is_not_null()
     # A module called inside the evaluation of a node runs a second time: activation checkpointing.
     called = look_up(modules, "start_ns", module_row) > look_up(nodes, "start_ns", node_row)
-    recomputed = in_backward & called.fill_null(value=False)
+    of_backward = look_up(modules.select(is_backward_pass().alias("of_backward")), "of_backward", module_row)
+    recomputed = in_backward & called.fill_null(value=False) & ~of_backward.fill_null(value=False)
     here = recomputed | ~in_backward
     return pl.select(
         module=pl.when(here).then(look_up(modules, "path", module_row)).otherwise(look_up(nodes, "module", node_row)),
         part=pl.when(here).then(_around_parts(parts, points)).otherwise(look_up(nodes, "part", node_row)),
+        forward_range=pl.when(~here).then(look_up(nodes, "forward_range", node_row)),
         in_backward=in_backward,
         recomputed=recomputed,
     )
 
 
 def _around_parts(parts: pl.DataFrame, points: pl.DataFrame) -> pl.Series:
-    return around(parts, "name", points).str.strip_prefix(_PARTS)
+    return around(parts, "name", points).str.strip_prefix(_USER_PARTS).str.strip_prefix(_PARTS)
+
+
+def _find_ranges(points: pl.DataFrame, ranges: pl.DataFrame, main: pl.DataFrame) -> pl.Series:
+    """Return the path of the user's range around each moment. Backward runs on autograd's threads while the main thread
+    waits for it, so its moments are inside the main thread's ranges too."""
+    here = around(ranges, "path", points)
+    if not ranges.height:
+        return here
+    of_main = ranges.join(main, on=_THREAD, how="semi", nulls_equal=True)
+    known = points.select("in_backward", *_THREAD).join(
+        main.rename({"thread": "main"}), on="process", how="left", nulls_equal=True, maintain_order="left"
+    )
+    waits = known.select((pl.col("in_backward") | ~pl.col("has_operators")) & (pl.col("thread") != pl.col("main")))
+    there = around(of_main, "path", points, by_thread=False)
+    together = pl.concat_str(there, here, separator=BETWEEN, ignore_nulls=True)
+    both = pl.when(there.is_not_null()).then(together).otherwise(here)
+    return pl.select(pl.when(waits.to_series()).then(both).otherwise(here)).to_series()
 
 
 def _name_what_is_no_module(frame: pl.DataFrame) -> pl.DataFrame:

@@ -57,13 +57,14 @@ def enclosing(starts: Ints, ends: Ints, moments: Ints) -> Ints:
     lasting = np.flatnonzero(ends > starts)
     if not len(lasting) or not len(moments):
         return result
-    order = lasting[np.lexsort((-ends[lasting], starts[lasting]))]
+    order = lasting[_outer_first(starts[lasting], ends[lasting])]
     start, end = starts[order], ends[order]
-    sorted_end = np.sort(end)
+    # Recorded in this order, or nearly: a stable sort takes advantage of that.
+    sorted_end = np.sort(end, kind="stable")
     depth = np.arange(1, len(order) + 1) - np.searchsorted(sorted_end, start, side="right")
     before = np.searchsorted(start, moments, side="right")
     wanted = before - np.searchsorted(sorted_end, moments, side="right")
-    for level in np.unique(wanted[wanted > 0]):
+    for level in 1 + np.flatnonzero(np.bincount(wanted[wanted > 0])[1:]):
         at_level = np.flatnonzero(depth == level)
         asked = np.flatnonzero(wanted == level)
         if len(at_level):
@@ -73,6 +74,15 @@ def enclosing(starts: Ints, ends: Ints, moments: Ints) -> Ints:
     for point in np.flatnonzero(ended):
         result[point] = _search_back(end, int(before[point]), int(moments[point]))
     return np.where(result == NOWHERE, NOWHERE, order[result])
+
+
+def _outer_first(starts: Ints, ends: Ints) -> Ints:
+    """Return the order of intervals by start and, among equal starts, the longest first."""
+    order = np.argsort(starts, kind="stable")
+    start, end = starts[order], ends[order]
+    if ((start[1:] == start[:-1]) & (end[1:] > end[:-1])).any():
+        return np.lexsort((-ends, starts))
+    return order
 
 
 def _search_back(end: Ints, before: int, moment: int) -> int:

@@ -3,28 +3,37 @@
 Evidence is used in order of reliability. Inside the evaluation of an autograd node the phase is backward, whatever
 range is open. Then come ranges that name a phase (stepscope's, the framework's `Optimizer.step`, user-defined names),
 the optimizer's frames, module calls, loss operators, and operators with a sequence number, which PyTorch gives to those
-that could need a gradient. Anything else on a thread follows the ranges of other threads at that time. A recording
-without backward is inference, and everything without other evidence is forward.
+that could need a gradient. Any operator around a moment counts: `CompiledFunction` and other custom autograd functions
+run without gradients inside, so only they have a number. Anything else on a thread follows the ranges of other threads
+at that time. A recording without backward is inference, and everything without other evidence is forward.
 """
 
 import polars as pl
 
-from stepscope.explain.trace.nesting import around, innermost, look_up
+from stepscope.explain.trace.attribution.nesting import around, innermost
 from stepscope.recording.store import Recording
 
 _OURS = "phase:"
 FORWARD_RANGE = "phase:forward"
 _STEP = r"^(?:ProfilerStep#|step:|step[_ ]|iteration[_ ]|iter[_ ])(\d{1,9})$"
-# Names that users and frameworks give to the parts of a step. The first match wins.
+# Names that users and frameworks give to the parts of a step. The first match wins. Words may be joined by `_`.
+# Pipeline codes mark the forward pass, the gradients of inputs and those of weights: `mlp(F)`, `mlp(B)`, `mlp(W)`.
+_BACKWARD = r"(?i:(?:^|[^a-z])(?:backward|bwd)(?:[^a-z]|$))"
+_FORWARD = r"(?i:(?:^|[^a-z])(?:forward|fwd)(?:[^a-z]|$))"
 _NAMED = (
-    ("optimizer", r"(?i)\boptimizer\.(?:step|zero_grad)|\boptimi[sz]er\b|\bzero_grad\b|: (?:step|zero_grad)$"),
-    ("backward", r"(?i)\bbackward\b|\bbwd\b"),
+    (
+        "optimizer",
+        r"(?i)(?:^|[^a-z])optimi[sz]er(?:[^a-z]|$)|(?:^|[^a-z])zero_grad(?:[^a-z]|$)|: (?:step|zero_grad)$",
+    ),
+    ("backward", rf"{_BACKWARD}|\([BW]\)\s*$"),
     ("loss", r"(?i)^#*\s*(?:compute[_ ])?loss\s*#*$|\bcriterion\b"),
     (
         "input",
-        r"(?i)\bdata ?load(?:er|ing)?\b|enumerate\(DataLoader\)|\bnext_batch\b|#*\s*(?:load|get)[ _](?:data|batch)",
+        # The last three are TorchRec's: it moves and redistributes the next batch while the current one is trained on.
+        r"(?i)\bdata ?load(?:er|ing)?\b|enumerate\(DataLoader\)|\bnext_batch\b|#*\s*(?:load|get)[ _](?:data|batch)"
+        r"|\bcopy_batch_to_(?:gpu|device)\b|\b(?:wait_|start_)?sparse_data_dist\b|\bwait_for_batch\b",
     ),
-    ("forward", r"(?i)\bforward\b|\bfwd\b|\bexecute_(?:model|\d+_context)"),
+    ("forward", rf"{_FORWARD}|\(F\)\s*$|\bexecute_(?:model|\d+_context)"),
     ("warm-up", r"(?i)^warm-?up"),
 )
 _LOSS_OPS = (
@@ -44,7 +53,7 @@ def find_phases(
     in_loss = innermost(loss_ops, frame).is_not_null()
     threads = autograd.with_columns(autograd=pl.lit(value=True))
     framed = frame.join(threads, on=["process", "thread"], how="left", maintain_order="left", nulls_equal=True)
-    sequence = look_up(ops, "sequence", frame["op_row"]).is_not_null()
+    sequence = innermost(ops.filter(pl.col("sequence").is_not_null()), frame).is_not_null()
     op_known = frame["op_row"].is_not_null()
     copies_in = pl.col("name").str.starts_with("Memcpy HtoD")
     launched = pl.col("ns").is_not_null()
@@ -74,14 +83,20 @@ def find_phases(
 
 
 def named_ranges(ranges: pl.DataFrame) -> pl.DataFrame:
-    """Return the ranges that name a part of a step, with `phase`."""
+    """Return the ranges that name a part of a step, with `phase`. Each distinct name is read once."""
+    phases = _read_phases(ranges.select("name", "source").unique())
+    return ranges.join(phases, on=["name", "source"], how="inner", maintain_order="left")
+
+
+def _read_phases(ranges: pl.DataFrame) -> pl.DataFrame:
     name = pl.col("name")
     ours = name.str.starts_with(_OURS)
     guess = pl.lit(None, pl.String)
     for label, pattern in reversed(_NAMED):
         guess = pl.when(name.str.contains(pattern)).then(pl.lit(label)).otherwise(guess)
     about_modules = name.str.starts_with("module:") | (pl.col("source") == "module") | name.str.starts_with("part:")
-    phase = pl.when(ours).then(name.str.strip_prefix(_OURS)).when(~about_modules).then(guess)
+    both = name.str.contains(_FORWARD) & name.str.contains(_BACKWARD)  # around a whole step
+    phase = pl.when(ours).then(name.str.strip_prefix(_OURS)).when(~about_modules & ~both).then(guess)
     return ranges.with_columns(phase=phase).filter(pl.col("phase").is_not_null())
 
 

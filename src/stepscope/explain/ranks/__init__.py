@@ -1,0 +1,1 @@
+"""Collectives, and the ranks of one run compared by them."""

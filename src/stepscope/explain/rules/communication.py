@@ -1,0 +1,588 @@
+"""Rules about collectives: communication that nothing overlaps with, and ranks that wait for each other.
+
+What to do about exposed communication depends on who communicates, which the collectives show: gradients that are
+reduced in backward, weights that are gathered before a layer, shards around the optimizer, activations within a layer.
+Overlap is estimated from what runs where: a collective can be hidden behind kernels that run after its input is ready
+and before its result is needed, and that do not overlap with communication yet.
+"""
+
+import re
+import shlex
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Literal
+
+import numpy as np
+import polars as pl
+
+from stepscope.explain.ranks.collectives import (
+    CoveredTime,
+    Floats,
+    Ints,
+    best_bandwidth,
+    computing,
+    exposed_ns,
+    find_collectives,
+    needed_ns,
+)
+from stepscope.explain.ranks.lateness import RankTimes, Straggler
+from stepscope.explain.rules.evidence import WORTH_SAYING, Gain, StepEvidence, ms
+from stepscope.explain.rules.rule import Hit, Rule
+from stepscope.units import count_noun, say_message_bytes, say_percent
+
+LEAST_EXPOSED = 0.02  # of the step
+_MOST = 0.5
+_SMALL_BYTES = 4 << 20  # a bucket of DDP has 25 MiB unless it is set
+# A single PCIe 4.0 ×16 slot carries over 20 GB/s; NVLink and Infinity Fabric ten times as much.
+_SLOW_LINK, _USUAL_LINK = 10e9, 20e9
+_USUAL_LATENCY_NS = 50_000
+_MOST_NAMED = 3  # ranks in a sentence
+_MOST_IN_ONE_MACHINE = 8
+
+StrategyName = Literal["DDP", "FSDP", "sharded optimizer", "tensor parallel", "all-to-all", "pipeline", "unknown"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StrategyAdvice:
+    seen: str  # what shows the strategy
+    action: str
+    paste: str
+
+
+_BUCKETS = StrategyAdvice(
+    seen="gradients are all-reduced in backward (DDP)",
+    action="Use larger gradient buckets",
+    paste="model = torch.nn.parallel.DistributedDataParallel(model, bucket_cap_mb=100, gradient_as_bucket_view=True)",
+)
+ADVICE: dict[StrategyName, StrategyAdvice] = {
+    "DDP": StrategyAdvice(
+        seen="gradients are all-reduced in backward (DDP)",
+        action="Reduce gradients only in the last micro-batch of an update",
+        paste="with model.no_sync():  # in all but the last micro-batch\n    loss.backward()",
+    ),
+    "FSDP": StrategyAdvice(
+        seen="weights are all-gathered in forward and backward (FSDP, ZeRO-3)",
+        action="Gather the weights of the next block while the current one computes, and wrap larger units",
+        paste=(
+            "for block, following in zip(blocks, blocks[1:]):  # after fully_shard(block)\n"
+            "    block.set_modules_to_forward_prefetch([following])\n"
+            "    following.set_modules_to_backward_prefetch([block])\n"
+            "# FullyShardedDataParallel(model, forward_prefetch=True, backward_prefetch=BackwardPrefetch.BACKWARD_PRE)"
+        ),
+    ),
+    "sharded optimizer": StrategyAdvice(
+        seen="gradients are reduce-scattered and weights all-gathered around the optimizer (ZeRO-1, ZeRO-2)",
+        action="Start the reduce-scatter during backward, and wait for the all-gather in the next forward",
+        paste=(
+            "parameter.register_post_accumulate_grad_hook(start_reduce_scatter)  # async_op=True\n"
+            "# DeepSpeed: overlap_comm; Megatron-LM: --overlap-grad-reduce --overlap-param-gather"
+        ),
+    ),
+    "tensor parallel": StrategyAdvice(
+        seen="activations are exchanged within layers (tensor or sequence parallel)",
+        action="Overlap these collectives with their GEMMs (async tensor parallelism), or use fewer ranks per layer",
+        paste=(
+            "torch._inductor.config._micro_pipeline_tp = True  # before torch.compile(model)\n"
+            "torch.distributed._symmetric_memory.enable_symm_mem_for_group(mesh['tp'].get_group().group_name)"
+        ),
+    ),
+    "all-to-all": StrategyAdvice(
+        seen="tokens or embeddings are exchanged all-to-all (expert or embedding parallel)",
+        action="Overlap the all-to-all with work that does not need it, or send fewer bytes",
+        paste=(
+            "work = torch.distributed.all_to_all_single(received, sent.bfloat16(), async_op=True)\n"
+            "...  # work that does not need it: dense layers, shared experts, the input of the next batch\n"
+            "work.wait()"
+        ),
+    ),
+    "pipeline": StrategyAdvice(
+        seen="activations are sent from stage to stage (pipeline parallel)",
+        action="Use more micro-batches, or an interleaved schedule",
+        paste=(
+            "schedule = torch.distributed.pipelining.ScheduleInterleaved1F1B(stages, n_microbatches=4 * num_stages)"
+        ),
+    ),
+    "unknown": StrategyAdvice(
+        seen="the collectives do not show a known strategy",
+        action="Start collectives as soon as their input is ready, and wait as late as possible",
+        paste="work = torch.distributed.all_reduce(tensor, async_op=True)\n...  # other work\nwork.wait()",
+    ),
+}
+
+
+@dataclass(frozen=True)
+class Communication:
+    """The collectives of the steps that the rules use."""
+
+    evidence: StepEvidence
+
+    @cached_property
+    def collectives(self) -> pl.DataFrame:
+        return find_collectives(self.evidence.profile, self.evidence.kernels)
+
+    @cached_property
+    def exposed(self) -> Floats:
+        return exposed_ns(self.collectives, computing(self.evidence.kernels))
+
+    @cached_property
+    def waiting(self) -> Floats:
+        """How much of each exposed collective is more than its message needs."""
+        longer = self.collectives["time_ns"].to_numpy() - needed_ns(self.collectives)
+        result: Floats = np.clip(longer, 0.0, self.exposed)
+        return result
+
+    @property
+    def rows(self) -> Ints:
+        result: Ints = self.collectives["row"].to_numpy()
+        return result
+
+    def gain(self, shorter_ns: Floats) -> Gain:
+        """Return what a step gains if collectives are shorter by this much."""
+        durations = self.evidence.durations
+        durations[self.rows] -= shorter_ns
+        return self.evidence.gain_of(durations)
+
+    def _share(self, test: pl.Expr) -> float:
+        """The share of exposed time in these collectives."""
+        weighed = self.collectives.with_columns(exposed=pl.Series(self.exposed))
+        return float(weighed.filter(test)["exposed"].sum()) / max(1.0, float(self.exposed.sum()))
+
+    @cached_property
+    def strategy(self) -> StrategyName:
+        """Who communicates, by what takes most of the exposed time."""
+        kind, phase = pl.col("kind"), pl.col("phase").fill_null("")
+        shares = {
+            name: self._share(kind.is_in(kinds))
+            for name, kinds in (
+                ("all-to-all", ["all-to-all"]),
+                ("pipeline", ["send and receive"]),
+                ("shards", ["all-gather", "reduce-scatter"]),
+                ("all-reduce", ["all-reduce"]),
+            )
+        }
+        most = max(shares, key=lambda name: shares[name])
+        if not shares[most]:
+            return "unknown"
+        if most in ("shards", "all-reduce") and not (self.evidence.kernels["phase"] == "backward").any():
+            return "tensor parallel"  # inference has neither gradients nor an optimizer
+        if most == "shards":
+            if not self.collectives.select((kind == "reduce-scatter").any()).item():
+                return "unknown"
+            return "FSDP" if self._says("FSDP") or self._gathers_in_model() else "sharded optimizer"
+        if most == "all-reduce":
+            in_forward = self._share((kind == "all-reduce") & (phase == "forward"))
+            if in_forward > 0.25 * shares[most]:
+                return "tensor parallel"
+            in_backward = self._share((kind == "all-reduce") & (phase == "backward"))
+            return "DDP" if in_backward > _MOST * shares[most] or self._says("DistributedDataParallel") else "unknown"
+        return "all-to-all" if most == "all-to-all" else "pipeline"
+
+    def _gathers_in_model(self) -> bool:
+        """Whether weights are gathered in forward and backward rather than around the update: by phase, and where
+        phases are unknown, by the kernels of layers between one all-gather and the next."""
+        phase = pl.col("phase").fill_null("")
+        gathers = self.collectives.filter(pl.col("kind") == "all-gather")
+        in_model = int(gathers.filter(phase.is_in(["forward", "loss", "backward"]))["time_ns"].sum())
+        in_update = int(gathers.filter(phase == "optimizer")["time_ns"].sum())
+        if in_model + in_update > _MOST * int(gathers["time_ns"].sum()):
+            return in_model > in_update
+        layers = self.evidence.kernels.filter(pl.col("class").is_in(["GEMM", "attention", "convolution"]))
+        places = np.searchsorted(layers["row"].to_numpy(), gathers["row"].to_numpy())
+        return len(np.unique(places)) > _MOST * len(places)
+
+    def _says(self, word: str) -> bool:
+        ranges = self.evidence.profile.recording.ranges["name"]
+        return bool(ranges.str.contains(word, literal=True).any())
+
+    @cached_property
+    def hidden_by_overlap(self) -> Floats:
+        """How much of each collective could overlap with other kernels."""
+        collectives, phase = self.collectives, pl.col("phase").fill_null("")
+        if self.strategy == "tensor parallel":
+            return np.minimum(self.exposed, self._neighbouring_products())
+        reduces = pl.col("kind").is_in(["all-reduce", "reduce-scatter"])
+        gathers = pl.col("kind") == "all-gather"
+        exchanges = pl.col("kind") == "all-to-all"
+        in_update, in_forward = phase == "optimizer", phase == "forward"
+        steps = _StepLimits(self.evidence.kernels)
+        hidden = np.zeros(collectives.height)
+        for test, limit, is_later in (
+            (reduces & ~in_update, steps.last_ns, True),
+            (reduces & in_update, steps.backward_ns, False),
+            (gathers & in_update, steps.next_backward_ns, True),
+            (gathers & ~in_update, steps.first_ns, False),
+            (exchanges & in_forward, steps.first_ns, False),
+            (exchanges & ~in_forward, steps.last_ns, True),
+        ):
+            ours = np.flatnonzero(collectives.select(test.fill_null(value=False)).to_series().to_numpy())
+            if len(ours):
+                hidden[ours] = self._fill(ours, limit(collectives[ours]), is_later=is_later)
+        return hidden
+
+    def _neighbouring_products(self) -> Floats:
+        """The time of the GEMM right before each collective, or right after it."""
+        kernels = self.evidence.kernels.filter(pl.col("class") != "communication")
+        time = kernels.select(pl.when(pl.col("class") == "GEMM").then("time_ns").otherwise(0)).to_series().to_numpy()
+        padded = np.concatenate(([0], time, [0])).astype(np.float64)
+        after = np.searchsorted(kernels["row"].to_numpy(), self.rows)
+        result: Floats = np.maximum(padded[after], padded[after + 1])
+        return result
+
+    @cached_property
+    def _free(self) -> tuple[CoveredTime, CoveredTime]:
+        """Kernels outside the optimizer together with communication, and communication: the difference is the time of
+        kernels that do not overlap with communication."""
+        kernels = self.evidence.kernels
+        communication = pl.col("class") == "communication"
+        model = kernels.filter(communication | (pl.col("phase").fill_null("") != "optimizer"))
+        return CoveredTime(model), CoveredTime(kernels.filter(communication))
+
+    def _fill(self, ours: Ints, limits: Ints, *, is_later: bool) -> Floats:
+        """Hide exposed collectives behind kernels that do not overlap with communication yet, between each collective
+        and its limit, later or earlier. Each kernel is used once."""
+        edge = self.collectives["end_ns" if is_later else "start_ns"].to_numpy()[ours]
+        exposed, hidden = self.exposed[ours], np.zeros(len(ours))
+        if not is_later:  # the same, mirrored in time
+            edge, limits, exposed = edge[::-1], limits[::-1], exposed[::-1]
+        following = np.concatenate((np.where(limits[1:] == limits[:-1], edge[1:], limits[:-1]), limits[-1:]))
+        near, far = (edge, following) if is_later else (following, edge)
+        model, communication = self._free
+        free = model.between(near, np.maximum(near, far)) - communication.between(near, np.maximum(near, far))
+        oldest = 0
+        for place in range(len(ours)):
+            room = float(free[place])
+            while oldest < place and limits[oldest] != limits[place]:
+                oldest += 1
+            while room > 0 and oldest <= place:
+                taken = min(room, float(exposed[oldest] - hidden[oldest]))
+                hidden[oldest] += taken
+                room -= taken
+                oldest += hidden[oldest] >= exposed[oldest]
+        return hidden if is_later else hidden[::-1]
+
+
+class _StepLimits:
+    """When the step of a collective begins, when its backward begins, and when its model ends. A step is that of the
+    launch, so that it is the same for all streams."""
+
+    def __init__(self, kernels: pl.DataFrame) -> None:
+        model = kernels.filter((pl.col("class") != "communication") & (pl.col("phase").fill_null("") != "optimizer"))
+        self._steps = model.group_by("step").agg(
+            first=pl.col("start_ns").min(),
+            last=pl.col("end_ns").max(),
+            backward=pl.col("start_ns").filter(pl.col("phase") == "backward").min(),
+        )
+
+    def _look_up(self, collectives: pl.DataFrame, column: str, default: str, *, step: pl.Expr) -> Ints:
+        asked = collectives.select(step=step, default=pl.col(default))
+        joined = asked.join(self._steps, on="step", how="left", nulls_equal=True, maintain_order="left")
+        return joined.select(pl.coalesce(column, "default")).to_series().to_numpy()
+
+    def first_ns(self, collectives: pl.DataFrame) -> Ints:
+        return self._look_up(collectives, "first", "start_ns", step=pl.col("step"))
+
+    def last_ns(self, collectives: pl.DataFrame) -> Ints:
+        return self._look_up(collectives, "last", "end_ns", step=pl.col("step"))
+
+    def backward_ns(self, collectives: pl.DataFrame) -> Ints:
+        return self._look_up(collectives, "backward", "start_ns", step=pl.col("step"))
+
+    def next_backward_ns(self, collectives: pl.DataFrame) -> Ints:
+        return self._look_up(collectives, "backward", "end_ns", step=pl.col("step") + 1)
+
+
+# --- Exposed communication --------------------------------------------------------------------------------------------
+
+
+def find_exposed_communication(evidence: StepEvidence) -> Hit | None:
+    kernels = evidence.kernels
+    communication = kernels.filter(pl.col("class") == "communication")
+    exposed = (CoveredTime(kernels).total_ns - computing(kernels).total_ns) / evidence.num_steps
+    hidden = CoveredTime(communication).total_ns / evidence.num_steps - exposed
+    times = evidence.rank_times
+    waited = evidence.clock.per_step(times.exposed_wait_ns(evidence.profile)) if times else 0.0
+    if exposed - waited < LEAST_EXPOSED * evidence.step_ns:
+        return None
+    found = Communication(evidence)
+    text = f"{ms(exposed)} {evidence.clock.say_per_step} does not overlap with other kernels, {ms(hidden)} does"
+    if times is not None:
+        text += f"; {ms(min(exposed, waited))} of it is spent waiting for ranks that arrive later"
+    more_waiting = float(found.waiting.sum()) / evidence.num_steps - waited
+    if _is_partial(evidence) and more_waiting > _MOST * (exposed - waited):
+        return _blame_other_ranks(found, exposed, text)
+    if times is None and (slow := _slow_link(found)) is not None:
+        return _blame_link(found, exposed, slow, text)
+    return _advise(found, exposed, (exposed - waited) / max(1.0, exposed), f"{text}; {_say_messages(found)}")
+
+
+def _is_partial(evidence: StepEvidence) -> bool:
+    """Whether the traces of some ranks are missing."""
+    times, world = evidence.rank_times, evidence.profile.recording.manifest.world_size
+    return times is None or (world is not None and world > len(times.ranks))
+
+
+def _say_bytes(size: float) -> str:
+    return say_message_bytes(int(float(f"{size:.3g}")))
+
+
+def _title(evidence: StepEvidence, exposed: float, more: str = "") -> str:
+    share = say_percent(exposed / evidence.step_ns)
+    return f"Exposed communication: {ms(exposed)} {evidence.clock.say_per_step} ({share}){more}"
+
+
+def _say_messages(found: Communication) -> str:
+    """How many messages of which size, and how fast they are."""
+    collectives, evidence = found.collectives, found.evidence
+    kinds = collectives.group_by("kind").agg(pl.len(), pl.col("time_ns").sum()).sort("time_ns", "kind", descending=True)
+    named = [kind for kind in kinds["kind"].to_list() if kind is not None][:2]
+    count = collectives.height / evidence.num_steps
+    said = f"{count_noun(round(count, 1 if count < 10 else None), 'collective')} {evidence.clock.say_per_step}"
+    said += f", mostly {' and '.join(named)}" if named else ""
+    sizes = collectives["message_bytes"].drop_nulls()
+    if sizes.len():
+        middle = sizes.median()
+        assert isinstance(middle, float)
+        said += f", with a median message of {_say_bytes(middle)}"
+    best = best_bandwidth(collectives)
+    return said + (f"; large messages reach {best / 1e9:.3g} GB/s of bus bandwidth" if best else "")
+
+
+def _advise(found: Communication, exposed: float, share: float, text: str) -> Hit | None:
+    """What the strategy allows; None if the step would be as long without communication. `share` of the exposed time is
+    not spent waiting for other ranks."""
+    evidence, advice = found.evidence, ADVICE[found.strategy]
+    least = WORTH_SAYING * evidence.step_ns
+    if found.gain(share * found.exposed).step_ns < least:
+        return None
+    sizes = found.collectives["message_bytes"].drop_nulls()
+    if found.strategy == "DDP" and (sizes < _SMALL_BYTES).sum() > max(1, _MOST * sizes.len()):
+        advice = _BUCKETS
+    hidden = share * found.hidden_by_overlap
+    can_hide, gain = min(exposed, float(hidden.sum()) / evidence.num_steps), None
+    text += f"; {advice.seen}"
+    if can_hide >= least:
+        gain = found.gain(hidden)
+        text += f"; {ms(can_hide)} of it could overlap with kernels that do not overlap with communication yet"
+        text += f", and the step gains {ms(gain.step_ns)}" if gain.step_ns < _MOST * can_hide else ""
+        text += "; for the rest, only fewer bytes or a faster link would help" if can_hide < _MOST * exposed else ""
+    elif found.strategy != "pipeline":  # whose stages wait for each other
+        text += "; no kernels are left to overlap with, so only fewer bytes or a faster link would help"
+        if found.strategy == "DDP":
+            gain = found.gain(0.5 * share * found.exposed)
+            text += ": two micro-batches per update would halve it"
+    return _hit(
+        exposed,
+        gain if gain is not None and gain.step_ns >= least else None,
+        title=_title(evidence, exposed),
+        evidence=text,
+        action=advice.action,
+        paste=advice.paste,
+    )
+
+
+def _hit(exposed: float, gain: Gain | None, *, title: str, evidence: str, action: str, paste: str) -> Hit:
+    return Hit(
+        title=title,
+        evidence=evidence,
+        saving_ns=None if gain is None else min(gain.step_ns, exposed),
+        gain=gain,
+        about_ns=exposed,
+        action=action,
+        paste=paste,
+    )
+
+
+def _blame_other_ranks(found: Communication, exposed: float, text: str) -> Hit:
+    evidence = found.evidence
+    waiting = float(found.waiting.sum()) / evidence.num_steps
+    longest = int(np.argmax(found.waiting))
+    row = found.collectives.row(longest, named=True)
+    size = f" of {_say_bytes(row['message_bytes'])}" if row["message_bytes"] is not None else ""
+    text += (
+        f"; {ms(waiting)} of it is longer than the messages need: a {row['kind'] or 'collective'}{size} takes "
+        f"{ms(row['time_ns'])}, and {ms(row['time_ns'] - found.waiting[longest])} would do. This rank waits for a "
+        "later one, and only the traces of the other ranks show which"
+    )
+    return _hit(
+        exposed,
+        found.gain(found.waiting),
+        title=_title(evidence, exposed, ", mostly waiting for other ranks"),
+        evidence=text,
+        action="Find the rank that the others wait for, with the traces of all ranks",
+        paste=_command_for_ranks(evidence),
+    )
+
+
+def _command_for_ranks(evidence: StepEvidence) -> str:
+    """The command for all ranks: with a pattern if the file's name has the rank, otherwise with names to fill in."""
+    manifest = evidence.profile.recording.manifest
+    pattern, count = re.subn(rf"(?i)(rank[-_]?){manifest.rank}(?!\d)", r"\1*", manifest.file)
+    if manifest.rank is None or not count:
+        return "stepscope explain RANK_0.json.gz RANK_1.json.gz  # the traces of all ranks"
+    quoted = "*".join(shlex.quote(part) if part else "" for part in pattern.split("*"))
+    return f"stepscope explain {quoted}"
+
+
+def _slow_link(found: Communication) -> float | None:
+    """The best bandwidth, if it is below that of any link inside a machine."""
+    best, sizes = best_bandwidth(found.collectives), found.collectives["group_size"].drop_nulls()
+    in_one_machine = sizes.len() > 0 and bool((sizes <= _MOST_IN_ONE_MACHINE).all())
+    return best if best is not None and best < _SLOW_LINK and in_one_machine else None
+
+
+def _blame_link(found: Communication, exposed: float, best: float, text: str) -> Hit:
+    evidence = found.evidence
+    time = found.collectives["time_ns"].to_numpy()
+    wire = found.collectives["bus_bytes"].to_numpy() / _USUAL_LINK * 1e9
+    shorter = np.maximum(0.0, time - (_USUAL_LATENCY_NS + wire))
+    known = ~np.isnan(wire)
+    usual = shorter[known].sum() / max(1.0, time[known].sum())  # for messages of unknown size
+    shorter = np.where(known, shorter, usual * time)
+    text += (
+        f"; {_say_messages(found)}, where a PCIe 4.0 ×16 slot carries over {_USUAL_LINK / 1e9:.0f} GB/s; "
+        f"{ADVICE[found.strategy].seen}. Either the collectives take a slow path, or every one waits for the same late "
+        "rank: the traces of the other ranks tell"
+    )
+    return _hit(
+        exposed,
+        found.gain(shorter),
+        title=_title(evidence, exposed, f", at {best / 1e9:.2g} GB/s"),
+        evidence=text,
+        action="Check which path the collectives take, and whether a rank is late",
+        paste=f"NCCL_DEBUG=INFO torchrun train.py  # names the path: P2P, SHM or NET\n{_command_for_ranks(evidence)}",
+    )
+
+
+# --- Ranks ------------------------------------------------------------------------------------------------------------
+
+
+def find_late_rank(evidence: StepEvidence) -> Hit | None:
+    times = evidence.rank_times
+    if times is None or times.straggler is None:
+        return None
+    straggler = times.straggler
+    total = evidence.clock.per_step(sum(one.caused_ns for one in times.lateness))
+    alone = evidence.clock.per_step(straggler.lateness.caused_ns)
+    if straggler.share > _MOST and alone >= LEAST_EXPOSED * evidence.step_ns:
+        return _blame_rank(evidence, times, straggler, alone)
+    if total < LEAST_EXPOSED * evidence.step_ns:
+        return None
+    latest = sorted(times.lateness, key=lambda one: (-one.late_ns, one.rank))[:_MOST_NAMED]
+    ranks = ", ".join(f"rank {one.rank} for {ms(one.late_ns)}" for one in latest if one.late_ns)
+    return Hit(
+        title=f"Ranks wait for each other {ms(total)} {evidence.clock.say_per_step}",
+        evidence=f"no rank is late most of the time; in the recording, the others wait for {ranks}",
+        saving_ns=total,
+        gain=_gain_of_punctuality(evidence, total),
+        about_ns=total,
+        action="Make the ranks equally fast: the same number of tokens, and garbage collection at the same step",
+        paste=_COLLECT,
+    )
+
+
+def _gain_of_punctuality(evidence: StepEvidence, caused_ns: float) -> Gain:
+    """What this rank gains if its exposed collectives are shorter by the time per step that late ranks cause."""
+    found = Communication(evidence)
+    return found.gain(found.exposed * min(1.0, caused_ns * evidence.num_steps / max(1.0, float(found.exposed.sum()))))
+
+
+_COLLECT = (
+    "gc.disable()  # Python collects garbage at a different moment on each rank, and the others wait\n"
+    "if step % 100 == 0:\n"
+    "    gc.collect()  # on all ranks at once"
+)
+
+
+def _blame_rank(evidence: StepEvidence, times: RankTimes, straggler: Straggler, caused: float) -> Hit:
+    late, rank = straggler.lateness, f"rank {straggler.lateness.rank}"
+    own = times.ranks[times.lateness.index(late)].profile
+    file = own.recording.manifest.file
+    look = f" (`{shlex.join(['stepscope', 'explain', file])}`)" if file else ""
+    why, action, paste = {
+        "compute": (
+            "it computes longer than the others",
+            f"Give {rank} as much work as the others: the same number of tokens on every rank",
+            "sampler = torch.utils.data.BatchSampler(by_length, batch_size, drop_last=True)  # equal tokens per rank",
+        ),
+        "input": (
+            "its GPU is idle while its CPU waits for input",
+            f"Make the input of {rank} faster",
+            "loader = torch.utils.data.DataLoader(data, batch_size=batch, num_workers=8, prefetch_factor=4)",
+        ),
+        "CPU": (
+            "its GPU is idle, because its CPU launches late",
+            f"Find out what delays the CPU of {rank}{look}; pin each rank to its own cores, and collect garbage on all "
+            "ranks at once",
+            _COLLECT,
+        ),
+    }[straggler.reason]
+    share = straggler.reasons[straggler.reason] / max(1.0, late.late_ns)
+    text = (
+        f"{rank} comes last to {late.last} of {late.collectives} collectives, up to {ms(late.most_ns)} after the "
+        f"others and {ms(late.late_ns)} in the whole recording; {say_percent(share)} of that time {why}"
+    )
+    least = min(times.lateness, key=lambda one: (one.waited_ns, one.rank))
+    if least is late:
+        text += f". It waits least for others: {ms(late.waited_ns / late.steps)} {evidence.clock.say_per_step}"
+    return Hit(
+        title=f"The other ranks wait for {rank}: {ms(caused)} {evidence.clock.say_per_step}",
+        evidence=text,
+        saving_ns=caused,
+        # The late rank's own page: what it gains by being punctual is not in its collectives.
+        gain=None if own is evidence.profile else _gain_of_punctuality(evidence, caused),
+        about_ns=caused,
+        action=action,
+        paste=paste,
+    )
+
+
+RULES = (
+    Rule(
+        code="SS011",
+        title="Exposed communication",
+        action="Overlap communication with other kernels, in the way that the strategy allows",
+        check=find_exposed_communication,
+        meaning="""Collectives run while the device has nothing else to do. What helps depends on the strategy, which
+            the collectives show: DDP reduces gradients in backward, FSDP gathers weights before each layer, a sharded
+            optimizer (ZeRO) scatters gradients and gathers weights around the update, tensor parallelism exchanges
+            activations within layers, and experts and embeddings exchange tokens all-to-all. A rank that waits for a
+            slower one counts as communication as well, and the finding says so if collectives take much longer than
+            their messages need.""",
+        seen="Time in which only communication runs on the device, at least 2% of the step.",
+        saving="""Collectives are shortened by what could overlap, and the step is replayed. Gradients can overlap with
+            the rest of backward, gathered weights with the kernels before them, and tensor-parallel collectives with a
+            neighbouring GEMM, as far as these do not overlap with communication yet; the last bucket of gradients has
+            nothing left to overlap with. Where ranks wait, the saving is the time beyond what the same message needs
+            elsewhere in the trace.""",
+        builtin="not needed: it runs in one process",
+        own=(
+            "# DDP: DistributedDataParallel(model, bucket_cap_mb=100); model.no_sync() in all but the last micro-batch",
+            "# FSDP: block.set_modules_to_forward_prefetch([next_block]); larger units",
+            "# ZeRO: overlap_comm (DeepSpeed); --overlap-grad-reduce --overlap-param-gather (Megatron-LM)",
+            "# tensor parallel: torch._inductor.config._micro_pipeline_tp = True, or fewer ranks",
+            "# all-to-all: async_op=True, with other work before work.wait()",
+        ),
+        paste=ADVICE["unknown"].paste,
+    ),
+    Rule(
+        code="SS030",
+        title="Ranks wait for a late rank",
+        action="Make the late rank as fast as the others",
+        check=find_late_rank,
+        meaning="""A collective cannot end before the last rank has joined it, so one slow rank slows down all. The late
+            rank is easy to overlook: it has the *shortest* communication, because it never waits.""",
+        seen="""Traces of several ranks: `stepscope explain rank0.json.gz rank1.json.gz`, or a directory. Collectives
+            are matched by process group, order and size, and clocks are aligned by their ends, which coincide. The
+            reason is read from the late rank's device since the previous collective: more compute than on other ranks,
+            or idle time, in which the CPU waits for input or launches late.""",
+        saving="""The time from the arrival of the last but one rank to that of the last, in which the other ranks run
+            nothing else, as a mean over these ranks. A lower bound if traces of some ranks are missing.""",
+        builtin="not needed: it runs in one process",
+        own=(
+            "# late CPU: pin each rank to its own cores; gc.disable(), and gc.collect() at the same step on all ranks",
+            "# more compute: the same number of tokens on every rank",
+            "# slow input: DataLoader(data, num_workers=8, prefetch_factor=4, pin_memory=True)",
+        ),
+        paste=_COLLECT,
+    ),
+)

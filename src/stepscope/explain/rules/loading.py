@@ -1,0 +1,225 @@
+"""Rules about the input of a step: loading batches, and copying them to the GPU."""
+
+from dataclasses import replace
+
+import numpy as np
+import polars as pl
+
+from stepscope.explain.ranks.collectives import CoveredTime
+from stepscope.explain.rules.evidence import WORTH_SAYING, StepEvidence, ms
+from stepscope.explain.rules.replay import Change, Floats, Ints
+from stepscope.explain.rules.rule import Hit, Rule, count_per_step
+
+# Ranges of PyTorch, names that people choose, and Python frames.
+_INPUT = (
+    r"(?i)enumerate\(DataLoader\)|(?:\b|_)data[ _]?load(?:er|ing)?(?:\b|_)"
+    r"|\b(?:next|load|get|fetch)[ _]batch\b|^phase:input$|: preprocess$"
+    r"|torch/utils/data/dataloader\.py\(\d+\): __next__$"
+)
+_IN_PROCESS, _FROM_WORKERS = r"_SingleProcessDataLoaderIter", r"_MultiProcessingDataLoaderIter"
+_PIPELINE = r"transformers/pipelines/\S+: preprocess$"
+# Operators count as collating only inside a loader: `default_collate` stacks the samples of a batch.
+_COLLATE = r"(?i)\bcollate_fn$|default_collate$|^aten::stack$"
+_PAGEABLE = r"(?i)HtoD.*Pageable|Pageable.*(?:-> ?Device|to device)"
+_TO_DEVICE = r"(?i)HtoD|host to device"
+_MOST = 0.5
+_LEAST_PART = 0.05  # of the input time, before a part of it is mentioned
+
+
+def find_loading(evidence: StepEvidence) -> pl.DataFrame:
+    """Return the ranges (name, start_ns, end_ns) in which the CPU loads input, on the threads that run the step: a
+    thread that loads ahead does not hold the step up."""
+    return _named(evidence, _INPUT)
+
+
+def _named(evidence: StepEvidence, pattern: str) -> pl.DataFrame:
+    recording = evidence.profile.recording
+    begin, stop = evidence.window
+    # On a CPU, the stream of an operator is its thread.
+    threads = evidence.kernels["stream" if evidence.profile.on_cpu else "thread"].drop_nulls().unique()
+    inside = (pl.col("end_ns") > begin) & (pl.col("start_ns") < stop)
+    ours = pl.col("thread").is_in(threads.implode()) | pl.lit(not threads.len())
+    named = pl.col("name").str.contains(pattern)
+    frames = [frame.filter(inside & ours).filter(named) for frame in (recording.ranges, recording.ops)]
+    return pl.concat([frame.select("name", "start_ns", "end_ns") for frame in frames]).sort("start_ns")
+
+
+def find_input_stalls(evidence: StepEvidence) -> Hit | None:
+    loading = find_loading(evidence)
+    if not loading.height:
+        return None
+    on_cpu = evidence.profile.on_cpu
+    starts, ends = _waiting(evidence)
+    idle = CoveredTime(loading).between(starts, ends)
+    # What the profiler adds to the CPU's time is not saved.
+    scale = min(1.0, evidence.step_ns / max(1, evidence.clock.profiled_ns)) if on_cpu else evidence.idle_scale
+    stalled = float(idle.sum()) / evidence.num_steps * scale
+    if stalled < WORTH_SAYING * evidence.step_ns:
+        return None
+    gain = None if on_cpu else evidence.gain(_without(evidence, loading, idle[:-1]))
+    saving = stalled if gain is None else gain.step_ns
+    parts = {
+        what: float(CoveredTime(ranges).between(starts, ends).sum()) / max(1.0, float(idle.sum()))
+        for what, ranges in _parts(evidence, loading).items()
+    }
+    action, paste = _load_better(parts, on_cpu=on_cpu)
+    per_step = evidence.clock.say_per_step
+    if on_cpu:
+        title, text = (
+            f"Loading input takes {ms(stalled)} {per_step}",
+            "the model waits while the CPU loads the next batch",
+        )
+    else:
+        title = f"GPU waits for input: {ms(stalled)} {per_step}"
+        text = f"the GPU is idle for {ms(stalled)} {per_step} while the CPU loads the next batch"
+    text += _say_parts(parts, stalled)
+    return Hit(title=title, evidence=text, saving_ns=saving, gain=gain, about_ns=stalled, action=action, paste=paste)
+
+
+def _waiting(evidence: StepEvidence) -> tuple[Ints, Ints]:
+    """Return when the step may wait for input: whenever the GPU is idle, and on a CPU always."""
+    begin, stop = evidence.window
+    if evidence.profile.on_cpu:
+        return np.array([begin]), np.array([stop])
+    replay = evidence.replay
+    ends = np.append(replay.start, stop)
+    return ends - np.append(replay.idle_before, max(0, stop - int(replay.end.max()))), ends
+
+
+def _without(evidence: StepEvidence, loading: pl.DataFrame, idle: Floats) -> Change:
+    """Return the change in which loading overlaps with the step: the GPU no longer waits for it."""
+    change = evidence.replay.unchanged()
+    waits_for_input = idle > 0
+    change.host_share[waits_for_input] = evidence.share_outside(loading)[waits_for_input]
+    return change
+
+
+def _parts(evidence: StepEvidence, loading: pl.DataFrame) -> dict[str, pl.DataFrame]:
+    """Return ranges inside `loading` by what happens in them; they may overlap."""
+    copies = evidence.kernels.filter(pl.col("name").str.contains(_TO_DEVICE) & pl.col("launch_ns").is_not_null())
+    copies = copies.select(start_ns="launch_ns", end_ns="launch_end_ns")
+    inner = {"collate": _named(evidence, _COLLATE), "copies": copies}
+    starts, ends = (loading[name].to_numpy() for name in ("start_ns", "end_ns"))
+    done = np.maximum.accumulate(ends)
+    found = {}
+    for what, ranges in inner.items():
+        place = np.searchsorted(starts, ranges["start_ns"].to_numpy(), side="right") - 1
+        found[what] = ranges.filter(
+            pl.Series((place >= 0) & (done[np.maximum(0, place)] >= ranges["end_ns"].to_numpy()))
+        )
+    name = pl.col("name")
+    for what, pattern in (("process", _IN_PROCESS), ("workers", _FROM_WORKERS), ("pipeline", _PIPELINE)):
+        found[what] = loading.filter(name.str.contains(pattern))
+    return found
+
+
+def _say_parts(parts: dict[str, float], stalled_ns: float) -> str:
+    if parts["pipeline"] > _MOST:
+        text = ", in the preprocessing of a transformers pipeline"
+    elif parts["process"] > _MOST:
+        text = ", in the main process: the loader has no workers"
+    elif parts["workers"] > _MOST:
+        text = ", which comes from the loader's workers: they are not fast enough"
+    else:
+        text = ""
+    words = {"collate": "collating samples", "copies": "copying to the GPU"}
+    said = [f"{ms(parts[key] * stalled_ns)} in {word}" for key, word in words.items() if parts[key] >= _LEAST_PART]
+    return text + (f"; of this, {' and '.join(said)}" if said else "")
+
+
+def _load_better(parts: dict[str, float], *, on_cpu: bool) -> tuple[str, str]:
+    """Return what to do, and the code for it."""
+    if parts["pipeline"] > _MOST:
+        return (
+            "Preprocess in worker processes",
+            "outputs = pipe(dataset, num_workers=8)  # a torch Dataset of all inputs, not one input per call",
+        )
+    pinned = "" if on_cpu else ", pin_memory=True"
+    copied = "" if on_cpu else '\nx = x.to("cuda", non_blocking=True)'
+    loader = "loader = torch.utils.data.DataLoader(data, batch_size=batch, "
+    if parts["workers"] > _MOST:
+        more = f"num_workers=2 * num_workers, prefetch_factor=4{pinned})"
+        return "Use more workers, or do less per sample", f"{loader}{more}{copied}"
+    if parts["copies"] > _MOST:
+        return "Pin the memory of batches, and copy without waiting", f"{loader}pin_memory=True){copied}"
+    workers = "num_workers=2" if on_cpu else "num_workers=8"
+    return "Load batches in worker processes", f"{loader}{workers}{pinned}, persistent_workers=True){copied}"
+
+
+def is_input_copy(evidence: StepEvidence, waits: pl.DataFrame) -> pl.Series:
+    """Return which waits are copies from pageable memory to the GPU."""
+    copies = evidence.kernels.filter(pl.col("name").str.contains(_PAGEABLE))
+    return waits["start_ns"].is_in(copies["launch_ns"].drop_nulls().implode())
+
+
+def find_pageable_copies(evidence: StepEvidence) -> Hit | None:
+    is_copy = pl.col("name").str.contains(_PAGEABLE)
+    copies, others = evidence.kernels.filter(is_copy), evidence.kernels.filter(~is_copy)
+    if not copies.height:
+        return None
+    change = evidence.replay.unchanged()
+    change.skipped_waits = set(evidence.waits.filter(is_input_copy(evidence, evidence.waits))["wait"].to_list())
+    # A pinned copy takes time on the bus too, and overlaps with at most as much time of other kernels.
+    exposed = max(0.0, 1 - evidence.per_step(others) / max(1.0, evidence.per_step(copies)))
+    change.time_ns[copies["row"].to_numpy()] *= exposed
+    gain = evidence.gain(change)
+    if gain.step_ns < WORTH_SAYING * evidence.step_ns:
+        return None
+    count = count_per_step(evidence, copies.height, "copy", "copies")
+    text = f"the copies take {ms(evidence.per_step(copies))} on the GPU and block the CPU meanwhile"
+    title = f"Copies to the GPU use pageable memory: {count}"
+    hit = Hit(title=title, evidence=text, saving_ns=gain.step_ns, gain=gain)
+    return hit if find_loading(evidence).height else replace(hit, action="Copy from pinned memory", paste=_FROM_PINNED)
+
+
+_FROM_PINNED = (
+    "buffer = torch.empty(x.shape, dtype=x.dtype, pin_memory=True)  # once, not in every step\n"
+    'x = buffer.copy_(x).to("cuda", non_blocking=True)'
+)
+
+RULES = (
+    Rule(
+        code="SS012",
+        title="The step waits for input",
+        action="Load batches in worker processes",
+        check=find_input_stalls,
+        meaning="""The next batch is loaded while the GPU is idle, or, on a CPU, while the model does not run. A loader
+            without workers loads in the process of the step. With workers, the step waits if they are slower than the
+            model.""",
+        seen="""The ranges that PyTorch records around a DataLoader (`enumerate(DataLoader)`), ranges with such a name,
+            and, if stacks were recorded, the frames of a DataLoader and of `preprocess`, on the threads that run the
+            step: GPU idle time inside them, or, on a CPU, all of their time. The name of the range says whether the
+            loader has workers. Collating is `default_collate`, `collate_fn` or `aten::stack` inside a loader.""",
+        saving="""The recording is replayed without the CPU time inside these ranges, assuming that loading can overlap
+            with the step. On a CPU, this is their time, and needs cores that the model does not use.""",
+        builtin="not needed: its batch stays on the device",
+        own=(
+            "loader = DataLoader(data, num_workers=8, pin_memory=True, prefetch_factor=4)",
+            'batch = batch.to("cuda", non_blocking=True)',
+        ),
+        paste=(
+            "loader = torch.utils.data.DataLoader(data, batch_size=batch, num_workers=8, pin_memory=True)\n"
+            'x = x.to("cuda", non_blocking=True)'
+        ),
+        on_cpu=True,
+    ),
+    Rule(
+        code="SS017",
+        title="Copies to the GPU use pageable memory",
+        action="Pin the memory of batches",
+        check=find_pageable_copies,
+        meaning="Memory that is not pinned is first copied to a pinned buffer, and the CPU is blocked meanwhile.",
+        seen="Copies to the GPU named `Pageable`, and the CPU calls that made them.",
+        saving="""The recording is replayed without the CPU's waits and without the time of these copies. Pinned copies
+            take time on the bus too: they overlap with at most as much time of other kernels, and the rest stays.""",
+        builtin="not needed: its batch stays on the GPU",
+        own=(
+            "loader = DataLoader(data, pin_memory=True)",
+            'batch = batch.to("cuda", non_blocking=True)',
+        ),
+        paste=(
+            "loader = torch.utils.data.DataLoader(data, batch_size=batch, pin_memory=True)\n"
+            'x = x.to("cuda", non_blocking=True)'
+        ),
+    ),
+)

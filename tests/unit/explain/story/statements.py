@@ -1,0 +1,575 @@
+"""Every quantity that a page, a comparison, `explain` and its answers state, gathered from structured values first and
+from sentences second.
+
+A `Statement` says that a quantity has a value, where that is said, and how exactly: a sentence rounds to the digits it
+prints. Two statements about one quantity that differ by more than they round contradict each other.
+"""
+
+import math
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from stepscope.api.run import Run
+from stepscope.explain.questions import Answer
+from stepscope.explain.story.sections.breakdown import add_up, tabulate_dimensions
+from stepscope.explain.trace.compare import IDLE, ProfileComparison
+from stepscope.explain.trace.profile_tables import PARTS, make_part
+from stepscope.explain.trace.summary import Summary
+from stepscope.findings import (
+    Bars,
+    Breakdown,
+    Cell,
+    Fact,
+    Finding,
+    Part,
+    Questions,
+    Report,
+    SideBySide,
+    Table,
+    joint_saving,
+)
+from stepscope.render.terminal import summarize_report
+
+_UNITS = {"s": 1e9, "ms": 1e6, "µs": 1e3, "ns": 1.0}
+TIME = r"(\d[\d,]*(?:\.\d+)?) (s|ms|µs|ns)\b"
+PERCENT = r"(under )?(\d+(?:\.\d+)?)%"
+_EXACT = 1e-9  # relative, of values that are not rounded
+_SHARE_SLACK = 1e-6
+# What a finding is about: times that its fix can shorten.
+_ABOUT = re.compile(
+    rf"(?:takes?|up to|idle for|communication:|GPU waits) {TIME}|{TIME} (?:per step |in the trace )?does not overlap"
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Statement:
+    quantity: str
+    value: float
+    rounding: float
+    where: str
+
+    def scaled(self, factor: float) -> "Statement":
+        return replace(self, value=self.value * factor, rounding=self.rounding * factor)
+
+    def __str__(self) -> str:
+        return f"{self.where}: {self.value:.6g}"
+
+
+@dataclass(frozen=True)
+class Contradiction:
+    """`check` names what does not hold."""
+
+    check: str
+    details: str
+
+    def __str__(self) -> str:
+        return f"{self.check}: {self.details}"
+
+
+def exactly(quantity: str, value: float, where: str) -> Statement:
+    return Statement(quantity=quantity, value=value, rounding=_EXACT * abs(value) + 1e-6, where=where)
+
+
+def of_table(quantity: str, value: Cell, where: str) -> Statement:
+    assert isinstance(value, int | float)
+    return exactly(quantity, float(value), where)
+
+
+def read_time(number: str, unit: str) -> tuple[float, float]:
+    """Nanoseconds, and half a unit of the last digit: a sentence has three digits, or whole units from 1,000 on."""
+    value = float(number.replace(",", ""))
+    decimals = max(0, 2 - math.floor(math.log10(value))) if value > 0 else 0
+    printed = len(number.partition(".")[2])
+    return value * _UNITS[unit], 0.501 * 10.0 ** -max(printed, min(decimals, 2)) * _UNITS[unit]
+
+
+def read_percent(under: str | None, number: str) -> tuple[float, float]:
+    value = float(number)
+    if under:
+        return value / 200, value / 200
+    printed = len(number.partition(".")[2])
+    if not printed and 0 < value < 10:  # 1.0 is printed as 1
+        printed = 1 - math.floor(math.log10(value))
+    return value / 100, 0.501 * 10.0**-printed / 100
+
+
+def times_in(quantity: str, pattern: str, text: str, where: str) -> Iterator[Statement]:
+    """One statement per match of `pattern`, in which TIME stands for a time."""
+    for found in re.finditer(pattern.replace("TIME", TIME), text):
+        value, rounding = read_time(found[1], found[2])
+        yield Statement(quantity=quantity, value=value, rounding=rounding, where=f"{where} ({found[0]!r})")
+
+
+def shares_in(quantity: str, pattern: str, text: str, where: str, *, rest: bool = False) -> Iterator[Statement]:
+    """The same with PERCENT; `rest` states 1 minus the share."""
+    for found in re.finditer(pattern.replace("PERCENT", PERCENT), text):
+        value, rounding = read_percent(found[1], found[2])
+        yield Statement(
+            quantity=quantity, value=1 - value if rest else value, rounding=rounding, where=f"{where} ({found[0]!r})"
+        )
+
+
+# --- Checks -----------------------------------------------------------------------------------------------------------
+
+
+def check_same(statements: Iterable[Statement]) -> Iterator[Contradiction]:
+    """All statements about a quantity agree with the exact ones, or with each other."""
+    known: dict[str, list[Statement]] = {}
+    for one in statements:
+        known.setdefault(one.quantity, []).append(one)
+    for quantity, told in known.items():
+        ordered = sorted(told, key=lambda one: one.rounding)
+        for one in ordered[1:]:
+            if abs(one.value - ordered[0].value) > one.rounding + ordered[0].rounding:
+                yield Contradiction(f"two values of {quantity}", f"{ordered[0]}; {one}")
+
+
+def check_sum(parts: Sequence[float], whole: float, what: str, *, slack: float = 0.0) -> Iterator[Contradiction]:
+    """`slack` is for parts that are each rounded to whole nanoseconds."""
+    if abs(math.fsum(parts) - whole) > 1e-7 * max(abs(whole), *map(abs, parts), 1e-3) + slack:
+        yield Contradiction("parts do not add up", f"{what}: {math.fsum(parts):.6g} of {whole:.6g}")
+
+
+def check_most(value: float, most: float, what: str) -> Iterator[Contradiction]:
+    if value > most * (1 + 1e-6) + 1.0:  # nanoseconds are rounded to whole ones
+        yield Contradiction("more than the whole", f"{what}: {value:.6g} of {most:.6g}")
+
+
+# --- A page -----------------------------------------------------------------------------------------------------------
+
+
+def parts_of(report: Report) -> Iterator[tuple[str, Part]]:
+    """Every part with its key; those of a pair have the run's number behind it."""
+    for section in report.sections:
+        for exhibit in section.exhibits:
+            if isinstance(exhibit.part, SideBySide):
+                for run, part in enumerate(exhibit.part.parts):
+                    if part is not None:
+                        yield f"{exhibit.key} {run}", part
+            else:
+                yield exhibit.key, exhibit.part
+
+
+def fact_of(report: Report, key: str) -> Fact | None:
+    return next((fact for fact in report.facts if fact.key == key), None)
+
+
+def lead_of(report: Report, key: str) -> str:
+    return next((section.lead for section in report.sections if section.key == key), "")
+
+
+def read_page(report: Report, *, explains_step: bool, has_idle: bool) -> Iterator[Statement]:
+    """The statements of one run's page. If its recording belongs to another run than its step time, the page has two
+    steps, and only the recording's is read."""
+    if explains_step:
+        step = fact_of(report, "step")
+        assert step is not None, "a page with a recording has a step or a length"
+        yield of_table("step", step.value, "fact").scaled(1e6)
+        yield from times_in("step", "TIME per (?:training step|inference step|step)", report.sentence, "headline")
+        yield from shares_in(
+            "idle share", r"the GPU (?:waits for the CPU|is idle) PERCENT", report.sentence, "headline"
+        )
+        yield from shares_in("exposed share", r"exposed communication takes PERCENT of it", report.sentence, "headline")
+        if busy := fact_of(report, "busy"):
+            yield of_table("busy share", busy.value, "fact")
+    yield from _read_picture(report, 0, "picture")
+    yield from times_in("step", r"in TIME per step", lead_of(report, "timeline"), "timeline's lead")
+    if found := re.match(r"([\d,]+) (?:kernel|operator)s? in", lead_of(report, "timeline")):
+        count = float(found[1].replace(",", ""))
+        yield Statement(quantity="kernels", value=count, rounding=0.501, where="timeline's lead")
+    yield from times_in("kernel time", r"take TIME", lead_of(report, "time"), "breakdown's lead")
+    for key, part in parts_of(report):
+        if isinstance(part, Breakdown):
+            yield from _read_breakdown(part, 0, key, has_idle=has_idle)
+        if isinstance(part, Questions):
+            for question in part.questions:
+                yield from read_idle_answer(f"{question.figure}. {question.answer}", f"page's {question.question!r}")
+    for advice in report.advice or ():
+        yield from read_finding(advice.finding, "card")
+
+
+def _read_picture(report: Report, run: int, where: str) -> Iterator[Statement]:
+    """The bar on the first screen, and the line about it in the terminal."""
+    bar = report.picture.bars[run] if report.picture is not None else None
+    if bar is None:
+        return
+    yield exactly("step", bar.step_ns, where)
+    yield exactly("step", math.fsum(math.fsum(one.times_ns) + one.idle_ns for one in bar.phases), f"parts of {where}")
+    yield exactly("idle", bar.step_ns - bar.busy_ns, where)
+    yield exactly("idle", math.fsum(one.idle_ns for one in bar.phases), f"parts of {where}")
+    if len(report.runs) == 1:
+        (line,) = (one for one in summarize_report(report) if one.startswith(("step: ", "trace: ")))
+        yield from times_in("step", r"^(?:step|trace): TIME", line, "summary in the terminal")
+        if found := re.search(rf"idle {TIME}", line):
+            # Busy and idle time have the decimals of the step, and are rounded so that they add up to it.
+            value, _ = read_time(found[1], found[2])
+            rounding = 1.01 * 10.0 ** -len(found[1].partition(".")[2]) * _UNITS[found[2]]
+            yield Statement(quantity="idle", value=value, rounding=rounding, where="summary in the terminal")
+        yield from shares_in("idle share", r"idle [\d.,e+-]+ ms \(PERCENT\)", line, "summary in the terminal")
+
+
+def _read_breakdown(part: Breakdown, run: int, where: str, *, has_idle: bool) -> Iterator[Statement]:
+    yield exactly("step", part.walls_ns[run], where)
+    yield exactly("kernel time", math.fsum(part.times_ns[run]), where)
+    yield exactly("kernels", math.fsum(part.counts[run]), where)
+    yield exactly("idle", part.idles_ns[run], where)
+    for place, dimension in enumerate(part.dimensions):
+        if dimension.key in ("class", "phase"):
+            for name, time in zip(dimension.values, add_up(part, place).times_ns[run], strict=True):
+                yield exactly(f"time of {dimension.key} {name}", float(time), where)
+    if has_idle and part.walls_ns[run]:
+        yield exactly("idle share", part.idles_ns[run] / part.walls_ns[run], where)
+        yield exactly("busy share", 1 - part.idles_ns[run] / part.walls_ns[run], where)
+
+
+def read_idle_answer(text: str, where: str) -> Iterator[Statement]:
+    """The figure and the first sentence of the question about idle time."""
+    yield from shares_in("idle share", r"^PERCENT of the (?:step|trace)\.", text, where)
+    found = re.search(rf"\. {TIME} (?:idle|outside operators) (?:per step|in the trace), {PERCENT}", text)
+    if found:
+        value, rounding = read_time(found[1], found[2])
+        yield Statement(quantity="idle", value=value, rounding=rounding, where=where)
+        value, rounding = read_percent(found[3], found[4])
+        yield Statement(quantity="idle share", value=value, rounding=rounding, where=where)
+
+
+def read_finding(finding: Finding, where: str) -> Iterator[Statement]:
+    text = f"{finding.title}. {finding.evidence}"
+    yield from shares_in("idle share", r"GPU is idle PERCENT of the step", text, f"{where} {finding.code}")
+    if finding.code == "SS011":
+        yield from times_in(
+            "exposed", r"TIME (?:per step |in the trace )?does not overlap", text, f"{where} {finding.code}"
+        )
+        yield from times_in("hidden", r"does not overlap with other kernels, TIME does", text, f"{where} SS011")
+
+
+# --- A terminal page, its JSON and its answers ------------------------------------------------------------------------
+
+
+def read_explain(run: Run) -> Iterator[Statement]:
+    profile = run.profile
+    summary = (run.ranks[0] if len(run.ranks) > 1 else run).summary
+    assert isinstance(summary, Summary)
+    page = run.page()
+    steps, devices = profile.steps_in_window, len(profile.devices)
+    first = page.headline.split("\n\n")[-1]  # a summary of all ranks comes before it
+    yield from times_in("step", r"(?:steps? of|no marked steps,) TIME", first, "terminal's headline")
+    if profile.has_gaps:
+        yield from shares_in("busy share", "busy PERCENT", first, "terminal's headline")
+        yield from shares_in("idle share", "idle PERCENT", first, "terminal's headline")
+    yield exactly("step", summary.step_ns, "JSON")
+    yield exactly("kernel time", summary.gpu_time_ns / steps, "JSON")
+    yield exactly("kernels", sum(one.count for one in summary.kernels) / steps, "JSON")
+    exposed = sum(one.account.communication_exposed_ns for one in summary.devices)
+    hidden = sum(one.account.communication_hidden_ns for one in summary.devices)
+    if devices == 1:
+        yield exactly("exposed", exposed / steps, "JSON")
+        yield exactly("hidden", hidden / steps, "JSON")
+    yield exactly("exposed share", exposed / devices / steps / summary.step_ns, "JSON")
+    for one in summary.classes:
+        yield exactly(f"time of class {one.kernel_class}", one.time_ns / steps, "JSON")
+    passes = [phase.time_ns for phase in summary.phases if phase.phase in ("forward", "loss")]
+    yield exactly("time of forward and loss", sum(passes) / steps, "JSON")
+    for phase in summary.phases:
+        yield exactly(f"time of phase {phase.phase}", phase.time_ns / steps, "JSON")
+    yield exactly("share of the longest kernel", summary.kernels[0].share, "JSON")
+    for finding in summary.findings:
+        yield from read_finding(finding, "JSON")
+    yield from _read_classes(make_part(profile, "classes"), devices, has_idle=profile.has_gaps)
+    for name in ("phases", "kernels", "modules", "layers", "ops"):
+        table = make_part(profile, name)
+        yield exactly("kernel time", math.fsum(column(table, "kernel_ms")) * 1e6, f"table {name}")
+        yield exactly("kernels", math.fsum(column(table, "count")), f"table {name}")
+        if name == "phases":
+            for row in table.rows:
+                time = of_table(f"time of phase {row[0]}", row[place_of(table, "kernel_ms")], "table phases")
+                yield time.scaled(1e6)
+    if len(run.ranks) > 1:
+        yield from _read_ranks(next(one for one in page.tables if one.title == "Ranks"), profile.has_gaps)
+
+
+def _read_classes(table: Table, devices: int, *, has_idle: bool) -> Iterator[Statement]:
+    """Times in this table are sums over devices."""
+    rows = {row[0]: row for row in table.rows}
+    alone, share = place_of(table, "alone_ms"), place_of(table, "wall_share")
+    if has_idle:
+        yield of_table("step", rows["wall"][alone], "table classes").scaled(1e6 / devices)
+        yield of_table("idle", rows["idle"][alone], "table classes").scaled(1e6 / devices)
+        yield of_table("idle share", rows["idle"][share], "table classes")
+    kernels = place_of(table, "kernel_ms")
+    for name, row in rows.items():
+        if row[kernels] is not None:
+            yield of_table(f"time of class {name}", row[kernels], "table classes").scaled(1e6)
+    yield exactly("kernel time", math.fsum(column(table, "kernel_ms")) * 1e6, "table classes")
+    yield exactly("kernels", math.fsum(column(table, "count")), "table classes")
+
+
+def _read_ranks(table: Table, has_idle: bool) -> Iterator[Statement]:
+    """The rank whose figures the page shows."""
+    row = table.rows[0]
+    yield of_table("step", row[place_of(table, "step_ms")], "table ranks").scaled(1e6)
+    if has_idle:
+        yield of_table("idle share", row[place_of(table, "idle")], "table ranks")
+    step, exposed = (row[place_of(table, key)] for key in ("step_ms", "exposed_ms"))
+    assert isinstance(step, float)
+    yield of_table("exposed share", exposed, "table ranks").scaled(1 / step)
+
+
+def read_answers(answers: Iterable[Answer]) -> Iterator[Statement]:
+    for one in answers:
+        if one.evidence is None:
+            continue
+        rows, where = one.evidence.rows, f"answer `{one.key}`"
+        if one.key == "idle":
+            yield from read_idle_answer(f"{one.figure}. {one.sentence}", where)
+            time = place_of(one.evidence, "time_ms")
+            causes = [cell for row in rows if row[0] == "cause" and isinstance(cell := row[time], float)]
+            yield exactly("idle", math.fsum(causes) * 1e6, f"causes of {where}")
+        if one.key == "top-kernel":
+            share = place_of(one.evidence, "share")
+            for row in [row for row in rows if row[0] == "whole step"][:1]:
+                yield of_table("share of the longest kernel", row[share], where)
+        if one.key == "forward-time":
+            time = place_of(one.evidence, "per_step_ms")
+            for row in rows:
+                if row[0] == "kernels":
+                    yield of_table("time of forward and loss", row[time], where).scaled(1e6)
+
+
+# --- Two runs ---------------------------------------------------------------------------------------------------------
+
+
+def read_pair(report: Report, run: int, *, explains_step: bool, has_idle: bool) -> Iterator[Statement]:
+    """What a page about two runs says about one of them: `run` is 0 or 1."""
+    label = report.runs[run]
+    yield from _read_picture(report, run, "pair's picture")
+    if explains_step:
+        if step := fact_of(report, "step"):
+            value = (step.before, step.value)[run]
+            if value is not None:
+                yield of_table("step", value, "pair's fact").scaled(1e6)
+        found = re.search(f"{TIME} vs {TIME} per step", report.sentence)
+        if found:
+            number, unit = (found[3], found[4]) if run == 0 else (found[1], found[2])
+            value, rounding = read_time(number, unit)
+            yield Statement(quantity="step", value=value, rounding=rounding, where="pair's headline")
+        if busy := fact_of(report, "busy"):
+            value = (busy.before, busy.value)[run]
+            if value is not None:
+                yield of_table("busy share", value, "pair's fact")
+        found = re.search(f"step goes from {TIME} to {TIME}", lead_of(report, "changes"))
+        if found:
+            number, unit = (found[1], found[2]) if run == 0 else (found[3], found[4])
+            value, rounding = read_time(number, unit)
+            yield Statement(quantity="step", value=value, rounding=rounding, where="lead of the changes")
+    for key, part in parts_of(report):
+        if isinstance(part, Breakdown) and len(part.runs) == 2:
+            yield from _read_breakdown(part, run, f"pair's {key}", has_idle=has_idle)
+        if key == "changes-time" and isinstance(part, Bars):
+            values = dict(zip(part.labels, part.values[run], strict=True))
+            whole = {"step": math.fsum(value or 0 for value in values.values()), "idle": values.get("idle") or 0}
+            for quantity, value in whole.items():  # whole nanoseconds, as in `compare`
+                yield Statement(quantity=quantity, value=value * 1e6, rounding=1.0, where="bars of the changes")
+        if key == "changes-class" and isinstance(part, Table):
+            rows = {row[1]: row for row in part.rows}
+            at = place_of(part, ("a_ms", "b_ms")[run])
+            yield of_table("step", rows["wall"][at], "table of the changes").scaled(1e6)
+            if "idle" in rows:  # unknown if kernels ran one at a time
+                yield of_table("idle", rows["idle"][at], "table of the changes").scaled(1e6)
+        if isinstance(part, Questions) and key.endswith(f" {run}"):
+            for question in part.questions:
+                yield from read_idle_answer(f"{question.figure}. {question.answer}", f"{label}: page's answer")
+
+
+def read_comparison(comparison: ProfileComparison, run: int) -> Iterator[Statement]:
+    """What `compare` prints. `wall` also decides whether a run regressed."""
+    rounded = 1.0  # whole nanoseconds
+    wall = float((comparison.wall.a_ns, comparison.wall.b_ns)[run])
+    yield Statement(quantity="step", value=wall, rounding=rounded, where="`compare`, row `wall`")
+    for row in (*comparison.totals, *comparison.parts):
+        if row.name.strip("()") == IDLE.strip("()"):
+            value = float((row.a_ns, row.b_ns)[run])
+            yield Statement(quantity="idle", value=value, rounding=rounded, where=f"`compare`, row `{row.name}`")
+
+
+# --- Parts and wholes -------------------------------------------------------------------------------------------------
+
+
+def column(table: Table, key: str) -> list[float]:
+    at = place_of(table, key)
+    return [float(cell) for row in table.rows if isinstance(cell := row[at], int | float)]
+
+
+def place_of(table: Table, key: str) -> int:
+    return next(place for place, column in enumerate(table.columns) if column.key == key)
+
+
+def check_report(report: Report, run: Run) -> Iterator[Contradiction]:
+    """`run` is the one that the cards are about: the second of two."""
+    for key, part in parts_of(report):
+        if isinstance(part, Breakdown):
+            yield from _check_breakdown(part, key)
+        if isinstance(part, Bars) and key.startswith("ranks-time"):
+            for place, label in enumerate(part.labels):
+                if any((one[place] or 0) < 0 for one in part.values):
+                    yield Contradiction("negative part", f"{key}, {label}: {[one[place] for one in part.values]}")
+    steps = [part.walls_ns[-1] for _, part in parts_of(report) if isinstance(part, Breakdown)]
+    if report.advice is not None:
+        yield from check_savings([advice.finding for advice in report.advice], steps[0], find_room(run), "card")
+
+
+def _check_breakdown(part: Breakdown, where: str) -> Iterator[Contradiction]:
+    for run, _ in enumerate(part.runs):
+        whole = math.fsum(part.times_ns[run])
+        if not 0 <= part.idles_ns[run] <= part.walls_ns[run]:
+            yield Contradiction("idle outside the step", f"{where}: {part.idles_ns[run]} of {part.walls_ns[run]}")
+        for place, dimension in enumerate(part.dimensions):
+            yield from check_sum(list(add_up(part, place).times_ns[run]), whole, f"{where} by {dimension.key}")
+    for key, table in tabulate_dimensions(part):
+        for share in (one.key for one in table.columns if one.key.startswith("share")):
+            if any(column(table, share)):
+                yield from check_sum(column(table, share), 1.0, f"{where}, shares by {key}")
+
+
+def check_savings(findings: Sequence[Finding], step_ns: float, room_ns: float, where: str) -> Iterator[Contradiction]:
+    """All fixes together save at most the step and at least as much as any one of them, and what each adds is at most
+    what it saves alone or what the others leave."""
+    for finding in findings:
+        for one in (finding, *finding.also):
+            yield from _check_saving(one, step_ns, room_ns, where)
+    joint = joint_saving(findings)
+    if joint is None:
+        return
+    yield from check_most(joint.saving_ns, step_ns, f"{where}: joint saving of the step")
+    if abs(joint.share - joint.saving_ns / step_ns) > _SHARE_SLACK + len(findings) / step_ns:
+        yield Contradiction(
+            "share of another step", f"{where}: joint {joint.share:.6g}, {joint.saving_ns} of {step_ns}"
+        )
+    for one in findings:
+        if one.joint_ns is not None and one.joint_ns < 0:
+            yield Contradiction("negative part", f"{where} {one.code} adds {one.joint_ns} to the joint saving")
+        if one.joint_ns is not None and (one.saving_ns or 0) > joint.saving_ns + len(findings):
+            said = f"{where} {one.code} saves {one.saving_ns} alone, all fixes together {joint.saving_ns}"
+            yield Contradiction("one fix saves more than all", said)
+
+
+def _check_saving(finding: Finding, step_ns: float, room_ns: float, where: str) -> Iterator[Contradiction]:
+    """A fix saves at most the step, and at most the kernels it is about and the time in which the longest stream is
+    idle."""
+    saving, name = finding.saving_ns, f"{where} {finding.code}"
+    if saving is None:
+        return
+    yield from check_most(saving, step_ns, f"{name}: saving of the step")
+    assert finding.share is not None, "a saving has a share"
+    if abs(finding.share - saving / step_ns) > _SHARE_SLACK + 1 / step_ns:
+        yield Contradiction(
+            "share of another step",
+            f"{name}: {finding.share:.6g}, but {saving} of {step_ns:.6g} ns is {saving / step_ns:.6g}",
+        )
+    texts = [f"{one.title}. {one.evidence}" for one in (finding, *finding.also)]
+    times = [[value + rounding for value, rounding in map(_read, _ABOUT.finditer(text))] for text in texts]
+    about = math.fsum(max(each, default=0.0) for each in times)
+    yield from check_most(saving, about + room_ns, f"{name}: saving of {' + '.join(texts)!r}")
+    if finding.about is not None and not 0 <= finding.about <= 1:
+        yield Contradiction("more than the whole", f"{name} is about {finding.about:.6g} of the step")
+
+
+def find_room(run: Run) -> float:
+    """What a step could be shorter with the same kernels: all but those of the longest stream, which run one after
+    another."""
+    profile = run.profile
+    busiest = max(profile.devices, key=lambda one: sum(one.whole.classes.values()) + one.whole.overlap_ns)
+    longest = max(one.busy_ns for one in busiest.streams.values())
+    return max(0.0, profile.clock.step_ns - profile.clock.per_step(longest))
+
+
+def _read(found: re.Match[str]) -> tuple[float, float]:
+    number, unit = (group for group in found.groups() if group is not None)
+    return read_time(number, unit)
+
+
+def check_clock(run: Run) -> Iterator[Contradiction]:
+    """Profiling slows the CPU and never makes it faster: an unprofiled step is the step of the page only if it is
+    shorter than the profiled one by more than single steps differ."""
+    clock = run.profile.clock
+    steps = sorted(clock.unprofiled_steps)
+    if not steps or clock.kind == "profiled":
+        return
+    said = f"{float(steps[0]):.6g} to {float(steps[-1]):.6g} ns unprofiled, {clock.profiled_ns} ns profiled"
+    if clock.step_ns >= clock.profiled_ns:
+        yield Contradiction("slower unprofiled steps are the clock", said)
+    elif steps[4 * len(steps) // 5] >= clock.profiled_ns:
+        yield Contradiction("noisy unprofiled steps are the clock", said)
+    if clock.busy_ns + clock.idle_ns != clock.step_ns:
+        yield Contradiction("busy and idle are not the step", f"{clock.busy_ns} + {clock.idle_ns}, {clock.step_ns}")
+
+
+def check_top_kernels(run: Run) -> Iterator[Contradiction]:
+    """The kernels that a finding names as the longest are the first rows of the table of kernels."""
+    told = next((one.evidence for one in run.ranks[0].findings if one.code == "SS014"), "")
+    named = re.findall(rf"(.+?) \({PERCENT}\)(?:, |$)", told)
+    table = make_part(run.profile, "kernels")
+    for (short, under, number), row in zip(named, table.rows, strict=False):
+        cells = dict(zip((one.key for one in table.columns), row, strict=True))
+        value, rounding = read_percent(under, number)
+        share = cells["share"]
+        assert isinstance(share, float)
+        if short != cells["short"] or abs(value - share) > rounding:
+            yield Contradiction("other longest kernels", f"{told!r}, but the table has {cells['short']} ({share:.3%})")
+
+
+def check_explain(run: Run) -> Iterator[Contradiction]:
+    profile = run.profile
+    yield from check_clock(run)
+    yield from check_top_kernels(run)
+    for name in PARTS:
+        table = make_part(profile, name)
+        keys = {one.key for one in table.columns}
+        if name == "ranges":  # they are nested
+            for share in column(table, "share"):
+                yield from check_most(share * profile.step_ns, profile.step_ns, "share of a range")
+        elif "share" in keys:
+            yield from check_sum(column(table, "share"), 1.0, f"shares of table {name}")
+    classes = make_part(profile, "classes")
+    rows = {row[0]: float(row[place_of(classes, "alone_ms")] or 0) for row in classes.rows}
+    if profile.has_gaps:
+        times = [time for name, time in rows.items() if name != "wall"]
+        yield from check_sum(times, rows["wall"], "table classes", slack=1e-6 * len(profile.devices))
+    kernels = make_part(profile, "kernels")
+    for row in kernels.rows:
+        cells = dict(zip((one.key for one in kernels.columns), row, strict=True))
+        count, mean, total = (float(cells[key] or 0) for key in ("count", "mean_us", "kernel_ms"))
+        yield from check_sum([count * mean / 1e3], total, f"count × mean of {cells['short']}")
+    streams = make_part(profile, "streams")
+    for row in streams.rows:
+        *parts, wall = [float(cell or 0) for cell in row[2:]]
+        yield from check_sum(parts, wall, f"stream {row[1]}")
+    for rank in run.ranks:
+        summary = rank.summary
+        assert isinstance(summary, Summary)
+        yield from _check_summary(summary, rank)
+
+
+def _check_summary(summary: Summary, run: Run) -> Iterator[Contradiction]:
+    for group in (summary.classes, summary.phases, summary.modules, summary.kernels):
+        yield from check_sum([one.time_ns for one in group], summary.gpu_time_ns, "JSON: kernel time")
+        yield from check_sum([one.share for one in group], 1.0, "JSON: shares")
+    for device in summary.devices:
+        for one in (device.account, *(stream.account for stream in device.streams)):
+            parts = [*one.classes.values(), one.overlap_ns, one.idle_ns]
+            yield from check_sum(parts, one.wall_ns, f"JSON: device {device.device}")
+            communicating = one.communication_exposed_ns + one.communication_hidden_ns
+            yield from check_most(communicating, one.wall_ns, "JSON: communication in the wall time")
+    step = summary.step_ns
+    yield from check_savings(summary.findings, step, find_room(run), "JSON")
+    for finding in summary.findings:
+        text = f"{finding.title}. {finding.evidence}"
+        told = math.fsum(one.value for one in read_finding(finding, "") if one.quantity in ("exposed", "hidden"))
+        yield from check_most(told, step * 1.005, f"communication in {text!r}")
+
+
+def check_comparison(comparison: ProfileComparison) -> Iterator[Contradiction]:
+    for run, name in enumerate(comparison.labels):
+        parts = [float((row.a_ns, row.b_ns)[run]) for row in comparison.parts]
+        yield from check_sum(parts, float((comparison.wall.a_ns, comparison.wall.b_ns)[run]), f"`compare`, {name}")

@@ -1,0 +1,121 @@
+"""Several ranks: matched collectives, aligned clocks, and the rank that the others wait for."""
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from stepscope.explain.ranks.lateness import RankTimes, Reason, match_ranks
+from stepscope.explain.trace.profile import Profile
+from tests.unit.rank_recordings import Rank, record_ranks
+
+US = 1000
+STEADY = [100.0] * 12
+
+
+def matched(profiles: list[Profile]) -> RankTimes:
+    times = match_ranks(profiles)
+    assert times is not None
+    return times
+
+
+def test_late_rank_is_found_although_it_waits_least() -> None:
+    late = [2.0, 302.0, 2.0] * 4
+    ranks = [Rank(compute_us=STEADY), Rank(compute_us=STEADY, idle_us=late), Rank(compute_us=STEADY)]
+    times = matched(record_ranks(ranks))
+    assert times.straggler is not None
+    assert times.straggler.lateness.rank == 1
+    assert times.straggler.lateness.late_ns == pytest.approx(4 * 300 * US)
+    assert times.straggler.lateness.caused_ns == pytest.approx(4 * 300 * US)
+    assert times.straggler.lateness.most_ns == pytest.approx(300 * US)
+    assert times.straggler.reason == "CPU"
+    assert [one.waited_ns for one in times.lateness] == pytest.approx([4 * 300 * US, 0, 4 * 300 * US])
+
+
+@pytest.mark.parametrize(
+    ("rank", "reason"),
+    [
+        (Rank(compute_us=[400.0] * 12), "compute"),
+        (Rank(compute_us=STEADY, idle_us=[302.0] * 12), "CPU"),
+        (Rank(compute_us=STEADY, idle_us=[302.0] * 12, is_loading=True), "input"),
+    ],
+)
+def test_reason_of_a_late_rank(rank: Rank, reason: Reason) -> None:
+    straggler = matched(record_ranks([Rank(compute_us=STEADY), Rank(compute_us=STEADY), rank])).straggler
+    assert straggler is not None
+    assert (straggler.lateness.rank, straggler.reason) == (2, reason)
+    # The first collective has none before it that the ranks left together.
+    assert straggler.reasons[reason] >= 11 * 300 * US
+
+
+def test_waiting_behind_other_kernels_costs_nothing() -> None:
+    ranks = [Rank(compute_us=STEADY), Rank(compute_us=STEADY, idle_us=[82.0] * 12)]
+    straggler = matched(record_ranks(ranks, overlap=True)).straggler
+    assert straggler is not None
+    assert straggler.lateness.late_ns == pytest.approx(12 * 80 * US)
+    assert straggler.lateness.caused_ns == pytest.approx(0, abs=1)
+
+
+def test_only_the_time_after_the_last_but_one_is_blamed_on_the_last() -> None:
+    ranks = [Rank(compute_us=[work] * 12) for work in (100.0, 250.0, 300.0)]
+    times = matched(record_ranks(ranks))
+    assert [one.late_ns for one in times.lateness] == pytest.approx([0, 0, 12 * 50 * US])
+    assert [one.waited_ns for one in times.lateness] == pytest.approx([12 * 200 * US, 12 * 50 * US, 0])
+
+
+def test_recording_that_begins_later_is_matched_by_its_step_numbers() -> None:
+    # Every step is the same, so only step numbers tell which collective is which.
+    ranks = [Rank(compute_us=STEADY), Rank(compute_us=STEADY, missing=4, skew_us=900_000)]
+    times = matched(record_ranks(ranks))
+    assert times.places.tolist() == [[place + 4, place] for place in range(8)]
+
+
+def test_recording_that_begins_later_is_matched_by_times() -> None:
+    varying = [100.0 + 7 * (place * place % 11) for place in range(24)]
+    ranks = [Rank(compute_us=varying), Rank(compute_us=varying, missing=5, skew_us=3_000_000)]
+    times = matched(record_ranks(ranks, marked=False))
+    assert times.places.tolist() == [[place + 5, place] for place in range(19)]
+
+
+def test_messages_that_differ_are_not_matched() -> None:
+    profiles = [
+        record_ranks([Rank(compute_us=STEADY), Rank(compute_us=STEADY)], message_bytes=(bytes_,))[0]
+        for bytes_ in (1 << 20, 1 << 21)
+    ]
+    assert match_ranks(profiles) is None
+
+
+def test_ranks_without_a_common_group_are_not_compared() -> None:
+    profiles = [record_ranks([Rank(compute_us=STEADY)] * 2, group=group)[0] for group in ("1", "2")]
+    assert match_ranks(profiles) is None
+
+
+def test_run_without_communication_has_nothing_to_match() -> None:
+    profiles = record_ranks([Rank(compute_us=STEADY)] * 2, kernels=("some_kernel",), collective=None)
+    assert match_ranks(profiles) is None
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.integers(0, 2**32 - 1), st.integers(2, 4), st.integers(8, 24))
+def test_planted_lateness_is_found(seed: int, num_ranks: int, count: int) -> None:
+    random = np.random.default_rng(seed)
+    compute = random.uniform(50, 150, count)
+    idle = random.uniform(1, 40, (num_ranks, count))
+    late = int(random.integers(num_ranks))
+    idle[late] += random.uniform(60, 400, count)
+    skews, missing = random.uniform(-5e6, 5e6, num_ranks), random.integers(0, 4, num_ranks)
+    ranks = [
+        Rank(compute_us=compute.tolist(), idle_us=own.tolist(), skew_us=float(skew), missing=int(first))
+        for own, skew, first in zip(idle, skews, missing, strict=True)
+    ]
+    times = matched(record_ranks(ranks))
+    seen = np.where(np.arange(count)[None, :] >= missing[:, None], idle, -np.inf)
+    seen = seen[:, np.isfinite(seen).sum(axis=0) >= 2]  # two ranks recorded it
+    ordered = np.sort(seen, axis=0)
+    expected = np.where(seen.argmax(axis=0) == late, ordered[-1] - ordered[-2], 0).sum()
+    assert times.straggler is not None
+    assert times.straggler.lateness.rank == late
+    assert times.straggler.lateness.late_ns == pytest.approx(expected * US, abs=10 * count)
+    assert times.straggler.reason == "CPU"
+    waits = np.where(np.isfinite(seen), ordered[-1] - seen, 0).sum(axis=1)
+    assert [one.waited_ns for one in times.lateness] == pytest.approx(list(waits * US), abs=10 * count)

@@ -1,0 +1,287 @@
+"""Rules about communication: the strategy, what could overlap, waiting for other ranks, and copies over the bus."""
+
+from typing import Any
+
+import pytest
+
+from stepscope.explain.ranks.lateness import match_ranks
+from stepscope.explain.rules import find
+from stepscope.explain.rules.communication import Communication
+from stepscope.explain.rules.evidence import StepEvidence
+from stepscope.explain.trace.profile import Profile
+from stepscope.findings import Finding
+from tests.unit.explain.test_rules_host import found, saving_us
+from tests.unit.rank_recordings import Rank, record_ranks
+from tests.unit.recordings import ADD, ALL_REDUCE, GEMM_BF16, TO_DEVICE, TO_DEVICE_PINNED, Timeline
+
+ALL_GATHER = "ncclDevKernel_AllGather_RING_LL(ncclDevKernelArgsStorage<4096ul>)"
+REDUCE_SCATTER = "ncclDevKernel_ReduceScatter_Sum_bf16_RING_LL(ncclDevKernelArgsStorage<4096ul>)"
+SEND = "ncclDevKernel_SendRecv(ncclDevKernelArgsStorage<4096ul>)"
+RCCL = "ncclDevKernel_Generic(ncclDevKernelArgsStorage<4096ul>)"
+MB = 1_000_000
+
+
+def training(
+    forward: tuple[str, ...] = (),
+    backward: tuple[str, ...] = (),
+    update: tuple[str, ...] = (),
+    *,
+    us: float = 200,
+    per_message: int | None = 100 * MB,
+    **told: Any,
+) -> Profile:
+    """Two steps with a GEMM after each collective of forward and backward, all on one stream."""
+    timeline = Timeline()
+    for _ in range(2):
+        with timeline.step():
+            for phase, collectives in (("forward", forward), ("backward", backward), ("optimizer", update)):
+                with timeline.phase(phase):
+                    timeline.launch(ADD if phase == "optimizer" else GEMM_BF16, 300, op="aten::mm")
+                    for name in collectives:
+                        timeline.launch(name, us, op="c10d::op", bytes=per_message, group_size=8, **told)
+                        if phase != "optimizer":
+                            timeline.launch(GEMM_BF16, 300, op="aten::mm")
+    return timeline.profile(rank=3, world_size=8, file="trace_rank3.json.gz")
+
+
+def strategy_of(profile: Profile) -> str:
+    return Communication(StepEvidence(profile=profile)).strategy
+
+
+@pytest.mark.parametrize(
+    ("profile", "strategy", "said", "never"),
+    [
+        (training(backward=(ALL_REDUCE, ALL_REDUCE)), "DDP", "no_sync", "prefetch"),
+        (training((ALL_GATHER,), (ALL_GATHER, REDUCE_SCATTER)), "FSDP", "forward_prefetch", "bucket_cap_mb"),
+        (
+            training(backward=(REDUCE_SCATTER,), update=(ALL_GATHER, ALL_GATHER)),
+            "sharded optimizer",
+            "overlap_comm",
+            "bucket_cap_mb",
+        ),
+        (training((ALL_REDUCE,) * 2, (ALL_REDUCE,) * 2), "tensor parallel", "_micro_pipeline_tp", "bucket_cap_mb"),
+        (training((SEND,), (SEND,), collective="all_to_all"), "all-to-all", "all_to_all_single", "bucket_cap_mb"),
+        (training((SEND,), (SEND,)), "pipeline", "n_microbatches", "bucket_cap_mb"),
+        (training(backward=(RCCL, RCCL), collective="allreduce"), "DDP", "no_sync", "prefetch"),
+    ],
+)
+def test_advice_fits_the_strategy(profile: Profile, strategy: str, said: str, never: str) -> None:
+    assert strategy_of(profile) == strategy
+    finding = found(profile, "SS011")
+    assert finding is not None
+    assert said in finding.fix
+    assert never not in finding.fix + finding.action
+
+
+@pytest.mark.parametrize(("apart", "strategy"), [(True, "FSDP"), (False, "sharded optimizer")])
+def test_gathered_weights_without_phases(apart: bool, strategy: str) -> None:
+    timeline = Timeline()
+    for _ in range(4):
+        timeline.launch(ALL_GATHER, 200, op=None)
+        if apart:
+            timeline.launch(GEMM_BF16, 300, op=None)
+    with timeline.phase("backward"):
+        timeline.launch(GEMM_BF16, 300, op="aten::mm")
+        timeline.launch(REDUCE_SCATTER, 100, op=None)
+    assert strategy_of(timeline.profile()) == strategy
+
+
+@pytest.mark.parametrize("name", [ALL_REDUCE, ALL_GATHER, "void vllm::cross_device_reduce_1stage<__half, 2>(int)"])
+def test_inference_has_no_gradients_to_reduce(name: str) -> None:
+    timeline = Timeline()
+    for _ in range(4):
+        timeline.launch(GEMM_BF16, 300, op="aten::mm")
+        timeline.launch(name, 100, op="vllm::all_reduce")
+    assert strategy_of(timeline.profile()) == "tensor parallel"
+
+
+def test_all_to_all_is_told_by_its_range() -> None:
+    timeline = Timeline()
+    with timeline.step(), timeline.phase("forward"):
+        with timeline.range("nccl:all_to_all"):
+            timeline.launch(SEND, 200, op="record_param_comms")
+        timeline.launch(GEMM_BF16, 300, op="aten::mm")
+    assert strategy_of(timeline.profile()) == "all-to-all"
+
+
+def test_small_messages_need_larger_buckets() -> None:
+    few = found(training(backward=(ALL_REDUCE,) * 2, per_message=100 * MB), "SS011")
+    many = found(training(backward=(ALL_REDUCE,) * 8, per_message=50_000), "SS011")
+    assert few is not None
+    assert many is not None
+    assert "bucket_cap_mb" in many.fix
+    assert "bucket_cap_mb" not in few.fix
+    assert "50 kB" in many.evidence
+
+
+def test_last_bucket_has_nothing_to_overlap_with() -> None:
+    timeline = Timeline()
+    for _ in range(2):
+        with timeline.step(), timeline.phase("backward"):
+            timeline.launch(GEMM_BF16, 500, op="aten::mm")
+            timeline.launch(ALL_REDUCE, 300, op="c10d::allreduce_")
+            timeline.launch(GEMM_BF16, 100, op="aten::mm")
+            timeline.launch(ALL_REDUCE, 300, op="c10d::allreduce_")
+    # The first can overlap with the second GEMM, and the second with nothing: the next step is not its backward.
+    evidence = StepEvidence(profile=timeline.profile())
+    assert Communication(evidence).hidden_by_overlap.tolist() == [100_000, 0, 100_000, 0]
+    assert saving_us(timeline.profile(), "SS011") == pytest.approx(100, rel=0.03)
+
+
+def test_weights_are_gathered_ahead_of_time() -> None:
+    timeline = Timeline()
+    with timeline.step():
+        with timeline.phase("forward"):
+            timeline.launch(ALL_GATHER, 200, op="c10d::_allgather_base_")
+            timeline.launch(GEMM_BF16, 150, op="aten::mm")
+            timeline.launch(ALL_GATHER, 200, op="c10d::_allgather_base_")
+            timeline.launch(GEMM_BF16, 150, op="aten::mm")
+        with timeline.phase("backward"):
+            timeline.launch(GEMM_BF16, 250, op="aten::mm")
+            timeline.launch(REDUCE_SCATTER, 100, op="c10d::_reduce_scatter_base_")
+    # Nothing runs before the first, and the reduction is the last of the step.
+    hidden = Communication(StepEvidence(profile=timeline.profile())).hidden_by_overlap
+    assert hidden.tolist() == [0, 150_000, 0]
+
+
+def test_communication_that_does_not_lengthen_the_step_is_not_found() -> None:
+    timeline = Timeline(host_us=2000)  # the GPU waits for each launch
+    for _ in range(3):
+        with timeline.step(), timeline.phase("backward"):
+            for _ in range(4):
+                timeline.launch(GEMM_BF16, 20, op="aten::mm")
+                timeline.launch(ALL_REDUCE, 100, op="c10d::allreduce_")
+    assert found(timeline.profile(), "SS011") is None
+
+
+def slow_now_and_then(names: tuple[str, ...] = (ALL_REDUCE,)) -> Profile:
+    timeline = Timeline()
+    for number in range(4):
+        with timeline.step(), timeline.phase("backward"):
+            timeline.launch(GEMM_BF16, 300, op="aten::mm")
+            for name in names:
+                us = 2000 if number % 2 else 100
+                timeline.launch(name, us, op="c10d::allreduce_", bytes=20 * MB, group_size=8, collective="allreduce")
+    return timeline.profile(rank=3, world_size=8, file="trace_rank3.json.gz")
+
+
+def test_waiting_for_other_ranks_is_told_from_communication() -> None:
+    profile = slow_now_and_then()
+    finding = found(profile, "SS011")
+    assert finding is not None
+    assert "waiting for other ranks" in finding.title
+    assert finding.fix == "stepscope explain trace_rank*.json.gz"
+    # 1.9 ms in every second step, and the GEMM of the next step starts that much earlier.
+    assert saving_us(profile, "SS011") == pytest.approx(1900 / 2, rel=0.02)
+
+
+def test_slow_link_is_named_with_its_bandwidth() -> None:
+    # 20 MB take 10 ms, which is 2 GB/s: 3.5 GB/s on the bus of 8 ranks.
+    profile = training(backward=(ALL_REDUCE,) * 2, us=10_000, per_message=20 * MB)
+    finding = found(profile, "SS011")
+    assert finding is not None
+    assert "3.5 GB/s" in finding.title
+    # At 20 GB/s the same bytes take 1.75 ms.
+    assert saving_us(profile, "SS011") == pytest.approx(2 * (10_000 - 1750 - 50), rel=0.01)
+    fast = found(training(backward=(ALL_REDUCE,) * 2, us=300, per_message=20 * MB), "SS011")
+    assert fast is not None
+    assert "NCCL_DEBUG" not in fast.fix
+
+
+# --- Several ranks ----------------------------------------------------------------------------------------------------
+
+
+def findings_of(profiles: list[Profile], shown: int = 0) -> dict[str, Finding]:
+    return {one.code: one for one in find(profiles[shown], match_ranks(profiles))}
+
+
+def test_late_rank_is_a_finding_on_the_page_of_every_rank() -> None:
+    late = Rank(compute_us=[100.0] * 12, idle_us=[302.0] * 12)
+    profiles = record_ranks([Rank(compute_us=[100.0] * 12), late, Rank(compute_us=[100.0] * 12)])
+    for shown in range(3):
+        finding = findings_of(profiles, shown)["SS030"]
+        assert find(profiles[shown], match_ranks(profiles))[0] == finding
+        assert "rank 1" in finding.title
+        assert "CPU" in finding.evidence
+        assert "trace_rank1.json.gz" in finding.action
+        # Four collectives per step, each 300 µs late.
+        assert finding.saving_ns == pytest.approx(4 * 300_000, rel=0.01)
+    assert "SS030" not in {one.code for one in find(profiles[0])}
+
+
+def test_waiting_is_not_also_exposed_communication() -> None:
+    late = Rank(compute_us=[100.0] * 12, idle_us=[302.0] * 12)
+    profiles = record_ranks([Rank(compute_us=[100.0] * 12), late], transfer_us=2)
+    assert "SS011" in {one.code for one in find(profiles[0])}
+    assert "SS011" not in findings_of(profiles)
+
+
+def test_late_rank_whose_trace_is_missing() -> None:
+    late = Rank(compute_us=[100.0] * 12, idle_us=[2.0, 302.0] * 6)
+    profiles = record_ranks([Rank(compute_us=[100.0] * 12), Rank(compute_us=[101.0] * 12), late])
+    findings = findings_of(profiles[:2])
+    assert "SS030" not in findings
+    assert "waiting for other ranks" in findings["SS011"].title
+    assert findings["SS011"].fix == "stepscope explain trace_rank*.json.gz"
+
+
+def test_ranks_that_take_turns_are_blamed_together() -> None:
+    idle = [[302.0 if place % 3 == rank else 2.0 for place in range(12)] for rank in range(3)]
+    profiles = record_ranks([Rank(compute_us=[100.0] * 12, idle_us=own) for own in idle])
+    finding = findings_of(profiles)["SS030"]
+    assert finding.title.startswith("Ranks wait for each other")
+    assert finding.saving_ns == pytest.approx(4 * 300_000, rel=0.01)
+
+
+def test_equal_ranks_have_no_straggler() -> None:
+    profiles = record_ranks([Rank(compute_us=[100.0] * 12), Rank(compute_us=[100.5] * 12)])
+    assert "SS030" not in findings_of(profiles)
+
+
+# --- Copies -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("copy", [TO_DEVICE, TO_DEVICE_PINNED])
+def test_trace_of_transfers_says_so_first(copy: str) -> None:
+    timeline = Timeline()
+    for _ in range(8):
+        timeline.launch(copy, 2000, op="aten::copy_", bytes=40 * MB, call="cudaMemcpyAsync")
+        timeline.launch(GEMM_BF16, 50, op="aten::mm")
+    first = find(timeline.profile())[0]
+    assert first.code == "SS020"
+    assert "98%" in first.title
+    assert "320 MB at 20 GB/s" in first.evidence
+    assert ("pinned" if copy == TO_DEVICE_PINNED else "pageable") in first.evidence
+    assert "in the trace" in first.evidence
+    assert ".to('cuda')" in first.fix
+    assert first.saving_ns == pytest.approx(8 * 2_000_000, rel=0.05)
+
+
+def test_input_that_is_copied_once_per_step_can_only_overlap() -> None:
+    timeline = Timeline()
+    for _ in range(3):
+        with timeline.step():
+            timeline.launch(TO_DEVICE_PINNED, 300, op="aten::copy_", bytes=6 * MB, call="cudaMemcpyAsync")
+            for _ in range(8):
+                timeline.launch(GEMM_BF16, 100, op="aten::mm")
+    finding = found(timeline.profile(), "SS020")
+    assert finding is not None
+    assert "stream" in finding.fix
+    assert ".to('cuda')" not in finding.fix
+
+
+def test_copies_in_both_directions_count_once() -> None:
+    """Weights come in while gradients go out: the step waits for both at the same time."""
+    timeline = Timeline()
+    for _ in range(8):
+        timeline.launch(TO_DEVICE_PINNED, 1000, op="aten::copy_", bytes=20 * MB, call="cudaMemcpyAsync", stream=7)
+        timeline.launch(
+            "Memcpy DtoH (Device -> Pinned)", 1000, op="aten::copy_", bytes=20 * MB, call="cudaMemcpyAsync", stream=8
+        )
+        timeline.launch(GEMM_BF16, 50, op="aten::mm")
+    profile = timeline.profile()
+    finding = found(profile, "SS020")
+    assert finding is not None
+    assert finding.about is not None
+    assert finding.about <= 1
+    assert finding.saving_ns is None or finding.saving_ns <= profile.step_ns
