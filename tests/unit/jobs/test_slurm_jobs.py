@@ -2,6 +2,7 @@
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -380,3 +381,23 @@ def test_nothing_heavy_is_imported(module: str, absent: str) -> None:
     pytest.importorskip("submitit", reason="submitit is not installed")
     code = f"import sys, stepscope.{module}; sys.exit({absent!r} in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_ranks_agree_on_a_free_port_in_every_life(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tasks = pytest.importorskip("stepscope.jobs.slurm.tasks", reason="submitit is not installed")
+    with pytest.raises(StepscopeError, match="rank 0 did not choose a port"):
+        tasks.agree_on_port(tmp_path, 1, timeout_s=0)
+    with socket.socket() as taken:
+        taken.bind(("", 0))
+        taken.listen()
+        used = taken.getsockname()[1]
+        monkeypatch.setattr(tasks, "_PORTS", range(used, used + 20))
+        chosen = tasks.agree_on_port(tmp_path, 0)
+        assert used < chosen < used + 20
+        assert tasks.agree_on_port(tmp_path, 1) == chosen
+        monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
+        monkeypatch.setattr(tasks, "_PORTS", range(used, used + 1))
+        with pytest.raises(StepscopeError, match="are in use"):
+            tasks.agree_on_port(tmp_path, 0)
+        with pytest.raises(StepscopeError, match="rank 0 did not choose a port"):
+            tasks.agree_on_port(tmp_path, 1, timeout_s=0)

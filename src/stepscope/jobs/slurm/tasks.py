@@ -5,12 +5,15 @@ from the files in its directory.
 """
 
 import os
+import random
 import signal
+import socket
 import sys
 import threading
 import time
 import traceback
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -29,6 +32,9 @@ from stepscope.jobs.workers.process import Workers, require_torch
 from stepscope.recording.rows.bench import Row
 from stepscope.spec import Case
 from stepscope.units import count_noun
+
+_PORTS = range(20_000, 32_768)
+_MEETING_S = 300.0
 
 
 class ShareRequest(msgspec.Struct, frozen=True, kw_only=True):
@@ -62,7 +68,7 @@ class ShareTask(Checkpointable):
 
 class RankTask(Checkpointable):
     """Turns a task of the job into a rank, as torchrun would: sets RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and
-    MASTER_PORT, and calls the entry. The port is derived from the job id.
+    MASTER_PORT, and calls the entry. Rank 0 chooses the port, unless the environment does.
     """
 
     def __init__(self, request: RankRequest) -> None:
@@ -70,15 +76,54 @@ class RankTask(Checkpointable):
 
     def __call__(self) -> None:
         request = msgspec.json.decode(self._text, type=RankRequest)
-        # Not through CUDA_VISIBLE_DEVICES: a rank uses the device of its LOCAL_RANK, as under torchrun.
-        TorchDistributedEnvironment().export(set_cuda_visible_devices=False, overwrite=True)
+        folder, rank = Path(request.folder), JobEnvironment().global_rank
         module, _, name = request.entry.partition(":")
 
         def call() -> tuple[str, ...]:
+            if "MASTER_PORT" not in os.environ:
+                os.environ["MASTER_PORT"] = str(agree_on_port(folder, rank))
+            # Not through CUDA_VISIBLE_DEVICES: a rank uses the device of its LOCAL_RANK, as under torchrun.
+            TorchDistributedEnvironment().export(set_cuda_visible_devices=False, overwrite=True)
             getattr(import_module(module), name)(request.request)
             return ()
 
-        _run(Path(request.folder), JobEnvironment().global_rank, call)
+        _run(folder, rank, call)
+
+
+def agree_on_port(folder: Path, rank: int, timeout_s: float = _MEETING_S) -> int:
+    """Return the port that rank 0 chose, which it leaves in the job's directory.
+
+    submitit derives a port from the job id: it may be in use, and two clusters with one node in common count alike.
+    """
+    path = folder / f"port-{_life()}"
+    if rank == 0:
+        write_whole(path, str(_find_port()).encode())
+    deadline = time.monotonic() + timeout_s
+    while not path.exists():
+        if time.monotonic() > deadline:
+            raise StepscopeError(
+                f"rank 0 did not choose a port within {timeout_s:g} s",
+                detail=f"rank {rank} expected it in `{path}`",
+                hint="MASTER_PORT=29500 before the same command, if the nodes do not share this directory",
+            )
+        time.sleep(0.1)
+    return int(path.read_text())
+
+
+def _find_port() -> int:
+    """Return a free port. It must stay free until torch listens on it, so it is outside the range that Linux uses for
+    outgoing connections.
+    """
+    for port in random.sample(_PORTS, len(_PORTS)):
+        with socket.socket() as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            with suppress(OSError):
+                probe.bind(("", port))
+                return port
+    raise StepscopeError(
+        f"all ports from {_PORTS.start} to {_PORTS.stop - 1} are in use",
+        hint="MASTER_PORT=29500 before the same command",
+    )
 
 
 class _Log:
@@ -142,9 +187,13 @@ def _run(folder: Path, task: int, work: Callable[[], tuple[str, ...]]) -> None:
 
 
 def _leave(path: Path, *, keys: tuple[str, ...] = (), message: str = "", detail: str = "", hint: str = "") -> None:
-    life = int(os.environ.get("SLURM_RESTART_COUNT", "0"))
-    outcome = TaskOutcome(life=life, ended_ns=time.time_ns(), keys=keys, message=message, detail=detail, hint=hint)
+    outcome = TaskOutcome(life=_life(), ended_ns=time.time_ns(), keys=keys, message=message, detail=detail, hint=hint)
     write_whole(path, msgspec.json.encode(outcome))
+
+
+def _life() -> int:
+    """Return how often the job was requeued."""
+    return int(os.environ.get("SLURM_RESTART_COUNT", "0"))
 
 
 def _run_aside(work: Callable[[], tuple[str, ...]]) -> tuple[str, ...]:
