@@ -14,7 +14,7 @@ from typing import Any, Literal, TypeVar
 import msgspec
 
 from stepscope.api.measure import MemoryResults
-from stepscope.api.run import Run, expand_ranks, load, open_file
+from stepscope.api.run import Opened, Run, are_ranks, describe_ranks, expand_ranks, load, open_file
 from stepscope.errors import StepscopeError
 from stepscope.explain.experiments.cases import describe_case
 from stepscope.explain.story.commands import find_case
@@ -29,7 +29,6 @@ from stepscope.recording.rows.attention_case import AttentionRow
 from stepscope.recording.rows.bench import BenchRow, CaseRow
 from stepscope.recording.rows.precision_report import read_report
 from stepscope.recording.rows.results_file import read_rows
-from stepscope.recording.store import Manifest
 from stepscope.spec import Case
 
 R = TypeVar("R", bound=CaseRow)
@@ -190,36 +189,19 @@ def _make_runs(given: Sequence[_Given]) -> list[_RunFiles]:
     if len(runs) > _MOST_RUNS:
         raise StepscopeError(
             f"got {len(runs)} runs; expected one, or two to compare",
-            detail=_say_ranks(recordings),
+            detail=f"these are not the ranks of one run: {describe_ranks(_open_all(recordings))}" if recordings else "",
             hint="stepscope report A B, or the traces of all ranks of one run",
         )
     return runs or [_RunFiles()]
 
 
 def _are_ranks(recordings: Sequence[_Given]) -> bool:
-    """Whether these are the ranks of one run: distinct ranks, and the same world size."""
-    ranks = [rank for one in recordings if (rank := _manifest(one).rank) is not None]
-    worlds = {_manifest(one).world_size for one in recordings}
-    if any(one.is_whole for one in recordings):
-        return False
-    if len(recordings) < 2 or len(set(ranks)) < len(recordings) or len(worlds) > 1:
-        return False
-    (world,) = worlds
-    return world is None or max(ranks) < world
+    is_split = len(recordings) > 1 and not any(one.is_whole for one in recordings)
+    return is_split and are_ranks([one.recording.manifest for one in _open_all(recordings)])
 
 
-def _say_ranks(recordings: Sequence[_Given]) -> str:
-    said = [
-        f"{one.path.name}: "
-        + ("no rank" if (rank := _manifest(one).rank) is None else f"rank {rank} of {_manifest(one).world_size}")
-        for one in recordings
-    ]
-    return "these are not the ranks of one run: " + ", ".join(said) if said else ""
-
-
-def _manifest(one: _Given) -> Manifest:
-    assert one.run is not None
-    return one.run.opened[0].recording.manifest
+def _open_all(recordings: Sequence[_Given]) -> list[Opened]:
+    return [one.run.opened[0]._replace(path=one.path) for one in recordings if one.run is not None]
 
 
 def _has(run: _RunFiles, stage: str) -> bool:

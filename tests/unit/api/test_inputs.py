@@ -118,6 +118,25 @@ def test_recordings_that_are_not_ranks_of_one_run_are_compared(
     assert len(read(first, record(tmp_path / "y", rank=rank, world_size=world_size))) == 2
 
 
+@pytest.mark.parametrize("second", [(0, 2), (1, 4), (2, 2)])
+def test_loaded_files_must_be_ranks_of_one_run(tmp_path: Path, second: tuple[int, int]) -> None:
+    files = [
+        record(tmp_path / "x", rank=0, world_size=2),
+        record(tmp_path / "y", rank=second[0], world_size=second[1]),
+    ]
+    with pytest.raises(StepscopeError, match="not the ranks of one run") as raised:
+        load(*files)
+    assert raised.value.detail == f"x: rank 0 of 2, y: rank {second[0]} of {second[1]}"
+
+
+def test_recordings_of_unknown_ranks_have_no_mean(tmp_path: Path) -> None:
+    run = load(record(tmp_path / "x"), record(tmp_path / "y"))
+    first, *_, last = run.page().headline.split("\n\n")[0].splitlines()
+    assert first.startswith("2 recordings: step 0.")
+    assert "average" not in run.page().headline
+    assert last == "it is unknown which rank each file is of, so they are not matched"
+
+
 def test_rank_outside_the_world_size_makes_a_second_run(tmp_path: Path) -> None:
     runs = read(record(tmp_path / "x", rank=0, world_size=2), record(tmp_path / "y", rank=2, world_size=2))
     assert len(runs) == 2
@@ -206,6 +225,7 @@ def test_report_directory_is_a_run(tmp_path: Path) -> None:
     assert run.precision is not None
     assert run.absent["memory"].why == "the report was not finished"
     assert run.absent["memory"].command == "stepscope report --size small"
+    assert load(tmp_path / "data").step_ms == run.profile.step_ns / 1e6
 
 
 def test_other_files_complete_a_report_directory(tmp_path: Path) -> None:

@@ -36,9 +36,10 @@ def ranks_headline(profiles: Sequence[Profile], times: RankTimes | None) -> str:
     )
     steps, exposed = [one.step_ns / _MS for one in profiles], [exposed_step_ns(one) / _MS for one in profiles]
     lines = [
-        f"{len(profiles)}{of} {noun}: {_say_range(unit_of_ranks(profiles), steps, labels)}",
-        f"{_say_range('exposed communication', exposed, labels)}",
+        f"{len(profiles)}{of} {noun}: {unit_of_ranks(profiles)} {_say_range(steps, labels, has_mean=is_run)}",
     ]
+    if any(exposed):
+        lines.append(f"exposed communication {_say_range(exposed, labels, has_mean=is_run)}")
     if all(one.has_gaps for one in profiles):
         idle = [one.idle_share for one in profiles]
         low, high = min(idle), max(idle)
@@ -53,13 +54,11 @@ def ranks_headline(profiles: Sequence[Profile], times: RankTimes | None) -> str:
     return "\n".join(lines)
 
 
-def _say_range(what: str, values: Sequence[float], labels: Sequence[str]) -> str:
+def _say_range(values: Sequence[float], labels: Sequence[str], *, has_mean: bool) -> str:
+    """Recordings that may be of different runs have no mean."""
     low, high = min(values), max(values)
-    mean = sum(values) / len(values)
-    return (
-        f"{what} {mean:,.2f} ms on average, {low:,.2f} ms ({labels[values.index(low)]}) to "
-        f"{high:,.2f} ms ({labels[values.index(high)]})"
-    )
+    mean = f"{sum(values) / len(values):,.2f} ms on average, " if has_mean else ""
+    return f"{mean}{low:,.2f} ms ({labels[values.index(low)]}) to {high:,.2f} ms ({labels[values.index(high)]})"
 
 
 def _label(times: RankTimes, profiles: Sequence[Profile], rank: int) -> str:

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from stepscope.explain.ranks.lateness import RankTimes
+from stepscope.explain.ranks.lateness import RankTimes, rank_numbers
 from stepscope.explain.ranks.rank_tables import exposed_step_ns, label_ranks, late_table, ranks_table, unit_of_ranks
 from stepscope.explain.story.sources import Materials
 from stepscope.explain.trace.profile import Profile
@@ -27,12 +27,12 @@ def _say_ranks(profiles: Sequence[Profile], times: RankTimes | None) -> str:
     shares = [exposed_step_ns(one) / max(1, one.clock.step_ns) for one in profiles]
     low, high = say_percent(min(shares)), say_percent(max(shares))
     between = low if low == high else f"{low} to {high}"
-    said = (
-        f"A {unit_of_ranks(profiles)} takes {say_time(sum(steps) / len(steps))} on average over {len(profiles)} ranks, "
-        f"{spread}. Exposed communication takes {between} of it."
-    )
+    is_run = rank_numbers(profiles) is not None
+    mean = f"{say_time(sum(steps) / len(steps))} on average over {len(profiles)} ranks, " if is_run else ""
+    said = f"A {unit_of_ranks(profiles)} takes {mean}{spread}. Exposed communication takes {between} of it."
     if times is None:
-        return f"{said} No collective could be matched across these ranks."
+        unmatched = "No collective could be matched across these ranks."
+        return f"{said} {unmatched if is_run else 'It is unknown which rank each file is of.'}"
     if times.straggler is None or times.straggler.share <= 0.5:
         return said
     late = times.straggler.lateness
