@@ -139,4 +139,4 @@ def test_queued_kernels_that_do_not_start(waits: bool) -> None:
     if finding is not None:
         assert "20%" in finding.title
         assert "5 ms" in finding.evidence
-        assert finding.is_remark
+        assert "enable_cuda_sync_events=True" in finding.fix

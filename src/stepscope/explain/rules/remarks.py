@@ -163,8 +163,7 @@ def _look_up_capture(_profile: Profile) -> Copyable:
 
 
 def _look_up_streams(_profile: Profile) -> Copyable:
-    text = "nsys profile --trace=cuda,nvtx,osrt python train.py  # shows cudaStreamWaitEvent calls"
-    return Copyable(label="see what the streams wait for", text=text)
+    return Copyable(label="see what the streams wait for", text="\n".join(_RECORD_WAITS))
 
 
 def _look_up_clocks(_profile: Profile) -> Copyable:
@@ -175,6 +174,10 @@ def _look_up_denormals(_profile: Profile) -> Copyable:
     return Copyable(label="compute them as zero", text="torch.set_flush_denormal(True)  # once, before the first step")
 
 
+_RECORD_WAITS = (
+    "config = torch._C._profiler._ExperimentalConfig(enable_cuda_sync_events=True)",
+    "profiler = torch.profiler.profile(experimental_config=config)  # the trace has the waits of each stream",
+)
 RULES = (
     Rule(
         code="SS021",
@@ -256,7 +259,7 @@ RULES = (
     Rule(
         code="SS026",
         title="The GPU is idle although kernels are queued",
-        action="Find out what the streams wait for",
+        action="Record what the streams wait for",
         check=find_blocked_queue,
         meaning="""The CPU has launched the next kernel, no kernel runs, and the next one still does not start. Its
             stream waits for an event that another stream, another rank or the CPU signals late, or another process uses
@@ -266,9 +269,11 @@ RULES = (
         saving="Not estimated.",
         builtin="not seen: it uses one stream",
         own=(
-            "# nsys profile --trace=cuda,nvtx shows cudaStreamWaitEvent and host functions in the queue",
+            *_RECORD_WAITS,
+            "# or: nsys profile --trace=cuda,nvtx,osrt --cuda-event-trace=true python train.py",
             "# nvidia-smi shows other processes on the GPU",
         ),
+        paste="\n".join(_RECORD_WAITS),
         look_up=_look_up_streams,
     ),
 )
