@@ -51,7 +51,7 @@ def strategy_of(profile: Profile) -> str:
 @pytest.mark.parametrize(
     ("profile", "strategy", "said", "never"),
     [
-        (training(backward=(ALL_REDUCE, ALL_REDUCE)), "DDP", "no_sync", "prefetch"),
+        (training(backward=(ALL_REDUCE, ALL_REDUCE)), "DDP", "static_graph", "prefetch"),
         (training((ALL_GATHER,), (ALL_GATHER, REDUCE_SCATTER)), "FSDP", "forward_prefetch", "bucket_cap_mb"),
         (
             training(backward=(REDUCE_SCATTER,), update=(ALL_GATHER, ALL_GATHER)),
@@ -62,7 +62,7 @@ def strategy_of(profile: Profile) -> str:
         (training((ALL_REDUCE,) * 2, (ALL_REDUCE,) * 2), "tensor parallel", "_micro_pipeline_tp", "bucket_cap_mb"),
         (training((SEND,), (SEND,), collective="all_to_all"), "all-to-all", "all_to_all_single", "bucket_cap_mb"),
         (training((SEND,), (SEND,)), "pipeline", "n_microbatches", "bucket_cap_mb"),
-        (training(backward=(RCCL, RCCL), collective="allreduce"), "DDP", "no_sync", "prefetch"),
+        (training(backward=(RCCL, RCCL), collective="allreduce"), "DDP", "static_graph", "prefetch"),
     ],
 )
 def test_advice_fits_the_strategy(profile: Profile, strategy: str, said: str, never: str) -> None:
@@ -109,8 +109,8 @@ def test_small_messages_need_larger_buckets() -> None:
     many = found(training(backward=(ALL_REDUCE,) * 8, per_message=50_000), "SS011")
     assert few is not None
     assert many is not None
-    assert "bucket_cap_mb" in many.fix
-    assert "bucket_cap_mb" not in few.fix
+    assert "bucket_cap_mb=100" in many.fix
+    assert "bucket_cap_mb=10," in few.fix
     assert "50 kB" in many.evidence
 
 
@@ -126,6 +126,22 @@ def test_last_bucket_has_nothing_to_overlap_with() -> None:
     evidence = StepEvidence(profile=timeline.profile())
     assert Communication(evidence).hidden_by_overlap.tolist() == [100_000, 0, 100_000, 0]
     assert saving_us(timeline.profile(), "SS011") == pytest.approx(100, rel=0.03)
+
+
+@pytest.mark.parametrize(
+    ("name", "said", "saves_us"),
+    [(ALL_REDUCE, "bf16_compress_hook", 300), (ALL_REDUCE.replace("f32", "bf16"), "no_sync", None)],
+)
+def test_without_kernels_to_overlap_with_fewer_bytes_help(name: str, said: str, saves_us: float | None) -> None:
+    timeline = Timeline()
+    for _ in range(2):
+        with timeline.step(), timeline.phase("backward"):
+            timeline.launch(GEMM_BF16, 500, op="aten::mm")
+            timeline.launch(name, 600, op="c10d::allreduce_", bytes=100 * MB)
+    finding = found(timeline.profile(), "SS011")
+    assert finding is not None
+    assert said in finding.fix
+    assert finding.saving_ns == (None if saves_us is None else pytest.approx(saves_us * 1000, rel=0.03))
 
 
 def test_weights_are_gathered_ahead_of_time() -> None:

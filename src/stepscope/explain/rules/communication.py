@@ -10,7 +10,6 @@ import re
 import shlex
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Literal
 
 import numpy as np
 import polars as pl
@@ -28,6 +27,7 @@ from stepscope.explain.ranks.collectives import (
 from stepscope.explain.ranks.lateness import RankTimes, Straggler
 from stepscope.explain.rules.evidence import WORTH_SAYING, Gain, StepEvidence, ms
 from stepscope.explain.rules.rule import Hit, Rule
+from stepscope.explain.rules.strategy_advice import ADVICE, FEWER_BYTES, FEWER_MESSAGES, LARGER_BUCKETS, StrategyName
 from stepscope.units import count_noun, say_message_bytes, say_percent
 
 LEAST_EXPOSED = 0.02  # of the step
@@ -38,76 +38,6 @@ _SLOW_LINK, _USUAL_LINK = 10e9, 20e9
 _USUAL_LATENCY_NS = 50_000
 _MOST_NAMED = 3  # ranks in a sentence
 _MOST_IN_ONE_MACHINE = 8
-
-StrategyName = Literal["DDP", "FSDP", "sharded optimizer", "tensor parallel", "all-to-all", "pipeline", "unknown"]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StrategyAdvice:
-    seen: str  # what shows the strategy
-    action: str
-    paste: str
-
-
-_BUCKETS = StrategyAdvice(
-    seen="gradients are all-reduced in backward (DDP)",
-    action="Use larger gradient buckets",
-    paste="model = torch.nn.parallel.DistributedDataParallel(model, bucket_cap_mb=100, gradient_as_bucket_view=True)",
-)
-ADVICE: dict[StrategyName, StrategyAdvice] = {
-    "DDP": StrategyAdvice(
-        seen="gradients are all-reduced in backward (DDP)",
-        action="Reduce gradients only in the last micro-batch of an update",
-        paste="with model.no_sync():  # in all but the last micro-batch\n    loss.backward()",
-    ),
-    "FSDP": StrategyAdvice(
-        seen="weights are all-gathered in forward and backward (FSDP, ZeRO-3)",
-        action="Gather the weights of the next block while the current one computes, and wrap larger units",
-        paste=(
-            "for block, following in zip(blocks, blocks[1:]):  # after fully_shard(block)\n"
-            "    block.set_modules_to_forward_prefetch([following])\n"
-            "    following.set_modules_to_backward_prefetch([block])\n"
-            "# FullyShardedDataParallel(model, forward_prefetch=True, backward_prefetch=BackwardPrefetch.BACKWARD_PRE)"
-        ),
-    ),
-    "sharded optimizer": StrategyAdvice(
-        seen="gradients are reduce-scattered and weights all-gathered around the optimizer (ZeRO-1, ZeRO-2)",
-        action="Start the reduce-scatter during backward, and wait for the all-gather in the next forward",
-        paste=(
-            "parameter.register_post_accumulate_grad_hook(start_reduce_scatter)  # async_op=True\n"
-            "# DeepSpeed: overlap_comm; Megatron-LM: --overlap-grad-reduce --overlap-param-gather"
-        ),
-    ),
-    "tensor parallel": StrategyAdvice(
-        seen="activations are exchanged within layers (tensor or sequence parallel)",
-        action="Overlap these collectives with their GEMMs (async tensor parallelism), or use fewer ranks per layer",
-        paste=(
-            "torch._inductor.config._micro_pipeline_tp = True  # before torch.compile(model)\n"
-            "torch.distributed._symmetric_memory.enable_symm_mem_for_group(mesh['tp'].get_group().group_name)"
-        ),
-    ),
-    "all-to-all": StrategyAdvice(
-        seen="tokens or embeddings are exchanged all-to-all (expert or embedding parallel)",
-        action="Overlap the all-to-all with work that does not need it, or send fewer bytes",
-        paste=(
-            "work = torch.distributed.all_to_all_single(received, sent.bfloat16(), async_op=True)\n"
-            "...  # work that does not need it: dense layers, shared experts, the input of the next batch\n"
-            "work.wait()"
-        ),
-    ),
-    "pipeline": StrategyAdvice(
-        seen="activations are sent from stage to stage (pipeline parallel)",
-        action="Use more micro-batches, or an interleaved schedule",
-        paste=(
-            "schedule = torch.distributed.pipelining.ScheduleInterleaved1F1B(stages, n_microbatches=4 * num_stages)"
-        ),
-    ),
-    "unknown": StrategyAdvice(
-        seen="the collectives do not show a known strategy",
-        action="Start collectives as soon as their input is ready, and wait as late as possible",
-        paste="work = torch.distributed.all_reduce(tensor, async_op=True)\n...  # other work\nwork.wait()",
-    ),
-}
 
 
 @dataclass(frozen=True)
@@ -176,6 +106,11 @@ class Communication:
             in_backward = self._share((kind == "all-reduce") & (phase == "backward"))
             return "DDP" if in_backward > _MOST * shares[most] or self._says("DistributedDataParallel") else "unknown"
         return "all-to-all" if most == "all-to-all" else "pipeline"
+
+    @property
+    def sends_half_precision(self) -> bool:
+        """Whether most of the exposed time is in collectives of bf16 or fp16, by the names of their kernels."""
+        return self._share(pl.col("short").str.contains(r"\b(bf16|fp16)\b")) > _MOST
 
     def _gathers_in_model(self) -> bool:
         """Whether weights are gathered in forward and backward rather than around the update: by phase, and where
@@ -355,8 +290,9 @@ def _advise(found: Communication, exposed: float, share: float, text: str) -> Hi
     if found.gain(share * found.exposed).step_ns < least:
         return None
     sizes = found.collectives["message_bytes"].drop_nulls()
-    if found.strategy == "DDP" and (sizes < _SMALL_BYTES).sum() > max(1, _MOST * sizes.len()):
-        advice = _BUCKETS
+    has_small_messages = (sizes < _SMALL_BYTES).sum() > max(1, _MOST * sizes.len())
+    if found.strategy == "DDP" and has_small_messages:
+        advice = LARGER_BUCKETS
     hidden = share * found.hidden_by_overlap
     can_hide, gain = min(exposed, float(hidden.sum()) / evidence.num_steps), None
     text += f"; {advice.seen}"
@@ -367,9 +303,9 @@ def _advise(found: Communication, exposed: float, share: float, text: str) -> Hi
         text += "; for the rest, only fewer bytes or a faster link would help" if can_hide < _MOST * exposed else ""
     elif found.strategy != "pipeline":  # whose stages wait for each other
         text += "; no kernels are left to overlap with, so only fewer bytes or a faster link would help"
-        if found.strategy == "DDP":
+        if found.strategy == "DDP" and not has_small_messages:
+            advice = FEWER_MESSAGES if found.sends_half_precision else FEWER_BYTES
             gain = found.gain(0.5 * share * found.exposed)
-            text += ": two micro-batches per update would halve it"
     return _hit(
         exposed,
         gain if gain is not None and gain.step_ns >= least else None,
@@ -556,7 +492,7 @@ RULES = (
             elsewhere in the trace.""",
         builtin="not needed: it runs in one process",
         own=(
-            "# DDP: DistributedDataParallel(model, bucket_cap_mb=100); model.no_sync() in all but the last micro-batch",
+            "# DDP: bucket_cap_mb, static_graph=True; bf16_compress_hook; no_sync() in all but the last micro-batch",
             "# FSDP: block.set_modules_to_forward_prefetch([next_block]); larger units",
             "# ZeRO: overlap_comm (DeepSpeed); --overlap-grad-reduce --overlap-param-gather (Megatron-LM)",
             "# tensor parallel: torch._inductor.config._micro_pipeline_tp = True, or fewer ranks",
