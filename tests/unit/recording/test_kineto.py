@@ -13,6 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from stepscope.errors import StepscopeError
+from stepscope.explain.trace.profile import make_profile
 from stepscope.recording.readers import json_blocks, kineto, kineto_events, kineto_stream
 from stepscope.recording.store import Recording
 from tests.unit.kineto_files import event, kernel, launch, op, training_step, write_trace
@@ -355,3 +356,29 @@ def test_perfetto_exports_are_rejected(tmp_path: Path) -> None:
     path.write_text('{"displayTimeUnit":"ns","stepscope":"a picture","traceEvents":[' + training_step()[0] + "]}")
     with pytest.raises(StepscopeError, match="--perfetto"):
         read(path)
+
+
+@pytest.mark.parametrize("launches_are_last", [False, True])
+def test_truncated_gpu_trace_ends_with_its_kernels(tmp_path: Path, launches_are_last: bool) -> None:
+    """Four steps of two kernels, cut before the first kernel of the third."""
+    before, after = [], []
+    for step in range(4):
+        start = 1000 + 100 * step
+        before.append(event("user_annotation", f"ProfilerStep#{step}", f"{start}", "100"))
+        for place in range(2):
+            number, at = 2 * step + place, start + 48 * (place + 1)
+            before.append(op("aten::mm", f"{at}", "2"))
+            pair = [launch(f"{at}", "1", number), kernel("gemm", f"{at + 2}", "40", number)]
+            (after if launches_are_last else before).append(pair[0])
+            after.append(pair[1])
+    path = write_trace(tmp_path / "t.json", [*before, *after])
+    content = path.read_text()
+    cut = after.index(kernel("gemm", "1250", "40", 4))
+    path.write_text(content[: content.index(after[cut])].rstrip(", \n"))
+    recording = read(path)
+    assert recording.kernels["correlation"].to_list() == [0, 1, 2, 3]
+    assert recording.ranges["name"].to_list() == ["ProfilerStep#0", "ProfilerStep#1"]
+    assert recording.manifest.notes[-1] == (
+        "only what came before the last known kernel is read, without 2 incomplete steps"
+    )
+    assert make_profile(recording).clock.num_steps == 2

@@ -6,6 +6,7 @@ time in windows too.
 
 The numbers equal those of the normal mode to the nanosecond. Memory grows with the number of distinct names, modules,
 threads and steps, not with the number of events. Findings and questions need single kernels and are not available.
+A truncated file is read to its end, with a note, and not only up to its last kernel.
 """
 
 from collections.abc import Iterable, Iterator
@@ -24,7 +25,7 @@ from stepscope.explain.trace.profile import Profile, no_kernels, no_time
 from stepscope.explain.trace.ranges_table import short_ranges
 from stepscope.files import cache_folder
 from stepscope.findings import Page, Table
-from stepscope.recording.readers.kineto import CallTrees, TraceReader, join_flows
+from stepscope.recording.readers.kineto import CallTrees, TraceReader, ends_early, join_flows
 from stepscope.recording.store import Recording
 from stepscope.recording.windows import (
     WINDOW_ROWS,
@@ -37,6 +38,7 @@ from stepscope.recording.windows import (
 )
 
 NOTE = "read in bounded memory: the breakdown is complete; findings, questions and single kernels are not available"
+CUT_NOTE = "the kernels of the last operators are missing, so idle time is too high"
 # The tables that are available in this mode.
 PARTS = ("classes", "phases", "kernels", "modules", "layers", "ops", "ranges", "streams")
 _ON_A_PAGE = 6
@@ -86,8 +88,9 @@ def _explain(path: Path, disk: Disk) -> BoundedProfile:
     if not any(account.whole.busy_ns for account in accounts):
         raise no_time(recording)
     manifest = recording.manifest
+    notes = (CUT_NOTE, NOTE) if ends_early(manifest.notes) else (NOTE,)
     return BoundedProfile(
-        recording=recording.with_manifest(notes=(*manifest.notes, NOTE)),
+        recording=recording.with_manifest(notes=(*manifest.notes, *notes)),
         kernels=attribution.finish(kernels, modules_recorded=manifest.modules_recorded),
         bounds=bounds,
         accounts=accounts,

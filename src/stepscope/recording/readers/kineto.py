@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Annotated, TypeVar
 
 import msgspec
+import numpy as np
 import polars as pl
 
 from stepscope.errors import StepscopeError
@@ -20,10 +21,14 @@ from stepscope.recording.readers.kineto_stream import TraceStream
 from stepscope.recording.store import Manifest, Recording
 from stepscope.recording.tables import conform, empty
 from stepscope.recording.validation import Repairs, repair
+from stepscope.units import count_noun
 
 _MODULE_FRAME = "nn.Module: "
 # Autograd's wrappers around operators: their time is dispatch, not work.
 _MACHINERY = r"^autograd::engine|^torch::autograd|Backward\d*$|^detach$"
+_LAUNCHES_KERNEL = r"(?i)launch(?:cooperative)?kernel"
+_FEW_PRESENT = 0.1  # of the launches after a cut: kernels of other streams end later
+_REST_OF_STEP = 0.05  # after its last launch
 _HOST_NOTE = "no GPU activity: CPU operators count as kernels, and idle time is the time between them"
 _UNKNOWN = Manifest(source="pytorch profiler")  # until the whole file is read
 _FLOW = {"id": pl.Int64, "ns": pl.Int64, "process": pl.Int64, "thread": pl.Int64, "kind": pl.String}
@@ -39,7 +44,48 @@ def read(path: Path) -> Recording:
         kernels = _host_kernels(recording.ops)
     else:
         kernels = reader.place_kernels(recording.kernels).sort("start_ns", "end_ns", maintain_order=True)
-    return replace(recording, manifest=manifest, kernels=kernels, links=join_flows(flows, flows))
+    whole = replace(recording, manifest=manifest, kernels=kernels, links=join_flows(flows, flows))
+    return whole if reader.is_on_host or not ends_early(manifest.notes) else _end_with_kernels(whole)
+
+
+def _end_with_kernels(recording: Recording) -> Recording:
+    """Return a truncated file up to the last step whose kernels it has, or up to the last launch with a kernel. The
+    profiler writes operators first, so the file still has those whose kernels were cut off, and the absence of these
+    kernels would look like idle time."""
+    end_ns = _find_last_launch(recording)
+    if end_ns is None:
+        return recording
+    steps = recording.ranges.filter(pl.col("name").str.starts_with("ProfilerStep#"))
+    almost_ns = pl.col("end_ns") - _REST_OF_STEP * (pl.col("end_ns") - pl.col("start_ns"))
+    complete = steps.filter(almost_ns <= end_ns)
+    if complete.height:
+        end_ns = int(complete.select(pl.col("end_ns").max()).item())
+    dropped = steps.height - complete.height
+    note = "only what came before the last known kernel is read" + (
+        f", without {count_noun(dropped, 'incomplete step')}" if dropped else ""
+    )
+    later = recording.launches.filter(pl.col("start_ns") >= end_ns)["correlation"].implode()
+    return replace(
+        recording,
+        manifest=msgspec.structs.replace(recording.manifest, notes=(*recording.manifest.notes, note)),
+        kernels=recording.kernels.filter(~pl.col("correlation").is_in(later).fill_null(value=False)),
+        launches=recording.launches.filter(pl.col("start_ns") < end_ns),
+        ops=recording.ops.filter(pl.col("end_ns") <= end_ns),
+        ranges=recording.ranges.filter(pl.col("end_ns") <= end_ns),
+        links=recording.links.filter(pl.col("backward_ns") < end_ns),
+    )
+
+
+def _find_last_launch(recording: Recording) -> int | None:
+    """Return when the last kernel was launched before they begin to be missing; None if no launch has a kernel."""
+    launches = recording.launches.filter(pl.col("name").str.contains(_LAUNCHES_KERNEL)).sort("start_ns")
+    present = launches["correlation"].is_in(recording.kernels["correlation"].implode()).to_numpy()
+    if not present.any():
+        return None
+    present_from_here = np.cumsum(present[::-1])[::-1] / np.arange(len(present), 0, -1)
+    missing = np.flatnonzero(~present & (present_from_here < _FEW_PRESENT))
+    last = int(missing[0]) - 1 if len(missing) else len(present) - 1
+    return int(launches["start_ns"][max(0, last)])
 
 
 class TraceReader:
@@ -138,7 +184,12 @@ def _most_common(counts: Counter[int]) -> int | None:
 def _device_is_cut_off(device: str, notes: Sequence[str]) -> bool:
     """Whether the kernels may be in the missing part of a truncated file that names a device: the profiler writes them
     after the operators."""
-    return bool(device) and any("ends early" in note or "damaged" in note for note in notes)
+    return bool(device) and (ends_early(notes) or any("damaged" in note for note in notes))
+
+
+def ends_early(notes: Sequence[str]) -> bool:
+    """Whether a file with these notes is truncated."""
+    return any("ends early" in note for note in notes)
 
 
 def _ops(frame: pl.DataFrame) -> pl.DataFrame:
