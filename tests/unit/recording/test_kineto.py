@@ -361,7 +361,8 @@ def test_perfetto_exports_are_rejected(tmp_path: Path) -> None:
 @pytest.mark.parametrize("launches_are_last", [False, True])
 def test_truncated_gpu_trace_ends_with_its_kernels(tmp_path: Path, launches_are_last: bool) -> None:
     """Four steps of two kernels, cut before the first kernel of the third."""
-    before, after = [], []
+    before: list[str] = []
+    after: list[str] = []
     for step in range(4):
         start = 1000 + 100 * step
         before.append(event("user_annotation", f"ProfilerStep#{step}", f"{start}", "100"))
