@@ -19,6 +19,14 @@ from stepscope.cost.calls import (
 # Operators in the name of a fused kernel that use a part of an argument, or use it through an index.
 _PARTIAL = re.compile(r"embedding|gather|index|nll_loss|scatter|select|slice|split|unfold|_sort|topk|cat(?:_|$)")
 _COMPARISONS = {"eq", "ne", "lt", "le", "gt", "ge", "isnan", "isinf", "isfinite", "logical_not", "logical_and"}
+# Of one tensor. If there is another one of its shape, it is the `out` that is written.
+_UNARY = set(
+    """
+    abs bitwise_not ceil clamp clamp_max clamp_min cos cumsum elu erf exp exp2 expm1 floor gelu hardswish isfinite isinf
+    isnan leaky_relu log log1p logical_not neg reciprocal relu rsqrt sigmoid sign silu sin softplus sqrt square tanh tril
+    triu
+    """.split()
+)
 
 
 def elementwise(call: Call) -> OperatorCost:
@@ -26,6 +34,8 @@ def elementwise(call: Call) -> OperatorCost:
     tensors = call.given
     if not tensors:
         raise UnknownCost
+    if call.name in _UNARY and len(tensors) > 1 and tensors[-1].dims == tensors[0].dims:
+        tensors = tensors[:-1]
     if call.name.endswith("_"):
         return make_cost(0, tensors, [tensors[0]])
     shape = broadcast(*(tensor.dims for tensor in tensors))

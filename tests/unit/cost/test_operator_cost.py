@@ -145,3 +145,10 @@ def test_sizes_of_gemms() -> None:
 
 def test_softmax_takes_five_operations_per_element() -> None:
     assert softmax_flops(100) == 500
+
+
+def test_the_output_of_a_unary_operator_is_not_an_input() -> None:
+    assert cost("exp", [[8, 4]], [F]).bytes == cost("exp", [[8, 4], [8, 4]], [F, F]).bytes == 4 * 2 * 32
+    clamped = cost("clamp_min", [[8, 4], [], [8, 4]], [F, "Scalar", F], ["", "0.", ""])
+    assert clamped.bytes == 4 * 2 * 32
+    assert cost("maximum", [[8, 4], [8, 4]], [F, F]).bytes == 4 * 3 * 32
