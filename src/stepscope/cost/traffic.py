@@ -20,12 +20,9 @@ from stepscope.cost.calls import (
 _PARTIAL = re.compile(r"embedding|gather|index|nll_loss|scatter|select|slice|split|unfold|_sort|topk|cat(?:_|$)")
 _COMPARISONS = {"eq", "ne", "lt", "le", "gt", "ge", "isnan", "isinf", "isfinite", "logical_not", "logical_and"}
 # Of one tensor. If there is another one of its shape, it is the `out` that is written.
-_UNARY = set(
-    """
-    abs bitwise_not ceil clamp clamp_max clamp_min cos cumsum elu erf exp exp2 expm1 floor gelu hardswish isfinite isinf
-    isnan leaky_relu log log1p logical_not neg reciprocal relu rsqrt sigmoid sign silu sin softplus sqrt square tanh tril
-    triu
-    """.split()
+_UNARY = re.compile(
+    r"abs|bitwise_not|ceil|clamp(?:_max|_min)?|cos|cumsum|elu|erf|exp|exp2|expm1|floor|gelu|hardswish|isfinite|isinf|isnan|"
+    r"leaky_relu|log|log1p|logical_not|neg|reciprocal|relu|rsqrt|sigmoid|sign|silu|sin|softplus|sqrt|square|tanh|tril|triu"
 )
 
 
@@ -34,7 +31,7 @@ def elementwise(call: Call) -> OperatorCost:
     tensors = call.given
     if not tensors:
         raise UnknownCost
-    if call.name in _UNARY and len(tensors) > 1 and tensors[-1].dims == tensors[0].dims:
+    if _UNARY.fullmatch(call.name) and len(tensors) > 1 and tensors[-1].dims == tensors[0].dims:
         tensors = tensors[:-1]
     if call.name.endswith("_"):
         return make_cost(0, tensors, [tensors[0]])
