@@ -14,7 +14,8 @@ from typing import Any, Literal, TypeVar
 import msgspec
 
 from stepscope.api.measure import MemoryResults
-from stepscope.api.run import Opened, Run, are_ranks, describe_ranks, expand_ranks, load, open_file
+from stepscope.api.rank_files import Opened, are_ranks, describe_ranks, expand_ranks, open_file
+from stepscope.api.run import Run, load
 from stepscope.errors import StepscopeError
 from stepscope.explain.experiments.cases import describe_case
 from stepscope.explain.story.commands import find_case

@@ -231,7 +231,8 @@ class MemoryResults(CaseResults[MemoryRow]):
 
     def run(self, index: int = 0) -> "Run":
         """Return the recording of a case."""
-        from stepscope.api.run import Opened, Run
+        from stepscope.api.rank_files import Opened
+        from stepscope.api.run import Run
         from stepscope.recording import store
 
         path = recording_folder(self.folder, self.rows[index].key)

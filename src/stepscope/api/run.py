@@ -7,15 +7,12 @@ Modules that only some methods need are imported inside them: a large cached rec
 importing everything would take a tenth of that.
 """
 
-import re
-import shlex
 import sys
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import msgspec
 
@@ -30,6 +27,7 @@ from stepscope.api.display import (
     write_frame,
     write_table,
 )
+from stepscope.api.rank_files import Opened, expand_ranks, open_file, sort_ranks
 from stepscope.errors import StepscopeError
 from stepscope.explain.ranks.lateness import RankLateness, RankTimes
 from stepscope.explain.rules import find_once
@@ -39,9 +37,7 @@ from stepscope.explain.trace.ranges_table import short_ranges
 from stepscope.explain.trace.summary import SCHEMA, Summary, summarise
 from stepscope.findings import Finding, Page, Table
 from stepscope.recording import store
-from stepscope.recording.cache import read_cached
-from stepscope.recording.readers.formats import open_recording
-from stepscope.recording.store import Manifest, Recording
+from stepscope.recording.store import Recording
 
 if TYPE_CHECKING:
     import polars as pl
@@ -56,8 +52,6 @@ if TYPE_CHECKING:
 _ON_A_PAGE = 5  # kernels on the page; `table` shows all
 _COUNTED_ON_A_PAGE = 12
 _ALL_ROWS = sys.maxsize
-_MOST_NAMED = 8  # files in an error
-_TRACE = re.compile(r"(?i).*\.json\.gz|.*(?:trace|rank).*\.json")  # PyTorch's profiler writes one file per rank
 
 
 class RanksSummary(msgspec.Struct, frozen=True, kw_only=True):
@@ -67,23 +61,6 @@ class RanksSummary(msgspec.Struct, frozen=True, kw_only=True):
     schema: str = SCHEMA
     files: tuple[Summary, ...]
     lateness: tuple[RankLateness, ...] = ()
-
-
-class Opened(NamedTuple):
-    """A recording, the file it was read from, and the directory that it is stored in, if any."""
-
-    path: Path
-    recording: Recording
-    folder: Path | None
-
-    @property
-    def is_of_memory(self) -> bool:
-        return self.recording.manifest.memory is not None
-
-
-def open_file(path: Path, *, cached: bool) -> Opened:
-    recording, folder = read_cached(path, open_recording) if cached else (open_recording(path), None)
-    return Opened(path, recording, folder)
 
 
 def load(*paths: StrPath, cache: bool = True, bounded: bool = False) -> "Run":
@@ -112,60 +89,6 @@ def load(*paths: StrPath, cache: bool = True, bounded: bool = False) -> "Run":
     if len(opened) > 1 and any(one.is_of_memory for one in opened):
         raise StepscopeError("a memory snapshot cannot be combined with other files", hint="read each file separately")
     return Run(sort_ranks(opened))
-
-
-def expand_ranks(paths: Sequence[Path]) -> list[Path]:
-    """Replace each directory that is not a recording: that of a report by its recording, any other by the traces in it,
-    one per rank."""
-    expanded: list[Path] = []
-    for path in paths:
-        traces: list[Path] = []
-        with suppress(OSError):  # the reader says what is wrong with it
-            if path.is_dir() and not (path / store.MANIFEST_NAME).exists():
-                traces = _find_recordings(path)
-        expanded += traces or [path]
-    return expanded
-
-
-def _find_recordings(folder: Path) -> list[Path]:
-    from stepscope.jobs.report.data import is_data
-    from stepscope.jobs.report.stages import ProfileStage
-
-    if is_data(folder):
-        return [folder / ProfileStage.name]
-    return sorted(one for one in folder.iterdir() if _TRACE.fullmatch(one.name))
-
-
-def are_ranks(manifests: Sequence[Manifest]) -> bool:
-    """Whether these are the ranks of one run: distinct ranks, and the same world size."""
-    ranks = {one.rank for one in manifests}
-    worlds = {one.world_size for one in manifests}
-    if None in ranks or len(ranks) < len(manifests) or len(worlds) > 1:
-        return False
-    (world,) = worlds
-    return world is None or all(rank is not None and rank < world for rank in ranks)
-
-
-def sort_ranks(opened: Sequence[Opened]) -> list[Opened]:
-    """Order files by rank if every rank is known. Raises if they are not the ranks of one run."""
-    manifests = [one.recording.manifest for one in opened]
-    if any(one.rank is None for one in manifests):
-        return list(opened)
-    if not are_ranks(manifests):
-        raise StepscopeError(
-            "these files are not the ranks of one run",
-            detail=describe_ranks(opened),
-            hint=f"one file per rank: stepscope explain {shlex.quote(str(opened[0].path))}",
-        )
-    return sorted(opened, key=lambda one: one.recording.manifest.rank or 0)
-
-
-def describe_ranks(opened: Sequence[Opened]) -> str:
-    """Return which rank each file is of, for an error."""
-    manifests = [one.recording.manifest for one in opened]
-    said = ["no rank" if one.rank is None else f"rank {one.rank} of {one.world_size}" for one in manifests]
-    shown = [f"{one.path.name}: {rank}" for one, rank in zip(opened, said, strict=True)][:_MOST_NAMED]
-    return ", ".join([*shown, *(["…"] if len(opened) > _MOST_NAMED else [])])
 
 
 class Answers(tuple["Answer", ...]):

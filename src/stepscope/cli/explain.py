@@ -55,7 +55,7 @@ def explain(
 
     Reads recordings and traces; runs nothing and does not need PyTorch.
     """
-    from stepscope.api.run import expand_ranks, load
+    from stepscope.api.rank_files import expand_ranks, load
 
     check_view(questions=questions, part=table, step=step, detail=detail)
     if plot is not None:

@@ -13,7 +13,7 @@ import pytest
 
 import stepscope
 from stepscope.api.measure import make_grid, name_command
-from stepscope.api.run import Opened
+from stepscope.api.rank_files import Opened
 from stepscope.findings import STAGES, Axis, Column, Figure, Point, Table
 from tests.unit.rank_recordings import Rank, record_ranks
 

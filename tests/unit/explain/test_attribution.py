@@ -5,10 +5,16 @@ from pathlib import Path
 import polars as pl
 import pytest
 
+from stepscope.explain.trace.attribution import attribute_kernels
 from stepscope.explain.trace.attribution.modules import number_layers
 from stepscope.explain.trace.profile import Profile, make_profile
 from stepscope.recording.readers import kineto
 from tests.unit.kineto_files import AUTOGRAD, event, kernel, launch, op, training_step, write_trace
+
+
+def attribute(tmp_path: Path, events: list[str]) -> pl.DataFrame:
+    """All kernels of a file. A profile has those of the steps that count."""
+    return attribute_kernels(kineto.read(write_trace(tmp_path / "t.json", events)))
 
 
 def profile(tmp_path: Path, events: list[str]) -> Profile:
@@ -238,15 +244,15 @@ def repeated_steps(*, first_launch: int = 0, first_name: str = "gemm") -> list[s
 
 
 def test_kernels_launched_before_the_recording_are_those_of_later_steps(tmp_path: Path) -> None:
-    whole = profile(tmp_path, repeated_steps()).kernels
-    cut = profile(tmp_path, repeated_steps(first_launch=7)).kernels
+    whole = attribute(tmp_path, repeated_steps())
+    cut = attribute(tmp_path, repeated_steps(first_launch=7))
     assert cut["launched"].to_list() == ["before"] * 7 + ["op"] * 41
     assert cut["phase"].to_list() == whole["phase"].to_list()
     assert cut["step"].head(7).null_count() == 7
 
 
 def test_steps_that_launch_something_else_say_nothing_about_earlier_kernels(tmp_path: Path) -> None:
-    cut = profile(tmp_path, repeated_steps(first_launch=7, first_name="convolution")).kernels
+    cut = attribute(tmp_path, repeated_steps(first_launch=7, first_name="convolution"))
     assert cut["phase"].head(7).null_count() == 7
 
 
@@ -257,5 +263,5 @@ def test_places_that_disagree_leave_the_phase_unknown(tmp_path: Path) -> None:
         for one in repeated_steps(first_launch=7)
     ]
     same_stream = [one.replace('"stream": 20', '"stream": 7') for one in events]
-    cut = profile(tmp_path, same_stream).kernels
+    cut = attribute(tmp_path, same_stream)
     assert cut["phase"].head(7).null_count() == 7

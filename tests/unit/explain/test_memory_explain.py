@@ -10,7 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from stepscope.api.run import Opened, Run
+from stepscope.api.rank_files import Opened
+from stepscope.api.run import Run
 from stepscope.errors import StepscopeError
 from stepscope.explain.memory import MemoryProfile, make_memory_profile, timeline
 from stepscope.explain.memory.answers import answer_memory

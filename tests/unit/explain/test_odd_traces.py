@@ -70,7 +70,8 @@ def test_numbers_of_a_kernel_of_any_size_and_type(scratch: Path, field: str, val
     events = changed("ampere_sgemm_128x64_tn", lambda one: one["args"].update({field: value}))
     path = write_trace(scratch / "t.json", events)
     summary = explain(path)
-    assert sum(one.count for one in summary.kernels) == 7
+    # Without its launch, it follows a kernel from before the recording and looks like another one.
+    assert sum(one.count for one in summary.kernels) == (5 if field == "correlation" else 7)
     assert explain_bounded(path).gpu_time_ns == summary.gpu_time_ns
 
 

@@ -401,12 +401,12 @@ def test_questions_about_a_mostly_unknown_phase_are_not_answered() -> None:
 
 
 def test_phases_take_the_same_time_in_questions_and_tables() -> None:
-    """Kernels launched before the recording began count in both, over the same number of steps."""
+    """Kernels launched before the recording began count in neither."""
     profile = model_profile(steps=4)
     first = profile.recording.launches["start_ns"].sort()[25]
     launches = profile.recording.launches.filter(pl.col("start_ns") >= first)
     cut = make_profile(replace(profile.recording, launches=launches))
-    assert cut.steps_in_window > 4
+    assert cut.gpu_time_ns < profile.gpu_time_ns
     rows = phases_table(cut).rows
     forward = sum(float(row[1] or 0) for row in rows if row[0] in ("forward", "loss"))
     clocks = {row["clock"]: row["per_step_ms"] for row in evidence(ask("forward-time", cut))}

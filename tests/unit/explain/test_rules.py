@@ -204,8 +204,10 @@ def test_titles_have_the_numbers_of_the_recording() -> None:
 
 def test_a_recording_of_a_cpu_has_no_findings_about_gpus() -> None:
     timeline = busy_timeline()
-    with timeline.step(), timeline.range("enumerate(DataLoader)"):
-        timeline.host(5000)
+    with timeline.step():
+        with timeline.range("enumerate(DataLoader)"):
+            timeline.host(5000)
+        timeline.launch(GEMM_BF16, 100, op="aten::mm")
     recording = timeline.record()
     assert "SS012" in {finding.code for finding in find(make_profile(recording))}
     kernels = recording.kernels.with_columns(kind=pl.lit("cpu"), name=pl.lit("aten::mul"))

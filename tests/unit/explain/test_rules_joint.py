@@ -105,9 +105,10 @@ def test_compiled_run_is_told_to_use_cuda_graphs() -> None:
 @pytest.mark.parametrize("sign", ["kernel", "op"])
 def test_compiled_code_is_recognised_in_foreign_traces(sign: str) -> None:
     timeline = products(20, 2)
-    timeline.launch(
-        INDUCTOR if sign == "kernel" else GEMM_BF16, 2, op="Torch-Compiled Region: 0/0" if sign == "op" else None
-    )
+    with timeline.step():
+        timeline.launch(
+            INDUCTOR if sign == "kernel" else GEMM_BF16, 2, op="Torch-Compiled Region: 0/0" if sign == "op" else None
+        )
     finding = found(timeline.profile(), "SS001")
     assert finding is not None
     assert "reduce-overhead" in finding.fix

@@ -1,8 +1,10 @@
 """The clock of a profile, which findings and tables share, and the columns of decoded names."""
 
 import re
+from dataclasses import replace
 from pathlib import Path
 
+import polars as pl
 import pytest
 
 from stepscope.explain.rules import evidence as rules_evidence
@@ -11,7 +13,7 @@ from stepscope.explain.rules.evidence import StepEvidence
 from stepscope.explain.story.sections.breakdown import break_down
 from stepscope.explain.trace.attribution.names import NAME_COLUMNS
 from stepscope.explain.trace.profile import Profile, make_profile
-from stepscope.explain.trace.profile_tables import classes_table, findings_table, headline
+from stepscope.explain.trace.profile_tables import classes_table, findings_table, headline, steps_table
 from stepscope.explain.trace.summary import summarise
 from stepscope.recording.readers.formats import open_recording
 from tests.unit.recordings import ADD, ALL_REDUCE, GEMM_BF16, Timeline, add_unprofiled_steps
@@ -63,7 +65,7 @@ def launched_before() -> Profile:
 def test_a_profiled_step_is_the_window_over_its_steps() -> None:
     profile = two_steps()
     clock = profile.clock
-    assert clock.num_steps == clock.steps_in_window == 2
+    assert clock.num_steps == 2
     assert clock.kind == "profiled"
     assert clock.step_ns == clock.profiled_ns == profile.wall_ns / 2
     assert clock.busy_ns < 300 * US
@@ -129,14 +131,14 @@ def test_launches_that_were_not_recorded_are_not_called_early() -> None:
     said = headline(timeline.profile())
     assert "kernel launches are not recorded" in said
     assert "before the recording began" not in said
-    assert "launched before the recording began: 25.0% of kernel time" in headline(launched_before())
+    assert "25% of the recorded kernel time is outside these steps" in headline(launched_before())
 
 
 def test_the_document_has_the_clock_of_the_tables() -> None:
     for profile in (two_steps(), slow_host(500), launched_before()):
         clock, told = profile.clock, summarise(profile, ()).clock
         assert (told.step_ns, told.busy_ns, told.idle_ns) == (clock.step_ns, clock.busy_ns, clock.idle_ns)
-        assert (told.kind, told.steps) == (clock.kind, clock.steps_in_window)
+        assert (told.kind, told.steps) == (clock.kind, clock.num_steps)
         rows = {row[0]: row[4] for row in classes_table(profile).rows}
         assert rows["wall"] == clock.step_ns / 1e6
         assert rows["idle"] == clock.idle_ns / 1e6
@@ -150,14 +152,13 @@ def test_rules_use_the_clock_of_the_tables() -> None:
         evidence = StepEvidence(profile=profile)
         assert evidence.clock is profile.clock
         assert evidence.step_ns == profile.step_ns
-        assert evidence.num_steps == profile.steps_in_window
+        assert evidence.num_steps == profile.num_steps
 
 
 def test_findings_divide_by_the_steps_of_the_tables() -> None:
     """Three steps are marked, and four steps of work ran: exposed communication is that of one step."""
     profile = launched_before()
     assert profile.clock.num_steps == 3
-    assert profile.clock.steps_in_window == pytest.approx(4)
     exposed = next(one for one in find(profile) if one.code == "SS011")
     assert exposed.title.startswith("Exposed communication: 0.6 ms per step")
     table = {row[0]: row[4] for row in classes_table(profile).rows}
@@ -203,3 +204,63 @@ def test_names_are_decoded_into_columns() -> None:
     assert product["tile_m"]
     assert product["tile_n"]
     assert not kernels["is_fused"].any()
+
+
+# --- The steps that count ---------------------------------------------------------------------------------------------
+
+
+def steps_of(*num_kernels: int, after: int = 0) -> Timeline:
+    """Steps with that many kernels of 100 µs each, and `after` kernels after the last one."""
+    timeline = Timeline(host_us=5)
+    for count in num_kernels:
+        with timeline.step():
+            for _ in range(count):
+                timeline.launch(GEMM_BF16, 100, op="aten::mm")
+            timeline.host(20)
+            if count:
+                timeline.wait()
+    for _ in range(after):
+        timeline.launch(GEMM_BF16, 100, op="aten::mm")
+    return timeline
+
+
+def test_steps_without_kernels_at_the_ends_do_not_count() -> None:
+    whole, empty = steps_of(3, 3).profile(), steps_of(0, 3, 3, 0, 0).profile()
+    assert empty.clock.step_ns == pytest.approx(whole.clock.step_ns, rel=0.02)
+    assert empty.steps["step"].to_list() == [1, 2]
+    assert "not counted: 3 marked steps without kernels" in headline(empty)
+
+
+def test_work_after_the_last_step_does_not_count() -> None:
+    whole, more = steps_of(3, 3).profile(), steps_of(3, 3, after=30).profile()
+    assert more.clock.step_ns == whole.clock.step_ns
+    assert more.gpu_time_ns == whole.gpu_time_ns
+    assert "83% of the recorded kernel time is outside these steps" in headline(more)
+
+
+def test_steps_whose_kernels_were_lost_do_not_count() -> None:
+    recording = steps_of(3, 3, 3, 3, 3).record()
+    whole = make_profile(recording)
+    lost = make_profile(replace(recording, kernels=recording.kernels.head(10)))
+    assert lost.clock.step_ns == pytest.approx(whole.clock.step_ns, rel=0.02)
+    assert lost.idle_share == pytest.approx(whole.idle_share, rel=0.02)
+    assert lost.steps["step"].to_list() == [0, 1, 2]
+    assert "not counted: 2 marked steps whose kernels are missing" in headline(lost)
+
+
+def test_the_mean_of_the_steps_is_the_step() -> None:
+    for profile in (two_steps(), slow_host(), launched_before(), steps_of(2, 5, 3).profile()):
+        rows = steps_table(profile).rows
+        assert sum(float(row[1] or 0) for row in rows) / len(rows) == pytest.approx(profile.clock.profiled_ns / 1e6)
+        assert sum(float(row[2] or 0) for row in rows) == pytest.approx(profile.gpu_time_ns / 1e6)
+
+
+def test_steps_are_equal_if_no_launch_says_which_kernels_are_theirs() -> None:
+    recording = steps_of(3, 3).record()
+    early = recording.ranges.with_columns(pl.col("start_ns", "end_ns") // 1000)  # the CPU is far ahead
+    profile = make_profile(replace(recording, ranges=early, launches=recording.launches.clear()))
+    assert profile.num_steps == 2
+    assert profile.kernels.height == 6
+    first, second = profile.clock.profiled_steps
+    assert abs(first - second) <= 1
+    assert "equally long" in headline(profile)

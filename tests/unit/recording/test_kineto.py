@@ -383,3 +383,12 @@ def test_truncated_gpu_trace_ends_with_its_kernels(tmp_path: Path, launches_are_
         "only what came before the last known kernel is read, without 2 incomplete steps"
     )
     assert make_profile(recording).clock.num_steps == 2
+
+
+def test_launches_without_kernels_are_not_a_cpu_trace(tmp_path: Path) -> None:
+    events = [one for one in training_step() if '"cat": "kernel"' not in one]
+    recording = read(write_trace(tmp_path / "t.json", events))
+    assert recording.kernels.height == 0
+    with pytest.raises(StepscopeError, match="no kernel timeline") as raised:
+        make_profile(recording)
+    assert "kernels were launched, but the profiler recorded none" in raised.value.detail

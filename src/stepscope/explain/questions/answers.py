@@ -120,7 +120,7 @@ def stepped(profile: Profile) -> pl.DataFrame:
 
 
 def in_phases(profile: Profile, *phases: str) -> pl.DataFrame:
-    """The kernels of these phases in the whole recording: `clock.steps_in_window` steps, as in all tables."""
+    """The kernels of these phases in the whole recording: `clock.num_steps` steps, as in all tables."""
     return profile.kernels.filter(pl.col("phase").is_in(phases))
 
 

@@ -60,7 +60,7 @@ def copies_in_backward(profile: Profile) -> Answer:
         return missing(_KEY, _QUESTION, reason, "stepscope profile --mode train")
     copies = backward.filter(pl.col("class").is_in(_COPIES))
     forward = in_phases(profile, "forward")
-    share, steps = time_of(copies) / max(1, time_of(backward)), profile.steps_in_window
+    share, steps = time_of(copies) / max(1, time_of(backward)), profile.num_steps
     if not copies.height:
         return Answer(key=_KEY, question=_QUESTION, figure="0%", sentence="It does not: backward launches no copies.")
     explained = _explain(profile, copies)
@@ -142,7 +142,7 @@ def explain_copy(
 
 
 def _table(explained: pl.DataFrame, clock: Clock) -> Table:
-    steps = clock.steps_in_window
+    steps = clock.num_steps
     named = explained.with_columns(
         where=pl.col("module").map_elements(lambda path: _LAYER.sub("*", path), return_dtype=pl.String),
         node=pl.col("node").str.replace(r"^torch::autograd::", ""),

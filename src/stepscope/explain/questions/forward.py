@@ -82,7 +82,7 @@ def _clocks(profile: Profile, kernels: pl.DataFrame) -> list[_PhaseClock]:
     clocks = [
         _PhaseClock(
             name="kernels",
-            per_step_ns=time_of(kernels) / profile.steps_in_window,
+            per_step_ns=time_of(kernels) / profile.num_steps,
             remark=f"sum of the durations on the {word}",
         ),
         _PhaseClock(name="span", per_step_ns=statistics.median(spans), remark=f"first start to last end on the {word}"),
@@ -141,7 +141,7 @@ def top_kernel(profile: Profile) -> Answer:
     forward = in_phases(profile, "forward")
     if reason := why_unknown(profile, "forward"):
         return missing(key, question, reason, _RECORD)
-    steps, per_step = profile.steps_in_window, profile.clock.say_per_step
+    steps, per_step = profile.num_steps, profile.clock.say_per_step
     name, time, count, share = _leader(forward)
     sentence = (
         f"`{_short(forward, name)}` in forward: {count_noun(count / steps, 'call')} {per_step}, "
@@ -212,7 +212,7 @@ def what_else_matters(profile: Profile) -> Answer:
     forward = in_phases(profile, "forward")
     if reason := why_unknown(profile, "forward"):
         return missing(key, question, reason, _RECORD)
-    steps, classes = profile.steps_in_window, share_by(forward, "class")
+    steps, classes = profile.num_steps, share_by(forward, "class")
     products = float(classes.filter(pl.col("class") == "GEMM")["share"].sum())
     others = classes.filter((pl.col("class") != "GEMM") & (pl.col("share") >= _MATTERS))
     named = [f"{row['class']} {say_share(row['share'])}" for row in others.iter_rows(named=True)]

@@ -150,7 +150,7 @@ def _by_size(profiles: Sequence[Profile]) -> tuple[Profile, Profile, bool] | Non
 
 
 def _traits(profile: Profile) -> dict[str, Cell]:
-    kernels, steps = profile.kernels, profile.steps_in_window
+    kernels, steps = profile.kernels, profile.num_steps
     shares = _class_shares(kernels)
     return {
         "GEMM share": shares.get("GEMM", 0.0),

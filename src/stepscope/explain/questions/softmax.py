@@ -184,7 +184,7 @@ def _without_parts(profile: Profile) -> Answer:
     forward = in_phases(profile, "forward")
     fused = forward.filter(pl.col("class") == "attention")
     if fused.height:
-        per_step, share = time_of(fused) / profile.steps_in_window, time_of(fused) / max(1, time_of(forward))
+        per_step, share = time_of(fused) / profile.num_steps, time_of(fused) / max(1, time_of(forward))
         short = share_by(fused, "short")["short"][0]
         return Answer(
             key=_KEY,

@@ -169,7 +169,7 @@ class RankTimes:
                     most_ns=float(late.max(initial=0.0)),
                     waited_ns=float(np.nansum(self.waited_ns[:, column])),
                     caused_ns=float(together[came_last].sum()),
-                    steps=rank.profile.clock.steps_in_window,
+                    steps=rank.profile.clock.num_steps,
                 )
             )
         return tuple(made)

@@ -98,9 +98,15 @@ class StepEvidence:
         """The number of steps to divide by. If the rules use some of the steps, these count as much as their share of
         the kernel time, so that a total per step is that of the tables."""
         if self.steps.height == self.profile.steps.height:
-            return self.clock.steps_in_window
+            return self.clock.num_steps
         time_ns = int(self._in_steps(self.profile.steps)["time_ns"].sum())
-        return self.clock.steps_in_window * int(self.kernels["time_ns"].sum()) / max(1, time_ns)
+        return self.clock.num_steps * int(self.kernels["time_ns"].sum()) / max(1, time_ns)
+
+    @property
+    def device_window(self) -> tuple[int, int]:
+        """When the steps that the rules use begin and end on the device."""
+        windows = self.profile.step_windows[: max(1, self.steps.height)]
+        return windows[0][0], windows[-1][1]
 
     @property
     def num_marked(self) -> int:
@@ -126,19 +132,15 @@ class StepEvidence:
     @cached_property
     def kernels(self) -> pl.DataFrame:
         """The kernels sorted by start, with `row` and the cost of their operator (flops and bytes, split among its
-        kernels by time); `dtype` is the operator's if the name has none. Without warm-up steps and without kernels
-        launched between steps; kernels launched before the window are included."""
+        kernels by time); `dtype` is the operator's if the name has none. Without warm-up steps."""
         kernels = self._with_costs(self._in_steps(self.steps))
         return kernels.sort("start_ns", "end_ns", maintain_order=True).with_row_index("row")
 
     def _in_steps(self, steps: pl.DataFrame) -> pl.DataFrame:
         kernels = self._on_device.filter(pl.col("phase").fill_null("") != "warm-up")
-        if not steps.height:
+        if steps.height == self.profile.steps.height:
             return kernels
-        own = pl.col("step").is_in(steps["step"].to_list())
-        # If the CPU runs ahead, the device may still run kernels from before the window when the last step has ended.
-        ends = pl.concat([steps["end_ns"], kernels.filter(own)["end_ns"]])
-        return kernels.filter(own | (pl.col("launch_ns").is_null() & (pl.col("start_ns") < ends.max())))
+        return kernels.filter(pl.col("end_ns") <= self.profile.step_windows[steps.height - 1][1])
 
     def _with_costs(self, kernels: pl.DataFrame) -> pl.DataFrame:
         calls = operator_calls(replace(self.profile, kernels=kernels)).select(
@@ -198,7 +200,7 @@ class StepEvidence:
 
     @cached_property
     def replay(self) -> Replay:
-        return Replay(kernels=self.kernels, waits=self.waits, begin_ns=self.window[0])
+        return Replay(kernels=self.kernels, waits=self.waits, begin_ns=self.device_window[0])
 
     @cached_property
     def host_scale(self) -> float:
@@ -212,11 +214,8 @@ class StepEvidence:
 
     @cached_property
     def idle_before(self) -> Ints:
-        """How long the GPU was idle before each kernel, inside steps."""
-        idle, starts = self.replay.idle_before, self.replay.start
-        if not self.steps.height:
-            return idle
-        return CoveredTime(self.steps).between(starts - idle, starts).astype(np.int64)
+        """How long the GPU was idle before each kernel."""
+        return self.replay.idle_before
 
     @cached_property
     def is_stall(self) -> Bools:
@@ -231,7 +230,7 @@ class StepEvidence:
     @cached_property
     def idle_scale(self) -> float:
         """The clock's idle time as a share of the recorded one: a profiler lengthens idle time."""
-        after = max(0, self.window[1] - int(self.replay.end.max()))
+        after = max(0, self.device_window[1] - int(self.replay.end.max()))
         recorded_ns = (float(self.replay.idle_before.sum()) + after) / self.num_steps
         return min(1.0, self.clock.idle_ns / max(1.0, recorded_ns))
 

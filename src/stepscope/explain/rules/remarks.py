@@ -162,10 +162,6 @@ def _look_up_capture(_profile: Profile) -> Copyable:
     return Copyable(label="record steps that launch the graphs", text=code)
 
 
-def _look_up_streams(_profile: Profile) -> Copyable:
-    return Copyable(label="see what the streams wait for", text="\n".join(_RECORD_WAITS))
-
-
 def _look_up_clocks(_profile: Profile) -> Copyable:
     return Copyable(label="check the machine", text="stepscope doctor")
 
@@ -274,6 +270,5 @@ RULES = (
             "# nvidia-smi shows other processes on the GPU",
         ),
         paste="\n".join(_RECORD_WAITS),
-        look_up=_look_up_streams,
     ),
 )

@@ -79,7 +79,7 @@ class Shares:
     @property
     def _wall_ns(self) -> float:
         """Summed over all devices."""
-        return max(1.0, self.profile.step_ns * self.profile.steps_in_window * len(self.profile.devices))
+        return max(1.0, self.profile.step_ns * self.profile.num_steps * len(self.profile.devices))
 
     @cached_property
     def limits(self) -> dict[str, float]:

@@ -148,9 +148,8 @@ def _remarks(opening: Opening) -> Iterator[str]:
     for row in materials.bench[:1]:
         told = [doubt for doubt in row.doubts if doubt.code in STEP_DOUBTS]
         yield from (f"{_name_bench(materials)}{doubt.code}: {doubt.text}" for doubt in told)
-    for one in (materials.profile, materials.memory):
-        if one is not None:
-            yield from one.recording.manifest.notes
+    yield from materials.profile.notes if materials.profile else ()
+    yield from materials.memory.recording.manifest.notes if materials.memory else ()
     environment = find_environment(materials)
     yield from limit_notes([environment] if environment else [])
     yield from _attention(materials)
@@ -204,15 +203,12 @@ def _recording(opening: Opening) -> Iterator[str]:
     weak = [name for name, share in covered.items() if 0 < share < WELL_KNOWN]
     if weak:
         yield f"the rest has an unknown {' and '.join(weak)}"
-    if profile.clock.say_unmarked:
-        yield profile.clock.say_unmarked
 
 
 def _say_range(profile: Profile) -> str:
-    """The shortest and the longest step on the device; empty if they do not explain the mean, which is that of the
-    whole recording."""
+    """The shortest and the longest step on the device."""
     lengths = [float(one) for one in profile.clock.profiled_steps]
-    if len(lengths) < 2 or not min(lengths) <= profile.clock.profiled_ns <= max(lengths):
+    if len(lengths) < 2:
         return ""
     return f", {say_time(min(lengths))} to {say_time(max(lengths))}"
 

@@ -9,8 +9,8 @@ threads and steps, not with the number of events. Findings and questions need si
 A truncated file is read to its end, with a note, and not only up to its last kernel.
 """
 
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 
@@ -21,6 +21,7 @@ from stepscope.explain.trace import profile_tables
 from stepscope.explain.trace.accounting import DeviceAccount, DeviceSweep
 from stepscope.explain.trace.attribution import Attribution
 from stepscope.explain.trace.attribution.names import classify
+from stepscope.explain.trace.extent import StepExtent, StepRuns, find_extent, without_steps
 from stepscope.explain.trace.profile import Profile, no_kernels, no_time
 from stepscope.explain.trace.ranges_table import short_ranges
 from stepscope.files import cache_folder
@@ -43,29 +44,20 @@ CUT_NOTE = "the kernels of the last operators are missing, so idle time is too h
 PARTS = ("classes", "phases", "kernels", "modules", "layers", "ops", "ranges", "streams")
 _ON_A_PAGE = 6
 _GROUPED = ("name", "kind", "launched", "op", "module", "phase", "user_range", "forward_range")
+_ON_DEVICE = ("start_ns", "end_ns", "process", "device", "stream", "step", "launch_ns")
 _MOST_GROUPS = 100_000
 
 
 @dataclass(frozen=True, kw_only=True)
 class BoundedProfile(Profile):
-    """A profile whose `kernels` have one row per name and owner. Its recording has only the manifest, so values that a
-    profile derives from single kernels are fields here."""
+    """A profile whose `kernels` have one row per name and owner. Its recording has only the manifest, so what a profile
+    derives from single kernels is a field here."""
 
-    bounds: tuple[int, int]
     accounts: tuple[DeviceAccount, ...]
-    marked_steps: pl.DataFrame
-
-    @cached_property
-    def window(self) -> tuple[int, int]:
-        return self.bounds
 
     @cached_property
     def devices(self) -> tuple[DeviceAccount, ...]:
         return self.accounts
-
-    @cached_property
-    def steps(self) -> pl.DataFrame:
-        return self.marked_steps
 
 
 def make_bounded_profile(path: Path, parent: Path | None = None) -> BoundedProfile:
@@ -77,28 +69,29 @@ def make_bounded_profile(path: Path, parent: Path | None = None) -> BoundedProfi
 
 def _explain(path: Path, disk: Disk) -> BoundedProfile:
     attribution = Attribution(disk)
-    columns = ("start_ns", "end_ns", "name", "kind", "process", "device", "stream")
-    swept = make_table(disk, "swept", pl.col("start_ns"), columns)
-    recording = _take_in(path, disk, attribution, swept)
+    recording = _take_in(path, disk, attribution)
     if not attribution.kernels.num_rows:
         raise no_kernels(recording, attribution.ops.num_rows)
-    kernels = _group(attribution.kernel_windows())
-    steps = attribution.steps.select("step", "start_ns", "end_ns")
-    accounts, bounds = _sweep(swept, steps)
-    if not any(account.whole.busy_ns for account in accounts):
+    attributed, runs = _attribute(attribution, disk)
+    extent = find_extent(attribution.steps, runs)
+    kernels, accounts, total_ns = _add_up_steps(attributed, extent)
+    if not kernels.height:
+        extent = without_steps(runs)
+        kernels, accounts, total_ns = _add_up_steps(attributed, extent)
+    if not total_ns:
         raise no_time(recording)
     manifest = recording.manifest
+    extent = extent.without(total_ns - int(kernels["time_ns"].sum()), total_ns)
     notes = (CUT_NOTE, NOTE) if ends_early(manifest.notes) else (NOTE,)
     return BoundedProfile(
-        recording=recording.with_manifest(notes=(*manifest.notes, *notes)),
+        recording=recording,
         kernels=attribution.finish(kernels, modules_recorded=manifest.modules_recorded),
-        bounds=bounds,
+        extent=replace(extent, notes=(*extent.notes, *notes)),
         accounts=accounts,
-        marked_steps=steps,
     )
 
 
-def _take_in(path: Path, disk: Disk, attribution: Attribution, swept: EventTable) -> Recording:
+def _take_in(path: Path, disk: Disk, attribution: Attribution) -> Recording:
     """Read the file once and return a recording with only its manifest."""
     reader = TraceReader(path, is_bounded=True)
     flow = ("id", "kind", "process", "thread", "ns")
@@ -108,7 +101,6 @@ def _take_in(path: Path, disk: Disk, attribution: Attribution, swept: EventTable
         starts.add(known.filter(pl.col("kind") == "flow s"))
         ends.add(known.filter(pl.col("kind") == "flow f"))
         attribution.add(block)
-        swept.add(block.kernels)
     manifest = reader.finish()
     for begun, ended in in_windows(starts, ends):
         attribution.links.add(join_flows(begun, ended))
@@ -117,9 +109,8 @@ def _take_in(path: Path, disk: Disk, attribution: Attribution, swept: EventTable
     if reader.is_on_host:
         for kernels in _host_kernels(attribution.ops):
             attribution.kernels.add(kernels)
-            swept.add(kernels)
     else:
-        attribution.kernels.change = swept.change = reader.place_kernels
+        attribution.kernels.change = reader.place_kernels
     return Recording(manifest=manifest)
 
 
@@ -130,35 +121,39 @@ def _host_kernels(ops: EventTable) -> Iterator[pl.DataFrame]:
     yield calls.finish()
 
 
-def _group(windows: Iterable[pl.DataFrame]) -> pl.DataFrame:
-    """Return kernels summed by name and owner."""
+def _attribute(attribution: Attribution, disk: Disk) -> tuple[EventTable, pl.DataFrame]:
+    """Return all kernels with what they belong to, and when those of each step ran."""
+    attributed = make_table(disk, "attributed", pl.col("start_ns"), (*_GROUPED, *_ON_DEVICE))
+    runs = StepRuns(attribution.steps)
+    for window in attribution.kernel_windows():
+        kernels = window.with_columns(launch_ns="ns")
+        attributed.add(kernels)
+        runs.add(kernels)
+    return attributed, runs.total()
+
+
+def _add_up_steps(attributed: EventTable, extent: StepExtent) -> tuple[pl.DataFrame, tuple[DeviceAccount, ...], int]:
+    """Return the kernels of the steps summed by name and owner, the account of each device, and the time of all
+    recorded kernels."""
+    sweep, total_ns = DeviceSweep(), 0
     parts: list[pl.DataFrame] = []
     time = pl.col("end_ns") - pl.col("start_ns")
-    for kernels in windows:
-        one = kernels.select(*_GROUPED, time_ns=time, min_ns=time, max_ns=time, count=pl.lit(1, pl.Int64))
+    borders = choose_borders((attributed,), WINDOW_ROWS)
+    for border, kernels in zip((*borders, None), attributed.windows(borders), strict=True):
+        kept = extent.keep(kernels)
+        total_ns += int(kernels.select(time.sum()).item())
+        sweep.add(classify(kept), border)
+        one = kept.select(*_GROUPED, time_ns=time, min_ns=time, max_ns=time, count=pl.lit(1, pl.Int64))
         parts.append(_add_up(one))
         if len(parts) > 1 and sum(part.height for part in parts) > _MOST_GROUPS:
             parts = [_add_up(pl.concat(parts))]
-    return _add_up(pl.concat(parts))
+    start, end = extent.window
+    return _add_up(pl.concat(parts)), sweep.accounts(end - start), total_ns
 
 
 def _add_up(kernels: pl.DataFrame) -> pl.DataFrame:
     sums = pl.col("time_ns", "count").sum()
     return kernels.group_by(_GROUPED).agg(sums, pl.col("min_ns").min(), pl.col("max_ns").max())
-
-
-def _sweep(swept: EventTable, steps: pl.DataFrame) -> tuple[tuple[DeviceAccount, ...], tuple[int, int]]:
-    """Return the account of each device, and the window from the first event to the last."""
-    sweep = DeviceSweep()
-    borders = choose_borders((swept,), WINDOW_ROWS)
-    first, last = [steps["start_ns"].min()], [steps["end_ns"].max()]
-    for border, kernels in zip((*borders, None), swept.windows(borders), strict=True):
-        sweep.add(classify(kernels), border)
-        first.append(kernels["start_ns"].min())
-        last.append(kernels["end_ns"].max())
-    start = min(one for one in first if isinstance(one, int))
-    end = max(one for one in last if isinstance(one, int))
-    return sweep.accounts(end - start), (start, end)
 
 
 def make_part(profile: BoundedProfile, name: str, *, top: int | None = None) -> Table:

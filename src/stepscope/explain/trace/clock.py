@@ -13,9 +13,8 @@ from fractions import Fraction
 from functools import cached_property
 from typing import Literal
 
-import polars as pl
-
 from stepscope.explain.statistics import summarise
+from stepscope.explain.trace.extent import StepExtent
 
 ClockKind = Literal["unprofiled", "profiled"]
 
@@ -24,11 +23,8 @@ ClockKind = Literal["unprofiled", "profiled"]
 class Clock:
     """`busy_ns` + `idle_ns` = `step_ns`, per step. Without marked steps, the recording counts as one step."""
 
-    steps: pl.DataFrame  # one row per marked step: step, start_ns, end_ns
-    window: tuple[int, int]
-    find_busy_ns: Callable[[], float]  # in the window, overlapping kernels counted once; mean over devices
-    find_launched_before: Callable[[], float]  # the share of kernel time that was launched before the window began
-    find_step_windows: Callable[[], tuple[tuple[int, int], ...]]  # start and end of each profiled step on the device
+    extent: StepExtent  # the profiled steps
+    find_busy_ns: Callable[[], float]  # in these steps, overlapping kernels counted once; mean over devices
     unprofiled_ns: int | None = None  # the median of unprofiled steps
     unprofiled_steps: tuple[Fraction, ...] = ()  # their times in nanoseconds, if they were kept
 
@@ -36,26 +32,19 @@ class Clock:
 
     @property
     def wall_ns(self) -> int:
-        return self.window[1] - self.window[0]
+        return self.extent.window[1] - self.extent.window[0]
 
     @property
     def has_steps(self) -> bool:
-        return bool(self.steps.height)
+        return bool(self.extent.steps.height)
 
-    @cached_property
+    @property
     def num_steps(self) -> int:
-        """The number of marked steps, at least 1."""
-        return max(1, self.steps["step"].n_unique())
-
-    @cached_property
-    def steps_in_window(self) -> float:
-        """The number of steps to divide by: more than are marked if work was launched before the window began."""
-        before = self.find_launched_before()
-        return self.num_steps / (1 - before) if self.has_steps and before < 1 else float(self.num_steps)
+        return len(self.extent.windows)
 
     def per_step(self, value: float) -> float:
-        """Return a time or a count of the whole window per step."""
-        return value / self.steps_in_window
+        """Return a time or a count of all steps per step."""
+        return value / self.num_steps
 
     @property
     def say_per_step(self) -> str:
@@ -66,16 +55,6 @@ class Clock:
     def say_of_step(self) -> str:
         """What follows a share of `step_ns`."""
         return "of the step" if self.has_steps else "of the trace"
-
-    @property
-    def say_unmarked(self) -> str:
-        """A remark if more steps of work ran than are marked; empty otherwise."""
-        if self.steps_in_window <= 1.01 * self.num_steps:
-            return ""
-        return (
-            f"the recording has about {self.steps_in_window:.1f} steps of work, {self.num_steps} of them marked; "
-            "per-step figures use the former"
-        )
 
     def reword(self, text: str) -> str:
         """Return a text about a step as one about the trace, if it has no marked steps."""
@@ -130,29 +109,9 @@ class Clock:
 
     @cached_property
     def profiled_steps(self) -> tuple[Fraction, ...]:
-        return tuple(Fraction(end - start) for start, end in self.find_step_windows())
+        return tuple(Fraction(end - start) for start, end in self.extent.windows)
 
     @cached_property
     def profiled_ns(self) -> float:
-        """Wall time per profiled step; only for remarks about the profiler's overhead."""
+        """Mean of `profiled_steps`; only for remarks about the profiler's overhead."""
         return self.per_step(self.wall_ns)
-
-
-def find_step_windows(
-    steps: pl.DataFrame, kernels: pl.DataFrame, window: tuple[int, int]
-) -> tuple[tuple[int, int], ...]:
-    """Return start and end of each step. If the CPU waits for the device between steps, a step runs from its start to
-    that of the next. If the CPU runs ahead, its clock says nothing about the device, and a step runs from its first
-    kernel to the first kernel of the next. Without marked steps, the whole window is one step."""
-    marked = steps.unique("step", keep="first", maintain_order=True).sort("start_ns")
-    if not marked.height:
-        return (window,)
-    ran = kernels.group_by("step").agg(first_ns=pl.col("start_ns").min(), last_ns=pl.col("end_ns").max())
-    known = marked.join(ran, on="step", how="left", maintain_order="left")
-    starts, last = known["start_ns"].to_list(), known["last_ns"].fill_null(known["end_ns"])
-    end = max(int(known["end_ns"][-1]), int(last[-1]))
-    firsts = known["first_ns"].to_list()
-    runs_ahead = bool((last.head(-1) > known["start_ns"].tail(-1)).any())
-    if runs_ahead and known["first_ns"].null_count() == 0 and firsts == sorted(set(firsts)):
-        starts, end = firsts, int(last[-1])
-    return tuple(zip(starts, [*starts[1:], end], strict=True))

@@ -154,7 +154,7 @@ def _take_apart(profile: Profile, by: By) -> _TakenApart:
     keyed = profile.kernels.select("process", "device", "start_ns", "end_ns", _key(profile, by)).sort("start_ns")
     parted = keyed.partition_by("process", "device", maintain_order=True, include_key=False)
     devices = [_Device.of(kernels) for kernels in parted]
-    steps = Fraction(profile.steps_in_window)
+    steps = Fraction(profile.num_steps)
     return _TakenApart(
         clock=profile.clock,
         per_step={name: time / steps for name, time in _add_parts(devices, profile.window).items()},

@@ -16,7 +16,8 @@ from stepscope.errors import StepscopeError
 from stepscope.explain.trace.accounting import DeviceAccount, account_devices
 from stepscope.explain.trace.attribution import attribute_kernels, attribute_ops
 from stepscope.explain.trace.attribution.phases import step_ranges
-from stepscope.explain.trace.clock import Clock, find_step_windows
+from stepscope.explain.trace.clock import Clock
+from stepscope.explain.trace.extent import StepExtent, StepRuns, find_extent, find_incomplete, without_steps
 from stepscope.files import replacing
 from stepscope.hardware import Hardware
 from stepscope.recording.parquet import DamagedTableError, pack, unpack
@@ -30,11 +31,13 @@ _WORTH_KEEPING = 20_000  # kernels; attributing fewer is faster than reading a f
 
 @dataclass(frozen=True, kw_only=True)
 class Profile:
-    """One recording. `kernels` have the columns of `attribution.attribute_kernels`. A row is a single kernel or, in
-    bounded memory, `count` kernels that took `time_ns` in total, each between `min_ns` and `max_ns`."""
+    """One recording. `kernels` have the columns of `attribution.attribute_kernels`, and are those of the steps in
+    `extent`. A row is a single kernel or, in bounded memory, `count` kernels that took `time_ns` in total, each between
+    `min_ns` and `max_ns`."""
 
     recording: Recording
     kernels: pl.DataFrame
+    extent: StepExtent
     kept_in: Path | None = None  # where derived data of a large recording is cached
 
     @property
@@ -60,37 +63,34 @@ class Profile:
         overhead = self.recording.manifest.overhead
         steps = self.recording.steps.group_by("step", maintain_order=True).agg(ns=pl.col("duration_ns").sum())
         return Clock(
-            steps=self.steps,
-            window=self.window,
+            extent=self.extent,
             find_busy_ns=lambda: sum(device.whole.busy_ns for device in self.devices) / len(self.devices),
-            find_launched_before=lambda: shares_by_launch(self).get("before", 0.0),
-            find_step_windows=lambda: self.step_windows,
             unprofiled_ns=overhead.plain_ns if overhead else None,
             unprofiled_steps=tuple(map(Fraction, steps["ns"])),
         )
 
-    @cached_property
+    @property
     def steps(self) -> pl.DataFrame:
-        """One row per recorded step: step, start_ns, end_ns."""
-        return step_ranges(self.recording).select("step", "start_ns", "end_ns")
+        """One row per step: step, start_ns, end_ns, as marked on the CPU."""
+        return self.extent.steps
 
-    @cached_property
+    @property
     def window(self) -> tuple[int, int]:
-        """From the first start to the last end of all recorded steps and kernels."""
-        times = pl.concat([self.kernels.select("start_ns", "end_ns"), self.steps.select("start_ns", "end_ns")])
-        start, end = times["start_ns"].min(), times["end_ns"].max()
-        assert isinstance(start, int)
-        assert isinstance(end, int)
-        return start, end
+        return self.extent.window
+
+    @property
+    def step_windows(self) -> tuple[tuple[int, int], ...]:
+        """Start and end of each step on the device."""
+        return self.extent.windows
 
     @cached_property
     def devices(self) -> tuple[DeviceAccount, ...]:
         return account_devices(self.kernels, self.window)
 
-    @cached_property
-    def step_windows(self) -> tuple[tuple[int, int], ...]:
-        """Start and end of each step on the device."""
-        return find_step_windows(self.steps, self.kernels, self.window)
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What is missing, damaged or left out."""
+        return (*self.recording.manifest.notes, *self.extent.notes)
 
     @property
     def is_serialized(self) -> bool:
@@ -116,10 +116,6 @@ class Profile:
     @property
     def num_steps(self) -> int:
         return self.clock.num_steps
-
-    @property
-    def steps_in_window(self) -> float:
-        return self.clock.steps_in_window
 
     @property
     def step_ns(self) -> float:
@@ -177,7 +173,15 @@ def make_profile(recording: Recording, kept_in: Path | None = None) -> Profile:
     kernels = kernels.with_columns(time_ns=lasted, count=pl.lit(1, pl.Int64), min_ns=lasted, max_ns=lasted)
     if not (recording.counters.height or kernels["time_ns"].sum()):
         raise no_time(recording)
-    return Profile(recording=recording, kernels=kernels, kept_in=kept_in)
+    marked = step_ranges(recording)
+    runs = StepRuns(marked)
+    runs.add(kernels)
+    extent = find_extent(marked, runs.total(), find_incomplete(recording, marked))
+    if not (counted := extent.keep(kernels)).height:
+        extent, counted = without_steps(runs.total()), kernels
+    total_ns = int(kernels["time_ns"].sum())
+    extent = extent.without(total_ns - int(counted["time_ns"].sum()), total_ns)
+    return Profile(recording=recording, kernels=counted, extent=extent, kept_in=kept_in)
 
 
 def no_kernels(recording: Recording, num_ops: int) -> StepscopeError:

@@ -38,8 +38,6 @@ def headline(profile: Profile) -> str:
             else "unknown: the recording has no module names"
         ),
     ]
-    if profile.clock.say_unmarked:
-        lines.append(profile.clock.say_unmarked)
     if len(profile.devices) > 1:
         lines.append(f"{len(profile.devices)} devices; tables add up their times, findings are about the busiest one")
     by_launch = shares_by_launch(profile)
@@ -52,7 +50,7 @@ def headline(profile: Profile) -> str:
         lines.append(f"launched before the recording began: {by_launch['before']:.1%} of kernel time, {known}")
     if by_launch.get("graph"):
         lines.append(f"launched by CUDA graphs: {by_launch['graph']:.1%} of kernel time")
-    lines.extend(f"note: {note}" for note in manifest.notes)
+    lines.extend(f"note: {note}" for note in profile.notes)
     # They are about the steps that were timed before profiling.
     lines.extend(f"warning: unprofiled steps: {doubt.text}" for doubt in manifest.doubts)
     return "\n".join(lines)
@@ -81,7 +79,7 @@ def classes_table(profile: Profile) -> Table:
             swept[name] = swept.get(name, 0) + time
     overlap = sum(device.whole.overlap_ns for device in profile.devices)
     clock, devices = profile.clock, len(profile.devices)
-    wall = clock.step_ns * clock.steps_in_window * devices
+    wall = clock.step_ns * clock.num_steps * devices
     rows: list[tuple[Cell, ...]] = [
         (
             row["class"],
@@ -160,7 +158,7 @@ def kernel_row(profile: Profile, one: KernelTime) -> tuple[Cell, ...]:
         one.kernel_class,
         _per_step(profile, one.time_ns),
         one.share,
-        one.count / profile.steps_in_window,
+        one.count / profile.num_steps,
         one.mean_ns / _US,
         one.min_ns / _US,
         one.max_ns / _US,
@@ -181,12 +179,16 @@ def ops_table(profile: Profile, *, top: int | None = None) -> Table:
 
 
 def steps_table(profile: Profile) -> Table:
-    """Return one row per step: the wall time of its range, and the kernels it launched."""
-    launched = profile.kernels.group_by("step").agg(time_ns=pl.col("time_ns").sum(), count=pl.len().cast(pl.Int64))
-    steps = profile.steps.join(launched, on="step", how="left", maintain_order="left")
+    """Return one row per step: its time on the device, and the kernels that started in it."""
+    starts = pl.Series([start for start, _ in profile.step_windows])
+    place = starts.search_sorted(profile.kernels["start_ns"], side="right") - 1
+    ran = profile.kernels.group_by(place=place.cast(pl.Int64)).agg(pl.col("time_ns").sum(), count=pl.len())
+    by_place = {place: (time_ns / _MS, count) for place, time_ns, count in ran.iter_rows()}
     rows = tuple(
-        (row["step"], (row["end_ns"] - row["start_ns"]) / _MS, (row["time_ns"] or 0) / _MS, row["count"] or 0)
-        for row in steps.iter_rows(named=True)
+        (step, (end - start) / _MS, *by_place.get(place, (0.0, 0)))
+        for place, (step, (start, end)) in enumerate(
+            zip(profile.steps["step"].to_list(), profile.step_windows, strict=False)  # without steps, no rows
+        )
     )
     return Table(
         title="Steps",
@@ -280,11 +282,11 @@ def _grouped(profile: Profile, label: str, columns: tuple[str, str], top: int | 
 
 
 def _times(profile: Profile, row: dict[str, Any]) -> tuple[Cell, Cell, Cell]:
-    return _per_step(profile, row["time_ns"]), row["share"], row["count"] / profile.steps_in_window
+    return _per_step(profile, row["time_ns"]), row["share"], row["count"] / profile.num_steps
 
 
 def _per_step(profile: Profile, time_ns: float) -> float:
-    return time_ns / profile.steps_in_window / _MS
+    return time_ns / profile.num_steps / _MS
 
 
 def scope(profile: Profile) -> str:

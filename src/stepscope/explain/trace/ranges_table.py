@@ -42,11 +42,11 @@ def ranges_table(profile: Profile, *, top: int | None = None) -> Table:
         (
             name,
             next(iter(one.parents)) if len(one.parents) == 1 else _SEVERAL,
-            one.time_ns / clock.steps_in_window / 1e6,
+            one.time_ns / clock.num_steps / 1e6,
             one.time_ns / total,
-            one.count / clock.steps_in_window,
-            one.own_ns / clock.steps_in_window / 1e6,
-            one.backward_ns / clock.steps_in_window / 1e6 if one.backward_ns else None,
+            one.count / clock.num_steps,
+            one.own_ns / clock.num_steps / 1e6,
+            one.backward_ns / clock.num_steps / 1e6 if one.backward_ns else None,
             ", ".join(f"{kind} {time / one.time_ns:.0%}" for kind, time in _largest(one.classes)),
         )
         for name, one in shown

@@ -243,4 +243,6 @@ def _use(
     peak = profile.hardware.peak_flops.get(precision or "") if profile.hardware else None
     seconds = step_ns / 1e9
     mfu = flops / seconds / peak if peak and seconds > 0 else None
+    if mfu is not None and mfu > 1:  # the operators or the step are not what they seem
+        mfu = None
     return Utilisation(step_flops=flops, mfu=mfu, precision=precision, source=source, convention=convention)

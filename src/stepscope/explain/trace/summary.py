@@ -177,7 +177,7 @@ def summarise(profile: Profile, findings: Sequence[Finding]) -> Summary:
         ),
         findings=tuple(findings),
         joint_saving_ns=joint.saving_ns if joint else None,
-        notes=manifest.notes,
+        notes=profile.notes,
     )
 
 
@@ -185,7 +185,7 @@ def _tell_clock(profile: Profile) -> StepClock:
     clock, is_known = profile.clock, not profile.is_serialized
     return StepClock(
         kind=clock.kind,
-        steps=clock.steps_in_window,
+        steps=clock.num_steps,
         step_ns=clock.step_ns,
         busy_ns=clock.busy_ns if is_known else None,
         idle_ns=clock.idle_ns if is_known else None,

@@ -157,7 +157,7 @@ class ProfileStage(ReportStage):
     def tell(self, materials: Materials) -> str:
         profile = materials.profile
         assert profile is not None
-        count = round(profile.kernels.height / profile.steps_in_window)
+        count = round(profile.kernels.height / profile.num_steps)
         busy = "" if profile.on_cpu else f", GPU busy {1 - profile.idle_share:.1%}"
         return f"{count_noun(count, kernel_word(profile))} per step{busy}"
 

@@ -29,6 +29,7 @@ _MACHINERY = r"^autograd::engine|^torch::autograd|Backward\d*$|^detach$"
 _LAUNCHES_KERNEL = r"(?i)launch(?:cooperative)?kernel"
 _FEW_PRESENT = 0.1  # of the launches after a cut: kernels of other streams end later
 _REST_OF_STEP = 0.05  # after its last launch
+_LOST_NOTE = "kernels were launched, but the profiler recorded none: it may lack access to the GPU's activity (CUPTI)"
 _HOST_NOTE = "no GPU activity: CPU operators count as kernels, and idle time is the time between them"
 _UNKNOWN = Manifest(source="pytorch profiler")  # until the whole file is read
 _FLOW = {"id": pl.Int64, "ns": pl.Int64, "process": pl.Int64, "thread": pl.Int64, "kind": pl.String}
@@ -102,6 +103,7 @@ class TraceReader:
         self._launch_processes: Counter[int] = Counter()
         self._devices: Counter[int] = Counter()
         self._has_work = False  # operators that could count as kernels
+        self._launches_kernels = False
         self._has_shapes = False
         self._has_modules = False
 
@@ -131,6 +133,8 @@ class TraceReader:
         self._num_ranges += ranges.height
         self._launch_processes.update(_count(recording.launches["process"]))
         self._devices.update(_count(recording.kernels["device"]))
+        if not (self._launches_kernels or self._devices):
+            self._launches_kernels = bool(recording.launches["name"].str.contains(_LAUNCHES_KERNEL).any())
         if not (self._has_work or self._devices):
             self._has_work = bool((~ops["name"].str.contains(_MACHINERY)).any())
         self._has_shapes |= bool(ops["shapes"].is_not_null().any())
@@ -143,9 +147,11 @@ class TraceReader:
         properties = self.stream.blocks.properties
         device = _find_device(properties, _most_common(self._devices))
         no_kernels = not (self._devices or self._repairs.lost_rows["kernels"])
-        self.is_on_host = no_kernels and not _device_is_cut_off(device.name, notes)
+        self.is_on_host = no_kernels and not (self._launches_kernels or _device_is_cut_off(device.name, notes))
         if self.is_on_host and self._has_work:
             notes.append(_HOST_NOTE)
+        elif no_kernels and self._launches_kernels:
+            notes.append(_LOST_NOTE)
         notes += self._repairs.notes()
         if not (self._devices or self._num_ops or self._num_ranges):
             raise StepscopeError(

@@ -11,7 +11,8 @@ from typing import Any, Literal
 import polars as pl
 from hypothesis import strategies as st
 
-from stepscope.api.run import Opened, Run
+from stepscope.api.rank_files import Opened
+from stepscope.api.run import Run
 from stepscope.explain.story import Materials
 from stepscope.recording import tables
 from stepscope.recording.rows.bench import BenchRow

@@ -252,7 +252,7 @@ def read_explain(run: Run) -> Iterator[Statement]:
     summary = (run.ranks[0] if len(run.ranks) > 1 else run).summary
     assert isinstance(summary, Summary)
     page = run.page()
-    steps, devices = profile.steps_in_window, len(profile.devices)
+    steps, devices = profile.num_steps, len(profile.devices)
     first = page.headline.split("\n\n")[-1]  # a summary of all ranks comes before it
     yield from times_in("step", r"(?:steps? of|no marked steps,) TIME", first, "terminal's headline")
     if profile.has_gaps:

@@ -25,7 +25,7 @@ def times_by(told: Breakdown, key: str, run: int = 0) -> dict[str, float]:
 
 def expected(profile: Profile, *columns: str) -> dict[tuple[object, ...], float]:
     rows = profile.time_by(*columns).iter_rows(named=True)
-    return {tuple(row[column] for column in columns): row["time_ns"] / profile.steps_in_window for row in rows}
+    return {tuple(row[column] for column in columns): row["time_ns"] / profile.num_steps for row in rows}
 
 
 @pytest.mark.parametrize("steps", [1, 3])

@@ -31,7 +31,7 @@ _KEYS = ["class", "phase", "layer", "module", "kernel"]
 def break_down(profiles: Sequence[Profile], names: Sequence[str]) -> Breakdown:
     """`names` has one run per profile."""
     assert len(profiles) == len(names), "one name per profile"
-    steps = [profile.steps_in_window for profile in profiles]
+    steps = [profile.num_steps for profile in profiles]
     rows, notes = _fit(_join([_rows(profile) for profile in profiles], steps), steps, MOST_ROWS)
     on_cpu = all(profile.on_cpu for profile in profiles)
     dimensions = [_dimension(rows, key) for key in _KEYS]
