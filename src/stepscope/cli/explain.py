@@ -55,7 +55,8 @@ def explain(
 
     Reads recordings and traces; runs nothing and does not need PyTorch.
     """
-    from stepscope.api.rank_files import expand_ranks, load
+    from stepscope.api.rank_files import expand_ranks
+    from stepscope.api.run import load
 
     check_view(questions=questions, part=table, step=step, detail=detail)
     if plot is not None:
