@@ -120,6 +120,8 @@ class StepEvidence:
         kernels = self.profile.kernels
         times = kernels.group_by("process", "device").agg(pl.col("time_ns").sum())
         busiest = times.sort("time_ns", "process", "device", descending=[True, False, False])
+        if busiest.height == 1:
+            return kernels
         chosen = busiest.head(1).select("process", "device")
         return kernels.join(chosen, on=["process", "device"], how="semi", nulls_equal=True)
 
@@ -157,9 +159,9 @@ class StepEvidence:
 
     @cached_property
     def waits(self) -> pl.DataFrame:
-        """The CPU's waits for the device, sorted by end: `wait` (their row), start_ns, end_ns, op_row (in `profile.ops`),
-        op, step, `kind`, and `last`: whether nothing more was launched in its step. The kind is `call` for a call that
-        waits, and `queue` for a launch that waited for a free slot in the queue. Short calls do not count as waits."""
+        """The CPU's waits for the device, sorted by end: `wait` (their row), start_ns, end_ns, op_row, op, step, kind,
+        and `last`: whether nothing more was launched in its step. The kind is `call` for a call that waits, and `queue`
+        for a launch that waited for a free slot in the queue. Short calls do not count as waits."""
         start, end = self.window
         inside = (pl.col("end_ns") > start) & (pl.col("start_ns") < end)
         ops = self.profile.ops.with_row_index("op_row").filter(inside)
