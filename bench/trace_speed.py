@@ -148,10 +148,10 @@ def _numbers(event: dict[str, Any]) -> list[int]:
 
 def measure(command: list[str], environment: dict[str, str] | None = None) -> dict[str, Any]:
     """Return seconds of wall and CPU time, the peak memory of all processes together, and whether it succeeded."""
+    # An installed package has its bytecode; some environments forbid to keep that of a checkout.
+    variables = {**os.environ, "PYTHONDONTWRITEBYTECODE": "", **(environment or {})}
     started = time.perf_counter()
-    process = subprocess.Popen(
-        command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env={**os.environ, **(environment or {})}
-    )
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env=variables)
     ended = threading.Event()
     peaks = [0]
     watcher = threading.Thread(target=_watch, args=(process.pid, peaks, ended))

@@ -126,6 +126,8 @@ class StepEvidence:
         kernels = self.profile.kernels
         times = kernels.group_by("process", "device").agg(pl.col("time_ns").sum())
         busiest = times.sort("time_ns", "process", "device", descending=[True, False, False])
+        if busiest.height == 1:
+            return kernels
         chosen = busiest.head(1).select("process", "device")
         return kernels.join(chosen, on=["process", "device"], how="semi", nulls_equal=True)
 
@@ -159,7 +161,7 @@ class StepEvidence:
 
     @cached_property
     def waits(self) -> pl.DataFrame:
-        """The CPU's waits for the device, sorted by end: `wait` (their row), start_ns, end_ns, op, phase, step, `kind`,
+        """The CPU's waits for the device, sorted by end: `wait` (their row), start_ns, end_ns, op_row, op, step, kind,
         and `last`: whether nothing more was launched in its step. The kind is `call` for a call that waits, and `queue`
         for a launch that waited for a free slot in the queue. Short calls do not count as waits."""
         start, end = self.window
@@ -167,8 +169,8 @@ class StepEvidence:
         ops = self.profile.ops.with_row_index("op_row").filter(inside)
         calls = self._waiting_calls()
         row = innermost(ops, calls.select("process", "thread", ns="start_ns"))
-        around = self.profile.attribute_ops(look_up(ops, "op_row", row))
-        calls = calls.select("start_ns", "end_ns", op=around["name"], phase=around["phase"], kind=pl.lit("call"))
+        around = {"op_row": look_up(ops, "op_row", row), "op": look_up(ops, "name", row)}
+        calls = calls.select("start_ns", "end_ns", kind=pl.lit("call"), **around)
         queued = self._queued_launches().with_columns(kind=pl.lit("queue"))
         waits = pl.concat([calls, queued], how="diagonal").sort("end_ns")
         return _with_steps(waits, self.steps, self.kernels).with_row_index("wait")

@@ -87,7 +87,7 @@ def find_synchronisation(evidence: StepEvidence) -> Hit | None:
     waited = float((waits["end_ns"] - waits["start_ns"]).sum()) / evidence.num_marked
     by_op = waits.filter(pl.col("op").is_not_null())["op"].unique().sort().to_list()
     inside = f" in {', '.join(by_op[:3])}" if by_op else ""
-    phases = waits["phase"].drop_nulls().unique().sort().to_list()
+    phases = evidence.profile.attribute_ops(waits["op_row"])["phase"].drop_nulls().unique().sort().to_list()
     where = f" ({', '.join(phases)})" if phases else ""
     per_step = evidence.clock.say_per_step
     title = f"CPU waits for the GPU {often(waits.height / evidence.num_marked)} {per_step}"

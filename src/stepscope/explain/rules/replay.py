@@ -191,13 +191,14 @@ class Replay:
         return sorted(events)
 
     @cached_property
-    def wait_rows(self) -> list[tuple[int, int, int]]:
-        """Per wait: its start, its end, and the kernel whose end it waited for."""
+    def wait_rows(self) -> list[tuple[int, int, int, int]]:
+        """Per wait: its start, the time in it at which the kernel it waited for ended, its end, and that kernel."""
         by_end = np.argsort(self.end, kind="stable")
         starts, ends = self.waits["start_ns"].to_numpy(), self.waits["end_ns"].to_numpy()
         place = np.searchsorted(self.end[by_end], ends, side="right") - 1
         rows = np.where(place >= 0, by_end[place], NEVER)
-        return list(zip(starts.tolist(), ends.tolist(), rows.tolist(), strict=True))
+        released = np.where(rows == NEVER, starts, np.maximum(starts, self.end[rows]))
+        return list(zip(starts.tolist(), released.tolist(), ends.tolist(), rows.tolist(), strict=True))
 
     def run(self, change: Change, *, host_scale: float = 1.0) -> float:
         """Return the total time in nanoseconds."""
@@ -208,6 +209,7 @@ class Replay:
         launched = [-math.inf] * len(self.start)
         ended = [float(begin)] * (len(self.start) + 1)
         before, last_ended = self.waited_for_rows
+        waits = self.wait_rows
         latency, gap, unexplained = self.delays
         duration, removed = change.duration_ns.tolist(), change.removed.tolist()
         share = (change.host_share * host_scale).tolist()
@@ -234,14 +236,17 @@ class Replay:
                     seen = moment
                 launched[row] = host
             else:
-                start_ns, end_ns, done = self.wait_rows[row]
-                host += host_scale * max(0.0, start_ns - seen)
+                start_ns, released_ns, end_ns, done = waits[row]
+                if start_ns > seen:
+                    host += host_scale * (start_ns - seen)
                 if row not in change.skipped_waits:
-                    if done != NEVER:
-                        host = max(host, ended[done])
-                        start_ns = max(start_ns, min(int(self.end[done]), end_ns))
-                    host += host_scale * max(0.0, end_ns - max(start_ns, seen))
-                seen = max(seen, end_ns)
+                    if ended[done] > host:
+                        host = ended[done]
+                    since = released_ns if released_ns > seen else seen
+                    if end_ns > since:
+                        host += host_scale * (end_ns - since)
+                if end_ns > seen:
+                    seen = end_ns
         return max(host, max(ended)) - begin
 
     def calibrate(self, wanted_ns: float) -> float:

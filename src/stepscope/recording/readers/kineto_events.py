@@ -63,22 +63,23 @@ COLLECTIVE_TEXTS = ("collective", "process_group")
 _OPTIONAL = (*ARGUMENTS, *COLLECTIVE_TEXTS, "group_size")
 
 
+# Fields are in the order of most files: the parser expects the field after the last one it found.
 class Args(msgspec.Struct, gc=False, frozen=True, rename=_RENAMED):
-    correlation: int = NONE
     sequence: int = NONE
     forward_thread: int = NONE
-    stream: int = NONE
+    arguments: Raw = _NO_TEXT
+    dtypes: Raw = _NO_TEXT
+    strides: Raw = _NO_TEXT
+    shapes: Raw = _NO_TEXT
     device: int = NONE
+    stream: int = NONE
+    correlation: int = NONE
     bytes: int = NONE
     registers: int = NONE
     shared_bytes: int = NONE
-    graph_node: int = NONE
     grid: tuple[int, int, int] | None = None
     block: tuple[int, int, int] | None = None
-    shapes: Raw = _NO_TEXT
-    dtypes: Raw = _NO_TEXT
-    strides: Raw = _NO_TEXT
-    arguments: Raw = _NO_TEXT
+    graph_node: int = NONE
     collective: Raw = _NO_TEXT
     process_group: Raw = _NO_TEXT
     group_size: int = NONE
@@ -95,12 +96,12 @@ class Event(msgspec.Struct, gc=False):
     ph: str = ""
     cat: str = ""
     name: str = ""
-    ts: Raw = _ZERO
-    dur: Raw = _ZERO
     pid: int | str = NONE
     tid: int | str = NONE
-    id: int | str = NONE
+    ts: Raw = _ZERO
+    dur: Raw = _ZERO
     args: Args = _NO_ARGS
+    id: int | str = NONE
 
 
 _DECODER = msgspec.json.Decoder(list[Event])
@@ -345,8 +346,11 @@ class EventDecoder:
         columns = {**self._names(group), **_threads(group)}
         columns["sequence"] = _numbers([one.sequence for one in args])
         columns["forward_thread"] = _numbers([one.forward_thread for one in args])
-        for name in ARGUMENTS if self._with_arguments else ():
-            columns[name] = self._raws(list(map(attrgetter(name), args)))
+        if self._with_arguments:
+            columns["shapes"] = self._raws([one.shapes for one in args])
+            columns["dtypes"] = self._raws([one.dtypes for one in args])
+            columns["strides"] = self._raws([one.strides for one in args])
+            columns["arguments"] = self._raws([one.arguments for one in args])
         return columns
 
 
@@ -358,7 +362,7 @@ def _decode_in_parts(block: bytes) -> Iterator[list[Event]]:
         found = BETWEEN_EVENTS.search(block, start + _PART_BYTES)
         end = found.start() + 1 if found else len(block)
         try:
-            yield _DECODER.decode(b"[" + block[start:end] + b"]")
+            yield _DECODER.decode(b"".join((b"[", memoryview(block)[start:end], b"]")))
         except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
             raise BadBlockError(str(error)) from None
         start = block.index(b"{", end) if found else end
@@ -462,7 +466,7 @@ def _exact_nanoseconds(text: bytes) -> int:
 
 def _numbers(values: Sequence[Any]) -> Ints:
     try:
-        return np.array(values, dtype=np.int64)
+        return np.fromiter(values, np.int64, len(values))
     except (OverflowError, ValueError, TypeError):
         # Autograd's "no sequence number" is 2**64 - 1; old traces write streams as `stream 7`.
         return np.array([_number(value) for value in values], dtype=np.int64)

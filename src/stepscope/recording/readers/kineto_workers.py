@@ -22,6 +22,8 @@ from stepscope.recording.readers.kineto_events import BadBlockError, Decoded, Ev
 _LENGTH = struct.Struct("<Q")
 _PIPE_BYTES = 1 << 20  # what Linux allows every user
 _WITHOUT_ARGUMENTS = "--without-arguments"
+# numpy's BLAS starts threads that spin for a tenth of a second, on cores that another process could use.
+_ONE_THREAD = {"OPENBLAS_NUM_THREADS": "1"}
 
 
 def decode_block(decoder: EventDecoder, block: bytes) -> Decoded:
@@ -93,7 +95,11 @@ def _serve(
     try:
         # In its own session: Ctrl-C is for the parent, and a worker ends when its input does.
         with subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True
+            command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            start_new_session=True,
+            env={**os.environ, **_ONE_THREAD},
         ) as process:
             assert process.stdin is not None
             assert process.stdout is not None
