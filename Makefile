@@ -33,11 +33,12 @@ run: setup ## run `stepscope report` on the default workload, on the GPU if ther
 	"$(bin)/stepscope" report $(ARGS)
 
 # One thread per process, because threads that synchronize at every small operation are slower than one. Twice as many
-# processes as cores, because they often wait for ranks, a cluster or browsers. The longest tests come first.
+# processes as cores, because they often wait for ranks, a cluster or browsers. The longest tests come first. Tests start
+# hundreds of commands, which would each compile the package again if bytecode were disabled.
 PROCESSES ?= $(shell echo $$((2 * $$(nproc))))
 test: setup ## run all tests that need no GPU; page tests need Chromium, which is installed automatically as root
 	@sh tools/chromium.sh
-	OMP_NUM_THREADS=1 "$(bin)/python" -m pytest -n $(PROCESSES) --dist loadgroup --no-loadscope-reorder \
+	env -u PYTHONDONTWRITEBYTECODE OMP_NUM_THREADS=1 "$(bin)/python" -m pytest -n $(PROCESSES) --dist loadgroup --no-loadscope-reorder \
 		tests/cli tests/browser tests/cpu tests/fuzz tests/unit $(ARGS)
 
 gpu: setup ## run the tests that need a CUDA GPU
