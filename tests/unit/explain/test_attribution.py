@@ -259,3 +259,31 @@ def test_places_that_disagree_leave_the_phase_unknown(tmp_path: Path) -> None:
     same_stream = [one.replace('"stream": 20', '"stream": 7') for one in events]
     cut = profile(tmp_path, same_stream).kernels
     assert cut["phase"].head(7).null_count() == 7
+
+
+def test_backward_on_the_calling_thread_says_nothing_about_the_rest_of_it(tmp_path: Path) -> None:
+    """On a CPU, autograd runs backward on the thread that calls it. Checkpointing recomputes inside a node."""
+    numbered = {"Sequence number": 3}
+    events = [
+        op("aten::addmm", "10.000", "10.000", **numbered),
+        op("autograd::engine::evaluate_function: AddmmBackward0", "30.000", "40.000", **numbered),
+        op("aten::mm", "40.000", "10.000"),
+        op("aten::sum", "55.000", "10.000", **{"Sequence number": 4}),
+        op("torch.distributed.ddp.reducer::copy_bucket_to_grad", "80.000", "10.000"),
+        op("aten::copy_", "81.000", "8.000"),
+        op("aten::bmm", "100.000", "10.000"),  # validation, without gradients
+    ]
+    found = facts(profile(tmp_path, events), "phase")
+    assert found["aten::addmm"] == ("forward",)
+    assert found["aten::mm"] == found["aten::sum"] == found["aten::copy_"] == ("backward",)
+    assert found["aten::bmm"] == (None,)
+
+
+def test_the_engine_thread_runs_only_backward_even_if_it_recomputes(tmp_path: Path) -> None:
+    numbered = {"Sequence number": 3}
+    events = [
+        op("autograd::engine::evaluate_function: MmBackward0", "30.000", "40.000", thread=AUTOGRAD, **numbered),
+        op("aten::mm", "40.000", "10.000", thread=AUTOGRAD, **{"Sequence number": 4}),
+        op("aten::add_", "100.000", "10.000", thread=AUTOGRAD),  # the engine's final callback
+    ]
+    assert facts(profile(tmp_path, events), "phase") == {"aten::mm": ("backward",), "aten::add_": ("backward",)}
