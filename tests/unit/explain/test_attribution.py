@@ -287,3 +287,31 @@ def test_the_engine_thread_runs_only_backward_even_if_it_recomputes(tmp_path: Pa
         op("aten::add_", "100.000", "10.000", thread=AUTOGRAD),  # the engine's final callback
     ]
     assert facts(profile(tmp_path, events), "phase") == {"aten::mm": ("backward",), "aten::add_": ("backward",)}
+
+
+def closure(*, backward: bool) -> list[str]:
+    """Operators inside `Optimizer.step`, with or without backward between them."""
+    numbered = {"Sequence number": 3}
+    node = op("autograd::engine::evaluate_function: MmBackward0", "60.000", "20.000", thread=AUTOGRAD, **numbered)
+    return [
+        event("user_annotation", "Optimizer.step#LBFGS.step", "0.000", "200.000"),
+        op("aten::addmm", "10.000", "10.000", **numbered),
+        op("aten::nll_loss", "30.000", "10.000", **numbered),
+        *([node, op("aten::mm", "65.000", "10.000", thread=AUTOGRAD)] if backward else []),
+        op("aten::lerp_", "120.000", "10.000"),
+    ]
+
+
+def test_the_closure_of_an_optimizer_runs_forward_and_backward(tmp_path: Path) -> None:
+    found = facts(profile(tmp_path, closure(backward=True)), "phase")
+    assert found == {
+        "aten::addmm": ("forward",),
+        "aten::nll_loss": ("loss",),
+        "aten::mm": ("backward",),
+        "aten::lerp_": ("optimizer",),
+    }
+
+
+def test_an_optimizer_may_leave_gradients_enabled(tmp_path: Path) -> None:
+    found = facts(profile(tmp_path, closure(backward=False)), "phase")
+    assert set(found.values()) == {("optimizer",)}

@@ -167,14 +167,15 @@ class Attribution:
         nodes = self._nodes(modules, user_ranges, threads)
         nodes.change = _Gradients().fill
         has_backward, engine = bool(autograd.height) or self._says_backward, self._engine_threads(autograd)
-        steps, main = self.steps, self._main_threads()
+        steps, main, closures = self.steps, self._main_threads(), self._closures()
         tables = (self.ops, modules, nodes, self._named, self._parts, user_ranges, points)
         for ops, calls, evaluated, named, parts, ranged, moments in in_windows(*tables):
             is_op = "op_row" in moments.columns
             op_row = moments["op_row"] if is_op else innermost(ops, moments)
             framed = moments.with_columns(_find_modules(moments, evaluated, calls, self._sound(parts)), op_row=op_row)
             framed = framed.with_columns(user_range=_find_ranges(framed, ranged, main))
-            phased = find_phases(framed, ops, named, engine, has_backward=has_backward)
+            known = named.join(closures, on=_INTERVAL, how="left", nulls_equal=True, maintain_order="left")
+            phased = find_phases(framed, ops, known, engine, has_backward=has_backward)
             step = around(steps, "step", moments, by_thread=False)
             op = {} if is_op else {"op": look_up(ops, "name", op_row)}  # an operator already has its name
             yield phased.with_columns(step=step, **op)
@@ -269,6 +270,17 @@ class Attribution:
             )
             outside.append(moments.filter(innermost(nodes, moments).is_null()).select(_THREAD).unique())
         return autograd.join(pl.concat(outside), on=_THREAD, how="anti", nulls_equal=True)
+
+    def _closures(self) -> pl.DataFrame:
+        """Return the optimizer's ranges during which nodes are evaluated, with `closure` set. `optimizer.step(closure)`
+        runs forward and backward (LBFGS, Lightning)."""
+        found = []
+        for begin, (named, nodes) in bordered_windows(self._named, self._evaluated):
+            new = nodes if begin is None else nodes.filter(pl.col("start_ns") >= begin)
+            of_optimizer = named.filter(pl.col("phase") == "optimizer").select(_INTERVAL)
+            row = innermost(of_optimizer, new.select(*_THREAD, ns="start_ns"), by_thread=False)
+            found.append(of_optimizer.select(pl.all().gather(row.drop_nulls().unique())))
+        return pl.concat(found).unique().with_columns(closure=pl.lit(value=True))
 
     def _nodes(self, modules: EventTable, user_ranges: EventTable, threads: pl.DataFrame) -> EventTable:
         """Return the evaluations of autograd nodes, with the module, part and user's range around the operator that

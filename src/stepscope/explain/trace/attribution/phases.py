@@ -7,6 +7,9 @@ that could need a gradient. Any operator around a moment counts: `CompiledFuncti
 run without gradients inside, so only they have a number. Anything else on a thread follows the ranges of other threads
 at that time, and on the autograd engine's own threads it is backward. A recording without backward is inference, and
 everything without other evidence is forward.
+
+An optimizer's range with backward inside runs a closure: there, modules, losses and sequence numbers come before the
+range. Elsewhere they do not, because some optimizers leave gradients enabled, and their operators have numbers too.
 """
 
 import polars as pl
@@ -49,15 +52,19 @@ def find_phases(
     frame: pl.DataFrame, ops: pl.DataFrame, named: pl.DataFrame, engine: pl.DataFrame, *, has_backward: bool
 ) -> pl.DataFrame:
     """Add `phase` to rows with `in_backward`, `module`, `op_row` (of `ops`) and the moment (`process`, `thread`, `ns`),
-    and drop `in_backward`. `named` are the `named_ranges`; `engine` are the threads (`process`, `thread`) that run
-    backward and nothing else."""
-    here, anywhere = (around(named, "phase", frame, by_thread=by_thread) for by_thread in (True, False))
+    and drop `in_backward`. `named` are the `named_ranges`, with `closure` where an optimizer runs one;
+    `engine` are the threads (`process`, `thread`) that run backward and nothing else."""
     loss_ops = ops.filter(pl.col("name").str.contains(_LOSS_OPS))
     in_loss = innermost(loss_ops, frame).is_not_null()
     after_nodes = innermost(ops.filter(pl.col("name").str.starts_with(_AFTER_NODES)), frame).is_not_null()
     threads = engine.with_columns(engine=pl.lit(value=True))
     framed = frame.join(threads, on=["process", "thread"], how="left", maintain_order="left", nulls_equal=True)
     sequence = innermost(ops.filter(pl.col("sequence").is_not_null()), frame).is_not_null()
+    runs_model = around(named, "closure", frame) & (in_loss | sequence | frame["module"].is_not_null())
+    here, anywhere = (
+        around(named, "phase", frame, by_thread=by_thread).set(runs_model.fill_null(value=False), None)
+        for by_thread in (True, False)
+    )
     op_known = frame["op_row"].is_not_null()
     copies_in = pl.col("name").str.starts_with("Memcpy HtoD")
     launched = pl.col("ns").is_not_null()
