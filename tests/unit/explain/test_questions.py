@@ -71,6 +71,22 @@ def test_forward_time_is_compared_with_unprofiled_steps() -> None:
     assert slower.figure == "1 µs"
 
 
+@pytest.mark.parametrize("marked", [True, False])
+def test_span_of_forward_has_only_forward_passes(marked: bool) -> None:
+    """Micro-batches of one step, or steps that are not marked: backward between them is not part of the span."""
+    tape = Tape()
+    with tape.inside("ProfilerStep#1" if marked else "part"):
+        for _ in range(3):
+            number = tape.forward("aten::mm", GEMM, 100)
+            tape.forward("aten::mm", GEMM, 100)
+            tape.backward("MmBackward0", number, [("aten::mm", GEMM, 10_000)])
+            tape.synchronise()
+    found = ask("forward-time", make_profile(tape.recording()))
+    clocks = {row["clock"]: row["per_step_ms"] for row in evidence(found)}
+    assert clocks["kernels"] == clocks["span"] == 600 / 1e6
+    assert "to the last of each pass" in found.sentence
+
+
 def test_top_kernel_is_counted_per_step() -> None:
     found = ask("top-kernel", model_profile(steps=3))
     assert found.sentence.startswith("`sgemm 128×64 tn (cuBLAS)` in forward: 19 calls per step, 1.9 µs, 95.0%")
