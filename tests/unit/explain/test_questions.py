@@ -427,3 +427,14 @@ def test_phases_take_the_same_time_in_questions_and_tables() -> None:
     forward = sum(float(row[1] or 0) for row in rows if row[0] in ("forward", "loss"))
     clocks = {row["clock"]: row["per_step_ms"] for row in evidence(ask("forward-time", cut))}
     assert clocks["kernels"] == pytest.approx(forward)
+
+
+def test_kernels_launched_before_the_recording_do_not_end_a_forward_pass() -> None:
+    """They run while the CPU already launches the next step: here the GPU is 2 µs behind."""
+    profile = model_profile(steps=4)
+    first = profile.recording.launches["start_ns"].sort()[62]
+    launches = profile.recording.launches.filter(pl.col("start_ns") >= first)
+    cut = make_profile(replace(profile.recording, launches=launches))
+    late = replace(cut, kernels=cut.kernels.with_columns(pl.col("start_ns", "end_ns") + 2_000))
+    assert (late.kernels.filter(pl.col("launched") == "before")["phase"] == "backward").sum() == 40
+    assert "of each pass" not in ask("forward-time", late).sentence

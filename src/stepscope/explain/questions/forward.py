@@ -117,7 +117,10 @@ def _spans(profile: Profile) -> pl.DataFrame:
     passes, without what runs between them. A pass ends where a kernel of backward or of the optimizer is launched: the
     next micro-batch, or the next step where steps are not marked, begins another."""
     device = ("process", "device")
-    ends_pass = pl.col("phase").is_in(["backward", "optimizer"]).fill_null(value=False)
+    # Kernels launched before the recording run while the CPU already launches the next pass.
+    ends_pass = (
+        pl.col("phase").is_in(["backward", "optimizer"]).fill_null(value=False) & pl.col("launch_ns").is_not_null()
+    )
     launched = profile.kernels.sort(pl.coalesce("launch_ns", "start_ns"), maintain_order=True)
     numbered = launched.with_columns(number=ends_pass.cum_sum().over(device))
     kernels = numbered.filter(pl.col("phase").is_in(["forward", "loss"]))
