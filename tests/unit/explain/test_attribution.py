@@ -265,3 +265,59 @@ def test_places_that_disagree_leave_the_phase_unknown(tmp_path: Path) -> None:
     same_stream = [one.replace('"stream": 20', '"stream": 7') for one in events]
     cut = attribute(tmp_path, same_stream)
     assert cut["phase"].head(7).null_count() == 7
+
+
+def test_backward_on_the_calling_thread_says_nothing_about_the_rest_of_it(tmp_path: Path) -> None:
+    """On a CPU, autograd runs backward on the thread that calls it. Checkpointing recomputes inside a node."""
+    numbered = {"Sequence number": 3}
+    events = [
+        op("aten::addmm", "10.000", "10.000", **numbered),
+        op("autograd::engine::evaluate_function: AddmmBackward0", "30.000", "40.000", **numbered),
+        op("aten::mm", "40.000", "10.000"),
+        op("aten::sum", "55.000", "10.000", **{"Sequence number": 4}),
+        op("torch.distributed.ddp.reducer::copy_bucket_to_grad", "80.000", "10.000"),
+        op("aten::copy_", "81.000", "8.000"),
+        op("aten::bmm", "100.000", "10.000"),  # validation, without gradients
+    ]
+    found = facts(profile(tmp_path, events), "phase")
+    assert found["aten::addmm"] == ("forward",)
+    assert found["aten::mm"] == found["aten::sum"] == found["aten::copy_"] == ("backward",)
+    assert found["aten::bmm"] == (None,)
+
+
+def test_the_engine_thread_runs_only_backward_even_if_it_recomputes(tmp_path: Path) -> None:
+    numbered = {"Sequence number": 3}
+    events = [
+        op("autograd::engine::evaluate_function: MmBackward0", "30.000", "40.000", thread=AUTOGRAD, **numbered),
+        op("aten::mm", "40.000", "10.000", thread=AUTOGRAD, **{"Sequence number": 4}),
+        op("aten::add_", "100.000", "10.000", thread=AUTOGRAD),  # the engine's final callback
+    ]
+    assert facts(profile(tmp_path, events), "phase") == {"aten::mm": ("backward",), "aten::add_": ("backward",)}
+
+
+def closure(*, backward: bool) -> list[str]:
+    """Operators inside `Optimizer.step`, with or without backward between them."""
+    numbered = {"Sequence number": 3}
+    node = op("autograd::engine::evaluate_function: MmBackward0", "60.000", "20.000", thread=AUTOGRAD, **numbered)
+    return [
+        event("user_annotation", "Optimizer.step#LBFGS.step", "0.000", "200.000"),
+        op("aten::addmm", "10.000", "10.000", **numbered),
+        op("aten::nll_loss", "30.000", "10.000", **numbered),
+        *([node, op("aten::mm", "65.000", "10.000", thread=AUTOGRAD)] if backward else []),
+        op("aten::lerp_", "120.000", "10.000"),
+    ]
+
+
+def test_the_closure_of_an_optimizer_runs_forward_and_backward(tmp_path: Path) -> None:
+    found = facts(profile(tmp_path, closure(backward=True)), "phase")
+    assert found == {
+        "aten::addmm": ("forward",),
+        "aten::nll_loss": ("loss",),
+        "aten::mm": ("backward",),
+        "aten::lerp_": ("optimizer",),
+    }
+
+
+def test_an_optimizer_may_leave_gradients_enabled(tmp_path: Path) -> None:
+    found = facts(profile(tmp_path, closure(backward=False)), "phase")
+    assert set(found.values()) == {("optimizer",)}

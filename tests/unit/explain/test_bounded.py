@@ -146,7 +146,7 @@ def test_there_are_many_small_windows(tmp_path: Path, monkeypatch: pytest.Monkey
     for module in (bounded, windows):
         monkeypatch.setattr(module, "choose_borders", choose)
     bounded.make_bounded_profile(write_trace(tmp_path / "t.json", steps(8)), tmp_path / "spilled")
-    assert len(counts) == 9  # launches, flow arrows, operators, and six over time
+    assert len(counts) == 10  # launches, flow arrows, operators, and seven over time
     assert min(counts) >= 1
     assert max(counts) >= 20
 
@@ -254,6 +254,13 @@ def test_evidence_of_backward_applies_to_all_windows(tmp_path: Path) -> None:
     assert [one.phase for one in check_same(path).phases] == ["forward"]
     write_trace(path, [*events, event("user_annotation", "backward", "5000.000", "10.000")])
     assert [one.phase for one in check_same(path).phases] == ["unknown"]
+
+
+def test_forward_and_backward_inside_the_optimizer(tmp_path: Path) -> None:
+    around = [event("user_annotation", "Optimizer.step#B", f"{10_000 + 1_000 * n}.000", "900.000") for n in range(4)]
+    events = [one for one in steps(4) if "nn.Module" not in one and "AdamW" not in one]
+    found = check_same(write_trace(tmp_path / "t.json", [*events, *around]))
+    assert {one.phase for one in found.phases} == {"forward", "loss", "backward", "optimizer"}
 
 
 def test_a_trace_without_a_device(tmp_path: Path) -> None:

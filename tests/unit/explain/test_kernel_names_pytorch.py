@@ -3,6 +3,7 @@
 import pytest
 
 from stepscope.explain.kernel_names import KernelClass, decode
+from stepscope.explain.trace.attribution.names import classify_operator
 
 LAMBDA = "{lambda()#1}::operator()() const::{lambda()#7}::operator()() const::{lambda(float)#1}"
 VECTORIZED = "void at::native::vectorized_elementwise_kernel<4, at::native::%s, std::array<char*, 2ul> >(int)"
@@ -306,3 +307,19 @@ def test_compiled_backward_is_recognized() -> None:
 def test_nsight_compute_shortens_the_namespace(scope: str) -> None:
     found = decode(f"void {scope}::vectorized_elementwise_kernel<8, {scope}::CUDAFunctor_add<c10::Half>, x>(int)")
     assert (found.library, found.operation, found.dtype) == ("ATen", "add", "fp16")
+
+
+@pytest.mark.parametrize(
+    ("operator", "kernel_class"),
+    [
+        ("aten::mkldnn_rnn_layer", "GEMM"),
+        ("aten::mkldnn_rnn_layer_backward", "GEMM"),
+        ("aten::_cudnn_rnn", "GEMM"),
+        ("aten::lstm", "GEMM"),
+        ("aten::rnn_tanh.input", "GEMM"),
+        ("aten::_thnn_fused_lstm_cell", "elementwise"),  # its two GEMMs are operators of their own
+        ("aten::tanh", "elementwise"),
+    ],
+)
+def test_recurrent_layers_on_a_cpu_are_gemms(operator: str, kernel_class: str) -> None:
+    assert classify_operator(operator) == kernel_class

@@ -71,6 +71,22 @@ def test_forward_time_is_compared_with_unprofiled_steps() -> None:
     assert slower.figure == "1 µs"
 
 
+@pytest.mark.parametrize("marked", [True, False])
+def test_span_of_forward_has_only_forward_passes(marked: bool) -> None:
+    """Micro-batches of one step, or steps that are not marked: backward between them is not part of the span."""
+    tape = Tape()
+    with tape.inside("ProfilerStep#1" if marked else "part"):
+        for _ in range(3):
+            number = tape.forward("aten::mm", GEMM, 100)
+            tape.forward("aten::mm", GEMM, 100)
+            tape.backward("MmBackward0", number, [("aten::mm", GEMM, 10_000)])
+            tape.synchronise()
+    found = ask("forward-time", make_profile(tape.recording()))
+    clocks = {row["clock"]: row["per_step_ms"] for row in evidence(found)}
+    assert clocks["kernels"] == clocks["span"] == 600 / 1e6
+    assert "to the last of each pass" in found.sentence
+
+
 def test_top_kernel_is_counted_per_step() -> None:
     found = ask("top-kernel", model_profile(steps=3))
     assert found.sentence.startswith("`sgemm 128×64 tn (cuBLAS)` in forward: 19 calls per step, 1.9 µs, 95.0%")
@@ -411,3 +427,15 @@ def test_phases_take_the_same_time_in_questions_and_tables() -> None:
     forward = sum(float(row[1] or 0) for row in rows if row[0] in ("forward", "loss"))
     clocks = {row["clock"]: row["per_step_ms"] for row in evidence(ask("forward-time", cut))}
     assert clocks["kernels"] == pytest.approx(forward)
+
+
+def test_kernels_launched_before_the_recording_do_not_end_a_forward_pass() -> None:
+    """They run while the CPU already launches the next step: here the GPU is 2 µs behind."""
+    profile = model_profile(steps=4)
+    first = profile.recording.launches["start_ns"].sort()[62]
+    launches = profile.recording.launches.filter(pl.col("start_ns") >= first)
+    unmarked = profile.recording.ranges.filter(~pl.col("name").str.starts_with("step:"))
+    cut = make_profile(replace(profile.recording, launches=launches, ranges=unmarked))
+    late = replace(cut, kernels=cut.kernels.with_columns(pl.col("start_ns", "end_ns") + 2_000))
+    assert (late.kernels.filter(pl.col("launched") == "before")["phase"] == "backward").sum() == 40
+    assert "of each pass" not in ask("forward-time", late).sentence

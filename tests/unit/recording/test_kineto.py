@@ -392,3 +392,28 @@ def test_launches_without_kernels_are_not_a_cpu_trace(tmp_path: Path) -> None:
     with pytest.raises(StepscopeError, match="no kernel timeline") as raised:
         make_profile(recording)
     assert "kernels were launched, but the profiler recorded none" in raised.value.detail
+
+
+def host_calls(*calls: tuple[str, str, list[int], list[int]]) -> list[str]:
+    """Operators without a GPU: the name of one, the name of one that it calls, and the microseconds of both in each
+    call."""
+    events = []
+    for kind, (outer, inner, outer_us, inner_us) in enumerate(calls):
+        for number, (long, short) in enumerate(zip(outer_us, inner_us, strict=True)):
+            at = 10_000 * kind + 1_000 * number
+            events += [op(outer, f"{at}.000", f"{long}.000"), op(inner, f"{at + 1}.000", f"{short}.000")]
+    return events
+
+
+def test_all_calls_of_a_cpu_operator_count_alike(tmp_path: Path) -> None:
+    """Neither an interruption inside one call nor small inputs of most calls make a difference."""
+    events = host_calls(
+        ("aten::linear", "aten::addmm", [90, 90, 900], [80, 80, 890]),
+        ("aten::mm", "aten::expand", [90, 90, 900], [5, 5, 890]),  # interrupted
+        ("aten::div", "aten::to", [10, 10, 900], [8, 8, 8]),  # two scalars
+        ("aten::abs", "aten::abs", [90, 90, 90], [80, 80, 80]),  # with an `out` argument
+    )
+    kernels = kineto.read(write_trace(tmp_path / "t.json", events)).kernels
+    names = ("aten::addmm", "aten::mm", "aten::div", "aten::abs")
+    assert kernels["name"].to_list() == [name for name in names for _ in range(3)]
+    assert kernels["kind"].unique().to_list() == ["cpu"]

@@ -14,7 +14,7 @@ from stepscope.explain.questions.answers import (
     time_of,
     why_unknown,
 )
-from stepscope.explain.trace.attribution.phases import FORWARD_RANGE, number_passes
+from stepscope.explain.trace.attribution.phases import FORWARD_RANGE
 from stepscope.explain.trace.profile import Profile, device_word, kernel_word
 from stepscope.findings import Cell, Column, Table
 from stepscope.units import count_noun, say_factor, say_share, say_time
@@ -36,12 +36,14 @@ def forward_time(profile: Profile) -> Answer:
     kernels = in_phases(profile, "forward", "loss")
     if reason := why_unknown(profile, "forward", "loss"):
         return missing(key, question, reason, _RECORD)
-    clocks = _clocks(profile, kernels)
+    spans = _spans(profile)
+    clocks = _clocks(profile, kernels, spans["ns"].to_list())
     by_name = {clock.name: clock.per_step_ns for clock in clocks}
     busy, span, plain = by_name["kernels"], by_name["span"], by_name.get("plain")
     kernel_time = (
         f"{say_time(busy)} of {kernel_word(profile)} time {profile.clock.say_per_step}{_over_devices(profile)}"
         f"{_with_loss(kernels)}, {say_time(span)} from the first {kernel_word(profile)} to the last"
+        f"{' of each pass' if (spans['passes'] > 1).any() else ''}"
     )
     if plain is None:
         sentence = f"{kernel_time}; the recording has no unprofiled step times"
@@ -76,9 +78,8 @@ def _with_loss(kernels: pl.DataFrame) -> str:
     return ", loss included" if (kernels["phase"] == "loss").any() else ""
 
 
-def _clocks(profile: Profile, kernels: pl.DataFrame) -> list[_PhaseClock]:
+def _clocks(profile: Profile, kernels: pl.DataFrame, spans: list[int]) -> list[_PhaseClock]:
     word = device_word(profile)
-    spans = _spans(profile, kernels)
     clocks = [
         _PhaseClock(
             name="kernels",
@@ -111,15 +112,22 @@ def _clocks(profile: Profile, kernels: pl.DataFrame) -> list[_PhaseClock]:
     return clocks
 
 
-def _spans(profile: Profile, kernels: pl.DataFrame) -> list[int]:
-    """The span of forward for each step and device, without the backward passes between micro-batches."""
-    marked = kernels.filter(pl.col("step").is_not_null())
-    kernels = marked if marked.height else kernels
-    passes = kernels.with_columns(number=number_passes(profile.recording, kernels["launch_ns"]))
-    spans = passes.group_by("step", "process", "device", "number").agg(
-        ns=pl.col("end_ns").max() - pl.col("start_ns").min()
+def _spans(profile: Profile) -> pl.DataFrame:
+    """The span of forward (`ns`) and the number of its `passes`, for each step and device. The span is the sum over
+    passes, without what runs between them. A pass ends where a kernel of backward or of the optimizer is launched: the
+    next micro-batch, or the next step where steps are not marked, begins another."""
+    device = ("process", "device")
+    # Kernels launched before the recording run while the CPU already launches the next pass.
+    ends_pass = (
+        pl.col("phase").is_in(["backward", "optimizer"]).fill_null(value=False) & pl.col("launch_ns").is_not_null()
     )
-    return spans.group_by("step", "process", "device").agg(pl.col("ns").sum())["ns"].to_list()
+    launched = profile.kernels.sort(pl.coalesce("launch_ns", "start_ns"), maintain_order=True)
+    numbered = launched.with_columns(number=ends_pass.cum_sum().over(device))
+    kernels = numbered.filter(pl.col("phase").is_in(["forward", "loss"]))
+    marked = kernels.filter(pl.col("step").is_not_null())
+    passes = (marked if marked.height else kernels).group_by("step", *device, "number")
+    spans = passes.agg(ns=pl.col("end_ns").max() - pl.col("start_ns").min())
+    return spans.group_by("step", *device).agg(pl.col("ns").sum(), passes=pl.len())
 
 
 def plain_forward(profile: Profile) -> list[int]:

@@ -26,7 +26,7 @@ from stepscope.explain.trace.profile import Profile, no_kernels, no_time
 from stepscope.explain.trace.ranges_table import short_ranges
 from stepscope.files import cache_folder
 from stepscope.findings import Page, Table
-from stepscope.recording.readers.kineto import CallTrees, TraceReader, ends_early, join_flows
+from stepscope.recording.readers.kineto import HostKernels, TraceReader, ends_early, join_flows
 from stepscope.recording.store import Recording
 from stepscope.recording.windows import (
     WINDOW_ROWS,
@@ -115,10 +115,11 @@ def _take_in(path: Path, disk: Disk, attribution: Attribution) -> Recording:
 
 
 def _host_kernels(ops: EventTable) -> Iterator[pl.DataFrame]:
-    calls = CallTrees()
-    for window in ops.windows(choose_borders((ops,), WINDOW_ROWS)):
-        yield calls.take(window)
-    yield calls.finish()
+    found, borders = HostKernels(), choose_borders((ops,), WINDOW_ROWS)
+    for window in ops.windows(borders):
+        found.learn(window)
+    for window in ops.windows(borders):
+        yield found.take(window)
 
 
 def _attribute(attribution: Attribution, disk: Disk) -> tuple[EventTable, pl.DataFrame]:

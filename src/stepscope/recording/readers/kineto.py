@@ -8,7 +8,7 @@ block for a file that is larger than memory (`TraceReader`).
 
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, TypeVar
 
@@ -19,7 +19,7 @@ import polars as pl
 from stepscope.errors import StepscopeError
 from stepscope.recording.readers.kineto_stream import TraceStream
 from stepscope.recording.store import Manifest, Recording
-from stepscope.recording.tables import conform, empty
+from stepscope.recording.tables import conform
 from stepscope.recording.validation import Repairs, repair
 from stepscope.units import count_noun
 
@@ -212,74 +212,82 @@ def _kernels(frame: pl.DataFrame) -> pl.DataFrame:
 
 
 def _host_kernels(ops: pl.DataFrame) -> pl.DataFrame:
-    calls = CallTrees()
-    return pl.concat([calls.take(ops), calls.finish()]).sort("start_ns", maintain_order=True)
+    found = HostKernels()
+    found.learn(ops)
+    return found.take(ops).sort("start_ns", maintain_order=True)
 
 
-class CallTrees:
+class HostKernels:
     """Finds the operators that count as kernels on a CPU: the outermost ones that spend at least half of their time in
     themselves rather than in operators they call. (The innermost would be wrong: a GEMM calls operators that only
-    inspect its arguments.) Operators may arrive in batches, each later than the one before."""
+    inspect its arguments.) All calls of an operator count in the same way; decided call by call, the number of GEMMs
+    depended on interruptions. An operator works in itself if this holds for the majority of its calls (an interruption
+    can be longer than all of them together) or for the sum of its calls (most parameters may be small, and their time
+    is in casts of scalars).
+
+    `learn` from all operators first, then `take` the kernels from them. Operators may arrive in batches, each later
+    than the one before."""
 
     def __init__(self) -> None:
-        self._threads: dict[tuple[int | None, int | None], _CallTree] = defaultdict(_CallTree)
+        self._threads: dict[tuple[int | None, int | None], list[tuple[int, _Call]]] = defaultdict(list)
+        # By name: what is above 0 if operators work in themselves, as numbers of calls and as time.
+        self._calls: Counter[str] = Counter()
+        self._time_ns: Counter[str] = Counter()
+        self._ends = pl.DataFrame(schema={"process": pl.Int64, "thread": pl.Int64, "end_ns": pl.Int64})
+
+    def learn(self, ops: pl.DataFrame) -> None:
+        for (process, thread), calls in _outer_first(ops).partition_by("process", "thread", as_dict=True).items():
+            opened = self._threads[process, thread]
+            for name, start, end in calls.select("name", "start_ns", "end_ns").iter_rows():
+                self._close(opened, start)
+                caller = opened[-1][1] if opened else None
+                # An operator that calls itself, with an `out` argument, is one call.
+                if caller is None or caller.name != name:
+                    if caller is not None:
+                        caller.own_ns -= end - start
+                    caller = _Call(name=name, duration_ns=end - start, own_ns=end - start)
+                opened.append((end, caller))
+
+    def _close(self, opened: list[tuple[int, "_Call"]], now: int | None = None) -> None:
+        """Close the calls that ended by `now`, or all of them. `opened` has the end of each."""
+        while opened and (now is None or opened[-1][0] <= now):
+            _, call = opened.pop()
+            is_whole = not opened or opened[-1][1] is not call
+            if is_whole and call.duration_ns:
+                margin_ns = 2 * call.own_ns - call.duration_ns
+                self._calls[call.name] += 1 if margin_ns >= 0 else -1
+                self._time_ns[call.name] += margin_ns
 
     def take(self, ops: pl.DataFrame) -> pl.DataFrame:
-        """Return the kernels whose call tree is complete."""
-        keys = ("process", "thread", "start_ns", "end_ns")
-        ordered = ops.filter(~pl.col("name").str.contains(_MACHINERY)).sort(keys, descending=[False] * 3 + [True])
-        for (process, thread), calls in ordered.partition_by("process", "thread", as_dict=True).items():
-            self._threads[process, thread].add(calls.select("name", "start_ns", "end_ns").iter_rows())
-        return self._collect()
-
-    def finish(self) -> pl.DataFrame:
-        """Return the kernels of the trees that are still open."""
-        for tree in self._threads.values():
-            tree.decide()
-        return self._collect()
-
-    def _collect(self) -> pl.DataFrame:
-        frames = [empty("kernels")]
-        for (process, thread), tree in self._threads.items():
-            schema = {"name": pl.String, "start_ns": pl.Int64, "end_ns": pl.Int64}
-            taken, tree.taken = pl.DataFrame(tree.taken, schema=schema, orient="row"), []
-            of_thread = {"process": process, "stream": thread, "device": -1, "kind": "cpu", "graph": False}
-            frames.append(conform("kernels", taken.with_columns(pl.lit(v).alias(k) for k, v in of_thread.items())))
-        return pl.concat(frames)
+        """Return the operators that count as kernels."""
+        for opened in self._threads.values():
+            self._close(opened)
+        delegating = [name for name, calls in self._calls.items() if calls < 0 and self._time_ns[name] < 0]
+        calls = _outer_first(ops.filter(~pl.col("name").is_in(delegating))).select(
+            "name", "start_ns", *self._ends.columns
+        )
+        of_thread = ("process", "thread")
+        before = self._ends.rename({"end_ns": "before_ns"})
+        known = calls.join(before, on=of_thread, how="left", nulls_equal=True, maintain_order="left")
+        busy_until = pl.max_horizontal(pl.col("end_ns").cum_max().shift(1).over(of_thread), "before_ns")
+        outermost = known.filter((pl.col("start_ns") >= busy_until).fill_null(value=True)).drop("before_ns")
+        ends = pl.concat([self._ends, calls.select(self._ends.columns)])
+        self._ends = ends.group_by(of_thread).agg(pl.col("end_ns").max())
+        on_host = {"device": pl.lit(-1), "kind": pl.lit("cpu"), "graph": pl.lit(value=False)}
+        return conform("kernels", outermost.rename({"thread": "stream"}).with_columns(**on_host))
 
 
-class _CallTree:
-    """The calls of one thread since its last top-level call began, each with its self time and its parent."""
+@dataclass(slots=True, kw_only=True)
+class _Call:
+    name: str
+    duration_ns: int
+    own_ns: int  # without the operators it calls
 
-    def __init__(self) -> None:
-        self.taken: list[tuple[str, int, int]] = []
-        self._calls: list[tuple[str, int, int]] = []
-        self._own: list[int] = []
-        self._parents: list[int] = []
-        self._open: list[int] = []
 
-    def add(self, calls: Iterator[tuple[str, int, int]]) -> None:
-        for call in calls:
-            _, start, end = call
-            while self._open and self._calls[self._open[-1]][2] <= start:
-                self._open.pop()
-            if not self._open:
-                self.decide()
-            self._parents.append(self._open[-1] if self._open else -1)
-            if self._open:
-                self._own[self._open[-1]] -= end - start
-            self._open.append(len(self._calls))
-            self._calls.append(call)
-            self._own.append(end - start)
-
-    def decide(self) -> None:
-        inside = [False] * len(self._calls)  # inside an operator that counts as a kernel
-        for row, (call, own, parent) in enumerate(zip(self._calls, self._own, self._parents, strict=True)):
-            inside[row] = parent != -1 and inside[parent]
-            if not inside[row] and 2 * own >= call[2] - call[1]:
-                inside[row] = True
-                self.taken.append(call)
-        self._calls, self._own, self._parents, self._open = [], [], [], []
+def _outer_first(ops: pl.DataFrame) -> pl.DataFrame:
+    """Return the operators that may do work, by thread and time, each before those that it calls."""
+    ordered = ops.sort("process", "thread", "start_ns", "end_ns", descending=[False] * 3 + [True], maintain_order=True)
+    return ordered.filter(~pl.col("name").str.contains(_MACHINERY))
 
 
 def _ranges(frame: pl.DataFrame) -> pl.DataFrame:

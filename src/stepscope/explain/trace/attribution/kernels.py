@@ -166,15 +166,16 @@ class Attribution:
         autograd, threads = self._survey(points)
         nodes = self._nodes(modules, user_ranges, threads)
         nodes.change = _Gradients().fill
-        has_backward = bool(autograd.height) or self._says_backward
-        steps, main = self.steps, self._main_threads()
+        has_backward, engine = bool(autograd.height) or self._says_backward, self._engine_threads(autograd)
+        steps, main, closures = self.steps, self._main_threads(), self._closures()
         tables = (self.ops, modules, nodes, self._named, self._parts, user_ranges, points)
         for ops, calls, evaluated, named, parts, ranged, moments in in_windows(*tables):
             is_op = "op_row" in moments.columns
             op_row = moments["op_row"] if is_op else innermost(ops, moments)
             framed = moments.with_columns(_find_modules(moments, evaluated, calls, self._sound(parts)), op_row=op_row)
             framed = framed.with_columns(user_range=_find_ranges(framed, ranged, main))
-            phased = find_phases(framed, ops, named, autograd, has_backward=has_backward)
+            known = named.join(closures, on=_INTERVAL, how="left", nulls_equal=True, maintain_order="left")
+            phased = find_phases(framed, ops, known, engine, has_backward=has_backward)
             step = around(steps, "step", moments, by_thread=False)
             op = {} if is_op else {"op": look_up(ops, "name", op_row)}  # an operator already has its name
             yield phased.with_columns(step=step, **op)
@@ -251,6 +252,35 @@ class Attribution:
         if self.links.num_rows:
             return autograd, _threads_by_arrows(pl.concat(votes))
         return autograd, _threads_by_work(pl.concat(numbers).unique(), pl.concat(self._forward_work))
+
+    def _engine_threads(self, autograd: pl.DataFrame) -> pl.DataFrame:
+        """Return the threads, of those that run backward, that run nothing else. On a CPU, backward runs on the thread
+        that calls it, which also has the rest of the step. Checkpointing runs forward operators on autograd's own
+        threads too, but only inside the evaluation of a node."""
+        also_forward = autograd.join(pl.concat(self._forward_work), on=_THREAD, how="semi", nulls_equal=True)
+        if not also_forward.height:
+            return autograd
+        outside = []
+        for begin, (ops, nodes) in bordered_windows(self.ops, self._evaluated):
+            # Operators of earlier windows were judged there, with the nodes around them.
+            new = ops if begin is None else ops.filter(pl.col("start_ns") >= begin)
+            forward = new.filter(pl.col("sequence").is_not_null(), pl.col("end_ns") > pl.col("start_ns"))
+            moments = forward.join(also_forward, on=_THREAD, how="semi", nulls_equal=True).select(
+                *_THREAD, ns="start_ns"
+            )
+            outside.append(moments.filter(innermost(nodes, moments).is_null()).select(_THREAD).unique())
+        return autograd.join(pl.concat(outside), on=_THREAD, how="anti", nulls_equal=True)
+
+    def _closures(self) -> pl.DataFrame:
+        """Return the optimizer's ranges during which nodes are evaluated, with `closure` set. `optimizer.step(closure)`
+        runs forward and backward (LBFGS, Lightning)."""
+        found = []
+        for begin, (named, nodes) in bordered_windows(self._named, self._evaluated):
+            new = nodes if begin is None else nodes.filter(pl.col("start_ns") >= begin)
+            of_optimizer = named.filter(pl.col("phase") == "optimizer").select(_INTERVAL)
+            row = innermost(of_optimizer, new.select(*_THREAD, ns="start_ns"), by_thread=False)
+            found.append(of_optimizer.select(pl.all().gather(row.drop_nulls().unique())))
+        return pl.concat(found).unique().with_columns(closure=pl.lit(value=True))
 
     def _nodes(self, modules: EventTable, user_ranges: EventTable, threads: pl.DataFrame) -> EventTable:
         """Return the evaluations of autograd nodes, with the module, part and user's range around the operator that

@@ -22,7 +22,10 @@ _OPERATORS: tuple[tuple[KernelClass, str], ...] = (
     ("loss", r"cross_entropy|nll_loss|log_softmax|mse_loss|l1_loss|kl_div|binary_cross_entropy|huber|ctc_loss"),
     (
         "GEMM",
-        r"^_?(?:add)?(?:mm|bmm|baddbmm|addmv|mv|dot|vdot|linear|matmul|addmm|addbmm)(?:_|$)|mkldnn_linear|_scaled_mm|sgemm",
+        r"^_?(?:add)?(?:mm|bmm|baddbmm|addmv|mv|dot|vdot|linear|matmul|addmm|addbmm)(?:_|$)|mkldnn_linear|_scaled_mm|sgemm"
+        # Recurrent layers are mostly GEMMs. The fused cells (`_thnn_fused_lstm_cell`) are what is left without them.
+        r"|^(?:mkldnn_rnn_layer|_?cudnn_rnn|miopen_rnn)(?:_backward)?$"
+        r"|^(?:quantized_)?(?:lstm|gru|rnn_tanh|rnn_relu)(?:_cell)?$",
     ),
     ("softmax", r"softmax"),
     ("norm", r"layer_norm|rms_norm|batch_norm|group_norm|instance_norm"),

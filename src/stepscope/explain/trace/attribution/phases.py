@@ -5,7 +5,11 @@ range is open. Then come ranges that name a phase (stepscope's, the framework's 
 the optimizer's frames, module calls, loss operators, and operators with a sequence number, which PyTorch gives to those
 that could need a gradient. Any operator around a moment counts: `CompiledFunction` and other custom autograd functions
 run without gradients inside, so only they have a number. Anything else on a thread follows the ranges of other threads
-at that time. A recording without backward is inference, and everything without other evidence is forward.
+at that time, and on the autograd engine's own threads it is backward. A recording without backward is inference, and
+everything without other evidence is forward.
+
+An optimizer's range with backward inside runs a closure: there, modules, losses and sequence numbers come before the
+range. Elsewhere they do not, because some optimizers leave gradients enabled, and their operators have numbers too.
 """
 
 import polars as pl
@@ -40,25 +44,32 @@ _LOSS_OPS = (
     r"^aten::(?:cross_entropy_loss|nll_loss\w*|mse_loss|(?:smooth_)?l1_loss|binary_cross_entropy\w*"
     r"|kl_div|_?log_softmax|huber_loss|ctc_loss)$"
 )
+# The engine calls this after the last node, on a CPU from the thread that called `backward`.
+_AFTER_NODES = "torch.distributed.ddp.reducer::"
 
 
 def find_phases(
-    frame: pl.DataFrame, ops: pl.DataFrame, named: pl.DataFrame, autograd: pl.DataFrame, *, has_backward: bool
+    frame: pl.DataFrame, ops: pl.DataFrame, named: pl.DataFrame, engine: pl.DataFrame, *, has_backward: bool
 ) -> pl.DataFrame:
     """Add `phase` to rows with `in_backward`, `module`, `op_row` (of `ops`) and the moment (`process`, `thread`, `ns`),
-    and drop `in_backward`. `named` are the `named_ranges`; `autograd` are the threads (`process`, `thread`) that run
-    backward anywhere in the recording."""
-    here, anywhere = (around(named, "phase", frame, by_thread=by_thread) for by_thread in (True, False))
+    and drop `in_backward`. `named` are the `named_ranges`, with `closure` where an optimizer runs one;
+    `engine` are the threads (`process`, `thread`) that run backward and nothing else."""
     loss_ops = ops.filter(pl.col("name").str.contains(_LOSS_OPS))
     in_loss = innermost(loss_ops, frame).is_not_null()
-    threads = autograd.with_columns(autograd=pl.lit(value=True))
+    after_nodes = innermost(ops.filter(pl.col("name").str.starts_with(_AFTER_NODES)), frame).is_not_null()
+    threads = engine.with_columns(engine=pl.lit(value=True))
     framed = frame.join(threads, on=["process", "thread"], how="left", maintain_order="left", nulls_equal=True)
     sequence = innermost(ops.filter(pl.col("sequence").is_not_null()), frame).is_not_null()
+    runs_model = around(named, "closure", frame) & (in_loss | sequence | frame["module"].is_not_null())
+    here, anywhere = (
+        around(named, "phase", frame, by_thread=by_thread).set(runs_model.fill_null(value=False), None)
+        for by_thread in (True, False)
+    )
     op_known = frame["op_row"].is_not_null()
     copies_in = pl.col("name").str.starts_with("Memcpy HtoD")
     launched = pl.col("ns").is_not_null()
     phase = (
-        pl.when("in_backward")
+        pl.when(pl.col("in_backward") | after_nodes)
         .then(pl.lit("backward"))
         .when(here.is_in(["forward"]) & in_loss)
         .then(pl.lit("loss"))
@@ -74,12 +85,12 @@ def find_phases(
         .then(pl.lit("input"))
         .when(sequence)
         .then(pl.lit("forward"))
-        .when(pl.col("autograd") & launched)
+        .when(pl.col("engine") & launched)
         .then(pl.lit("backward"))
         .when(launched & pl.lit(not has_backward) & op_known)
         .then(pl.lit("forward"))
     )
-    return framed.with_columns(phase=phase).drop("in_backward", "autograd")
+    return framed.with_columns(phase=phase).drop("in_backward", "engine")
 
 
 def named_ranges(ranges: pl.DataFrame) -> pl.DataFrame:
