@@ -232,6 +232,25 @@ def test_waiting_is_not_also_exposed_communication() -> None:
     assert "SS011" not in findings_of(profiles)
 
 
+def test_exposed_communication_is_what_is_left_without_waits() -> None:
+    late = Rank(compute_us=[100.0] * 12, idle_us=[302.0] * 12)
+    profiles = record_ranks([Rank(compute_us=[100.0] * 12), late], transfer_us=100)
+    findings = findings_of(profiles)
+    # Of four times 400 µs of a step, four times 300 are waits.
+    assert findings["SS011"].title.startswith("Exposed communication: 0.4 ms per step")
+    assert "1.2 ms of it is spent waiting for ranks that arrive later" in findings["SS011"].evidence
+    assert findings["SS011"].about == pytest.approx(400_000 / profiles[0].step_ns, rel=0.01)
+    assert next(iter(findings)) == "SS030"
+
+
+def test_waits_for_ranks_without_a_trace_are_not_said_to_be_none() -> None:
+    late = Rank(compute_us=[100.0] * 12, idle_us=[302.0] * 12)
+    profiles = record_ranks([Rank(compute_us=[100.0] * 12), Rank(compute_us=[100.0] * 12), late])
+    text = findings_of(profiles[:2])["SS011"].evidence
+    assert "0 µs of it" not in text
+    assert "waiting for ranks other than these 2 of 3" in text
+
+
 def test_late_rank_whose_trace_is_missing() -> None:
     late = Rank(compute_us=[100.0] * 12, idle_us=[2.0, 302.0] * 6)
     profiles = record_ranks([Rank(compute_us=[100.0] * 12), Rank(compute_us=[101.0] * 12), late])

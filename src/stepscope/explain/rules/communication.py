@@ -31,6 +31,7 @@ from stepscope.units import count_noun, say_message_bytes, say_percent
 
 LEAST_EXPOSED = 0.02  # of the step
 _MOST = 0.5
+_LEAST_SAID = 0.01  # of the exposed time
 _SMALL_BYTES = 4 << 20  # a bucket of DDP has 25 MiB unless it is set
 # A single PCIe 4.0 ×16 slot carries over 20 GB/s; NVLink and Infinity Fabric ten times as much.
 _SLOW_LINK, _USUAL_LINK = 10e9, 20e9
@@ -58,6 +59,29 @@ class Communication:
         longer = self.collectives["time_ns"].to_numpy() - needed_ns(self.collectives)
         result: Floats = np.clip(longer, 0.0, self.exposed)
         return result
+
+    @cached_property
+    def exposed_ns(self) -> float:
+        """Time per step in which only communication runs."""
+        kernels = self.evidence.kernels
+        return (CoveredTime(kernels).total_ns - computing(kernels).total_ns) / self.evidence.num_steps
+
+    @cached_property
+    def hidden_ns(self) -> float:
+        """Time per step in which communication overlaps with other kernels."""
+        return CoveredTime(self.collectives).total_ns / self.evidence.num_steps - self.exposed_ns
+
+    @cached_property
+    def waited_ns(self) -> float:
+        """The part of `exposed_ns` in which this rank waits for a later one, as far as their traces were given."""
+        times, evidence = self.evidence.rank_times, self.evidence
+        waited = evidence.clock.per_step(times.exposed_wait_ns(evidence.profile)) if times else 0.0
+        return min(waited, self.exposed_ns)
+
+    @property
+    def own_ns(self) -> float:
+        """The part of `exposed_ns` that communication itself takes."""
+        return self.exposed_ns - self.waited_ns
 
     @property
     def rows(self) -> Ints:
@@ -228,24 +252,37 @@ class _StepLimits:
 
 
 def find_exposed_communication(evidence: StepEvidence) -> Hit | None:
-    kernels = evidence.kernels
-    communication = kernels.filter(pl.col("class") == "communication")
-    exposed = (CoveredTime(kernels).total_ns - computing(kernels).total_ns) / evidence.num_steps
-    hidden = CoveredTime(communication).total_ns / evidence.num_steps - exposed
-    times = evidence.rank_times
-    waited = evidence.clock.per_step(times.exposed_wait_ns(evidence.profile)) if times else 0.0
-    if exposed - waited < LEAST_EXPOSED * evidence.step_ns:
-        return None
     found = Communication(evidence)
-    text = f"{ms(exposed)} {evidence.clock.say_per_step} does not overlap with other kernels, {ms(hidden)} does"
-    if times is not None:
-        text += f"; {ms(min(exposed, waited))} of it is spent waiting for ranks that arrive later"
-    more_waiting = float(found.waiting.sum()) / evidence.num_steps - waited
-    if _is_partial(evidence) and more_waiting > _MOST * (exposed - waited):
-        return _blame_other_ranks(found, exposed, text)
-    if times is None and (slow := _slow_link(found)) is not None:
-        return _blame_link(found, exposed, slow, text)
-    return _advise(found, exposed, (exposed - waited) / max(1.0, exposed), f"{text}; {_say_messages(found)}")
+    if found.own_ns < LEAST_EXPOSED * evidence.step_ns:
+        return None
+    text = _say_exposed(found)
+    more_waiting = float(found.waiting.sum()) / evidence.num_steps - found.waited_ns
+    if _is_partial(evidence) and more_waiting > _MOST * found.own_ns:
+        return _blame_other_ranks(found, more_waiting, text)
+    if evidence.rank_times is None and (slow := _slow_link(found)) is not None:
+        return _blame_link(found, slow, text)
+    return _advise(found, f"{text}; {_say_messages(found)}")
+
+
+def _say_exposed(found: Communication) -> str:
+    """How much communication is exposed, and how much of that is spent waiting for ranks whose traces were given."""
+    evidence = found.evidence
+    text = f"{ms(found.exposed_ns)} {evidence.clock.say_per_step} does not overlap with other kernels"
+    text += f", {ms(found.hidden_ns)} does"
+    times, world = evidence.rank_times, evidence.profile.recording.manifest.world_size
+    if times is None:
+        return text
+    given = f"{len(times.ranks)} of {world}"
+    if _waits_matter(found):
+        whom = f"a later one of these {given} ranks" if _is_partial(evidence) else "ranks that arrive later"
+        text += f"; {ms(found.waited_ns)} of it is spent waiting for {whom}"
+    if _is_partial(evidence):
+        text += f"; how much of it is spent waiting for ranks other than these {given}, only their traces show"
+    return text
+
+
+def _waits_matter(found: Communication) -> bool:
+    return found.waited_ns >= _LEAST_SAID * found.exposed_ns
 
 
 def _is_partial(evidence: StepEvidence) -> bool:
@@ -258,9 +295,11 @@ def _say_bytes(size: float) -> str:
     return say_message_bytes(int(float(f"{size:.3g}")))
 
 
-def _title(evidence: StepEvidence, exposed: float, more: str = "") -> str:
-    share = say_percent(exposed / evidence.step_ns)
-    return f"Exposed communication: {ms(exposed)} {evidence.clock.say_per_step} ({share}){more}"
+def _title(found: Communication, more: str = "") -> str:
+    evidence = found.evidence
+    share = say_percent(found.own_ns / evidence.step_ns)
+    waits = ", besides waiting for late ranks" if _waits_matter(found) else ""
+    return f"Exposed communication: {ms(found.own_ns)} {evidence.clock.say_per_step} ({share}){waits}{more}"
 
 
 def _say_messages(found: Communication) -> str:
@@ -277,14 +316,16 @@ def _say_messages(found: Communication) -> str:
         assert isinstance(middle, float)
         said += f", with a median message of {_say_bytes(middle)}"
     best = best_bandwidth(collectives)
-    return said + (f"; large messages reach {best / 1e9:.3g} GB/s of bus bandwidth" if best else "")
+    if best is not None:
+        said += f"; large messages reach {best / 1e9:.3g} GB/s of bus bandwidth"
+        said += ", waits included" if _waits_matter(found) else ""
+    return said
 
 
-def _advise(found: Communication, exposed: float, share: float, text: str) -> Hit | None:
-    """What the strategy allows; None if the step would be as long without communication. `share` of the exposed time is
-    not spent waiting for other ranks."""
+def _advise(found: Communication, text: str) -> Hit | None:
+    """What the strategy allows; None if the step would be as long without communication."""
     evidence, advice = found.evidence, ADVICE[found.strategy]
-    least = WORTH_SAYING * evidence.step_ns
+    least, share = WORTH_SAYING * evidence.step_ns, found.own_ns / max(1.0, found.exposed_ns)
     if found.gain(share * found.exposed).step_ns < least:
         return None
     sizes = found.collectives["message_bytes"].drop_nulls()
@@ -292,55 +333,57 @@ def _advise(found: Communication, exposed: float, share: float, text: str) -> Hi
     if found.strategy == "DDP" and has_small_messages:
         advice = LARGER_BUCKETS
     hidden = share * found.hidden_by_overlap
-    can_hide, gain = min(exposed, float(hidden.sum()) / evidence.num_steps), None
+    can_hide, gain = min(found.own_ns, float(hidden.sum()) / evidence.num_steps), None
     text += f"; {advice.seen}"
     if can_hide >= least:
         gain = found.gain(hidden)
         text += f"; {ms(can_hide)} of it could overlap with kernels that do not overlap with communication yet"
         text += f", and the step gains {ms(gain.step_ns)}" if gain.step_ns < _MOST * can_hide else ""
-        text += "; for the rest, only fewer bytes or a faster link would help" if can_hide < _MOST * exposed else ""
+        text += (
+            "; for the rest, only fewer bytes or a faster link would help" if can_hide < _MOST * found.own_ns else ""
+        )
     elif found.strategy != "pipeline":  # whose stages wait for each other
         text += "; no kernels are left to overlap with, so only fewer bytes or a faster link would help"
         if found.strategy == "DDP" and not has_small_messages:
             advice = FEWER_MESSAGES if found.sends_half_precision else FEWER_BYTES
             gain = found.gain(0.5 * share * found.exposed)
     return _hit(
-        exposed,
+        found,
         gain if gain is not None and gain.step_ns >= least else None,
-        title=_title(evidence, exposed),
+        title=_title(found),
         evidence=text,
         action=advice.action,
         paste=advice.paste,
     )
 
 
-def _hit(exposed: float, gain: Gain | None, *, title: str, evidence: str, action: str, paste: str) -> Hit:
+def _hit(found: Communication, gain: Gain | None, *, title: str, evidence: str, action: str, paste: str) -> Hit:
     return Hit(
         title=title,
         evidence=evidence,
-        saving_ns=None if gain is None else min(gain.step_ns, exposed),
+        saving_ns=None if gain is None else min(gain.step_ns, found.own_ns),
         gain=gain,
-        about_ns=exposed,
+        about_ns=found.own_ns,
         action=action,
         paste=paste,
     )
 
 
-def _blame_other_ranks(found: Communication, exposed: float, text: str) -> Hit:
+def _blame_other_ranks(found: Communication, waiting: float, text: str) -> Hit:
+    """`waiting` is the time per step that no given rank explains."""
     evidence = found.evidence
-    waiting = float(found.waiting.sum()) / evidence.num_steps
     longest = int(np.argmax(found.waiting))
     row = found.collectives.row(longest, named=True)
     size = f" of {_say_bytes(row['message_bytes'])}" if row["message_bytes"] is not None else ""
     text += (
-        f"; {ms(waiting)} of it is longer than the messages need: a {row['kind'] or 'collective'}{size} takes "
+        f"; {ms(waiting)} is longer than the messages need: a {row['kind'] or 'collective'}{size} takes "
         f"{ms(row['time_ns'])}, and {ms(row['time_ns'] - found.waiting[longest])} would do. This rank waits for a "
         "later one, and only the traces of the other ranks show which"
     )
     return _hit(
-        exposed,
-        found.gain(found.waiting),
-        title=_title(evidence, exposed, ", mostly waiting for other ranks"),
+        found,
+        found.gain(found.waiting * (waiting * evidence.num_steps / float(found.waiting.sum()))),
+        title=_title(found, ", mostly waiting for other ranks"),
         evidence=text,
         action="Find the rank that the others wait for, with the traces of all ranks",
         paste=_command_for_ranks(evidence),
@@ -364,7 +407,7 @@ def _slow_link(found: Communication) -> float | None:
     return best if best is not None and best < _SLOW_LINK and in_one_machine else None
 
 
-def _blame_link(found: Communication, exposed: float, best: float, text: str) -> Hit:
+def _blame_link(found: Communication, best: float, text: str) -> Hit:
     evidence = found.evidence
     time = found.collectives["time_ns"].to_numpy()
     wire = found.collectives["bus_bytes"].to_numpy() / _USUAL_LINK * 1e9
@@ -378,9 +421,9 @@ def _blame_link(found: Communication, exposed: float, best: float, text: str) ->
         "rank: the traces of the other ranks tell"
     )
     return _hit(
-        exposed,
+        found,
         found.gain(shorter),
-        title=_title(evidence, exposed, f", at {best / 1e9:.2g} GB/s"),
+        title=_title(found, f", at {best / 1e9:.2g} GB/s"),
         evidence=text,
         action="Check which path the collectives take, and whether a rank is late",
         paste=f"NCCL_DEBUG=INFO torchrun train.py  # names the path: P2P, SHM or NET\n{_command_for_ranks(evidence)}",
