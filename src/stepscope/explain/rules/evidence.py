@@ -137,8 +137,11 @@ class StepEvidence:
             return kernels
         own = pl.col("step").is_in(steps["step"].to_list())
         # If the CPU runs ahead, the device may still run kernels from before the window when the last step has ended.
-        ends = pl.concat([steps["end_ns"], kernels.filter(own)["end_ns"]])
-        return kernels.filter(own | (pl.col("launch_ns").is_null() & (pl.col("start_ns") < ends.max())))
+        last_ns = pl.concat([steps["end_ns"], kernels.filter(own)["end_ns"]]).max()
+        if kernels["launch_ns"].is_null().all():  # steps are known on the CPU only; the device may be far behind it
+            first_ns, last_ns = self.clock.window[0], self.clock.window[1]
+            last_ns = first_ns + (last_ns - first_ns) * steps.height // self.profile.steps.height
+        return kernels.filter(own | (pl.col("launch_ns").is_null() & (pl.col("start_ns") < last_ns)))
 
     def _with_costs(self, kernels: pl.DataFrame) -> pl.DataFrame:
         calls = operator_calls(replace(self.profile, kernels=kernels)).select(
