@@ -24,9 +24,19 @@ from stepscope.explain.ranks.collectives import (
     find_collectives,
     needed_ns,
 )
+from stepscope.explain.ranks.micro_batches import MicroBatches
 from stepscope.explain.rules.evidence import WORTH_SAYING, Gain, StepEvidence, ms
 from stepscope.explain.rules.rule import Hit, Rule
-from stepscope.explain.rules.strategy_advice import ADVICE, FEWER_BYTES, FEWER_MESSAGES, LARGER_BUCKETS, StrategyName
+from stepscope.explain.rules.strategy_advice import (
+    ADVICE,
+    FEWER_BYTES,
+    FEWER_MESSAGES,
+    LARGER_BUCKETS,
+    REDUCE_ONCE,
+    SEND_LESS,
+    StrategyAdvice,
+    StrategyName,
+)
 from stepscope.units import count_noun, say_message_bytes, say_percent
 
 LEAST_EXPOSED = 0.02  # of the step
@@ -115,8 +125,8 @@ class Communication:
         most = max(shares, key=lambda name: shares[name])
         if not shares[most]:
             return "unknown"
-        if most in ("shards", "all-reduce") and not (self.evidence.kernels["phase"] == "backward").any():
-            return "tensor parallel"  # inference has neither gradients nor an optimizer
+        if most in ("shards", "all-reduce") and self._is_inference:
+            return "tensor parallel"  # without gradients and an optimizer
         if most == "shards":
             if not self.collectives.select((kind == "reduce-scatter").any()).item():
                 return "unknown"
@@ -128,6 +138,22 @@ class Communication:
             in_backward = self._share((kind == "all-reduce") & (phase == "backward"))
             return "DDP" if in_backward > _MOST * shares[most] or self._says("DistributedDataParallel") else "unknown"
         return "all-to-all" if most == "all-to-all" else "pipeline"
+
+    @property
+    def _is_inference(self) -> bool:
+        """Whether phases are known and none of them is backward."""
+        phases = self.evidence.kernels.select("phase", "time_ns")
+        known_ns = int(phases.filter(pl.col("phase").is_not_null())["time_ns"].sum())
+        return known_ns > _MOST * int(phases["time_ns"].sum()) and not (phases["phase"] == "backward").any()
+
+    @property
+    def has_small_messages(self) -> bool:
+        sizes = self.collectives["message_bytes"].drop_nulls()
+        return bool((sizes < _SMALL_BYTES).sum() > max(1, _MOST * sizes.len()))
+
+    @cached_property
+    def micro_batches(self) -> MicroBatches:
+        return MicroBatches(self.evidence.kernels, self.collectives.filter(pl.col("kind") == "all-reduce"))
 
     @property
     def sends_half_precision(self) -> bool:
@@ -143,9 +169,20 @@ class Communication:
         in_update = int(gathers.filter(phase == "optimizer")["time_ns"].sum())
         if in_model + in_update > _MOST * int(gathers["time_ns"].sum()):
             return in_model > in_update
+        return self._places_among_layers(gathers) > _MOST * gathers.height
+
+    @cached_property
+    def exchanges_in_layers(self) -> bool:
+        """Whether all-to-alls are part of layers, such as those that send tokens to experts and back: there are several
+        per forward pass, with layers between. Embeddings are exchanged once per pass."""
+        in_forward = pl.col("phase").fill_null("forward") == "forward"
+        exchanges = self.collectives.filter((pl.col("kind") == "all-to-all") & in_forward)
+        return self._places_among_layers(exchanges) >= 2 * self.evidence.num_steps
+
+    def _places_among_layers(self, collectives: pl.DataFrame) -> int:
+        """How many of these collectives are separated by kernels of layers."""
         layers = self.evidence.kernels.filter(pl.col("class").is_in(["GEMM", "attention", "convolution"]))
-        places = np.searchsorted(layers["row"].to_numpy(), gathers["row"].to_numpy())
-        return len(np.unique(places)) > _MOST * len(places)
+        return len(np.unique(np.searchsorted(layers["row"].to_numpy(), collectives["row"].to_numpy())))
 
     def _says(self, word: str) -> bool:
         ranges = self.evidence.profile.recording.ranges["name"]
@@ -159,7 +196,7 @@ class Communication:
             return np.minimum(self.exposed, self._neighbouring_products())
         reduces = pl.col("kind").is_in(["all-reduce", "reduce-scatter"])
         gathers = pl.col("kind") == "all-gather"
-        exchanges = pl.col("kind") == "all-to-all"
+        exchanges = (pl.col("kind") == "all-to-all") & (not self.exchanges_in_layers)
         in_update, in_forward = phase == "optimizer", phase == "forward"
         steps = _StepLimits(self.evidence.kernels)
         hidden = np.zeros(collectives.height)
@@ -257,9 +294,10 @@ def find_exposed_communication(evidence: StepEvidence) -> Hit | None:
         return None
     text = _say_exposed(found)
     more_waiting = float(found.waiting.sum()) / evidence.num_steps - found.waited_ns
-    if _is_partial(evidence) and more_waiting > _MOST * found.own_ns:
+    is_pipeline = found.strategy == "pipeline"  # whose stages wait for each other, even if none is late
+    if not is_pipeline and _is_partial(evidence) and more_waiting > _MOST * found.own_ns:
         return _blame_other_ranks(found, more_waiting, text)
-    if evidence.rank_times is None and (slow := _slow_link(found)) is not None:
+    if not is_pipeline and evidence.rank_times is None and (slow := _slow_link(found)) is not None:
         return _blame_link(found, slow, text)
     return _advise(found, f"{text}; {_say_messages(found)}")
 
@@ -324,48 +362,72 @@ def _say_messages(found: Communication) -> str:
 
 def _advise(found: Communication, text: str) -> Hit | None:
     """What the strategy allows; None if the step would be as long without communication."""
-    evidence, advice = found.evidence, ADVICE[found.strategy]
-    least, share = WORTH_SAYING * evidence.step_ns, found.own_ns / max(1.0, found.exposed_ns)
+    evidence, share = found.evidence, found.own_ns / max(1.0, found.exposed_ns)
+    least = WORTH_SAYING * evidence.step_ns
     if found.gain(share * found.exposed).step_ns < least:
         return None
-    sizes = found.collectives["message_bytes"].drop_nulls()
-    has_small_messages = (sizes < _SMALL_BYTES).sum() > max(1, _MOST * sizes.len())
-    if found.strategy == "DDP" and has_small_messages:
-        advice = LARGER_BUCKETS
+    text += f"; {ADVICE[found.strategy].seen}"
+    if found.strategy == "DDP" and found.micro_batches.reduces_in_each:
+        return _reduce_once(found, text)
     hidden = share * found.hidden_by_overlap
-    can_hide, gain = min(found.own_ns, float(hidden.sum()) / evidence.num_steps), None
-    text += f"; {advice.seen}"
-    if can_hide >= least:
-        gain = found.gain(hidden)
-        text += f"; {ms(can_hide)} of it could overlap with kernels that do not overlap with communication yet"
-        text += f", and the step gains {ms(gain.step_ns)}" if gain.step_ns < _MOST * can_hide else ""
+    if float(hidden.sum()) / evidence.num_steps >= least:
+        return _overlap(found, hidden, text)
+    return _send_less(found, share, text)
+
+
+def _reduce_once(found: Communication, text: str) -> Hit:
+    """What to do if the gradients of each micro-batch are reduced."""
+    passes = found.micro_batches
+    less = max(0.0, 1 - passes.left_ns / found.evidence.num_steps / found.own_ns)
+    text += f"; each of {passes.count} micro-batches per update reduces gradients, where the last one would do"
+    return _hit(found, found.gain(less * found.own_ns / found.exposed_ns * found.exposed), text, REDUCE_ONCE)
+
+
+def _overlap(found: Communication, hidden: Floats, text: str) -> Hit:
+    """What to do if kernels are left to hide communication behind."""
+    advice = LARGER_BUCKETS if found.strategy == "DDP" and found.has_small_messages else ADVICE[found.strategy]
+    can_hide, gain = min(found.own_ns, float(hidden.sum()) / found.evidence.num_steps), found.gain(hidden)
+    text += f"; {ms(can_hide)} of it could overlap with kernels that do not overlap with communication yet"
+    text += f", and the step gains {ms(gain.step_ns)}" if gain.step_ns < _MOST * can_hide else ""
+    text += "; for the rest, only fewer bytes or a faster link would help" if can_hide < _MOST * found.own_ns else ""
+    return _hit(found, gain, text, advice)
+
+
+def _send_less(found: Communication, share: float, text: str) -> Hit:
+    """What to do if nothing is left to overlap with. Advice to overlap would be about what the run already does."""
+    if found.strategy == "pipeline":  # whose stages wait for each other
+        return _hit(found, None, text, ADVICE["pipeline"])
+    if found.exchanges_in_layers:
         text += (
-            "; for the rest, only fewer bytes or a faster link would help" if can_hide < _MOST * found.own_ns else ""
+            "; the kernels around it belong to the same layer, which needs its result, so only independent work could "
+            "overlap: shared experts, or another micro-batch"
         )
-    elif found.strategy != "pipeline":  # whose stages wait for each other
-        text += "; no kernels are left to overlap with, so only fewer bytes or a faster link would help"
-        if found.strategy == "DDP" and not has_small_messages:
-            advice = FEWER_MESSAGES if found.sends_half_precision else FEWER_BYTES
-            gain = found.gain(0.5 * share * found.exposed)
-    return _hit(
-        found,
-        gain if gain is not None and gain.step_ns >= least else None,
-        title=_title(found),
-        evidence=text,
-        action=advice.action,
-        paste=advice.paste,
-    )
+        return _hit(found, None, text, ADVICE["all-to-all"])
+    text += "; no kernels are left to overlap with, so only fewer bytes or a faster link would help"
+    if found.strategy == "tensor parallel":
+        return _hit(found, None, text, ADVICE["tensor parallel"])
+    if found.strategy == "DDP" and found.has_small_messages:
+        return _hit(found, None, text, LARGER_BUCKETS)
+    if found.strategy == "DDP" and not found.sends_half_precision:
+        return _hit(found, found.gain(0.5 * share * found.exposed), text, FEWER_BYTES)
+    if found.strategy == "DDP" and found.micro_batches.count < 2:
+        return _hit(found, None, text, FEWER_MESSAGES)
+    return _hit(found, None, text, SEND_LESS if found.own_ns > _MOST * found.evidence.step_ns else None)
 
 
-def _hit(found: Communication, gain: Gain | None, *, title: str, evidence: str, action: str, paste: str) -> Hit:
+def _hit(
+    found: Communication, gain: Gain | None, text: str, advice: StrategyAdvice | None, more_in_title: str = ""
+) -> Hit:
+    """Without advice, the finding is a remark."""
+    is_worth_saying = gain is not None and gain.step_ns >= WORTH_SAYING * found.evidence.step_ns
     return Hit(
-        title=title,
-        evidence=evidence,
-        saving_ns=None if gain is None else min(gain.step_ns, found.own_ns),
-        gain=gain,
+        title=_title(found, more_in_title),
+        evidence=text,
+        saving_ns=min(gain.step_ns, found.own_ns) if gain is not None and is_worth_saying else None,
+        gain=gain if is_worth_saying else None,
         about_ns=found.own_ns,
-        action=action,
-        paste=paste,
+        action="" if advice is None else advice.action,
+        paste="" if advice is None else advice.paste,
     )
 
 
@@ -380,14 +442,13 @@ def _blame_other_ranks(found: Communication, waiting: float, text: str) -> Hit:
         f"{ms(row['time_ns'])}, and {ms(row['time_ns'] - found.waiting[longest])} would do. This rank waits for a "
         "later one, and only the traces of the other ranks show which"
     )
-    return _hit(
-        found,
-        found.gain(found.waiting * (waiting * evidence.num_steps / float(found.waiting.sum()))),
-        title=_title(found, ", mostly waiting for other ranks"),
-        evidence=text,
+    gain = found.gain(found.waiting * (waiting * evidence.num_steps / float(found.waiting.sum())))
+    advice = StrategyAdvice(
+        seen="",
         action="Find the rank that the others wait for, with the traces of all ranks",
         paste=_command_for_ranks(evidence),
     )
+    return _hit(found, gain, text, advice, ", mostly waiting for other ranks")
 
 
 def _command_for_ranks(evidence: StepEvidence) -> str:
@@ -420,14 +481,12 @@ def _blame_link(found: Communication, best: float, text: str) -> Hit:
         f"{ADVICE[found.strategy].seen}. Either the collectives take a slow path, or every one waits for the same late "
         "rank: the traces of the other ranks tell"
     )
-    return _hit(
-        found,
-        found.gain(shorter),
-        title=_title(found, f", at {best / 1e9:.2g} GB/s"),
-        evidence=text,
+    advice = StrategyAdvice(
+        seen="",
         action="Check which path the collectives take, and whether a rank is late",
         paste=f"NCCL_DEBUG=INFO torchrun train.py  # names the path: P2P, SHM or NET\n{_command_for_ranks(evidence)}",
     )
+    return _hit(found, found.gain(shorter), text, advice, f", at {best / 1e9:.2g} GB/s")
 
 
 RULES = (
@@ -446,8 +505,9 @@ RULES = (
         saving="""Collectives are shortened by what could overlap, and the step is replayed. Gradients can overlap with
             the rest of backward, gathered weights with the kernels before them, and tensor-parallel collectives with a
             neighbouring GEMM, as far as these do not overlap with communication yet; the last bucket of gradients has
-            nothing left to overlap with. Where ranks wait, the saving is the time beyond what the same message needs
-            elsewhere in the trace.""",
+            nothing left to overlap with. All-to-alls inside layers have no saving, because their layer needs them.
+            If each micro-batch reduces gradients, the saving is what is exposed beyond the reduction in the last one.
+            Where ranks wait, it is the time beyond what the same message needs elsewhere in the trace.""",
         builtin="not needed: it runs in one process",
         own=(
             "# DDP: bucket_cap_mb, static_graph=True; bf16_compress_hook; no_sync() in all but the last micro-batch",
