@@ -48,6 +48,17 @@ def test_reason_of_a_late_rank(rank: Rank, reason: Reason) -> None:
     assert straggler.reasons[reason] >= 11 * 300 * US
 
 
+def test_kernels_that_others_run_while_they_wait_are_not_more_compute() -> None:
+    """After a collective to which it is late, a rank still runs the kernels that the others ran while they waited."""
+    punctual = Rank(compute_us=STEADY, idle_us=[52.0] * 12)
+    late = Rank(compute_us=STEADY, idle_us=[352.0, 102.0] * 6, is_loading=True)
+    straggler = matched(record_ranks([punctual, late, punctual], overlap=True)).straggler
+    assert straggler is not None
+    assert straggler.reasons["compute"] == pytest.approx(0, abs=10)
+    assert straggler.reason == "input"
+    assert sum(straggler.reasons.values()) == pytest.approx(straggler.lateness.late_ns)
+
+
 def test_waiting_behind_other_kernels_costs_nothing() -> None:
     ranks = [Rank(compute_us=STEADY), Rank(compute_us=STEADY, idle_us=[82.0] * 12)]
     straggler = matched(record_ranks(ranks, overlap=True)).straggler

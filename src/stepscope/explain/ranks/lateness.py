@@ -5,8 +5,8 @@ collectives align the clocks. Its start on a rank is when that rank arrives. The
 wait, from the arrival of the last but one on: before that, they would have waited anyway. So the rank to fix is the one
 with the most such time, which usually has the *least* exposed communication, because it never waits.
 
-Why a rank is late follows from its device since the previous collective: if it computed longer than the other ranks, it
-has more work; if it was idle, its CPU launched late, or waited for input.
+Why a rank is late follows from its device since it arrived at the previous collective: if it computed longer than the
+other ranks, it has more work; if it was idle, its CPU launched late, or waited for input.
 """
 
 from collections.abc import Sequence
@@ -93,6 +93,10 @@ class _RankTrace:
     @cached_property
     def compute(self) -> CoveredTime:
         return computing(self.kernels)
+
+    @cached_property
+    def busy(self) -> CoveredTime:
+        return CoveredTime(self.kernels)
 
     @cached_property
     def input(self) -> CoveredTime:
@@ -196,17 +200,20 @@ class RankTimes:
                 others[ours, other] = self.ranks[other].compute.between(*self._since_previous(rows[ours], other))
         usual = np.nanmedian(others, axis=1) if len(rows) else np.empty(0)
         more = np.clip(computed - usual, 0.0, margin)
-        loading = np.minimum(rank.input.between(since, until), margin - more)
-        idle = margin - more - loading
-        return {"compute": float(more.sum()), "input": float(loading.sum()), "CPU": float(idle.sum())}
+        idle = np.clip((until - since) - rank.busy.between(since, until), 0.0, margin - more)
+        loading = np.minimum(rank.input.between(since, until), idle)
+        reasons = (("compute", more), ("input", loading), ("CPU", idle - loading))
+        explained = sum(float(part.sum()) for _, part in reasons)
+        # What is left was late before: the others went on computing meanwhile, and this rank does so now.
+        if not explained:
+            return {"compute": 0.0, "input": 0.0, "CPU": float(margin.sum())}
+        return {name: float(part.sum() * margin.sum() / explained) for name, part in reasons}
 
     def _since_previous(self, rows: Ints, column: int) -> tuple[Ints, Ints]:
-        """From the end of the collective before to the arrival, on the rank's own clock."""
-        collectives = self.ranks[column].collectives
-        starts, ends = collectives["start_ns"].to_numpy(), np.maximum.accumulate(collectives["end_ns"].to_numpy())
+        """From the arrival at the collective before to that at these, on the rank's own clock."""
+        starts = self.ranks[column].collectives["start_ns"].to_numpy()
         places = self.places[rows, column]
-        arrived = starts[places]
-        return np.where(places > 0, np.minimum(ends[np.maximum(0, places - 1)], arrived), arrived), arrived
+        return starts[np.maximum(0, places - 1)], starts[places]
 
     def late_collectives(self, top: int) -> pl.DataFrame:
         """Return the collectives that kept the others waiting longest: rank, late_ns, kind, message_bytes, step, phase
