@@ -9,7 +9,7 @@ from stepscope.explain.rules import find
 from stepscope.explain.rules.communication import Communication
 from stepscope.explain.rules.evidence import StepEvidence
 from stepscope.explain.trace.profile import Profile
-from stepscope.findings import Finding
+from stepscope.findings import Finding, joint_saving
 from tests.unit.explain.test_rules_host import found, saving_us
 from tests.unit.rank_recordings import Rank, record_ranks
 from tests.unit.recordings import ADD, ALL_REDUCE, GEMM_BF16, STREAM, TO_DEVICE, TO_DEVICE_PINNED, Timeline
@@ -363,6 +363,20 @@ def test_late_rank_whose_trace_is_missing() -> None:
     assert "SS030" not in findings
     assert "waiting for other ranks" in findings["SS011"].title
     assert findings["SS011"].fix == "stepscope explain trace_rank*.json.gz"
+
+
+@pytest.mark.parametrize("is_loading", [True, False])
+def test_late_rank_counts_its_own_delay_once(is_loading: bool) -> None:
+    """On the page of the late rank, its idle time and the waits of the others are the same time."""
+    late = Rank(compute_us=[100.0] * 12, idle_us=[1302.0] * 12, is_loading=is_loading)
+    profiles = record_ranks([Rank(compute_us=[100.0] * 12), late])
+    findings = find(profiles[1], match_ranks(profiles))
+    total = joint_saving(findings)
+    assert total is not None
+    assert total.saving_ns <= 4 * 1_310_000
+    with_saving = [one for one in findings if one.joint_ns]
+    assert len(with_saving) == 1
+    assert "SS030" in {one.code for first in with_saving for one in (first, *first.also)}
 
 
 def test_ranks_that_take_turns_are_blamed_together() -> None:

@@ -73,8 +73,7 @@ class Communication:
     @cached_property
     def exposed_ns(self) -> float:
         """Time per step in which only communication runs."""
-        kernels = self.evidence.kernels
-        return (CoveredTime(kernels).total_ns - computing(kernels).total_ns) / self.evidence.num_steps
+        return CoveredTime(self.evidence.kernels).total_ns / self.evidence.num_steps - self.evidence.computing_ns
 
     @cached_property
     def hidden_ns(self) -> float:
@@ -397,7 +396,7 @@ def _send_less(found: Communication, share: float, text: str) -> Hit:
     """What to do if nothing is left to overlap with. Advice to overlap would be about what the run already does."""
     if found.strategy == "pipeline":  # whose stages wait for each other
         return _hit(found, None, text, ADVICE["pipeline"])
-    if found.exchanges_in_layers:
+    if found.strategy == "all-to-all" and found.exchanges_in_layers:
         text += (
             "; the kernels around it belong to the same layer, which needs its result, so only independent work could "
             "overlap: shared experts, or another micro-batch"

@@ -42,6 +42,21 @@ def _gain_of_punctuality(evidence: StepEvidence, caused_ns: float) -> Gain:
     return found.gain(found.exposed * min(1.0, caused_ns * evidence.num_steps / max(1.0, float(found.exposed.sum()))))
 
 
+def _gain_of_late_rank(evidence: StepEvidence, caused_ns: float) -> Gain:
+    """What the late rank itself gains if it is on time. That is not in its collectives: it computes less, or its CPU
+    launches earlier, as much as these made it late. Other findings may be about the same time."""
+    times = evidence.rank_times
+    assert times is not None
+    assert times.straggler is not None
+    straggler, change = times.straggler, evidence.replay.unchanged()
+    more_ns = caused_ns * straggler.reasons["compute"] / straggler.lateness.late_ns
+    computes = (evidence.kernels["class"] != "communication").to_numpy()
+    change.time_ns[computes] *= 1 - min(1.0, more_ns / max(1.0, evidence.computing_ns))
+    starved = evidence.replay.starved
+    change.host_share[starved] = 1 - min(1.0, (caused_ns - more_ns) / max(1.0, evidence.idle_ns(starved)))
+    return evidence.gain(change)
+
+
 _COLLECT = (
     "gc.disable()  # Python collects garbage at a different moment on each rank, and the others wait\n"
     "if step % 100 == 0:\n"
@@ -84,8 +99,7 @@ def _blame_rank(evidence: StepEvidence, times: RankTimes, straggler: Straggler, 
         title=f"The other ranks wait for {rank}: {ms(caused)} {evidence.clock.say_per_step}",
         evidence=text,
         saving_ns=caused,
-        # The late rank's own page: what it gains by being punctual is not in its collectives.
-        gain=None if own is evidence.profile else _gain_of_punctuality(evidence, caused),
+        gain=(_gain_of_late_rank if own is evidence.profile else _gain_of_punctuality)(evidence, caused),
         about_ns=caused,
         action=action,
         paste=paste,
