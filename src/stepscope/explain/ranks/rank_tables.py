@@ -82,6 +82,8 @@ def ranks_table(profiles: Sequence[Profile], times: RankTimes | None) -> Table:
     ]
     if times is not None:
         notes.append("late: time that all other ranks wait for this one alone; waits: for any later rank")
+        if any(one.on_cpu for one in profiles):
+            notes.append("on a CPU, communication is the operators that queue it, and waits are on the threads of Gloo")
     elif len(profiles) > 1:
         notes.append("no collective could be matched across these ranks")
     return Table(

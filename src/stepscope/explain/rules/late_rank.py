@@ -76,12 +76,12 @@ def _blame_rank(evidence: StepEvidence, times: RankTimes, straggler: Straggler, 
             "sampler = torch.utils.data.BatchSampler(by_length, batch_size, drop_last=True)  # equal tokens per rank",
         ),
         "input": (
-            "its GPU is idle while its CPU waits for input",
+            "its CPU waits for input" if evidence.profile.on_cpu else "its GPU is idle while its CPU waits for input",
             f"Make the input of {rank} faster",
             "loader = torch.utils.data.DataLoader(data, batch_size=batch, num_workers=8, prefetch_factor=4)",
         ),
         "CPU": (
-            "its GPU is idle, because its CPU launches late",
+            "it runs no operators" if evidence.profile.on_cpu else "its GPU is idle, because its CPU launches late",
             f"Find out what delays the CPU of {rank}{look}; pin each rank to its own cores, and collect garbage on all "
             "ranks at once",
             _COLLECT,
@@ -115,7 +115,8 @@ RULES = (
         meaning="""A collective cannot end before the last rank has joined it, so one slow rank slows down all. The late
             rank is easy to overlook: it has the *shortest* communication, because it never waits.""",
         seen="""Traces of several ranks: `stepscope explain rank0.json.gz rank1.json.gz`, or a directory. Collectives
-            are matched by process group, order and size, and clocks are aligned by their ends, which coincide. The
+            are matched by process group, order and size, and clocks are aligned by their ends, which coincide. On a
+            CPU they are the ranges of Gloo's threads: the operators only queue them. The
             reason is read from the late rank's device since the previous collective: more compute than on other ranks,
             or idle time, in which the CPU waits for input or launches late.""",
         saving="""The time from the arrival of the last but one rank to that of the last, in which the other ranks run
@@ -127,5 +128,6 @@ RULES = (
             "# slow input: DataLoader(data, num_workers=8, prefetch_factor=4, pin_memory=True)",
         ),
         paste=_COLLECT,
+        on_cpu=True,
     ),
 )
