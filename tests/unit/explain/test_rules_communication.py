@@ -330,6 +330,21 @@ def test_late_rank_is_a_finding_on_the_page_of_every_rank() -> None:
     assert "SS030" not in {one.code for one in find(profiles[0])}
 
 
+def test_late_rank_with_a_shorter_trace() -> None:
+    """Its lateness is per step of its own trace: the first two steps of the others do not count."""
+    late = Rank(compute_us=[100.0] * 12, idle_us=[302.0] * 12, missing=8)
+    finding = findings_of(record_ranks([Rank(compute_us=[100.0] * 12), late]))["SS030"]
+    assert finding.saving_ns == pytest.approx(4 * 300_000, rel=0.01)
+    assert "1.2 ms per step (in 1 matched step)" in finding.evidence
+
+
+def test_lateness_behind_kernels_of_the_others_is_named() -> None:
+    late = Rank(compute_us=[100.0] * 12, idle_us=[302.0] * 12)
+    finding = findings_of(record_ranks([Rank(compute_us=[100.0] * 12), late], overlap=True))["SS030"]
+    assert finding.title.endswith("0.8 ms per step")
+    assert "1.2 ms per step, of which the others still compute for 0.4 ms" in finding.evidence
+
+
 def test_waiting_is_not_also_exposed_communication() -> None:
     late = Rank(compute_us=[100.0] * 12, idle_us=[302.0] * 12)
     profiles = record_ranks([Rank(compute_us=[100.0] * 12), late], transfer_us=2)

@@ -41,8 +41,9 @@ Bools = NDArray[np.bool_]
 
 @dataclass(frozen=True, kw_only=True)
 class RankLateness:
-    """How late one rank is. Times are over the whole recording. `late_ns` is how long all other ranks wait for this one
-    alone, and `caused_ns` how long they have nothing else to do meanwhile, on average."""
+    """How late one rank is. Times are over the `steps` in which its collectives were matched, which are fewer than it
+    recorded if another trace is shorter. `late_ns` is how long all other ranks wait for this one alone, and `caused_ns`
+    how long they have nothing else to do meanwhile, on average."""
 
     rank: int
     collectives: int  # matched
@@ -52,6 +53,9 @@ class RankLateness:
     waited_ns: float  # for any other rank
     caused_ns: float
     steps: float
+
+    def per_step(self, time_ns: float) -> float:
+        return time_ns / self.steps if self.steps else 0.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -171,13 +175,14 @@ class RankTimes:
         return waits
 
     def exposed_wait_ns(self, profile: Profile) -> float:
-        """Return how long a rank had nothing to do but wait for any later rank, over the whole recording."""
+        """Return how long a rank had nothing to do but wait for any later rank, per step."""
         column = next(place for place, rank in enumerate(self.ranks) if rank.profile is profile)
         ours = self.places[:, column] != _NEVER
         arrived = np.minimum(np.nanmax(self.arrival_ns, axis=1), (self.arrival_ns + self.duration_ns)[:, column])
         starts = self._own_clock((arrived - self.waited_ns[:, column])[ours], column)
         ends = self._own_clock(arrived[ours], column)
-        return float(((ends - starts) - self.ranks[column].compute.between(starts, ends)).sum())
+        waits = (ends - starts) - self.ranks[column].compute.between(starts, ends)
+        return self.lateness[column].per_step(float(waits.sum()))
 
     def _own_clock(self, moments_ns: Floats, column: int) -> Ints:
         return np.round(moments_ns + self.offsets_ns[column]).astype(np.int64) + self.ranks[column].origin_ns
@@ -200,10 +205,17 @@ class RankTimes:
                     most_ns=float(self.margin_ns[came_last].max(initial=0.0)),
                     waited_ns=float(np.nansum(self.waited_ns[:, column])),
                     caused_ns=float(together[came_last].sum()),
-                    steps=rank.profile.clock.steps_in_window,
+                    steps=self._matched_steps(column),
                 )
             )
         return tuple(made)
+
+    def _matched_steps(self, column: int) -> float:
+        """The steps of a rank, as far as they have matched collectives."""
+        rank, places = self.ranks[column], self.places[:, column]
+        matched = rank.collectives["step"].gather(places[places != _NEVER])
+        share = matched.n_unique() / max(1, rank.collectives["step"].n_unique())
+        return rank.profile.clock.steps_in_window * share
 
     @cached_property
     def straggler(self) -> Straggler | None:

@@ -115,10 +115,10 @@ def _rank_row(profile: Profile, place: int, times: RankTimes | None) -> tuple[Ce
     if times is not None:
         own = times.lateness[place]
         late = (
-            clock.per_step(own.last),
-            clock.per_step(own.late_ns) / _MS,
+            own.per_step(own.last),
+            own.per_step(own.late_ns) / _MS,
             own.most_ns / _MS,
-            clock.per_step(own.waited_ns) / _MS,
+            own.per_step(own.waited_ns) / _MS,
         )
     return (
         manifest.rank,

@@ -83,9 +83,8 @@ class Communication:
     @cached_property
     def waited_ns(self) -> float:
         """The part of `exposed_ns` in which this rank waits for a later one, as far as their traces were given."""
-        times, evidence = self.evidence.rank_times, self.evidence
-        waited = evidence.clock.per_step(times.exposed_wait_ns(evidence.profile)) if times else 0.0
-        return min(waited, self.exposed_ns)
+        times = self.evidence.rank_times
+        return min(times.exposed_wait_ns(self.evidence.profile), self.exposed_ns) if times else 0.0
 
     @property
     def own_ns(self) -> float:

@@ -2,14 +2,16 @@
 
 import shlex
 
-from stepscope.explain.ranks.lateness import RankTimes, Straggler
+from stepscope.explain.ranks.lateness import RankLateness, RankTimes, Straggler
 from stepscope.explain.rules.communication import LEAST_EXPOSED, Communication
 from stepscope.explain.rules.evidence import Gain, StepEvidence, ms
 from stepscope.explain.rules.rule import Hit, Rule
-from stepscope.units import say_percent
+from stepscope.units import count_noun, say_percent
 
 _MOST = 0.5
 _MOST_NAMED = 3  # ranks in a sentence
+_FEWER = 0.99  # steps than another rank recorded
+_LEAST_SAID = 0.01  # of the time that a rank is late
 
 
 def find_late_rank(evidence: StepEvidence) -> Hit | None:
@@ -17,17 +19,17 @@ def find_late_rank(evidence: StepEvidence) -> Hit | None:
     if times is None or times.straggler is None:
         return None
     straggler = times.straggler
-    total = evidence.clock.per_step(sum(one.caused_ns for one in times.lateness))
-    alone = evidence.clock.per_step(straggler.lateness.caused_ns)
+    total = sum(one.per_step(one.caused_ns) for one in times.lateness)
+    alone = straggler.lateness.per_step(straggler.lateness.caused_ns)
     if straggler.share > _MOST and alone >= LEAST_EXPOSED * evidence.step_ns:
         return _blame_rank(evidence, times, straggler, alone)
     if total < LEAST_EXPOSED * evidence.step_ns:
         return None
     latest = sorted(times.lateness, key=lambda one: (-one.late_ns, one.rank))[:_MOST_NAMED]
-    ranks = ", ".join(f"rank {one.rank} for {ms(one.late_ns)}" for one in latest if one.late_ns)
+    ranks = ", ".join(f"rank {one.rank} for {ms(one.per_step(one.late_ns))}" for one in latest if one.late_ns)
     return Hit(
         title=f"Ranks wait for each other {ms(total)} {evidence.clock.say_per_step}",
-        evidence=f"no rank is late most of the time; in the recording, the others wait for {ranks}",
+        evidence=f"no rank is late most of the time: {evidence.clock.say_per_step}, the others wait for {ranks}",
         saving_ns=total,
         gain=_gain_of_punctuality(evidence, total),
         about_ns=total,
@@ -88,13 +90,11 @@ def _blame_rank(evidence: StepEvidence, times: RankTimes, straggler: Straggler, 
         ),
     }[straggler.reason]
     share = straggler.reasons[straggler.reason] / max(1.0, late.late_ns)
-    text = (
-        f"{rank} comes last to {late.last} of {late.collectives} collectives, up to {ms(late.most_ns)} after the "
-        f"others and {ms(late.late_ns)} in the whole recording; {say_percent(share)} of that time {why}"
-    )
+    text = f"{_say_late(evidence, late)}; {say_percent(share)} of that time {why}"
     least = min(times.lateness, key=lambda one: (one.waited_ns, one.rank))
     if least is late:
-        text += f". It waits least for others: {ms(late.waited_ns / late.steps)} {evidence.clock.say_per_step}"
+        waits = f"It waits least for others: {ms(late.per_step(late.waited_ns))} {evidence.clock.say_per_step}"
+        text += f". {waits if late.waited_ns > _LEAST_SAID * late.late_ns else 'It hardly ever waits for others'}"
     return Hit(
         title=f"The other ranks wait for {rank}: {ms(caused)} {evidence.clock.say_per_step}",
         evidence=text,
@@ -104,6 +104,21 @@ def _blame_rank(evidence: StepEvidence, times: RankTimes, straggler: Straggler, 
         action=action,
         paste=paste,
     )
+
+
+def _say_late(evidence: StepEvidence, late: RankLateness) -> str:
+    """How late a rank is, and how much of that the others notice."""
+    per_step = evidence.clock.say_per_step
+    text = (
+        f"rank {late.rank} comes last to {late.last} of {late.collectives} collectives, up to {ms(late.most_ns)} after "
+        f"the others, and {ms(late.per_step(late.late_ns))} {per_step}"
+    )
+    if late.steps < _FEWER * evidence.clock.steps_in_window:
+        text += f" (in {count_noun(round(late.steps, 1), 'matched step')})"
+    behind_compute = late.late_ns - late.caused_ns
+    if behind_compute > _LEAST_SAID * late.late_ns:
+        text += f", of which the others still compute for {ms(late.per_step(behind_compute))}"
+    return text
 
 
 RULES = (
