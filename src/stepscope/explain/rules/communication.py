@@ -401,7 +401,10 @@ def _send_less(found: Communication, share: float, text: str) -> Hit:
             "overlap: shared experts, or another micro-batch"
         )
         return _hit(found, None, text, ADVICE["all-to-all"])
-    text += "; no kernels are left to overlap with, so only fewer bytes or a faster link would help"
+    helps = (
+        "fewer bytes, a faster link or less waiting" if _is_partial(found.evidence) else "fewer bytes or a faster link"
+    )
+    text += f"; no kernels are left to overlap with, so only {helps} would help"
     if found.strategy == "tensor parallel":
         return _hit(found, None, text, ADVICE["tensor parallel"])
     if found.strategy == "DDP" and found.has_small_messages:
