@@ -9,6 +9,7 @@ from stepscope.explain.questions import Answer, answer, answers_table, answers_t
 from stepscope.explain.questions.copies import explain_copy
 from stepscope.explain.questions.idle_gaps import find_gaps
 from stepscope.explain.questions.product_roles import Extent, extent, find_products, role_of_module
+from stepscope.explain.trace.attribution import attribute_kernels
 from stepscope.explain.trace.profile import Profile, make_profile
 from stepscope.explain.trace.profile_tables import phases_table
 from stepscope.findings import Cell
@@ -434,8 +435,8 @@ def test_kernels_launched_before_the_recording_do_not_end_a_forward_pass() -> No
     profile = model_profile(steps=4)
     first = profile.recording.launches["start_ns"].sort()[62]
     launches = profile.recording.launches.filter(pl.col("start_ns") >= first)
-    unmarked = profile.recording.ranges.filter(~pl.col("name").str.starts_with("step:"))
-    cut = make_profile(replace(profile.recording, launches=launches, ranges=unmarked))
-    late = replace(cut, kernels=cut.kernels.with_columns(pl.col("start_ns", "end_ns") + 2_000))
+    cut = attribute_kernels(replace(profile.recording, launches=launches))
+    timed = cut.with_columns(pl.col("start_ns", "end_ns") + 2_000, time_ns=pl.col("end_ns") - pl.col("start_ns"))
+    late = replace(profile, kernels=timed.with_columns(count=pl.lit(1, pl.Int64)))
     assert (late.kernels.filter(pl.col("launched") == "before")["phase"] == "backward").sum() == 40
     assert "of each pass" not in ask("forward-time", late).sentence

@@ -1,13 +1,18 @@
 """Several ranks: matched collectives, aligned clocks, and the rank that the others wait for."""
 
+from dataclasses import replace
+
 import numpy as np
+import polars as pl
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from stepscope.explain.ranks.lateness import RankTimes, Reason, match_ranks
-from stepscope.explain.trace.profile import Profile
+from stepscope.explain.trace.profile import Profile, make_profile
+from stepscope.recording import tables
 from tests.unit.rank_recordings import Rank, record_ranks
+from tests.unit.recordings import Timeline
 
 US = 1000
 STEADY = [100.0] * 12
@@ -46,6 +51,17 @@ def test_reason_of_a_late_rank(rank: Rank, reason: Reason) -> None:
     assert (straggler.lateness.rank, straggler.reason) == (2, reason)
     # The first collective has none before it that the ranks left together.
     assert straggler.reasons[reason] >= 11 * 300 * US
+
+
+def test_kernels_that_others_run_while_they_wait_are_not_more_compute() -> None:
+    """After a collective to which it is late, a rank still runs the kernels that the others ran while they waited."""
+    punctual = Rank(compute_us=STEADY, idle_us=[52.0] * 12)
+    late = Rank(compute_us=STEADY, idle_us=[352.0, 102.0] * 6, is_loading=True)
+    straggler = matched(record_ranks([punctual, late, punctual], overlap=True)).straggler
+    assert straggler is not None
+    assert straggler.reasons["compute"] == pytest.approx(0, abs=10)
+    assert straggler.reason == "input"
+    assert sum(straggler.reasons.values()) == pytest.approx(straggler.lateness.late_ns)
 
 
 def test_waiting_behind_other_kernels_costs_nothing() -> None:
@@ -92,6 +108,55 @@ def test_ranks_without_a_common_group_are_not_compared() -> None:
 
 def test_run_without_communication_has_nothing_to_match() -> None:
     profiles = record_ranks([Rank(compute_us=STEADY)] * 2, kernels=("some_kernel",), collective=None)
+    assert match_ranks(profiles) is None
+
+
+# --- CPU
+
+
+def on_cpu(rank: int, arrives_us: int, *, threads: int = 1) -> Profile:
+    """Three steps of 1 ms with an all-reduce on each thread of Gloo's, which ends 550 µs after the step began. The
+    operators that queue it take 5 µs."""
+    timeline = Timeline(host_us=0)
+    for _ in range(3):
+        with timeline.step():
+            timeline.compute("aten::mm", 100)
+            timeline.host(arrives_us - 100)
+            timeline.compute("c10d::allreduce_", 5)
+            timeline.host(1000 - arrives_us - 5)
+    recording = timeline.record(rank=rank, world_size=2, file=f"rank{rank}.json.gz")
+    steps = recording.ranges["start_ns"].to_list()
+    rows = [
+        {
+            "name": "gloo:all_reduce",
+            "start_ns": step + (arrives_us + thread) * US,
+            "end_ns": step + 550 * US,
+            "process": 100,
+            "thread": 90 + thread,
+            "source": "user",
+        }
+        for step in steps
+        for thread in range(threads)
+    ]
+    gloo = tables.conform("ranges", pl.DataFrame(rows))
+    return make_profile(replace(recording, ranges=pl.concat([recording.ranges, gloo])))
+
+
+def test_collectives_of_a_cpu_are_those_of_gloo() -> None:
+    times = matched([on_cpu(0, 200), on_cpu(1, 500)])
+    assert [one.waited_ns for one in times.lateness] == pytest.approx([3 * 300 * US, 0], abs=10)
+    assert times.straggler is not None
+    assert (times.straggler.lateness.rank, times.straggler.reason) == (1, "CPU")
+
+
+def test_waiting_for_two_collectives_at_once_counts_once() -> None:
+    times = matched([on_cpu(0, 200, threads=2), on_cpu(1, 500, threads=2)])
+    assert times.lateness[0].waited_ns == pytest.approx(3 * 301 * US, abs=10)
+    assert times.lateness[1].late_ns == pytest.approx(3 * 301 * US, abs=10)
+
+
+def test_operators_that_queue_collectives_are_not_matched() -> None:
+    profiles = [on_cpu(0, 200, threads=0), on_cpu(1, 500, threads=0)]
     assert match_ranks(profiles) is None
 
 

@@ -9,10 +9,10 @@ from stepscope.explain.rules import find
 from stepscope.explain.rules.communication import Communication
 from stepscope.explain.rules.evidence import StepEvidence
 from stepscope.explain.trace.profile import Profile
-from stepscope.findings import Finding
+from stepscope.findings import Finding, joint_saving
 from tests.unit.explain.test_rules_host import found, saving_us
 from tests.unit.rank_recordings import Rank, record_ranks
-from tests.unit.recordings import ADD, ALL_REDUCE, GEMM_BF16, TO_DEVICE, TO_DEVICE_PINNED, Timeline
+from tests.unit.recordings import ADD, ALL_REDUCE, GEMM_BF16, STREAM, TO_DEVICE, TO_DEVICE_PINNED, Timeline
 
 ALL_GATHER = "ncclDevKernel_AllGather_RING_LL(ncclDevKernelArgsStorage<4096ul>)"
 REDUCE_SCATTER = "ncclDevKernel_ReduceScatter_Sum_bf16_RING_LL(ncclDevKernelArgsStorage<4096ul>)"
@@ -95,6 +95,30 @@ def test_inference_has_no_gradients_to_reduce(name: str) -> None:
     assert strategy_of(timeline.profile()) == "tensor parallel"
 
 
+def test_without_phases_a_run_is_not_said_to_be_inference() -> None:
+    """A trace that begins after the launches: no operator and no phase is known."""
+    timeline = Timeline()
+    for _ in range(4):
+        timeline.launch(GEMM_BF16, 300, op=None)
+        timeline.launch(ALL_REDUCE, 100, op=None)
+    timeline.forget_launches()
+    assert strategy_of(timeline.profile()) == "unknown"
+
+
+def test_kernels_without_launches_count_although_they_run_after_the_last_step() -> None:
+    """Only kernels and steps were recorded, and the CPU was far ahead of the GPU."""
+    timeline = Timeline(host_us=1)
+    for _ in range(3):
+        with timeline.step():
+            for _ in range(4):
+                timeline.launch(GEMM_BF16, 100, op=None)
+                timeline.launch(ALL_REDUCE, 500, op=None)
+    timeline.forget_launches()
+    finding = found(timeline.profile(), "SS011")
+    assert finding is not None
+    assert finding.about == pytest.approx(500 / 600, rel=0.02)
+
+
 def test_all_to_all_is_told_by_its_range() -> None:
     timeline = Timeline()
     with timeline.step(), timeline.phase("forward"):
@@ -142,6 +166,87 @@ def test_without_kernels_to_overlap_with_fewer_bytes_help(name: str, said: str, 
     assert finding is not None
     assert said in finding.fix
     assert finding.saving_ns == (None if saves_us is None else pytest.approx(saves_us * 1000, rel=0.03))
+
+
+def accumulating(reduced: tuple[bool, ...], name: str = ALL_REDUCE.replace("f32", "bf16")) -> Profile:
+    """Two updates of several micro-batches, with the all-reduces of those in `reduced`, on a stream of their own."""
+    timeline = Timeline(host_us=1)
+    for _ in range(2):
+        with timeline.step():
+            for is_reduced in reduced:
+                with timeline.phase("forward"):
+                    timeline.launch(GEMM_BF16, 200, op="aten::mm")
+                with timeline.phase("backward"):
+                    for _ in range(2):
+                        timeline.launch(GEMM_BF16, 200, op="aten::mm")
+                        if is_reduced:
+                            timeline.launch(name, 600, op="c10d::allreduce_", bytes=100 * MB, stream=20, after=STREAM)
+            timeline.wait()
+            with timeline.phase("optimizer"):
+                timeline.launch(ADD, 100, op="aten::_fused_adamw_")
+                timeline.wait()
+    return timeline.profile()
+
+
+def test_gradients_are_reduced_once_per_update() -> None:
+    each, once = accumulating((True,) * 4), accumulating((False,) * 3 + (True,))
+    finding = found(each, "SS011")
+    assert finding is not None
+    assert "no_sync" in finding.fix
+    assert "4 micro-batches" in finding.evidence
+    assert finding.saving_ns == pytest.approx(each.step_ns - once.step_ns, rel=0.15)
+
+
+def test_run_that_reduces_once_per_update_is_not_told_to_do_so() -> None:
+    finding = found(accumulating((False,) * 3 + (True,)), "SS011")
+    assert finding is not None
+    assert finding.is_remark
+
+
+def test_overlapped_weights_are_a_remark() -> None:
+    """FSDP that gathers ahead of time: only the first of forward and the last reduction are exposed."""
+    timeline = Timeline(host_us=1)
+    for _ in range(2):
+        with timeline.step():
+            for phase in ("forward", "backward"):
+                with timeline.phase(phase):
+                    for _ in range(4):
+                        timeline.launch(ALL_GATHER, 180, op="c10d::_allgather_base_", stream=20)
+                        timeline.launch(GEMM_BF16, 200, op="aten::mm")
+                    timeline.wait()
+            with timeline.phase("backward"):
+                timeline.launch(REDUCE_SCATTER, 180, op="c10d::_reduce_scatter_base_")
+    assert strategy_of(timeline.profile()) == "FSDP"
+    finding = found(timeline.profile(), "SS011")
+    assert finding is not None
+    assert finding.is_remark
+    assert finding.saving_ns is None
+
+
+def test_experts_cannot_overlap_with_their_own_layer() -> None:
+    timeline = Timeline()
+    for _ in range(2):
+        with timeline.step(), timeline.phase("forward"):
+            for _ in range(3):
+                timeline.launch(GEMM_BF16, 300, op="aten::mm")
+                timeline.launch(SEND, 200, op="c10d::op", collective="all_to_all")
+    finding = found(timeline.profile(), "SS011")
+    assert finding is not None
+    assert finding.saving_ns is None
+    assert "shared experts" in finding.evidence
+
+
+def test_pipeline_stages_wait_for_each_other_without_a_late_rank() -> None:
+    timeline = Timeline()
+    for _ in range(3):
+        with timeline.step(), timeline.phase("forward"):
+            for us in (2000, 100, 100):
+                timeline.launch(SEND, us, op="c10d::recv_", bytes=20 * MB, group_size=4)
+                timeline.launch(GEMM_BF16, 300, op="aten::mm")
+    finding = found(timeline.profile(rank=1, world_size=4), "SS011")
+    assert finding is not None
+    assert "n_microbatches" in finding.fix
+    assert "waiting for other ranks" not in finding.title
 
 
 def test_weights_are_gathered_ahead_of_time() -> None:
@@ -225,11 +330,45 @@ def test_late_rank_is_a_finding_on_the_page_of_every_rank() -> None:
     assert "SS030" not in {one.code for one in find(profiles[0])}
 
 
+def test_late_rank_with_a_shorter_trace() -> None:
+    """Its lateness is per step of its own trace: the first two steps of the others do not count."""
+    late = Rank(compute_us=[100.0] * 12, idle_us=[302.0] * 12, missing=8)
+    finding = findings_of(record_ranks([Rank(compute_us=[100.0] * 12), late]))["SS030"]
+    assert finding.saving_ns == pytest.approx(4 * 300_000, rel=0.01)
+    assert "1.2 ms per step (in 1 matched step)" in finding.evidence
+
+
+def test_lateness_behind_kernels_of_the_others_is_named() -> None:
+    late = Rank(compute_us=[100.0] * 12, idle_us=[302.0] * 12)
+    finding = findings_of(record_ranks([Rank(compute_us=[100.0] * 12), late], overlap=True))["SS030"]
+    assert finding.title.endswith("0.8 ms per step")
+    assert "1.2 ms per step, of which the others still compute for 0.4 ms" in finding.evidence
+
+
 def test_waiting_is_not_also_exposed_communication() -> None:
     late = Rank(compute_us=[100.0] * 12, idle_us=[302.0] * 12)
     profiles = record_ranks([Rank(compute_us=[100.0] * 12), late], transfer_us=2)
     assert "SS011" in {one.code for one in find(profiles[0])}
     assert "SS011" not in findings_of(profiles)
+
+
+def test_exposed_communication_is_what_is_left_without_waits() -> None:
+    late = Rank(compute_us=[100.0] * 12, idle_us=[302.0] * 12)
+    profiles = record_ranks([Rank(compute_us=[100.0] * 12), late], transfer_us=100)
+    findings = findings_of(profiles)
+    # Of four times 400 µs of a step, four times 300 are waits.
+    assert findings["SS011"].title.startswith("Exposed communication: 0.4 ms per step")
+    assert "1.2 ms of it is spent waiting for ranks that arrive later" in findings["SS011"].evidence
+    assert findings["SS011"].about == pytest.approx(400_000 / profiles[0].step_ns, rel=0.01)
+    assert next(iter(findings)) == "SS030"
+
+
+def test_waits_for_ranks_without_a_trace_are_not_said_to_be_none() -> None:
+    late = Rank(compute_us=[100.0] * 12, idle_us=[302.0] * 12)
+    profiles = record_ranks([Rank(compute_us=[100.0] * 12), Rank(compute_us=[100.0] * 12), late])
+    text = findings_of(profiles[:2])["SS011"].evidence
+    assert "0 µs of it" not in text
+    assert "waiting for ranks other than these 2 of 3" in text
 
 
 def test_late_rank_whose_trace_is_missing() -> None:
@@ -239,6 +378,20 @@ def test_late_rank_whose_trace_is_missing() -> None:
     assert "SS030" not in findings
     assert "waiting for other ranks" in findings["SS011"].title
     assert findings["SS011"].fix == "stepscope explain trace_rank*.json.gz"
+
+
+@pytest.mark.parametrize("is_loading", [True, False])
+def test_late_rank_counts_its_own_delay_once(is_loading: bool) -> None:
+    """On the page of the late rank, its idle time and the waits of the others are the same time."""
+    late = Rank(compute_us=[100.0] * 12, idle_us=[1302.0] * 12, is_loading=is_loading)
+    profiles = record_ranks([Rank(compute_us=[100.0] * 12), late])
+    findings = find(profiles[1], match_ranks(profiles))
+    total = joint_saving(findings)
+    assert total is not None
+    assert total.saving_ns <= 4 * 1_310_000
+    with_saving = [one for one in findings if one.joint_ns]
+    assert len(with_saving) == 1
+    assert "SS030" in {one.code for first in with_saving for one in (first, *first.also)}
 
 
 def test_ranks_that_take_turns_are_blamed_together() -> None:

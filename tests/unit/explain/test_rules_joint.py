@@ -330,3 +330,21 @@ def test_findings_are_ranked_by_what_matters_to_the_step() -> None:
     remark = card("SS019", fix="", saving_ns=900, share=0.9)
     ranked = rank([remark, small, overlapping_most, part_of_the_step, unknown, most_of_the_step])
     assert [one.code for one in ranked] == ["SS011", "SS015", "SS003", "SS008", "SS020", "SS019"]
+
+
+def test_fixes_save_at_most_what_is_not_computing() -> None:
+    """Two rules that know more than the replay, such as waits of other ranks."""
+    profile = products(20, 10).profile()
+    evidence = StepEvidence(profile=profile)
+    unseen, step = evidence.gain(evidence.replay.unchanged()), evidence.step_ns
+    cards = [(card(code, saving_ns=round(0.4 * step), share=0.4, fix=code), unseen) for code in ("SS012", "SS030")]
+    total = joint_saving(join(evidence, cards))
+    assert total is not None
+    assert total.saving_ns <= step - profile.clock.busy_ns + 1
+
+
+def test_a_fix_comes_after_those_that_its_joint_saving_includes() -> None:
+    """Accepted second, a fix may add more than the first: alone, it saved nothing."""
+    first = card("SS003", saving_ns=100, share=0.1, joint_ns=100, joint_share=0.1)
+    second = card("SS002", saving_ns=0, share=0.0, joint_ns=200, joint_share=0.2)
+    assert [one.code for one in rank([first, second])] == ["SS003", "SS002"]

@@ -47,6 +47,19 @@ def find_collectives(profile: Profile, kernels: pl.DataFrame | None = None) -> p
     return told.with_columns(bus_bytes=pl.col("message_bytes") * _bus_factors(told))
 
 
+def find_gloo(profile: Profile) -> pl.DataFrame:
+    """Return the collectives of a CPU like `find_collectives`. Its operators only queue them: they run on threads of
+    Gloo's, which the profiler records as ranges such as `gloo:all_reduce`."""
+    ranges = profile.recording.ranges.filter(pl.col("name").str.starts_with("gloo:")).sort("start_ns", "end_ns")
+    steps = profile.steps.select("start_ns", "step").sort("start_ns")
+    nothing = {"message_bytes": pl.Int64, "process_group": pl.String, "phase": pl.String}
+    return ranges.join_asof(steps, on="start_ns").with_columns(
+        *(pl.lit(None, dtype).alias(name) for name, dtype in nothing.items()),
+        kind=_kind_of(pl.col("name")),
+        time_ns=pl.col("end_ns") - pl.col("start_ns"),
+    )
+
+
 def _kind_of(text: pl.Expr) -> pl.Expr:
     return pl.coalesce(pl.when(text.str.contains(pattern)).then(pl.lit(name)) for name, pattern in _KINDS)
 

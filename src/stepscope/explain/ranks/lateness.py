@@ -5,8 +5,8 @@ collectives align the clocks. Its start on a rank is when that rank arrives. The
 wait, from the arrival of the last but one on: before that, they would have waited anyway. So the rank to fix is the one
 with the most such time, which usually has the *least* exposed communication, because it never waits.
 
-Why a rank is late follows from its device since the previous collective: if it computed longer than the other ranks, it
-has more work; if it was idle, its CPU launched late, or waited for input.
+Why a rank is late follows from its device since it arrived at the previous collective: if it computed longer than the
+other ranks, it has more work; if it was idle, its CPU launched late, or waited for input.
 """
 
 from collections.abc import Sequence
@@ -18,7 +18,15 @@ import numpy as np
 import polars as pl
 from numpy.typing import NDArray
 
-from stepscope.explain.ranks.collectives import SYNCHRONOUS, CoveredTime, Floats, Ints, computing, find_collectives
+from stepscope.explain.ranks.collectives import (
+    SYNCHRONOUS,
+    CoveredTime,
+    Floats,
+    Ints,
+    computing,
+    find_collectives,
+    find_gloo,
+)
 from stepscope.explain.trace.profile import Profile
 
 Reason = Literal["compute", "input", "CPU"]
@@ -33,8 +41,9 @@ Bools = NDArray[np.bool_]
 
 @dataclass(frozen=True, kw_only=True)
 class RankLateness:
-    """How late one rank is. Times are over the whole recording. `late_ns` is how long all other ranks wait for this one
-    alone, and `caused_ns` how long they have nothing else to do meanwhile, on average."""
+    """How late one rank is. Times are over the `steps` in which its collectives were matched, which are fewer than it
+    recorded if another trace is shorter. `late_ns` is how long all other ranks wait for this one alone, and `caused_ns`
+    how long they have nothing else to do meanwhile, on average."""
 
     rank: int
     collectives: int  # matched
@@ -44,6 +53,9 @@ class RankLateness:
     waited_ns: float  # for any other rank
     caused_ns: float
     steps: float
+
+    def per_step(self, time_ns: float) -> float:
+        return time_ns / self.steps if self.steps else 0.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,7 +88,8 @@ class _RankTrace:
     @cached_property
     def collectives(self) -> pl.DataFrame:
         """Those that no rank can end before all have begun. Without a known group, all are in one."""
-        found = find_collectives(self.profile, self.kernels).filter(pl.col("kind").is_in(SYNCHRONOUS))
+        found = find_gloo(self.profile) if self.profile.on_cpu else find_collectives(self.profile, self.kernels)
+        found = found.filter(pl.col("kind").is_in(SYNCHRONOUS))
         groups = found["process_group"].drop_nulls().unique().to_list()
         only = groups[0] if len(groups) == 1 else None if groups else ""
         return (
@@ -95,6 +108,10 @@ class _RankTrace:
         return computing(self.kernels)
 
     @cached_property
+    def busy(self) -> CoveredTime:
+        return CoveredTime(self.kernels)
+
+    @cached_property
     def input(self) -> CoveredTime:
         return CoveredTime(self.profile.recording.ranges.filter(pl.col("name").str.contains(INPUT_RANGES)))
 
@@ -107,6 +124,7 @@ class RankTimes:
     ranks: tuple[_RankTrace, ...]
     offsets_ns: tuple[float, ...]  # of each rank's clock, after its own origin
     arrival_ns: Floats
+    duration_ns: Floats  # of the collective on each rank: no wait is longer
     places: Ints
 
     @cached_property
@@ -118,34 +136,53 @@ class RankTimes:
     def margin_ns(self) -> Floats:
         """How long after the last but one the last rank arrived."""
         ordered = np.sort(np.where(np.isnan(self.arrival_ns), -np.inf, self.arrival_ns), axis=1)
-        result: Floats = ordered[:, -1] - ordered[:, -2]
+        longest = np.nanmax(np.minimum(ordered[:, -1:] - self.arrival_ns, self.duration_ns), axis=1)
+        result: Floats = np.minimum(ordered[:, -1] - ordered[:, -2], longest)
+        return result
+
+    @cached_property
+    def _alone_ns(self) -> Floats:
+        """The part of `margin_ns` in which the last rank is not yet late to another collective."""
+        arrived = np.nanmax(self.arrival_ns, axis=1)
+        result = np.zeros(len(arrived))
+        for column in range(len(self.ranks)):
+            ours = self.last == column
+            result[ours] = _count_once((arrived - self.margin_ns)[ours], arrived[ours])
         return result
 
     @cached_property
     def waited_ns(self) -> Floats:
-        """How long each rank waited for the last one, per collective."""
-        result: Floats = np.nanmax(self.arrival_ns, axis=1, keepdims=True) - self.arrival_ns
+        """How long each rank waited for the last one, per collective. If it waits for several at once, the time counts
+        once, for the first."""
+        ends = np.nanmax(self.arrival_ns, axis=1, keepdims=True)
+        ends = np.minimum(ends, self.arrival_ns + self.duration_ns)
+        result = np.full(ends.shape, np.nan)
+        for column in range(len(self.ranks)):
+            ours = self.places[:, column] != _NEVER
+            result[ours, column] = _count_once(self.arrival_ns[ours, column], ends[ours, column])
         return result
 
     @cached_property
     def _waiting_ns(self) -> Floats:
         """How long each rank other than the last had nothing to do but wait for the last one alone."""
-        arrived = np.take_along_axis(self.arrival_ns, self.last[:, None], axis=1)[:, 0]
+        arrived = np.nanmax(self.arrival_ns, axis=1)
         waits = np.full(self.arrival_ns.shape, np.nan)
         for column, rank in enumerate(self.ranks):
             ours = (self.places[:, column] != _NEVER) & (self.last != column)
             ends = self._own_clock(arrived[ours], column)
-            starts = self._own_clock((arrived - self.margin_ns)[ours], column)
+            starts = self._own_clock((arrived - self._alone_ns)[ours], column)
             waits[ours, column] = (ends - starts) - rank.compute.between(starts, ends)
         return waits
 
     def exposed_wait_ns(self, profile: Profile) -> float:
-        """Return how long a rank had nothing to do but wait for any later rank, over the whole recording."""
+        """Return how long a rank had nothing to do but wait for any later rank, per step."""
         column = next(place for place, rank in enumerate(self.ranks) if rank.profile is profile)
         ours = self.places[:, column] != _NEVER
-        starts = self._own_clock(self.arrival_ns[ours, column], column)
-        ends = self._own_clock(np.nanmax(self.arrival_ns[ours], axis=1), column)
-        return float(((ends - starts) - self.ranks[column].compute.between(starts, ends)).sum())
+        arrived = np.minimum(np.nanmax(self.arrival_ns, axis=1), (self.arrival_ns + self.duration_ns)[:, column])
+        starts = self._own_clock((arrived - self.waited_ns[:, column])[ours], column)
+        ends = self._own_clock(arrived[ours], column)
+        waits = (ends - starts) - self.ranks[column].compute.between(starts, ends)
+        return self.lateness[column].per_step(float(waits.sum()))
 
     def _own_clock(self, moments_ns: Floats, column: int) -> Ints:
         return np.round(moments_ns + self.offsets_ns[column]).astype(np.int64) + self.ranks[column].origin_ns
@@ -159,20 +196,26 @@ class RankTimes:
         made = []
         for column, rank in enumerate(self.ranks):
             came_last = self.last == column
-            late = self.margin_ns[came_last]
             made.append(
                 RankLateness(
                     rank=rank.number,
                     collectives=int((self.places[:, column] != _NEVER).sum()),
                     last=int(came_last.sum()),
-                    late_ns=float(late.sum()),
-                    most_ns=float(late.max(initial=0.0)),
+                    late_ns=float(self._alone_ns[came_last].sum()),
+                    most_ns=float(self.margin_ns[came_last].max(initial=0.0)),
                     waited_ns=float(np.nansum(self.waited_ns[:, column])),
                     caused_ns=float(together[came_last].sum()),
-                    steps=rank.profile.clock.num_steps,
+                    steps=self._matched_steps(column),
                 )
             )
         return tuple(made)
+
+    def _matched_steps(self, column: int) -> float:
+        """The steps of a rank, as far as they have matched collectives."""
+        rank, places = self.ranks[column], self.places[:, column]
+        matched = rank.collectives["step"].gather(places[places != _NEVER])
+        share = matched.n_unique() / max(1, rank.collectives["step"].n_unique())
+        return rank.profile.clock.num_steps * share
 
     @cached_property
     def straggler(self) -> Straggler | None:
@@ -186,7 +229,7 @@ class RankTimes:
 
     def _reasons(self, column: int) -> dict[Reason, float]:
         rows = np.flatnonzero(self.last == column)
-        margin, rank = self.margin_ns[rows], self.ranks[column]
+        margin, rank = self._alone_ns[rows], self.ranks[column]
         since, until = self._since_previous(rows, column)
         computed = rank.compute.between(since, until)
         others = np.full((len(rows), len(self.ranks)), np.nan)
@@ -196,17 +239,24 @@ class RankTimes:
                 others[ours, other] = self.ranks[other].compute.between(*self._since_previous(rows[ours], other))
         usual = np.nanmedian(others, axis=1) if len(rows) else np.empty(0)
         more = np.clip(computed - usual, 0.0, margin)
-        loading = np.minimum(rank.input.between(since, until), margin - more)
-        idle = margin - more - loading
-        return {"compute": float(more.sum()), "input": float(loading.sum()), "CPU": float(idle.sum())}
+        idle = np.clip((until - since) - rank.busy.between(since, until), 0.0, margin - more)
+        loading = np.minimum(rank.input.between(since, until), idle)
+        reasons: dict[Reason, float] = {
+            "compute": float(more.sum()),
+            "input": float(loading.sum()),
+            "CPU": float((idle - loading).sum()),
+        }
+        # What is left was late before: the others went on computing meanwhile, and this rank does so now.
+        explained = sum(reasons.values())
+        if not explained:
+            return {**reasons, "CPU": float(margin.sum())}
+        return {name: part * float(margin.sum()) / explained for name, part in reasons.items()}
 
     def _since_previous(self, rows: Ints, column: int) -> tuple[Ints, Ints]:
-        """From the end of the collective before to the arrival, on the rank's own clock."""
-        collectives = self.ranks[column].collectives
-        starts, ends = collectives["start_ns"].to_numpy(), np.maximum.accumulate(collectives["end_ns"].to_numpy())
+        """From the arrival at the collective before to that at these, on the rank's own clock."""
+        starts = self.ranks[column].collectives["start_ns"].to_numpy()
         places = self.places[rows, column]
-        arrived = starts[places]
-        return np.where(places > 0, np.minimum(ends[np.maximum(0, places - 1)], arrived), arrived), arrived
+        return starts[np.maximum(0, places - 1)], starts[places]
 
     def late_collectives(self, top: int) -> pl.DataFrame:
         """Return the collectives that kept the others waiting longest: rank, late_ns, kind, message_bytes, step, phase
@@ -232,6 +282,15 @@ class RankTimes:
             "moment_ns": pl.Float64,
         }
         return pl.DataFrame(rows, schema=schema)
+
+
+def _count_once(starts_ns: Floats, ends_ns: Floats) -> Floats:
+    """Return the lengths of intervals, each without the time before the end of those that start earlier."""
+    order = np.argsort(starts_ns, kind="stable")
+    reached = np.maximum.accumulate(np.concatenate(([-np.inf], ends_ns[order])))[:-1]
+    lengths = np.empty(len(order))
+    lengths[order] = np.maximum(0.0, ends_ns[order] - np.maximum(starts_ns[order], reached))
+    return lengths
 
 
 def rank_numbers(profiles: Sequence[Profile]) -> tuple[int, ...] | None:
@@ -261,6 +320,7 @@ def match_ranks(profiles: Sequence[Profile]) -> RankTimes | None:
         ranks=ranks,
         offsets_ns=tuple(np.nan_to_num(offsets).tolist()),
         arrival_ns=arrival[shared],
+        duration_ns=(ends - starts)[shared],
         places=np.where(aligned, places, _NEVER)[shared],
     )
 

@@ -82,6 +82,8 @@ def ranks_table(profiles: Sequence[Profile], times: RankTimes | None) -> Table:
     ]
     if times is not None:
         notes.append("late: time that all other ranks wait for this one alone; waits: for any later rank")
+        if any(one.on_cpu for one in profiles):
+            notes.append("on a CPU, communication is the operators that queue it, and waits are on the threads of Gloo")
     elif len(profiles) > 1:
         notes.append("no collective could be matched across these ranks")
     return Table(
@@ -113,10 +115,10 @@ def _rank_row(profile: Profile, place: int, times: RankTimes | None) -> tuple[Ce
     if times is not None:
         own = times.lateness[place]
         late = (
-            clock.per_step(own.last),
-            clock.per_step(own.late_ns) / _MS,
+            own.per_step(own.last),
+            own.per_step(own.late_ns) / _MS,
             own.most_ns / _MS,
-            clock.per_step(own.waited_ns) / _MS,
+            own.per_step(own.waited_ns) / _MS,
         )
     return (
         manifest.rank,

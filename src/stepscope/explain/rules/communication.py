@@ -1,4 +1,4 @@
-"""Rules about collectives: communication that nothing overlaps with, and ranks that wait for each other.
+"""The rule about communication that nothing overlaps with.
 
 What to do about exposed communication depends on who communicates, which the collectives show: gradients that are
 reduced in backward, weights that are gathered before a layer, shards around the optimizer, activations within a layer.
@@ -24,19 +24,28 @@ from stepscope.explain.ranks.collectives import (
     find_collectives,
     needed_ns,
 )
-from stepscope.explain.ranks.lateness import RankTimes, Straggler
+from stepscope.explain.ranks.micro_batches import MicroBatches
 from stepscope.explain.rules.evidence import WORTH_SAYING, Gain, StepEvidence, ms
 from stepscope.explain.rules.rule import Hit, Rule
-from stepscope.explain.rules.strategy_advice import ADVICE, FEWER_BYTES, FEWER_MESSAGES, LARGER_BUCKETS, StrategyName
+from stepscope.explain.rules.strategy_advice import (
+    ADVICE,
+    FEWER_BYTES,
+    FEWER_MESSAGES,
+    LARGER_BUCKETS,
+    REDUCE_ONCE,
+    SEND_LESS,
+    StrategyAdvice,
+    StrategyName,
+)
 from stepscope.units import count_noun, say_message_bytes, say_percent
 
 LEAST_EXPOSED = 0.02  # of the step
 _MOST = 0.5
+_LEAST_SAID = 0.01  # of the exposed time
 _SMALL_BYTES = 4 << 20  # a bucket of DDP has 25 MiB unless it is set
 # A single PCIe 4.0 ×16 slot carries over 20 GB/s; NVLink and Infinity Fabric ten times as much.
 _SLOW_LINK, _USUAL_LINK = 10e9, 20e9
 _USUAL_LATENCY_NS = 50_000
-_MOST_NAMED = 3  # ranks in a sentence
 _MOST_IN_ONE_MACHINE = 8
 
 
@@ -60,6 +69,27 @@ class Communication:
         longer = self.collectives["time_ns"].to_numpy() - needed_ns(self.collectives)
         result: Floats = np.clip(longer, 0.0, self.exposed)
         return result
+
+    @cached_property
+    def exposed_ns(self) -> float:
+        """Time per step in which only communication runs."""
+        return CoveredTime(self.evidence.kernels).total_ns / self.evidence.num_steps - self.evidence.computing_ns
+
+    @cached_property
+    def hidden_ns(self) -> float:
+        """Time per step in which communication overlaps with other kernels."""
+        return CoveredTime(self.collectives).total_ns / self.evidence.num_steps - self.exposed_ns
+
+    @cached_property
+    def waited_ns(self) -> float:
+        """The part of `exposed_ns` in which this rank waits for a later one, as far as their traces were given."""
+        times = self.evidence.rank_times
+        return min(times.exposed_wait_ns(self.evidence.profile), self.exposed_ns) if times else 0.0
+
+    @property
+    def own_ns(self) -> float:
+        """The part of `exposed_ns` that communication itself takes."""
+        return self.exposed_ns - self.waited_ns
 
     @property
     def rows(self) -> Ints:
@@ -93,8 +123,8 @@ class Communication:
         most = max(shares, key=lambda name: shares[name])
         if not shares[most]:
             return "unknown"
-        if most in ("shards", "all-reduce") and not (self.evidence.kernels["phase"] == "backward").any():
-            return "tensor parallel"  # inference has neither gradients nor an optimizer
+        if most in ("shards", "all-reduce") and self._is_inference:
+            return "tensor parallel"  # without gradients and an optimizer
         if most == "shards":
             if not self.collectives.select((kind == "reduce-scatter").any()).item():
                 return "unknown"
@@ -106,6 +136,22 @@ class Communication:
             in_backward = self._share((kind == "all-reduce") & (phase == "backward"))
             return "DDP" if in_backward > _MOST * shares[most] or self._says("DistributedDataParallel") else "unknown"
         return "all-to-all" if most == "all-to-all" else "pipeline"
+
+    @property
+    def _is_inference(self) -> bool:
+        """Whether phases are known and none of them is backward."""
+        phases = self.evidence.kernels.select("phase", "time_ns")
+        known_ns = int(phases.filter(pl.col("phase").is_not_null())["time_ns"].sum())
+        return known_ns > _MOST * int(phases["time_ns"].sum()) and not (phases["phase"] == "backward").any()
+
+    @property
+    def has_small_messages(self) -> bool:
+        sizes = self.collectives["message_bytes"].drop_nulls()
+        return bool((sizes < _SMALL_BYTES).sum() > max(1, _MOST * sizes.len()))
+
+    @cached_property
+    def micro_batches(self) -> MicroBatches:
+        return MicroBatches(self.evidence.kernels, self.collectives.filter(pl.col("kind") == "all-reduce"))
 
     @property
     def sends_half_precision(self) -> bool:
@@ -121,9 +167,20 @@ class Communication:
         in_update = int(gathers.filter(phase == "optimizer")["time_ns"].sum())
         if in_model + in_update > _MOST * int(gathers["time_ns"].sum()):
             return in_model > in_update
+        return self._places_among_layers(gathers) > _MOST * gathers.height
+
+    @cached_property
+    def exchanges_in_layers(self) -> bool:
+        """Whether all-to-alls are part of layers, such as those that send tokens to experts and back: there are several
+        per forward pass, with layers between. Embeddings are exchanged once per pass."""
+        in_forward = pl.col("phase").fill_null("forward") == "forward"
+        exchanges = self.collectives.filter((pl.col("kind") == "all-to-all") & in_forward)
+        return self._places_among_layers(exchanges) >= 2 * self.evidence.num_steps
+
+    def _places_among_layers(self, collectives: pl.DataFrame) -> int:
+        """How many of these collectives are separated by kernels of layers."""
         layers = self.evidence.kernels.filter(pl.col("class").is_in(["GEMM", "attention", "convolution"]))
-        places = np.searchsorted(layers["row"].to_numpy(), gathers["row"].to_numpy())
-        return len(np.unique(places)) > _MOST * len(places)
+        return len(np.unique(np.searchsorted(layers["row"].to_numpy(), collectives["row"].to_numpy())))
 
     def _says(self, word: str) -> bool:
         ranges = self.evidence.profile.recording.ranges["name"]
@@ -137,7 +194,7 @@ class Communication:
             return np.minimum(self.exposed, self._neighbouring_products())
         reduces = pl.col("kind").is_in(["all-reduce", "reduce-scatter"])
         gathers = pl.col("kind") == "all-gather"
-        exchanges = pl.col("kind") == "all-to-all"
+        exchanges = (pl.col("kind") == "all-to-all") & (not self.exchanges_in_layers)
         in_update, in_forward = phase == "optimizer", phase == "forward"
         steps = _StepLimits(self.evidence.kernels)
         hidden = np.zeros(collectives.height)
@@ -230,24 +287,38 @@ class _StepLimits:
 
 
 def find_exposed_communication(evidence: StepEvidence) -> Hit | None:
-    kernels = evidence.kernels
-    communication = kernels.filter(pl.col("class") == "communication")
-    exposed = (CoveredTime(kernels).total_ns - computing(kernels).total_ns) / evidence.num_steps
-    hidden = CoveredTime(communication).total_ns / evidence.num_steps - exposed
-    times = evidence.rank_times
-    waited = evidence.clock.per_step(times.exposed_wait_ns(evidence.profile)) if times else 0.0
-    if exposed - waited < LEAST_EXPOSED * evidence.step_ns:
-        return None
     found = Communication(evidence)
-    text = f"{ms(exposed)} {evidence.clock.say_per_step} does not overlap with other kernels, {ms(hidden)} does"
-    if times is not None:
-        text += f"; {ms(min(exposed, waited))} of it is spent waiting for ranks that arrive later"
-    more_waiting = float(found.waiting.sum()) / evidence.num_steps - waited
-    if _is_partial(evidence) and more_waiting > _MOST * (exposed - waited):
-        return _blame_other_ranks(found, exposed, text)
-    if times is None and (slow := _slow_link(found)) is not None:
-        return _blame_link(found, exposed, slow, text)
-    return _advise(found, exposed, (exposed - waited) / max(1.0, exposed), f"{text}; {_say_messages(found)}")
+    if found.own_ns < LEAST_EXPOSED * evidence.step_ns:
+        return None
+    text = _say_exposed(found)
+    more_waiting = float(found.waiting.sum()) / evidence.num_steps - found.waited_ns
+    is_pipeline = found.strategy == "pipeline"  # whose stages wait for each other, even if none is late
+    if not is_pipeline and _is_partial(evidence) and more_waiting > _MOST * found.own_ns:
+        return _blame_other_ranks(found, more_waiting, text)
+    if not is_pipeline and evidence.rank_times is None and (slow := _slow_link(found)) is not None:
+        return _blame_link(found, slow, text)
+    return _advise(found, f"{text}; {_say_messages(found)}")
+
+
+def _say_exposed(found: Communication) -> str:
+    """How much communication is exposed, and how much of that is spent waiting for ranks whose traces were given."""
+    evidence = found.evidence
+    text = f"{ms(found.exposed_ns)} {evidence.clock.say_per_step} does not overlap with other kernels"
+    text += f", {ms(found.hidden_ns)} does"
+    times, world = evidence.rank_times, evidence.profile.recording.manifest.world_size
+    if times is None:
+        return text
+    given = f"{len(times.ranks)} of {world}"
+    if _waits_matter(found):
+        whom = f"a later one of these {given} ranks" if _is_partial(evidence) else "ranks that arrive later"
+        text += f"; {ms(found.waited_ns)} of it is spent waiting for {whom}"
+    if _is_partial(evidence):
+        text += f"; how much of it is spent waiting for ranks other than these {given}, only their traces show"
+    return text
+
+
+def _waits_matter(found: Communication) -> bool:
+    return found.waited_ns >= _LEAST_SAID * found.exposed_ns
 
 
 def _is_partial(evidence: StepEvidence) -> bool:
@@ -260,9 +331,11 @@ def _say_bytes(size: float) -> str:
     return say_message_bytes(int(float(f"{size:.3g}")))
 
 
-def _title(evidence: StepEvidence, exposed: float, more: str = "") -> str:
-    share = say_percent(exposed / evidence.step_ns)
-    return f"Exposed communication: {ms(exposed)} {evidence.clock.say_per_step} ({share}){more}"
+def _title(found: Communication, more: str = "") -> str:
+    evidence = found.evidence
+    share = say_percent(found.own_ns / evidence.step_ns)
+    waits = ", besides waiting for late ranks" if _waits_matter(found) else ""
+    return f"Exposed communication: {ms(found.own_ns)} {evidence.clock.say_per_step} ({share}){waits}{more}"
 
 
 def _say_messages(found: Communication) -> str:
@@ -279,74 +352,104 @@ def _say_messages(found: Communication) -> str:
         assert isinstance(middle, float)
         said += f", with a median message of {_say_bytes(middle)}"
     best = best_bandwidth(collectives)
-    return said + (f"; large messages reach {best / 1e9:.3g} GB/s of bus bandwidth" if best else "")
+    if best is not None:
+        said += f"; large messages reach {best / 1e9:.3g} GB/s of bus bandwidth"
+        said += ", waits included" if _waits_matter(found) else ""
+    return said
 
 
-def _advise(found: Communication, exposed: float, share: float, text: str) -> Hit | None:
-    """What the strategy allows; None if the step would be as long without communication. `share` of the exposed time is
-    not spent waiting for other ranks."""
-    evidence, advice = found.evidence, ADVICE[found.strategy]
+def _advise(found: Communication, text: str) -> Hit | None:
+    """What the strategy allows; None if the step would be as long without communication."""
+    evidence, share = found.evidence, found.own_ns / max(1.0, found.exposed_ns)
     least = WORTH_SAYING * evidence.step_ns
     if found.gain(share * found.exposed).step_ns < least:
         return None
-    sizes = found.collectives["message_bytes"].drop_nulls()
-    has_small_messages = (sizes < _SMALL_BYTES).sum() > max(1, _MOST * sizes.len())
-    if found.strategy == "DDP" and has_small_messages:
-        advice = LARGER_BUCKETS
+    text += f"; {ADVICE[found.strategy].seen}"
+    if found.strategy == "DDP" and found.micro_batches.reduces_in_each:
+        return _reduce_once(found, text)
     hidden = share * found.hidden_by_overlap
-    can_hide, gain = min(exposed, float(hidden.sum()) / evidence.num_steps), None
-    text += f"; {advice.seen}"
-    if can_hide >= least:
-        gain = found.gain(hidden)
-        text += f"; {ms(can_hide)} of it could overlap with kernels that do not overlap with communication yet"
-        text += f", and the step gains {ms(gain.step_ns)}" if gain.step_ns < _MOST * can_hide else ""
-        text += "; for the rest, only fewer bytes or a faster link would help" if can_hide < _MOST * exposed else ""
-    elif found.strategy != "pipeline":  # whose stages wait for each other
-        text += "; no kernels are left to overlap with, so only fewer bytes or a faster link would help"
-        if found.strategy == "DDP" and not has_small_messages:
-            advice = FEWER_MESSAGES if found.sends_half_precision else FEWER_BYTES
-            gain = found.gain(0.5 * share * found.exposed)
-    return _hit(
-        exposed,
-        gain if gain is not None and gain.step_ns >= least else None,
-        title=_title(evidence, exposed),
-        evidence=text,
-        action=advice.action,
-        paste=advice.paste,
+    if float(hidden.sum()) / evidence.num_steps >= least:
+        return _overlap(found, hidden, text)
+    return _send_less(found, share, text)
+
+
+def _reduce_once(found: Communication, text: str) -> Hit:
+    """What to do if the gradients of each micro-batch are reduced."""
+    passes = found.micro_batches
+    less = max(0.0, 1 - passes.left_ns / found.evidence.num_steps / found.own_ns)
+    text += f"; each of {passes.count} micro-batches per update reduces gradients, where the last one would do"
+    return _hit(found, found.gain(less * found.own_ns / found.exposed_ns * found.exposed), text, REDUCE_ONCE)
+
+
+def _overlap(found: Communication, hidden: Floats, text: str) -> Hit:
+    """What to do if kernels are left to hide communication behind."""
+    advice = LARGER_BUCKETS if found.strategy == "DDP" and found.has_small_messages else ADVICE[found.strategy]
+    can_hide, gain = min(found.own_ns, float(hidden.sum()) / found.evidence.num_steps), found.gain(hidden)
+    text += f"; {ms(can_hide)} of it could overlap with kernels that do not overlap with communication yet"
+    text += f", and the step gains {ms(gain.step_ns)}" if gain.step_ns < _MOST * can_hide else ""
+    text += "; for the rest, only fewer bytes or a faster link would help" if can_hide < _MOST * found.own_ns else ""
+    return _hit(found, gain, text, advice)
+
+
+def _send_less(found: Communication, share: float, text: str) -> Hit:
+    """What to do if nothing is left to overlap with. Advice to overlap would be about what the run already does."""
+    if found.strategy == "pipeline":  # whose stages wait for each other
+        return _hit(found, None, text, ADVICE["pipeline"])
+    if found.strategy == "all-to-all" and found.exchanges_in_layers:
+        text += (
+            "; the kernels around it belong to the same layer, which needs its result, so only independent work could "
+            "overlap: shared experts, or another micro-batch"
+        )
+        return _hit(found, None, text, ADVICE["all-to-all"])
+    helps = (
+        "fewer bytes, a faster link or less waiting" if _is_partial(found.evidence) else "fewer bytes or a faster link"
     )
+    text += f"; no kernels are left to overlap with, so only {helps} would help"
+    if found.strategy == "tensor parallel":
+        return _hit(found, None, text, ADVICE["tensor parallel"])
+    if found.strategy == "DDP" and found.has_small_messages:
+        return _hit(found, None, text, LARGER_BUCKETS)
+    if found.strategy == "DDP" and not found.sends_half_precision:
+        return _hit(found, found.gain(0.5 * share * found.exposed), text, FEWER_BYTES)
+    if found.strategy == "DDP" and found.micro_batches.count < 2:
+        return _hit(found, None, text, FEWER_MESSAGES)
+    return _hit(found, None, text, SEND_LESS if found.own_ns > _MOST * found.evidence.step_ns else None)
 
 
-def _hit(exposed: float, gain: Gain | None, *, title: str, evidence: str, action: str, paste: str) -> Hit:
+def _hit(
+    found: Communication, gain: Gain | None, text: str, advice: StrategyAdvice | None, more_in_title: str = ""
+) -> Hit:
+    """Without advice, the finding is a remark."""
+    is_worth_saying = gain is not None and gain.step_ns >= WORTH_SAYING * found.evidence.step_ns
     return Hit(
-        title=title,
-        evidence=evidence,
-        saving_ns=None if gain is None else min(gain.step_ns, exposed),
-        gain=gain,
-        about_ns=exposed,
-        action=action,
-        paste=paste,
+        title=_title(found, more_in_title),
+        evidence=text,
+        saving_ns=min(gain.step_ns, found.own_ns) if gain is not None and is_worth_saying else None,
+        gain=gain if is_worth_saying else None,
+        about_ns=found.own_ns,
+        action="" if advice is None else advice.action,
+        paste="" if advice is None else advice.paste,
     )
 
 
-def _blame_other_ranks(found: Communication, exposed: float, text: str) -> Hit:
+def _blame_other_ranks(found: Communication, waiting: float, text: str) -> Hit:
+    """`waiting` is the time per step that no given rank explains."""
     evidence = found.evidence
-    waiting = float(found.waiting.sum()) / evidence.num_steps
     longest = int(np.argmax(found.waiting))
     row = found.collectives.row(longest, named=True)
     size = f" of {_say_bytes(row['message_bytes'])}" if row["message_bytes"] is not None else ""
     text += (
-        f"; {ms(waiting)} of it is longer than the messages need: a {row['kind'] or 'collective'}{size} takes "
+        f"; {ms(waiting)} is longer than the messages need: a {row['kind'] or 'collective'}{size} takes "
         f"{ms(row['time_ns'])}, and {ms(row['time_ns'] - found.waiting[longest])} would do. This rank waits for a "
         "later one, and only the traces of the other ranks show which"
     )
-    return _hit(
-        exposed,
-        found.gain(found.waiting),
-        title=_title(evidence, exposed, ", mostly waiting for other ranks"),
-        evidence=text,
+    gain = found.gain(found.waiting * (waiting * evidence.num_steps / float(found.waiting.sum())))
+    advice = StrategyAdvice(
+        seen="",
         action="Find the rank that the others wait for, with the traces of all ranks",
         paste=_command_for_ranks(evidence),
     )
+    return _hit(found, gain, text, advice, ", mostly waiting for other ranks")
 
 
 def _command_for_ranks(evidence: StepEvidence) -> str:
@@ -366,7 +469,7 @@ def _slow_link(found: Communication) -> float | None:
     return best if best is not None and best < _SLOW_LINK and in_one_machine else None
 
 
-def _blame_link(found: Communication, exposed: float, best: float, text: str) -> Hit:
+def _blame_link(found: Communication, best: float, text: str) -> Hit:
     evidence = found.evidence
     time = found.collectives["time_ns"].to_numpy()
     wire = found.collectives["bus_bytes"].to_numpy() / _USUAL_LINK * 1e9
@@ -379,97 +482,12 @@ def _blame_link(found: Communication, exposed: float, best: float, text: str) ->
         f"{ADVICE[found.strategy].seen}. Either the collectives take a slow path, or every one waits for the same late "
         "rank: the traces of the other ranks tell"
     )
-    return _hit(
-        exposed,
-        found.gain(shorter),
-        title=_title(evidence, exposed, f", at {best / 1e9:.2g} GB/s"),
-        evidence=text,
+    advice = StrategyAdvice(
+        seen="",
         action="Check which path the collectives take, and whether a rank is late",
         paste=f"NCCL_DEBUG=INFO torchrun train.py  # names the path: P2P, SHM or NET\n{_command_for_ranks(evidence)}",
     )
-
-
-# --- Ranks ------------------------------------------------------------------------------------------------------------
-
-
-def find_late_rank(evidence: StepEvidence) -> Hit | None:
-    times = evidence.rank_times
-    if times is None or times.straggler is None:
-        return None
-    straggler = times.straggler
-    total = evidence.clock.per_step(sum(one.caused_ns for one in times.lateness))
-    alone = evidence.clock.per_step(straggler.lateness.caused_ns)
-    if straggler.share > _MOST and alone >= LEAST_EXPOSED * evidence.step_ns:
-        return _blame_rank(evidence, times, straggler, alone)
-    if total < LEAST_EXPOSED * evidence.step_ns:
-        return None
-    latest = sorted(times.lateness, key=lambda one: (-one.late_ns, one.rank))[:_MOST_NAMED]
-    ranks = ", ".join(f"rank {one.rank} for {ms(one.late_ns)}" for one in latest if one.late_ns)
-    return Hit(
-        title=f"Ranks wait for each other {ms(total)} {evidence.clock.say_per_step}",
-        evidence=f"no rank is late most of the time; in the recording, the others wait for {ranks}",
-        saving_ns=total,
-        gain=_gain_of_punctuality(evidence, total),
-        about_ns=total,
-        action="Make the ranks equally fast: the same number of tokens, and garbage collection at the same step",
-        paste=_COLLECT,
-    )
-
-
-def _gain_of_punctuality(evidence: StepEvidence, caused_ns: float) -> Gain:
-    """What this rank gains if its exposed collectives are shorter by the time per step that late ranks cause."""
-    found = Communication(evidence)
-    return found.gain(found.exposed * min(1.0, caused_ns * evidence.num_steps / max(1.0, float(found.exposed.sum()))))
-
-
-_COLLECT = (
-    "gc.disable()  # Python collects garbage at a different moment on each rank, and the others wait\n"
-    "if step % 100 == 0:\n"
-    "    gc.collect()  # on all ranks at once"
-)
-
-
-def _blame_rank(evidence: StepEvidence, times: RankTimes, straggler: Straggler, caused: float) -> Hit:
-    late, rank = straggler.lateness, f"rank {straggler.lateness.rank}"
-    own = times.ranks[times.lateness.index(late)].profile
-    file = own.recording.manifest.file
-    look = f" (`{shlex.join(['stepscope', 'explain', file])}`)" if file else ""
-    why, action, paste = {
-        "compute": (
-            "it computes longer than the others",
-            f"Give {rank} as much work as the others: the same number of tokens on every rank",
-            "sampler = torch.utils.data.BatchSampler(by_length, batch_size, drop_last=True)  # equal tokens per rank",
-        ),
-        "input": (
-            "its GPU is idle while its CPU waits for input",
-            f"Make the input of {rank} faster",
-            "loader = torch.utils.data.DataLoader(data, batch_size=batch, num_workers=8, prefetch_factor=4)",
-        ),
-        "CPU": (
-            "its GPU is idle, because its CPU launches late",
-            f"Find out what delays the CPU of {rank}{look}; pin each rank to its own cores, and collect garbage on all "
-            "ranks at once",
-            _COLLECT,
-        ),
-    }[straggler.reason]
-    share = straggler.reasons[straggler.reason] / max(1.0, late.late_ns)
-    text = (
-        f"{rank} comes last to {late.last} of {late.collectives} collectives, up to {ms(late.most_ns)} after the "
-        f"others and {ms(late.late_ns)} in the whole recording; {say_percent(share)} of that time {why}"
-    )
-    least = min(times.lateness, key=lambda one: (one.waited_ns, one.rank))
-    if least is late:
-        text += f". It waits least for others: {ms(late.waited_ns / late.steps)} {evidence.clock.say_per_step}"
-    return Hit(
-        title=f"The other ranks wait for {rank}: {ms(caused)} {evidence.clock.say_per_step}",
-        evidence=text,
-        saving_ns=caused,
-        # The late rank's own page: what it gains by being punctual is not in its collectives.
-        gain=None if own is evidence.profile else _gain_of_punctuality(evidence, caused),
-        about_ns=caused,
-        action=action,
-        paste=paste,
-    )
+    return _hit(found, found.gain(shorter), text, advice, f", at {best / 1e9:.2g} GB/s")
 
 
 RULES = (
@@ -488,8 +506,9 @@ RULES = (
         saving="""Collectives are shortened by what could overlap, and the step is replayed. Gradients can overlap with
             the rest of backward, gathered weights with the kernels before them, and tensor-parallel collectives with a
             neighbouring GEMM, as far as these do not overlap with communication yet; the last bucket of gradients has
-            nothing left to overlap with. Where ranks wait, the saving is the time beyond what the same message needs
-            elsewhere in the trace.""",
+            nothing left to overlap with. All-to-alls inside layers have no saving, because their layer needs them.
+            If each micro-batch reduces gradients, the saving is what is exposed beyond the reduction in the last one.
+            Where ranks wait, it is the time beyond what the same message needs elsewhere in the trace.""",
         builtin="not needed: it runs in one process",
         own=(
             "# DDP: bucket_cap_mb, static_graph=True; bf16_compress_hook; no_sync() in all but the last micro-batch",
@@ -499,26 +518,5 @@ RULES = (
             "# all-to-all: async_op=True, with other work before work.wait()",
         ),
         paste=ADVICE["unknown"].paste,
-    ),
-    Rule(
-        code="SS030",
-        title="Ranks wait for a late rank",
-        action="Make the late rank as fast as the others",
-        check=find_late_rank,
-        meaning="""A collective cannot end before the last rank has joined it, so one slow rank slows down all. The late
-            rank is easy to overlook: it has the *shortest* communication, because it never waits.""",
-        seen="""Traces of several ranks: `stepscope explain rank0.json.gz rank1.json.gz`, or a directory. Collectives
-            are matched by process group, order and size, and clocks are aligned by their ends, which coincide. The
-            reason is read from the late rank's device since the previous collective: more compute than on other ranks,
-            or idle time, in which the CPU waits for input or launches late.""",
-        saving="""The time from the arrival of the last but one rank to that of the last, in which the other ranks run
-            nothing else, as a mean over these ranks. A lower bound if traces of some ranks are missing.""",
-        builtin="not needed: it runs in one process",
-        own=(
-            "# late CPU: pin each rank to its own cores; gc.disable(), and gc.collect() at the same step on all ranks",
-            "# more compute: the same number of tokens on every rank",
-            "# slow input: DataLoader(data, num_workers=8, prefetch_factor=4, pin_memory=True)",
-        ),
-        paste=_COLLECT,
     ),
 )

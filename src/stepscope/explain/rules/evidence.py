@@ -11,7 +11,7 @@ from functools import cached_property
 import numpy as np
 import polars as pl
 
-from stepscope.explain.ranks.collectives import CoveredTime
+from stepscope.explain.ranks.collectives import CoveredTime, computing
 from stepscope.explain.ranks.lateness import RankTimes
 from stepscope.explain.rules.replay import LONG_GAP_NS, Bools, Change, Floats, Ints, Replay
 from stepscope.explain.trace.attribution.nesting import innermost, look_up
@@ -224,6 +224,11 @@ class StepEvidence:
         """The kernels before which the GPU was idle for long, waiting for a late launch."""
         result: Bools = self.replay.starved & (self.idle_before > LONG_GAP_NS)
         return result
+
+    @cached_property
+    def computing_ns(self) -> float:
+        """The time per step in which anything but communication runs."""
+        return computing(self.kernels).total_ns / self.num_steps
 
     def idle_ns(self, before: Bools) -> float:
         """Return the idle time per step before these kernels, by the clock."""

@@ -5,6 +5,7 @@ are not added up: fixes are accepted one after the other, the one that saves mos
 a replay that has all fixes before it. These parts add up to the joint saving.
 """
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import reduce
@@ -87,16 +88,25 @@ def _accept(evidence: StepEvidence, fixes: Sequence[_Fix]) -> list[_Fix]:
         waiting.sort(key=lambda one: (not _is_about_most(one[-1].finding), -one[0]))
         may_add_ns, replayed_after, with_it_ns, fix = waiting.pop(0)
         if replayed_after != len(accepted):
-            with_it_ns = max(replayed_ns, evidence.gain(together.joined(fix.change)).step_ns)
+            both = together.joined(fix.change)
+            with_it_ns = max(replayed_ns, evidence.gain(both).step_ns)
             may_add_ns = _scale(fix, with_it_ns - replayed_ns, left_ns / evidence.step_ns)
+            may_add_ns = max(0.0, min(may_add_ns, left_ns - _computing_ns(evidence, both)))
             waiting.append((may_add_ns, len(accepted), with_it_ns, fix))
         elif accepted and may_add_ns < _ADDS_LITTLE * fix.own_ns:
             _find_larger(evidence, accepted, fix).also += [fix.finding, *fix.also]
         else:
-            fix.adds_ns = min(may_add_ns, left_ns)
+            fix.adds_ns = may_add_ns
             together, replayed_ns, left_ns = together.joined(fix.change), with_it_ns, left_ns - fix.adds_ns
             accepted.append(fix)
     return accepted
+
+
+def _computing_ns(evidence: StepEvidence, change: Change) -> float:
+    """Return how long a step computes with a change: no fix saves more than the rest."""
+    computes = (evidence.kernels["class"] != "communication").to_numpy()
+    faster = float(change.time_ns[computes].sum()) / max(1.0, float(evidence.durations[computes].sum()))
+    return evidence.computing_ns * faster
 
 
 def _scale(fix: _Fix, gain_ns: float, left: float) -> float:
@@ -123,7 +133,14 @@ def rank(findings: Iterable[Finding]) -> tuple[Finding, ...]:
     communication, communication comes first, even if the estimate of what can be hidden is small. An expert would say
     that first as well.
     """
-    return tuple(sorted(findings, key=lambda one: (one.is_remark, -_weight(one), one.code)))
+    weighed, least = [], {False: math.inf, True: math.inf}
+    for one in findings:
+        weight = _weight(one)
+        # A joint saving is what a fix adds to those that `join` accepted before it: it is never above them.
+        if one.joint_ns is not None:
+            weight = least[one.is_measured] = min(weight, least[one.is_measured])
+        weighed.append((one.is_remark, -weight, one))
+    return tuple(one for *_, one in sorted(weighed, key=lambda entry: entry[:2]))
 
 
 def _weight(finding: Finding) -> float:

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Literal
 
-from stepscope.explain.rules.rule import THROUGHPUT
+from stepscope.explain.rules.rule import GROW_BATCH, THROUGHPUT
 
 StrategyName = Literal["DDP", "FSDP", "sharded optimizer", "tensor parallel", "all-to-all", "pipeline", "unknown"]
 
@@ -87,8 +87,17 @@ FEWER_BYTES = StrategyAdvice(
         "model.register_comm_hook(None, bf16_compress_hook)"
     ),
 )
+_NO_SYNC = "with model.no_sync():  # in all but the last micro-batch of an update\n    loss.backward()"
 FEWER_MESSAGES = StrategyAdvice(
-    seen=_DDP,
-    action=f"Reduce gradients once per several micro-batches, {THROUGHPUT}",
-    paste="with model.no_sync():  # in all but the last micro-batch of an update\n    loss.backward()",
+    seen=_DDP, action=f"Reduce gradients once per several micro-batches, {THROUGHPUT}", paste=_NO_SYNC
+)
+# For a run that already accumulates gradients.
+REDUCE_ONCE = StrategyAdvice(
+    seen=_DDP, action="Reduce gradients in the last micro-batch of an update only", paste=_NO_SYNC
+)
+# If communication takes most of the step, whatever the strategy.
+SEND_LESS = StrategyAdvice(
+    seen="",
+    action=f"Send bf16 instead of fp32, or compute more per collective with a larger batch, {THROUGHPUT}",
+    paste=GROW_BATCH,
 )

@@ -185,10 +185,11 @@ def _say_late_rank(materials: Materials) -> str:
     times, profile = materials.rank_times, materials.profile
     if times is None or times.straggler is None or profile is None or times.straggler.share <= _MOSTLY:
         return ""
-    caused_ns = profile.clock.per_step(times.straggler.lateness.caused_ns)
+    late = times.straggler.lateness
+    caused_ns = late.per_step(late.caused_ns)
     if caused_ns < _LATE_ENOUGH * profile.clock.step_ns:
         return ""
-    label = label_ranks(materials.ranks)[times.lateness.index(times.straggler.lateness)]
+    label = label_ranks(materials.ranks)[times.lateness.index(late)]
     return f"the other ranks wait {say_time(caused_ns)} for {label}"
 
 
