@@ -15,6 +15,7 @@ from stepscope.explain.trace.profile_tables import phases_table
 from stepscope.findings import Cell
 from stepscope.recording import tables
 from stepscope.recording.rows.bench import Doubt
+from stepscope.recording.store import Overhead
 from stepscope.render.formats import Format
 from stepscope.render.tables import render
 from stepscope.units import say_share
@@ -36,7 +37,18 @@ def with_plain_forward(profile: Profile, *durations: int) -> Profile:
     rows = [
         {"phase": "forward", "step": n, "duration_ns": ns, "clock": "cuda events"} for n, ns in enumerate(durations)
     ]
-    return make_profile(replace(profile.recording, steps=tables.conform("steps", pl.DataFrame(rows))))
+    rows += [
+        {
+            "phase": "backward",
+            "step": n,
+            "duration_ns": max(1, round(1.1 * profile.clock.busy_ns) - ns),
+            "clock": "host",
+        }
+        for n, ns in enumerate(durations)
+    ]
+    overhead = Overhead(plain_ns=round(1.1 * profile.clock.busy_ns))  # the clock: clearly faster than while profiled
+    recording = profile.recording.with_manifest(overhead=overhead)
+    return make_profile(replace(recording, steps=tables.conform("steps", pl.DataFrame(rows))))
 
 
 def test_nine_questions_each_with_a_sentence() -> None:
@@ -62,14 +74,17 @@ def test_forward_time_is_compared_with_unprofiled_steps() -> None:
     span = clocks["span"]
     assert isinstance(span, float)
     same = ask("forward-time", with_plain_forward(profile, *[round(span * 1e6)] * 3))
-    assert "which agrees within" in same.sentence
+    assert "which agrees with the profiled span" in same.sentence
     slower = ask("forward-time", with_plain_forward(profile, *[round(span * 0.5e6)] * 3))
-    assert "2× as long" in slower.sentence
+    assert "the profiled span is 2× as long" in slower.sentence
     assert "in doubt" not in slower.sentence
     doubt = Doubt(code="shared", text="others were using the CPU")
     doubted = with_plain_forward(model_profile(doubts=(doubt,)), 10)
     assert "The unprofiled time is unreliable: others were using the CPU." in ask("forward-time", doubted).sentence
-    assert slower.figure == "1 µs"
+    assert slower.figure == "2 µs"  # as in the table of phases, by whatever clock
+    ignored = add_unprofiled_steps(profile, *[round(2 * profile.clock.profiled_ns)] * 3)
+    assert ignored.clock.kind == "profiled"
+    assert "nprofiled" not in ask("forward-time", ignored).sentence
 
 
 @pytest.mark.parametrize("marked", [True, False])

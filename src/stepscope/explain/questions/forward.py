@@ -40,22 +40,22 @@ def forward_time(profile: Profile) -> Answer:
     clocks = _clocks(profile, kernels, spans["ns"].to_list())
     by_name = {clock.name: clock.per_step_ns for clock in clocks}
     busy, span, plain = by_name["kernels"], by_name["span"], by_name.get("plain")
-    kernel_time = (
+    sentence = (
         f"{say_time(busy)} of {kernel_word(profile)} time {profile.clock.say_per_step}{_over_devices(profile)}"
         f"{_with_loss(kernels)}, {say_time(span)} from the first {kernel_word(profile)} to the last"
         f"{' of each pass' if (spans['passes'] > 1).any() else ''}"
     )
     if plain is None:
-        sentence = f"{kernel_time}; the recording has no unprofiled step times"
-    else:
-        sentence = f"{say_time(plain)} unprofiled. While profiling: {kernel_time}, {_judge(span, plain)}"
+        sentence += "; the recording has no unprofiled step times"
+    elif profile.clock.kind == "unprofiled":
+        sentence += f". Unprofiled, it takes {say_time(plain)} with its idle time, {_judge(span, plain)}"
         doubts = profile.recording.manifest.doubts
         if doubts and abs(span / plain - 1) > _AGREE:
             sentence += f". The unprofiled time is unreliable: {say_list(doubt.text for doubt in doubts)}"
     return Answer(
         key=key,
         question=question,
-        figure=say_time(busy if plain is None else plain),
+        figure=say_time(busy),
         sentence=sentence + ".",
         evidence=Table(
             title=f"Forward pass {profile.clock.say_per_step}, by clock",
@@ -137,10 +137,10 @@ def plain_forward(profile: Profile) -> list[int]:
 def _judge(span: float, plain: float) -> str:
     away = span / plain - 1
     if abs(away) <= _AGREE:
-        return f"which agrees within {say_share(abs(away))}"
+        return f"which agrees with the profiled span within {say_share(abs(away))}"
     if away > 0:
-        return f"{say_factor(span / plain)} as long, because profiling slows the CPU"
-    return f"while unprofiled steps took {say_factor(plain / span)} as long"
+        return f"and the profiled span is {say_factor(span / plain)} as long, because profiling slows the CPU"
+    return f"{say_factor(plain / span)} as long as the profiled span"
 
 
 def top_kernel(profile: Profile) -> Answer:
