@@ -13,7 +13,7 @@ from stepscope.explain.trace.profile import Profile, make_profile
 from stepscope.findings import Finding, joint_saving
 from stepscope.spec import build_case
 from tests.unit.explain.test_rules_host import found, products, saving_us, waiting
-from tests.unit.explain.test_rules_kernels import update
+from tests.unit.explain.test_rules_optimizer import update
 from tests.unit.recordings import ADD, BF16, COPY, FP32, GEMM_BF16, GEMM_FP32, INDUCTOR, SOFTMAX, Timeline
 
 APEX_ADAM = "void multi_tensor_apply_kernel<TensorListMetadata<4>, AdamFunctor<float>, float, float>(int)"
