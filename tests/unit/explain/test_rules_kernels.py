@@ -414,13 +414,22 @@ def test_gemms_of_unfused_attention_have_one_finding() -> None:
 
 def test_tile_with_mostly_padding() -> None:
     timeline = Timeline()
-    # Tiles of 128 × 256: 192 rows fill three quarters of two tiles, or of one if transposed.
-    timeline.launch(GEMM_BF16, 100, op="aten::mm", shapes=[[64, 1024], [1024, 256]], dtypes=[BF16, BF16])
-    assert saving_us(timeline.profile(), "SS009") == pytest.approx(50)
+    # Tiles of 128 × 256: 320 rows fill two and a half tiles of 128, or one and a quarter if transposed.
+    timeline.launch(GEMM_BF16, 100, op="aten::mm", shapes=[[320, 4096], [4096, 4096]], dtypes=[BF16, BF16])
+    assert saving_us(timeline.profile(), "SS009") == pytest.approx(100 / 6, rel=0.01)
     finding = found(timeline.profile(), "SS009")
     assert finding is not None
     assert finding.is_remark  # batch × length: no code to paste
-    assert "is 64 and leaves 50% of its tiles of 128 empty" in finding.evidence
+    assert "is 320 and leaves 17% of its tiles of 128 empty" in finding.evidence
+
+
+@pytest.mark.parametrize("rows", [1, 64])
+def test_padding_of_a_memory_bound_gemm_costs_nothing(rows: int) -> None:
+    timeline = Timeline()
+    timeline.launch(GEMM_BF16, 100, op="aten::mm", shapes=[[rows, 4096], [4096, 4096]], dtypes=[BF16, BF16])
+    profile = timeline.profile()
+    assert found(profile, "SS015") is not None
+    assert found(profile, "SS009") is None
 
 
 @pytest.mark.parametrize(("blocks", "expected"), [(133, 200 * 131 / 264), (264, None), (132 * 7 + 1, None)])
