@@ -117,8 +117,23 @@ def test_a_run_with_cuda_graphs_is_told_neither() -> None:
     finding = found(graphs(products(20, 2).profile(compiled=True)), "SS001")
     assert finding is not None
     assert "compile" not in finding.fix
-    assert "throughput" in finding.action
     assert finding.saving_ns is None
+
+
+def test_launches_inside_a_graph_are_not_late() -> None:
+    """Two graphs per step, each after CPU time in which the GPU has nothing to do."""
+    timeline = Timeline(host_us=1)
+    for _ in range(4):
+        with timeline.step():
+            for _ in range(2):
+                timeline.host(500)
+                for _ in range(100):
+                    timeline.launch(GEMM_BF16, 2, op="aten::mm")
+    finding = found(graphs(timeline.profile(compiled=True)), "SS001")
+    assert finding is not None
+    assert finding.title.startswith("GPU waits for the CPU between CUDA graphs: idle")
+    assert "kernels start late" not in finding.evidence
+    assert "with_stack" in finding.fix
 
 
 def test_larger_batch_saves_no_time() -> None:
