@@ -12,7 +12,18 @@ import msgspec
 from stepscope.errors import StepscopeError, nearest
 from stepscope.explain.commands import write_command, write_flags
 from stepscope.explain.ranks.lateness import RankTimes
-from stepscope.explain.rules import communication, fusion, gemm, host, loading, naive_attention, remarks, step, tiles
+from stepscope.explain.rules import (
+    communication,
+    copies,
+    fusion,
+    gemm,
+    host,
+    loading,
+    naive_attention,
+    remarks,
+    step,
+    tiles,
+)
 from stepscope.explain.rules.evidence import StepEvidence
 from stepscope.explain.rules.joint import join, rank
 from stepscope.explain.rules.rule import THROUGHPUT, Hit, Rule, workload_of
@@ -21,7 +32,7 @@ from stepscope.files import decode as decode_file
 from stepscope.files import read_plain, write_atomically
 from stepscope.findings import Column, Finding, Table
 
-_MODULES = (host, loading, fusion, naive_attention, gemm, tiles, step, communication, remarks)
+_MODULES = (host, loading, fusion, naive_attention, gemm, tiles, step, copies, communication, remarks)
 RULES: dict[str, Rule] = {
     rule.code: rule for rule in sorted((rule for one in _MODULES for rule in one.RULES), key=lambda rule: rule.code)
 }
