@@ -104,6 +104,23 @@ def test_optimizer_without_a_fused_version(optimizer: str, kernel: str, fix: str
     assert finding.about == pytest.approx(0.5, rel=0.02)
 
 
+@pytest.mark.parametrize(("classes", "fix"), [(("Muon", "AdamW"), "AdamW"), (("Adam", "SGD"), "fused=True")])
+def test_several_optimizers(classes: tuple[str, str], fix: str) -> None:
+    timeline = update(FOREACH, "aten::_foreach_mul_", "aten::_foreach_addcdiv_", optimizer=classes[0])
+    with timeline.range(f"Optimizer.step#{classes[1]}.step"):
+        timeline.host(1)
+    assert fix in advice(timeline).fix
+
+
+def test_several_optimizers_without_a_fused_version() -> None:
+    timeline = update(FOREACH, "aten::_foreach_mul_", "aten::_foreach_addcdiv_", optimizer="Muon")
+    with timeline.range("Optimizer.step#DistAdam.step"):
+        timeline.host(1)
+    finding = advice(timeline)
+    assert finding.action.endswith("not an argument of DistAdam and Muon")
+    assert finding.saving_ns is None
+
+
 def test_update_with_an_unknown_fused_version_may_be_too_short_to_report() -> None:
     assert found(update(ADD, "aten::mul_", "aten::add_", count=2, optimizer="NAdam").profile(), "SS007") is None
 

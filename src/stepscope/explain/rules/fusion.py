@@ -186,7 +186,8 @@ def find_unfused_optimizer(evidence: StepEvidence) -> Hit | None:
     host_share = np.ones(evidence.kernels.height)
     host_share[one_by_one["row"].to_numpy()] = FUSED_UPDATE_HOST_SHARE
     gain = evidence.merged(groups, host_share=host_share, after_all=True)
-    hit = settle(evidence, gain, f"{text}; one pass over the weights would take {ms(min(fused, time))}", title=title)
+    text += f"; one pass over the weights would take {ms(fused)}" if fused < time else ", in many launches"
+    hit = settle(evidence, gain, text, title=title)
     return replace(hit, action=action, paste=paste) if hit is not None else None
 
 
@@ -195,15 +196,18 @@ def _is_fused(update: pl.DataFrame) -> bool:
 
 
 def _name_optimizer(evidence: StepEvidence) -> str:
-    """Return the optimizer's class, empty if unknown. Of several, the one whose update can be fused."""
+    """Return the optimizer's class, empty if unknown. Of several, the one whose update can be fused, or all if none
+    can."""
     case, manifest = evidence.case, evidence.profile.recording.manifest
     if name := manifest.optimizer or (case.workload.optimizer if case else None):
         return _CLASSES.get(name, name)
     names = (
         evidence.profile.recording.ranges["name"].str.extract(_OPTIMIZER_STEP).drop_nulls().unique().sort().to_list()
     )
-    chosen = [name for name in names if name in _HAS_FUSED] or names
-    return chosen[0] if len(chosen) == 1 else ""
+    fused = [name for name in names if name in _HAS_FUSED]
+    if fused:
+        return fused[0] if len(fused) == 1 else ""
+    return " and ".join(names)
 
 
 def _update_at_once(name: str, *, one_by_one: bool) -> tuple[str, str]:
@@ -216,8 +220,8 @@ def _update_at_once(name: str, *, one_by_one: bool) -> tuple[str, str]:
         return "Use `fused=True`", _FUSED_TRUE
     if one_by_one and name in _HAS_FOREACH:
         paste = f"optimizer = torch.optim.{name}(model.parameters(), lr=lr, foreach=True)  # and the other arguments"
-        return f"Use `foreach=True`: {name} has no `fused`", paste
-    return f"Compile the update: {name} has no `fused`", _COMPILED_UPDATE
+        return f"Use `foreach=True`, because `fused` is not an argument of {name}", paste
+    return f"Compile the update, because `fused` is not an argument of {name}", _COMPILED_UPDATE
 
 
 def _fused_update_ns(evidence: StepEvidence, update: pl.DataFrame, name: str) -> float | None:
