@@ -131,7 +131,7 @@ def test_launches_inside_a_graph_are_not_late() -> None:
                     timeline.launch(GEMM_BF16, 2, op="aten::mm")
     finding = found(graphs(timeline.profile(compiled=True)), "SS001")
     assert finding is not None
-    assert finding.title.startswith("GPU waits for the CPU between CUDA graphs: idle")
+    assert finding.title.startswith("Late CUDA graphs: the GPU is idle ")
     assert "kernels start late" not in finding.evidence
     assert "with_stack" in finding.fix
 

@@ -132,7 +132,6 @@ def _update_on_gpu(evidence: StepEvidence, hit: Hit, copies: pl.DataFrame, alone
         evidence=text,
         saving_ns=saving,
         gain=gain,
-        about_ns=(hit.about_ns or 0.0) + cpu_ns,
         action="Keep the optimizer state on the GPU, sharded over ranks if it does not fit",
         paste=_DEEPSPEED_ON_GPU if _uses_deepspeed(evidence) else _OPTIMIZER_ON_GPU,
     )

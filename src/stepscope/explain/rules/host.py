@@ -86,7 +86,7 @@ def _late_graphs(evidence: StepEvidence) -> Hit:
     )
     has_stacks = _has_stacks(evidence.profile)
     return Hit(
-        title=f"GPU waits for the CPU between CUDA graphs: idle {say_percent(evidence.idle_share)} {clock.say_of_step}",
+        title=f"Late CUDA graphs: the GPU is idle {say_percent(evidence.idle_share)} {clock.say_of_step}",
         evidence=text,
         about_ns=idle,
         action=f"Increase the batch size, {THROUGHPUT}" if has_stacks else "Find out what the CPU does between graphs",
