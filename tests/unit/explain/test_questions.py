@@ -37,18 +37,13 @@ def with_plain_forward(profile: Profile, *durations: int) -> Profile:
     rows = [
         {"phase": "forward", "step": n, "duration_ns": ns, "clock": "cuda events"} for n, ns in enumerate(durations)
     ]
-    rows += [
-        {
-            "phase": "backward",
-            "step": n,
-            "duration_ns": max(1, round(1.1 * profile.clock.busy_ns) - ns),
-            "clock": "host",
-        }
-        for n, ns in enumerate(durations)
-    ]
-    overhead = Overhead(plain_ns=round(1.1 * profile.clock.busy_ns))  # the clock: clearly faster than while profiled
-    recording = profile.recording.with_manifest(overhead=overhead)
-    return make_profile(replace(recording, steps=tables.conform("steps", pl.DataFrame(rows))))
+    # Steps are longer while profiled, so the unprofiled ones are the clock.
+    step_ns = round(1.1 * profile.clock.busy_ns)
+    rows += [{**row, "phase": "backward", "duration_ns": max(1, step_ns - durations[0])} for row in rows]
+    marked = pl.col("name").str.starts_with("step:")
+    ranges = profile.recording.ranges.with_columns(end_ns=pl.col("end_ns") + pl.when(marked).then(20_000).otherwise(0))
+    recording = profile.recording.with_manifest(overhead=Overhead(plain_ns=step_ns))
+    return make_profile(replace(recording, steps=tables.conform("steps", pl.DataFrame(rows)), ranges=ranges))
 
 
 def test_nine_questions_each_with_a_sentence() -> None:

@@ -175,7 +175,7 @@ def test_remarks_come_last_and_have_no_fix() -> None:
     """Findings that no code or setting fixes, in own code and in the built-in model."""
     doubts = (Doubt(code="throttled", text="clocks held back"),)
     findings = find(busy_timeline().profile(doubts=doubts))
-    assert {one.code for one in findings if one.is_remark} == {"SS009", "SS016"}  # few rows; doubts
+    assert {one.code for one in findings if one.is_remark} == {"SS016"}
     assert len(findings) > 1
     assert [one.is_remark for one in findings] == sorted(one.is_remark for one in findings)
     assert all(one.action and not one.fix for one in findings if one.is_remark)
@@ -197,7 +197,7 @@ def test_titles_have_the_numbers_of_the_recording() -> None:
     assert titles["SS007"] == "Optimizer launches 10 kernels per step"
     timeline = Timeline()
     with timeline.step():
-        timeline.launch(GEMM_BF16, 100, op="aten::mm", shapes=[[64, 1024], [1024, 256]], dtypes=[BF16, BF16])
+        timeline.launch(GEMM_BF16, 100, op="aten::mm", shapes=[[320, 4096], [4096, 4096]], dtypes=[BF16, BF16])
     (odd,) = (one for one in find(timeline.profile()) if one.code == "SS009")
     assert odd.title.endswith(": 1 GEMM per step")
 

@@ -13,7 +13,7 @@ from stepscope.explain.trace.profile import Profile, make_profile
 from stepscope.findings import Finding, joint_saving
 from stepscope.spec import build_case
 from tests.unit.explain.test_rules_host import found, products, saving_us, waiting
-from tests.unit.explain.test_rules_kernels import update
+from tests.unit.explain.test_rules_optimizer import update
 from tests.unit.recordings import ADD, BF16, COPY, FP32, GEMM_BF16, GEMM_FP32, INDUCTOR, SOFTMAX, Timeline
 
 APEX_ADAM = "void multi_tensor_apply_kernel<TensorListMetadata<4>, AdamFunctor<float>, float, float>(int)"
@@ -118,8 +118,23 @@ def test_a_run_with_cuda_graphs_is_told_neither() -> None:
     finding = found(graphs(products(20, 2).profile(compiled=True)), "SS001")
     assert finding is not None
     assert "compile" not in finding.fix
-    assert "throughput" in finding.action
     assert finding.saving_ns is None
+
+
+def test_launches_inside_a_graph_are_not_late() -> None:
+    """Two graphs per step, each after CPU time in which the GPU has nothing to do."""
+    timeline = Timeline(host_us=1)
+    for _ in range(4):
+        with timeline.step():
+            for _ in range(2):
+                timeline.host(500)
+                for _ in range(100):
+                    timeline.launch(GEMM_BF16, 2, op="aten::mm")
+    finding = found(graphs(timeline.profile(compiled=True)), "SS001")
+    assert finding is not None
+    assert finding.title.startswith("Late CUDA graphs: the GPU is idle ")
+    assert "kernels start late" not in finding.evidence
+    assert "with_stack" in finding.fix
 
 
 def test_larger_batch_saves_no_time() -> None:

@@ -152,13 +152,18 @@ def test_pinned_memory_comes_from_the_loader_if_there_is_one(has_loader: bool) -
     assert saving_us(timeline.profile(), "SS017") > 0
 
 
-def test_pinned_copies_are_hidden_behind_other_kernels_only() -> None:
+@pytest.mark.parametrize(("moved", "pinned_us"), [(2_500_000, 100), (None, 500), (50_000_000, 1000)])
+def test_pinned_copies_take_time_on_the_bus(moved: int | None, pinned_us: float) -> None:
+    """At 25 GB/s, and half of the time if the bytes are unknown. The CPU no longer waits."""
     timeline = Timeline(host_us=5)
     with timeline.step():
         for _ in range(10):
-            timeline.launch(TO_DEVICE, 1000, op="aten::copy_", call="cudaMemcpyAsync")
+            timeline.launch(TO_DEVICE, 1000, op="aten::copy_", call="cudaMemcpyAsync", bytes=moved)
             timeline.launch(GEMM_BF16, 200, op="aten::mm")
-    assert saving_us(timeline.profile(), "SS017") == pytest.approx(10 * 200, rel=0.05)
+    if pinned_us < 1000:
+        assert saving_us(timeline.profile(), "SS017") == pytest.approx(10 * (1000 - pinned_us), rel=0.05)
+    else:
+        assert found(timeline.profile(), "SS017") is None
 
 
 def test_frames_of_a_loader_are_read(tmp_path: Path) -> None:

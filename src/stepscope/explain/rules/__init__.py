@@ -14,6 +14,7 @@ from stepscope.explain.commands import write_command, write_flags
 from stepscope.explain.ranks.lateness import RankTimes
 from stepscope.explain.rules import (
     communication,
+    copies,
     fusion,
     gemm,
     host,
@@ -32,7 +33,7 @@ from stepscope.files import decode as decode_file
 from stepscope.files import read_plain, write_atomically
 from stepscope.findings import Column, Finding, Table
 
-_MODULES = (host, loading, fusion, naive_attention, gemm, tiles, step, communication, late_rank, remarks)
+_MODULES = (host, loading, fusion, naive_attention, gemm, tiles, step, copies, communication, late_rank, remarks)
 RULES: dict[str, Rule] = {
     rule.code: rule for rule in sorted((rule for one in _MODULES for rule in one.RULES), key=lambda rule: rule.code)
 }

@@ -19,20 +19,31 @@ LEAST_OF_CHAIN, LEAST_OF_ROW = 0.2, 0.35
 # The share of an optimizer's CPU time that a fused one still needs to walk over the tensors, compared with one that
 # launches kernels tensor by tensor: 1.8 ms until its launch, of 14 to 19 ms (219 tensors, 8 kernels each, H200).
 FUSED_UPDATE_HOST_SHARE = 0.12
-ADAM_UNFUSED_BYTES = 80
+LEAST_UPDATE_SHARE = 0.05  # of the step, to report an update whose fused version is unknown
 LEAST_LAYOUT_SHARE = 0.02
 _COPIES = ("aten::copy_", "aten::clone", "aten::contiguous", "aten::_to_copy")
 # Operators whose helper kernels (casts and layout changes inside a library) the user cannot fuse.
 _LIBRARY = r"convolution|linear$|mm$|attention|c10d"
 _ADAM = r"(?i)adam|addcdiv|addcmul"
-# Optimizers that read and write as much as Adam: values of `--optimizer` and class names, in lower case. Adamax and
-# Adam8bit do not.
-_ADAM_NAMES = ("adam", "adamw", "adamw-torch", "adamw-fused", "fusedadam", "fusedadamw")
+# Bytes per parameter in one pass, and as PyTorch's separate operations.
+_ADAM_MOVES = (ADAM_BYTES, 80)
+_ADAGRAD_MOVES = (20, 48)
+# SGD's operations depend on its arguments: momentum is a `mul_`, and weight decay an `add` to a new tensor.
+_MOMENTUM, _DECAY = r"::(?:_foreach_)?mul_$", r"::(?:_foreach_)?add$"
+_SGD_MOVES = {
+    (False, False): (SGD_BYTES, 12),
+    (False, True): (SGD_BYTES, 24),
+    (True, False): (20, 32),
+    (True, True): (20, 44),
+}
 _MANY_TENSORS = r"(?i)foreach|multi_tensor"
 # One kernel for all tensors: PyTorch's (`fused=True`), Apex's and DeepSpeed's (`AdamFunctor`), bitsandbytes'.
 _FUSED = r"(?i)fused_?(?:adam|sgd|adagrad|lamb)|(?:adam|sgd|lamb|adagrad|novograd)\w*functor|koptimizer(?:32|8|static)"
-# Optimizers that have the argument `fused`.
-_HAS_FUSED = r"^(?:Adam|AdamW|SGD|Adagrad)$"
+# Optimizers of PyTorch that have the argument `fused`, and others that have `foreach`.
+_HAS_FUSED = ("Adam", "AdamW", "SGD", "Adagrad")
+_HAS_FOREACH = ("Adadelta", "Adamax", "ASGD", "NAdam", "RAdam", "RMSprop", "Rprop")
+# Values of `--optimizer`.
+_CLASSES = {"adamw": "AdamW", "adamw-torch": "AdamW", "adamw-fused": "AdamW", "sgd": "SGD"}
 _OPTIMIZER_STEP = r"^Optimizer\.step#(\w+)\."
 
 
@@ -157,50 +168,83 @@ def find_unfused_optimizer(evidence: StepEvidence) -> Hit | None:
         & (pl.col("kind") == "kernel")
         & ~pl.col("is_fused")
     )
-    if not update.height or _is_fused(update) or not _has_fused(evidence):
+    if not update.height or _is_fused(update):
         return None
-    fused = _fused_update_ns(evidence, update)
-    if fused is None:
-        return None
-    time = evidence.per_step(update)
-    groups = update.select("row", group="step", fused_ns=pl.lit(min(fused, time)))
-    host_share = np.ones(evidence.kernels.height)
+    name, time = _name_optimizer(evidence), evidence.per_step(update)
     # If a launch serves many tensors, the CPU time is the walk over them, which a fused optimizer needs as well.
     one_by_one = update.filter(~(pl.col("op").fill_null("") + pl.col("name")).str.contains(_MANY_TENSORS))
+    title = f"Optimizer launches {count_per_step(evidence, update.height, 'kernel')}"
+    text = f"the update takes {ms(time)} of GPU time"
+    action, paste = _update_at_once(name, one_by_one=bool(one_by_one.height))
+    fused = _fused_update_ns(evidence, update, name)
+    if fused is None:
+        if time < LEAST_UPDATE_SHARE * evidence.step_ns or update["op"].n_unique() == 1:
+            return None
+        text += ", in several passes over the weights"
+        return Hit(title=title, evidence=text, about_ns=time, action=action, paste=paste)
+    groups = update.select("row", group="step", fused_ns=pl.lit(min(fused, time)))
+    host_share = np.ones(evidence.kernels.height)
     host_share[one_by_one["row"].to_numpy()] = FUSED_UPDATE_HOST_SHARE
     gain = evidence.merged(groups, host_share=host_share, after_all=True)
-    count = count_per_step(evidence, update.height, "kernel")
-    text = f"the update takes {ms(time)} of GPU time; one pass over the weights would take {ms(min(fused, time))}"
-    return settle(evidence, gain, text, title=f"Optimizer launches {count}")
+    text += f"; one pass over the weights would take {ms(fused)}" if fused < time else ", in many launches"
+    hit = settle(evidence, gain, text, title=title)
+    return replace(hit, action=action, paste=paste) if hit is not None else None
 
 
 def _is_fused(update: pl.DataFrame) -> bool:
     return bool(update["name"].str.contains(_FUSED).any() or update["op"].str.contains(_FUSED).any())
 
 
-def _has_fused(evidence: StepEvidence) -> bool:
-    """Whether the optimizer has the argument `fused`, as far as PyTorch's profiler recorded its class."""
-    named = evidence.profile.recording.ranges["name"].str.extract(_OPTIMIZER_STEP).drop_nulls()
-    return not named.len() or bool(named.str.contains(_HAS_FUSED).any())
-
-
-def _fused_update_ns(evidence: StepEvidence, update: pl.DataFrame) -> float | None:
-    """Return how long a fused update takes, None if the recording does not say what is updated."""
-    is_adam = bool(
-        update["op"].str.contains(_ADAM).any()
-        or update["name"].str.contains(_ADAM).any()
-        or evidence.profile.recording.ranges["name"].str.contains(r"(?i)Optimizer\.step#AdamW?\.").any()
-    )
+def _name_optimizer(evidence: StepEvidence) -> str:
+    """Return the optimizer's class, empty if unknown. Of several, the one whose update can be fused, or all if none
+    can."""
     case, manifest = evidence.case, evidence.profile.recording.manifest
-    hardware, parameters = evidence.hardware, manifest.parameters
+    if name := manifest.optimizer or (case.workload.optimizer if case else None):
+        return _CLASSES.get(name, name)
+    names = (
+        evidence.profile.recording.ranges["name"].str.extract(_OPTIMIZER_STEP).drop_nulls().unique().sort().to_list()
+    )
+    fused = [name for name in names if name in _HAS_FUSED]
+    if fused:
+        return fused[0] if len(fused) == 1 else ""
+    return " and ".join(names)
+
+
+def _update_at_once(name: str, *, one_by_one: bool) -> tuple[str, str]:
+    """Return what to do, and the code for it, with the optimizer that the run has: another one computes something
+    else."""
+    if name in _HAS_FUSED:
+        paste = f"optimizer = torch.optim.{name}(model.parameters(), lr=lr, fused=True)  # and the other arguments"
+        return "Use `fused=True`", paste
+    if not name:
+        return "Use `fused=True`", _FUSED_TRUE
+    if one_by_one and name in _HAS_FOREACH:
+        paste = f"optimizer = torch.optim.{name}(model.parameters(), lr=lr, foreach=True)  # and the other arguments"
+        return f"Use `foreach=True`, because `fused` is not an argument of {name}", paste
+    return f"Compile the update, because `fused` is not an argument of {name}", _COMPILED_UPDATE
+
+
+def _fused_update_ns(evidence: StepEvidence, update: pl.DataFrame, name: str) -> float | None:
+    """Return how long a fused update takes, None if the recording does not say what is updated."""
+    moves = _find_moves(update, name)
+    if moves is None:
+        return None
+    one_pass, separate = moves
+    hardware, parameters = evidence.hardware, evidence.profile.recording.manifest.parameters
     if parameters and hardware is not None and hardware.bandwidth:
-        name = manifest.optimizer or (case.workload.optimizer if case else None) or ""
-        is_adam = name.lower() in _ADAM_NAMES if name else is_adam
-        if name and not is_adam and name.lower() != "sgd":
-            return None  # a factory's own optimizer: the cost of a fused version is unknown
-        moved = parameters * (ADAM_BYTES if is_adam else SGD_BYTES)
-        return moved / (hardware.bandwidth * BANDWIDTH_SHARE) * 1e9
-    return evidence.per_step(update) * ADAM_BYTES / ADAM_UNFUSED_BYTES if is_adam else None
+        return parameters * one_pass / (hardware.bandwidth * BANDWIDTH_SHARE) * 1e9
+    return evidence.per_step(update) * one_pass / separate
+
+
+def _find_moves(update: pl.DataFrame, name: str) -> tuple[int, int] | None:
+    """Return the bytes per parameter that a fused update and this one move, None for an unknown optimizer."""
+    ops = update["op"].drop_nulls()
+    if name == "SGD":
+        return _SGD_MOVES[bool(ops.str.contains(_MOMENTUM).any()), bool(ops.str.contains(_DECAY).any())]
+    if name == "Adagrad":
+        return _ADAGRAD_MOVES
+    is_adam = bool(ops.str.contains(_ADAM).any() or update["name"].str.contains(_ADAM).any())
+    return _ADAM_MOVES if name in ("Adam", "AdamW") or (not name and is_adam) else None
 
 
 def _fuse_optimizer(manifest: Manifest) -> dict[str, object]:
@@ -209,6 +253,15 @@ def _fuse_optimizer(manifest: Manifest) -> dict[str, object]:
         return {}
     return {"optimizer": "adamw-fused"} if workload_of(manifest).optimizer in ("adamw", "adamw-torch", None) else {}
 
+
+_FUSED_TRUE = (
+    "optimizer = Optimizer(model.parameters(), lr=lr, fused=True)"
+    "  # the class that you use: Adam, AdamW, SGD and Adagrad have `fused`"
+)
+_COMPILED_UPDATE = (
+    "update = torch.compile(optimizer.step)  # once\n"
+    "update()  # instead of optimizer.step(); a learning rate in a tensor, lr=torch.tensor(lr), avoids recompiling"
+)
 
 RULES = (
     Rule(
@@ -257,18 +310,22 @@ RULES = (
             all but the gradient. As separate operations it moves about 80 bytes per parameter, in thousands of
             launches.""",
         seen="""Elementwise or foreach kernels in the optimizer phase, none of them a fused update (of PyTorch, Apex,
-            DeepSpeed or bitsandbytes), and an optimizer that has the argument `fused`, if its class was recorded.""",
-        saving="""The optimizer's time minus 28 bytes per parameter (12 for SGD) at 89% of the bandwidth. If the number
-            of parameters is unknown and the operations are Adam's, 65% of its time. In the replay, separate kernels
-            cost the CPU eight times as much as a fused one, and foreach kernels the same. In one check the estimate was
-            9.0 ms, and the optimizer phase went from 19.0 to 4.6 ms (from 13.9 to 4.4 ms in the fastest steps); the
-            step times varied by more than that.""",
+            DeepSpeed or bitsandbytes). The class of the optimizer, if it was recorded, decides what to do: Adam, AdamW,
+            SGD and Adagrad have the argument `fused`. For others, at least 5% of the step.""",
+        saving="""The optimizer's time minus 28 bytes per parameter (12 for SGD, 20 with momentum and for Adagrad) at
+            89% of the bandwidth. If the number of parameters is unknown, the bytes of one pass are compared with those
+            of PyTorch's separate operations: 28 of 80 for Adam, 20 of 48 for Adagrad, 20 of 32 for SGD with momentum,
+            of 44 with weight decay as well. For optimizers without `fused` the saving is not estimated. In the replay,
+            separate kernels cost the CPU eight times as much as a fused one, and foreach kernels the same. In one check
+            the estimate was 9.0 ms, and the optimizer phase went from 19.0 to 4.6 ms (from 13.9 to 4.4 ms in the
+            fastest steps); the step times varied by more than that.""",
         builtin="--optimizer adamw-fused",
         own=(
-            "optimizer = torch.optim.AdamW(model.parameters(), fused=True)",
+            "optimizer = torch.optim.AdamW(model.parameters(), fused=True)  # or Adam, SGD, Adagrad",
+            "update = torch.compile(optimizer.step)  # for other optimizers",
             "# for gradient clipping: torch.nn.utils.clip_grad_norm_(params, 1.0, foreach=True)",
         ),
-        paste="optimizer = torch.optim.AdamW(model.parameters(), lr=lr, fused=True)",
+        paste=_FUSED_TRUE,
         change=_fuse_optimizer,
     ),
     Rule(

@@ -3,7 +3,6 @@
 import math
 from dataclasses import replace
 
-import numpy as np
 import polars as pl
 
 from stepscope import cost
@@ -44,6 +43,15 @@ def gemms(evidence: StepEvidence) -> pl.DataFrame:
 def without_attention(evidence: StepEvidence, products: pl.DataFrame) -> pl.DataFrame:
     """Return the GEMMs that are not part of unfused attention: a fused kernel replaces those (SS004)."""
     return products.filter(~pl.col("row").is_in(unfused_attention(evidence)["row"].implode()))
+
+
+def memory_bound(evidence: StepEvidence, products: pl.DataFrame) -> pl.DataFrame:
+    """Return the GEMMs whose bytes take longer than their FLOPs at the limits of the GPU, as far as these are known."""
+    hardware = evidence.hardware
+    bandwidth, peaks = (hardware.bandwidth, hardware.peak_flops) if hardware else (None, {})
+    products = products.filter((pl.col("flops") > 0) & pl.lit(bandwidth is not None))
+    peak = pl.col("dtype").replace_strict(peaks, default=None, return_dtype=pl.Float64)
+    return products.filter(pl.col("bytes") / (bandwidth or math.inf) > pl.col("flops") / peak)
 
 
 def row_counts(products: pl.DataFrame) -> list[int]:
@@ -108,11 +116,8 @@ def _faster_ns(hardware: Hardware, better: str, time: float, flops: float | None
 
 
 def find_memory_bound(evidence: StepEvidence) -> Hit | None:
-    hardware = evidence.hardware
-    if hardware is None or not hardware.bandwidth:
-        return None
     products = gemms(evidence)
-    slow = _memory_bound(hardware, without_attention(evidence, products))
+    slow = memory_bound(evidence, without_attention(evidence, products))
     # More rows are free only if the rows are few. In backward, each size may be the number of rows.
     smallest = pl.min_horizontal("m", "n", "k")
     few = (pl.col("m") == smallest) | (
@@ -143,15 +148,6 @@ def find_memory_bound(evidence: StepEvidence) -> Hit | None:
         else "; another size than the number of rows is small, so a larger batch does not help"
     )
     return Hit(title=title, evidence=text, action="", paste="")
-
-
-def _memory_bound(hardware: Hardware, products: pl.DataFrame) -> pl.DataFrame:
-    products = products.filter(pl.col("flops") > 0)
-    bound = np.zeros(products.height, dtype=np.bool_)
-    for place, (dtype, flops, moved) in enumerate(products.select("dtype", "flops", "bytes").iter_rows()):
-        peak = hardware.peak_flops.get(dtype or "")
-        bound[place] = peak is not None and moved / (hardware.bandwidth or math.inf) > flops / peak
-    return products.filter(pl.Series(bound, dtype=pl.Boolean))
 
 
 def _lower_precision(manifest: Manifest) -> dict[str, object]:

@@ -7,6 +7,7 @@ import numpy as np
 import polars as pl
 
 from stepscope.explain.ranks.collectives import CoveredTime
+from stepscope.explain.rules.dependent_waits import find_host_updates, is_decoding, is_large_copy, is_of_scaler
 from stepscope.explain.rules.evidence import StepEvidence, ms, often
 from stepscope.explain.rules.loading import find_loading, is_input_copy
 from stepscope.explain.rules.remarks import find_captures
@@ -19,6 +20,7 @@ from stepscope.explain.rules.rule import (
     Hit,
     Rule,
     compile_model,
+    count_per_step,
     grow_batch,
     settle,
     workload_of,
@@ -26,11 +28,12 @@ from stepscope.explain.rules.rule import (
 from stepscope.explain.trace.profile import Profile
 from stepscope.findings import Copyable
 from stepscope.recording.store import Manifest
-from stepscope.units import say_percent
+from stepscope.units import count_noun, say_percent
 
 LEAST_IDLE = 0.03
 # The share of the CPU time of compiled code that is left if CUDA graphs launch it: an assumption.
 GRAPH_HOST_SHARE = 0.1
+_MOSTLY = 0.5
 
 
 def _opens_step(evidence: StepEvidence) -> Bools:
@@ -50,6 +53,8 @@ def find_launch_bound(evidence: StepEvidence) -> Hit | None:
     gain = evidence.gain(change)
     if gain.step_ns < LEAST_IDLE * evidence.step_ns:
         return None
+    if (evidence.kernels["launched"] == "graph").sum() > _MOSTLY * evidence.kernels.height:
+        return _late_graphs(evidence)
     clock, count = evidence.clock, evidence.kernels.height / evidence.num_steps
     each = clock.busy_ns / max(1.0, count)
     title = f"Launch-bound: the GPU is idle {say_percent(evidence.idle_share)} {clock.say_of_step}"
@@ -69,6 +74,26 @@ def find_launch_bound(evidence: StepEvidence) -> Hit | None:
     )
 
 
+def _late_graphs(evidence: StepEvidence) -> Hit:
+    """The kernels inside a graph need no launches: the CPU is late with whole graphs."""
+    clock, graphs = evidence.clock, evidence.kernels.filter(pl.col("launched") == "graph")
+    count = count_per_step(evidence, graphs["launch_ns"].n_unique(), "CUDA graph")
+    inside, every = (one.height / evidence.num_steps for one in (graphs, evidence.kernels))
+    idle = evidence.idle_ns(evidence.replay.starved)
+    text = (
+        f"{count} launch {inside:,.0f} of {every:,.0f} kernels; the GPU is idle for {ms(idle)} {clock.say_per_step} "
+        "until the CPU makes its next launch, not between the kernels of a graph"
+    )
+    has_stacks = _has_stacks(evidence.profile)
+    return Hit(
+        title=f"Late CUDA graphs: the GPU is idle {say_percent(evidence.idle_share)} {clock.say_of_step}",
+        evidence=text,
+        about_ns=idle,
+        action=f"Increase the batch size, {THROUGHPUT}" if has_stacks else "Find out what the CPU does between graphs",
+        paste=GROW_BATCH if has_stacks else _RECORD_STACKS,
+    )
+
+
 def _launch_less(evidence: StepEvidence) -> tuple[str, str]:
     """Return what to do that the run does not do yet."""
     if evidence.uses_graphs:
@@ -81,6 +106,8 @@ def _launch_less(evidence: StepEvidence) -> tuple[str, str]:
 def find_synchronisation(evidence: StepEvidence) -> Hit | None:
     waits = evidence.waits.filter((pl.col("kind") == "call") & ~pl.col("last") & pl.col("step").is_not_null())
     waits = waits.filter(~is_input_copy(evidence, waits))
+    # A CPU that updates the weights needs the gradients: see SS020.
+    waits = waits.filter(~pl.col("wait").is_in(find_host_updates(evidence)["wait"].implode()))
     gain = evidence.gain_without(waits) if waits.height else None
     if gain is None:
         return None
@@ -90,13 +117,31 @@ def find_synchronisation(evidence: StepEvidence) -> Hit | None:
     phases = evidence.profile.attribute_ops(waits["op_row"])["phase"].drop_nulls().unique().sort().to_list()
     where = f" ({', '.join(phases)})" if phases else ""
     per_step = evidence.clock.say_per_step
-    title = f"CPU waits for the GPU {often(waits.height / evidence.num_marked)} {per_step}"
+    title = f"CPU waits for the GPU {_say_often(evidence, waits['step'])}"
     text = (
         f"the CPU waits for {ms(waited)} {per_step}{inside}{where}; after each wait the GPU is idle until the next "
         "launch arrives"
     )
-    action, paste = _wait_less(by_op, trains=evidence.has_backward)
+    if is_of_scaler(evidence, waits).sum() > _MOSTLY * waits.height:
+        text += "; GradScaler waits to learn whether a gradient is infinite, before it updates the weights"
+        action, paste = _without_scaler(evidence)
+    else:
+        action, paste = _wait_less(by_op, trains=evidence.has_backward)
     return Hit(title=title, evidence=text, saving_ns=gain.step_ns, gain=gain, action=action, paste=paste)
+
+
+def _say_often(evidence: StepEvidence, steps: pl.Series) -> str:
+    """Return how often something happens that happened in these steps: `twice per step`, `in 3 of 30 steps`."""
+    if steps.n_unique() < evidence.num_marked:
+        return f"in {steps.n_unique()} of {count_noun(evidence.num_marked, 'step')}"
+    return f"{often(steps.len() / evidence.num_marked)} {evidence.clock.say_per_step}"
+
+
+def _without_scaler(evidence: StepEvidence) -> tuple[str, str]:
+    peaks = evidence.hardware.peak_flops if evidence.hardware else {"bf16": 0.0}
+    if "bf16" in peaks:
+        return "Train in bf16, which needs no GradScaler", _TRAIN_IN_BF16
+    return "Use `fused=True`: a fused optimizer looks at the scaler's result on the GPU", _FUSED_SCALER
 
 
 def _wait_less(ops: list[str], *, trains: bool) -> tuple[str, str]:
@@ -109,26 +154,46 @@ def _wait_less(ops: list[str], *, trains: bool) -> tuple[str, str]:
 
 def find_step_end_wait(evidence: StepEvidence) -> Hit | None:
     waits = evidence.waits.filter((pl.col("kind") == "call") & pl.col("last") & pl.col("step").is_not_null())
-    # The last step has no next one to delay.
+    # Large copies to the CPU take time of their own: see SS020.
+    waits = waits.filter(~is_large_copy(evidence, waits))
     steps = evidence.steps["step"]
-    waits = waits.filter(pl.col("step") < steps.max()) if steps.len() else waits.head(0)
-    gain = evidence.gain_without(waits) if waits.height else None
+    # The last step has no next one to delay.
+    before_another = waits.filter(pl.col("step") < steps.max()) if steps.len() else waits.head(0)
+    gain = evidence.gain_without(before_another) if before_another.height else None
     if gain is None:
         return None
-    by_op = waits["op"].drop_nulls().unique().sort().to_list()
+    by_op = before_another["op"].drop_nulls().unique().sort().to_list()
     inside = f" in {by_op[0]}" if by_op else ""
     text = f"the CPU waits for the GPU{inside} at the end of a step, so the next step starts with an empty launch queue"
-    hit = Hit(evidence=text, saving_ns=gain.step_ns, gain=gain)
-    if evidence.has_backward:
-        return hit
-    action = "Start the next batch before reading the results of this one"
-    return replace(hit, action=action, paste=_READ_LATER)
+    if is_decoding(evidence):
+        return _next_token(evidence, text)
+    ended, every = waits["step"].n_unique(), evidence.num_marked
+    rare = ended < _MOSTLY * every
+    title = f"CPU waits for the GPU at the end of {ended} of {every} steps" if ended < every - 1 else ""
+    hit = Hit(title=title, evidence=text, saving_ns=gain.step_ns, gain=gain)
+    if not evidence.has_backward:
+        return replace(hit, action="Start the next batch before reading the results of this one", paste=_READ_LATER)
+    return replace(hit, action="Read values one step later, without waiting", paste=_READ_NEXT_STEP) if rare else hit
+
+
+def _next_token(evidence: StepEvidence, text: str) -> Hit:
+    """A token depends on the one before it, so the wait stays, and only what follows it can become shorter."""
+    action = "Decode several sequences together, or speculatively"
+    return Hit(
+        title="CPU reads each token before it starts the next one",
+        evidence=f"{text}; each token depends on the one before it, so the wait stays",
+        about_ns=evidence.idle_ns(evidence.replay.starved & _opens_step(evidence)),
+        action=action if evidence.uses_graphs else f"Launch a step as a CUDA graph. {action}",
+        paste="" if evidence.uses_graphs else _DECODE_WITH_GRAPHS,
+    )
 
 
 def find_host_absence(evidence: StepEvidence) -> Hit | None:
-    """Stalls that SS012 (loading), SS002 and SS018 (waiting) and SS025 (captures) do not explain."""
-    calls = evidence.waits.filter(pl.col("kind") == "call").select("start_ns", "end_ns")
-    explained = pl.concat([find_loading(evidence).select("start_ns", "end_ns"), calls, find_captures(evidence)])
+    """Stalls that SS012 (loading), SS002 and SS018 (waiting), SS020 (updates on the CPU) and SS025 (captures) do not
+    explain."""
+    calls = evidence.waits.filter(pl.col("kind") == "call")
+    known = (find_loading(evidence), calls, find_host_updates(evidence), find_captures(evidence))
+    explained = pl.concat([one.select("start_ns", "end_ns") for one in known])
     until, idle = evidence.replay.start, evidence.idle_before
     gaps = idle - CoveredTime(explained).between(until - idle, until)
     away: Bools = evidence.is_stall & (gaps > LONG_GAP_NS)
@@ -143,10 +208,10 @@ def find_host_absence(evidence: StepEvidence) -> Hit | None:
     before = f" before {place['op']}" if place["op"] else ""
     phase = f" in {place['phase']}" if place["phase"] else ""
     start = ", at the start of a step" if _opens_step(evidence)[row] else ""
-    count = often(float(away.sum()) / evidence.num_marked)
+    steps = evidence.kernels["step"].filter(pl.Series(away))
     text = (
-        f"{count} {evidence.clock.say_per_step} the CPU launches nothing for over {ms(LONG_GAP_NS)}; the longest stall "
-        f"is {ms(float(gaps.max()))}{before}{phase}{start}"
+        f"{_say_often(evidence, steps)} the CPU launches nothing for over {ms(LONG_GAP_NS)}; the longest stall is "
+        f"{ms(float(gaps.max()))}{before}{phase}{start}"
     )
     return settle(evidence, gain, text, title="")
 
@@ -174,6 +239,27 @@ _ADVICE: dict[str, tuple[str, tuple[str, str]]] = {
     ),
 }
 _FIND_WAITS = 'torch.cuda.set_sync_debug_mode("warn")  # prints a warning wherever the CPU waits'
+_RECORD_STACKS = (
+    "with torch.profiler.profile(with_stack=True) as profiler:\n"
+    "    train_step()\n"
+    'profiler.export_chrome_trace("trace.json")'
+)
+_TRAIN_IN_BF16 = (
+    'with torch.autocast("cuda", torch.bfloat16):  # not float16\n'
+    "    loss = model(x)\n"
+    "loss.backward()  # without a GradScaler\n"
+    "optimizer.step()"
+)
+_FUSED_SCALER = (
+    "optimizer = Optimizer(model.parameters(), lr=lr, fused=True)  # the class that you use, if it has `fused`"
+)
+_READ_NEXT_STEP = (
+    'value = loss.detach().to("cpu", non_blocking=True)  # not .item()\n'
+    "copied = torch.cuda.Event()\n"
+    "copied.record()\n"
+    "# after the next step is launched: copied.synchronize(), then read value"
+)
+_DECODE_WITH_GRAPHS = f"{USE_GRAPHS}  # needs a key-value cache of static size"
 _READ_LATER = (
     "results.append(model(x))  # no .item(), .cpu() and no torch.cuda.synchronize() yet\n"
     "if len(results) > 1:\n"
@@ -190,15 +276,14 @@ def _leave_fp16(manifest: Manifest) -> dict[str, object]:
     return {"precision": "bf16"} if workload_of(manifest).precision == "fp16" else {}
 
 
+def _has_stacks(profile: Profile) -> bool:
+    return bool(profile.recording.ranges["source"].is_in(["module", "python"]).any())
+
+
 def _look_up_stall(profile: Profile) -> Copyable:
-    if profile.recording.ranges["source"].is_in(["module", "python"]).any():  # the trace has stacks
+    if _has_stacks(profile):
         return Copyable(label="about this finding", text="stepscope rule SS019")
-    code = (
-        "with torch.profiler.profile(with_stack=True) as profiler:\n"
-        "    train_step()\n"
-        'profiler.export_chrome_trace("trace.json")'
-    )
-    return Copyable(label="record Python stacks to see what the CPU did", text=code)
+    return Copyable(label="record Python stacks to see what the CPU did", text=_RECORD_STACKS)
 
 
 RULES = (
@@ -211,7 +296,7 @@ RULES = (
             queue is empty, so a faster kernel would only wait longer.""",
         seen="""Kernels that start late because they were launched after all earlier work was done. The rule fires if a
             faster CPU would make the step at least 3% shorter. GPU idle times of over 1 ms are not launch overhead: see
-            SS019.""",
+            SS019. If CUDA graphs launch most kernels, the CPU is late with the next graph, and the finding says so.""",
         saving="""The recording is replayed with a CPU that needs 45% of its time in forward and backward (25% in
             inference), as compiled code does on an H200, or 10% of it if the code is compiled already and CUDA graphs
             launch it; this last share is an assumption. The optimizer's launches stay (SS007). The saving is at most
@@ -237,7 +322,8 @@ RULES = (
             a boolean mask as an index. The CPU stops, the launch queue drains, and the GPU is idle until new launches
             arrive.""",
         seen="""Calls that synchronize or copy to the CPU, take over 10 µs, and are followed by launches in the same
-            step.""",
+            step. The first value that is read after the gradients were unscaled is GradScaler's. Waits for gradients
+            that the CPU itself needs do not count: see SS020.""",
         saving="""The recording is replayed without these waits. In one check the estimate was 3.1 ms and the
             measured saving 2.4 of 59.4 ms; the difference is 1% of the step, less than the spread of step times. In a
             CPU-bound step there is little to gain, and the rule does not fire.""",
@@ -259,8 +345,9 @@ RULES = (
         check=find_step_end_wait,
         meaning="""A step that ends with loss.item() or torch.cuda.synchronize() makes the next step start with an empty
             launch queue.""",
-        seen="A wait after the last launch of a step, if another step follows.",
-        saving="The recording is replayed without these waits.",
+        seen="""A wait after the last launch of a step, if another step follows. In inference with one query per
+            sequence, each step decodes a token and needs the one before it.""",
+        saving="The recording is replayed without these waits. Not estimated for decoding: its waits stay.",
         builtin="not needed: stepscope waits between steps, and that time is not counted",
         own=(
             "losses.append(loss.detach())  # torch.stack(losses).mean().item() every 100 steps",

@@ -1,12 +1,11 @@
-"""Rules about the whole step: copies, recomputation, and the measurement itself."""
+"""Rules about the whole step: recomputation, where the time goes, and the measurement itself."""
 
 import shlex
 
 import numpy as np
 import polars as pl
 
-from stepscope.explain.ranks.collectives import CoveredTime, exposed_ns
-from stepscope.explain.rules.evidence import WORTH_SAYING, StepEvidence, ms
+from stepscope.explain.rules.evidence import StepEvidence, ms
 from stepscope.explain.rules.remarks import NOT_FINITE
 from stepscope.explain.rules.replay import Floats
 from stepscope.explain.rules.rule import Hit, Rule, count_per_step, settle, workload_of
@@ -15,92 +14,15 @@ from stepscope.explain.trace.summary import kernel_times
 from stepscope.findings import Copyable
 from stepscope.recording.rows.bench import STEP_DOUBTS
 from stepscope.recording.store import Manifest
-from stepscope.units import say_message_bytes, say_percent
+from stepscope.units import say_percent
 
-LEAST_EXPOSED = 0.02
 # PyTorch's checkpoint passes each saved tensor through a Python function, in forward and in backward. This is the share
 # of CPU time that is left without it, for launches that are not repeated. Three steps that were recorded with it and
 # without (small, medium, and a Llama of `transformers`, on an H200) say 0.6, and the forward pass of medium says 0.7.
 UNHOOKED_HOST_SHARE = 0.65
 _WITHOUT_HOOKS = "CheckpointFunction"  # the variant with use_reentrant=True
 FEW_KERNELS, MOST_OF_TIME = 3, 0.6
-_LARGE_COPY, _OFTEN = 1 << 20, 4
-_KEEP_ON_GPU = (
-    "Keep the weights on the GPU; if they do not fit, copy fewer bytes, or one layer ahead on a separate stream",
-    "model.to('cuda')  # once, instead of layer by layer in every step",
-)
 _LONGEST_NAME = 1000  # characters that still make sense in a command
-
-
-def find_exposed_copies(evidence: StepEvidence) -> Hit | None:
-    crossing = pl.col("name").str.contains(r"(?i)HtoD|DtoH|host to device|device to host").fill_null(value=False)
-    copies = evidence.kernels.filter(crossing)
-    others = CoveredTime(evidence.kernels.filter(~crossing))
-    alone = exposed_ns(copies, others)
-    # Copies in both directions run at the same time: the time that they cover counts once.
-    covered = CoveredTime(evidence.kernels).total_ns - others.total_ns
-    alone *= covered / max(1.0, float(alone.sum()))
-    exposed = covered / evidence.num_steps
-    if exposed < LEAST_EXPOSED * evidence.step_ns:
-        return None
-    per_step = evidence.clock.say_per_step
-    text = f"{ms(exposed)} {per_step} does not overlap with other kernels; {_say_copies(evidence, copies)}"
-    if _is_offloading(evidence, copies):
-        shorter = alone
-        title = (
-            f"Copies between CPU and GPU take {say_percent(exposed / evidence.step_ns)} {evidence.clock.say_of_step}"
-        )
-        text += "; they alternate with kernels, as they do if weights or optimizer state stay in CPU memory"
-        action, paste = _KEEP_ON_GPU
-    else:
-        free = others.total_ns - (int(copies["time_ns"].sum()) - float(alone.sum()))
-        shorter = alone * min(1.0, max(0.0, free) / float(alone.sum()))
-        title, action, paste = (
-            f"Exposed copies between CPU and GPU: {ms(exposed)} {per_step}",
-            None,
-            None,
-        )
-        if shorter.sum() < alone.sum():
-            text += f"; only {ms(free / evidence.num_steps)} of kernels are left to overlap with: copy fewer bytes"
-    durations = evidence.durations
-    durations[copies["row"].to_numpy()] -= shorter
-    gain = evidence.gain_of(durations)
-    if gain.step_ns < WORTH_SAYING * evidence.step_ns:
-        return None
-    return Hit(
-        title=title,
-        evidence=text,
-        saving_ns=min(gain.step_ns, exposed),
-        gain=gain,
-        about_ns=exposed,
-        action=action,
-        paste=paste,
-    )
-
-
-def _say_copies(evidence: StepEvidence, copies: pl.DataFrame) -> str:
-    """How many bytes, how fast, and from which kind of memory."""
-    known = copies.filter(pl.col("moved_bytes").is_not_null())
-    moved, time = int(known["moved_bytes"].sum()), int(known["time_ns"].sum())
-    text = count_per_step(evidence, copies.height, "copy", "copies")
-    if time:
-        carried = say_message_bytes(int(float(f"{moved / evidence.num_steps:.3g}")))
-        text += f", {carried} at {moved / time:.3g} GB/s (PCIe 4.0 ×16 reaches about 26, PCIe 5.0 ×16 about 53)"
-    for word in ("Pageable", "Pinned"):
-        share = float(copies.filter(pl.col("name").str.contains(word))["time_ns"].sum()) / int(copies["time_ns"].sum())
-        if share > MOST_OF_TIME:
-            text += f", with {word.lower()} CPU memory"
-    return text
-
-
-def _is_offloading(evidence: StepEvidence, copies: pl.DataFrame) -> bool:
-    """Whether large copies to the GPU alternate with the kernels of layers, and would fit in its memory."""
-    large = copies.filter((pl.col("moved_bytes") >= _LARGE_COPY) & pl.col("name").str.contains(r"(?i)HtoD|host to dev"))
-    layers = evidence.kernels.filter(pl.col("class").is_in(["GEMM", "attention", "convolution"]))
-    groups = np.unique(np.searchsorted(layers["row"].to_numpy(), large["row"].to_numpy()))
-    memory = evidence.hardware.memory_bytes if evidence.hardware else None
-    fits = memory is None or int(large["moved_bytes"].sum()) / evidence.num_steps < memory
-    return len(groups) >= _OFTEN * evidence.num_steps and fits
 
 
 def find_recomputation(evidence: StepEvidence) -> Hit | None:
@@ -211,27 +133,5 @@ RULES = (
         own=("# nvidia-smi -q -d PERFORMANCE shows why clocks are throttled",),
         look_up=_look_up_machine,
         on_cpu=True,
-    ),
-    Rule(
-        code="SS020",
-        title="Exposed copies between CPU and GPU",
-        action="Copy on a separate stream, one layer ahead",
-        check=find_exposed_copies,
-        meaning="Weights, activations or optimizer state are copied over the bus while the GPU has nothing else to do.",
-        seen="Time in which only copies to or from the CPU run on the device, at least 2% of the step.",
-        saving="""Copies that alternate with the kernels of layers carry weights or optimizer state: the step is
-            replayed without them, as if these stayed on the GPU, provided that they fit. Otherwise copies are shortened
-            by what could overlap on a separate stream, which is at most the other GPU work that does not overlap with
-            copies yet. Saving more than that requires copying fewer bytes.""",
-        builtin="not needed: its weights and batch stay on the GPU",
-        own=(
-            "with torch.cuda.stream(copies): layer.weight.copy_(pinned, non_blocking=True)  # one layer ahead",
-            "model.to('cuda')  # keep what every step needs on the GPU; offload less, or in 16 bits",
-        ),
-        paste=(
-            "with torch.cuda.stream(copying):  # copying = torch.cuda.Stream(): one layer ahead\n"
-            "    weight.copy_(pinned_weight, non_blocking=True)\n"
-            "torch.cuda.current_stream().wait_stream(copying)  # before the layer runs"
-        ),
     ),
 )

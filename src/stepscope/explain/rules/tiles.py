@@ -10,7 +10,7 @@ import msgspec
 import polars as pl
 
 from stepscope.explain.rules.evidence import BANDWIDTH_SHARE, StepEvidence, ms
-from stepscope.explain.rules.gemm import gemms, row_counts, without_attention
+from stepscope.explain.rules.gemm import gemms, memory_bound, row_counts, without_attention
 from stepscope.explain.rules.rule import Hit, Rule, count_per_step, grow_batch, settle, workload_of
 from stepscope.explain.trace.attribution.nesting import look_up
 from stepscope.explain.trace.roofline import least_ns
@@ -103,6 +103,8 @@ def _find_misfits(evidence: StepEvidence) -> list[_Misfit]:
         & pl.col("tensor_cores").fill_null(value=True)
     )
     products = without_attention(evidence, products)
+    # Arithmetic that is left out does not shorten a memory-bound GEMM: see SS015.
+    products = products.filter(~pl.col("row").is_in(memory_bound(evidence, products)["row"].implode()))
     strides = look_up(evidence.profile.ops, "strides", products["op_row"])
     products = products.with_columns(strides=strides)
     keys = ["name", "dtype", "op", "shapes", "strides"]
@@ -308,8 +310,8 @@ RULES = (
             multiple of the tile, the last tiles compute mostly padding. Only a vocabulary can be padded without
             changing the model: other sizes make this a remark.""",
         seen="""GEMMs on tensor cores with a size, contiguous in memory, that is not such a multiple, or whose tiles
-            (from the kernel's name) are at least 15% empty. The GEMMs of unfused attention are left out: see SS004. A
-            size is the vocabulary if an embedding or a loss has it too.""",
+            (from the kernel's name) are at least 15% empty. The GEMMs of unfused attention (SS004) and memory-bound
+            ones (SS015) are left out. A size is the vocabulary if an embedding or a loss has it too.""",
         saving="""For unaligned sizes: the GEMM, padded to a multiple of 64, at the speed of the fastest aligned GEMM of
             its kind in the recording (65% of the peak if there is none). For partly filled tiles: the share of the
             padding. The result is replayed. In one check on a CPU-bound step the estimate was zero, and the fastest

@@ -1,5 +1,6 @@
 """What limits a step: the CPU, communication, compute, memory bandwidth or, if the device's limits are unknown, the
-kernel class that takes the most time.
+kernel class that takes the most time. If the first finding is about input or copies that take most of the step, these
+are the limit: a headline must not name something else than the first card.
 
 Shares refer to the step's wall time, and the largest one names the bound. An operator is bound by its FLOPs or its
 bytes, whichever needs longer at the device's limit (`trace.roofline`); this is known for operators whose shapes were
@@ -17,11 +18,14 @@ from stepscope.explain.questions.idle_gaps import BETWEEN_STEPS, HOST_LATE, SYNC
 from stepscope.explain.story.phrases import name_class, say_class_takes
 from stepscope.explain.trace.profile import Profile, kernel_word
 from stepscope.explain.trace.roofline import roofline
+from stepscope.findings import Finding
 from stepscope.units import say_percent
 
-Limit = Literal["host", "idle", "communication", "compute", "memory", "launch", "class"]
+Limit = Literal["input", "copies", "host", "idle", "communication", "compute", "memory", "launch", "class"]
 _KNOWN_ENOUGH = 0.5  # of the kernel time, to name a limit
 _HOST_ENOUGH = 0.5  # of the idle time, to call the step CPU-bound
+_MOST_OF_STEP = 0.5
+_FOUND: dict[str, Limit] = {"SS012": "input", "SS020": "copies"}  # what findings are about that no share here knows
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,6 +41,10 @@ class StepBound:
     def label(self) -> str:
         """One or two words, for a tile."""
         match self.limit:
+            case "input":
+                return "input"
+            case "copies":
+                return "copies"
             case "host":
                 return "CPU"
             case "idle":
@@ -55,9 +63,10 @@ class StepBound:
 
 @dataclass(frozen=True)
 class Shares:
-    """The shares of a step's time that decide its bound, by the profile's clock."""
+    """The shares of a step's time that decide its bound, by the profile's clock, and the first finding of the page."""
 
     profile: Profile
+    first: Finding | None = None
 
     @property
     def idle(self) -> float:
@@ -90,6 +99,8 @@ class Shares:
 
     @cached_property
     def bound(self) -> StepBound:
+        if self.first is not None and self.first.code in _FOUND and (self.first.about or 0.0) > _MOST_OF_STEP:
+            return StepBound(limit=_FOUND[self.first.code], share=self.first.about or 0.0)
         busy = 1 - self.idle
         found = [StepBound(limit="host", share=self.idle), StepBound(limit="communication", share=self.communication)]
         if sum(self.limits.values()) >= _KNOWN_ENOUGH:
@@ -119,6 +130,12 @@ class Shares:
         bound, profile = self.bound, self.profile
         share = say_percent(bound.share)
         match bound.limit:
+            case "input" if profile.on_cpu:
+                return f"loading input takes {share} of it"
+            case "input":
+                return f"the GPU waits for input {share} of the time"
+            case "copies":
+                return f"copies between CPU and GPU take {share} of it"
             case "host":
                 return f"the GPU waits for the CPU {share} of the time"
             case "idle":

@@ -12,7 +12,7 @@ from stepscope import __version__
 from stepscope.explain.commands import write_command
 from stepscope.explain.memory.answers import answer_memory
 from stepscope.explain.questions import Answer, answer
-from stepscope.explain.rules import RULES, find_once
+from stepscope.explain.rules import RULES
 from stepscope.explain.rules.rule import THROUGHPUT
 from stepscope.explain.story.commands import list_commands
 from stepscope.explain.story.measured import add_measured, find_measured
@@ -122,8 +122,7 @@ def list_advice(materials: Materials) -> tuple[Advice, ...] | None:
     profile, measured = materials.profile, find_measured(materials)
     if profile is None and not measured:
         return None
-    findings = find_once(profile, materials.rank_times) if profile is not None else ()
-    return tuple(advise(finding, profile) for finding in add_measured(findings, measured))
+    return tuple(advise(finding, profile) for finding in add_measured(materials.findings, measured))
 
 
 def advise(finding: Finding, profile: Profile | None) -> Advice:

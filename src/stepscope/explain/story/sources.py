@@ -17,11 +17,12 @@ import msgspec
 from stepscope.explain.experiments.bench_tables import step_ms
 from stepscope.explain.memory import MemoryProfile
 from stepscope.explain.ranks.lateness import RankTimes, match_ranks
+from stepscope.explain.rules import find_once
 from stepscope.explain.statistics import Statistics
 from stepscope.explain.story.bounds import Shares
 from stepscope.explain.trace.clock import Clock
 from stepscope.explain.trace.profile import Profile
-from stepscope.findings import Missing
+from stepscope.findings import Finding, Missing
 from stepscope.hardware import Hardware
 from stepscope.recording.rows.attention_case import AttentionRow
 from stepscope.recording.rows.bench import BenchRow
@@ -100,9 +101,14 @@ class Materials:
         return tuple(map(Fraction, row.measurement.step_ns)) if row and row.measurement else ()
 
     @cached_property
+    def findings(self) -> tuple[Finding, ...]:
+        """What the profile shows, computed once: for a million kernels this takes seconds."""
+        return find_once(self.profile, self.rank_times) if self.profile is not None else ()
+
+    @cached_property
     def shares(self) -> Shares | None:
-        """The profile's shares, computed once: for a million kernels this takes seconds."""
-        return None if self.profile is None else Shares(self.profile)
+        """The profile's shares, computed once, for the same reason."""
+        return None if self.profile is None else Shares(self.profile, next(iter(self.findings), None))
 
 
 # --- Measured peaks ---------------------------------------------------------------------------------------------------

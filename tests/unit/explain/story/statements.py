@@ -171,6 +171,9 @@ def read_page(report: Report, *, explains_step: bool, has_idle: bool) -> Iterato
             "idle share", r"the GPU (?:waits for the CPU|is idle) PERCENT", report.sentence, "headline"
         )
         yield from shares_in("exposed share", r"exposed communication takes PERCENT of it", report.sentence, "headline")
+        headline = r"(?:the GPU waits for input|loading input takes) PERCENT"
+        yield from shares_in("input share", headline, report.sentence, "headline")
+        yield from shares_in("copies share", r"copies between CPU and GPU take PERCENT", report.sentence, "headline")
         if busy := fact_of(report, "busy"):
             yield of_table("busy share", busy.value, "fact")
     yield from _read_picture(report, 0, "picture")
@@ -237,6 +240,9 @@ def read_idle_answer(text: str, where: str) -> Iterator[Statement]:
 def read_finding(finding: Finding, where: str) -> Iterator[Statement]:
     text = f"{finding.title}. {finding.evidence}"
     yield from shares_in("idle share", r"GPU is idle PERCENT of the step", text, f"{where} {finding.code}")
+    if finding.code in ("SS012", "SS020") and finding.about is not None:
+        quantity = "input share" if finding.code == "SS012" else "copies share"
+        yield exactly(quantity, finding.about, f"{where} {finding.code}")
     if finding.code == "SS011":
         yield from times_in(
             "exposed", r"TIME (?:per step |in the trace )?does not overlap", text, f"{where} {finding.code}"

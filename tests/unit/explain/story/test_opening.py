@@ -11,6 +11,7 @@ from stepscope.explain.trace.profile import make_profile
 from stepscope.findings import Fact, Report
 from stepscope.recording.store import Overhead
 from stepscope.spec import build_case
+from stepscope.units import say_percent
 from tests.unit.attention_rows import attend
 from tests.unit.explain.story.story_materials import (
     addition,
@@ -25,7 +26,7 @@ from tests.unit.explain.story.story_materials import (
     small_row,
     traced,
 )
-from tests.unit.recordings import INDUCTOR, Timeline
+from tests.unit.recordings import GEMM_BF16, INDUCTOR, TO_DEVICE_PINNED, Timeline
 from tests.unit.rows import ENVIRONMENT
 
 
@@ -114,6 +115,49 @@ def test_cpu_run_has_no_gpu_figures() -> None:
     assert "GPU" not in report.sentence
     assert "busy" not in keys(report)
     assert fact(report, "bound").note == "100% of the operator time"
+
+
+def loading(*, us: float, copy_us: float = 0, on_cpu: bool = False) -> Report:
+    timeline = Timeline()
+    for _ in range(3):
+        with timeline.step():
+            with timeline.range("enumerate(DataLoader)"):
+                timeline.host(us)
+            if copy_us:
+                timeline.launch(TO_DEVICE_PINNED, copy_us, op="aten::copy_")
+            for _ in range(20):
+                if on_cpu:
+                    timeline.compute("aten::mm", 100)
+                else:
+                    timeline.launch(GEMM_BF16, 100)
+            if not on_cpu:
+                timeline.wait()
+    return tell(Materials(name="a", profile=timeline.profile()))
+
+
+@pytest.mark.parametrize(
+    ("on_cpu", "says"), [(True, "loading input takes 7"), (False, "the GPU waits for input 7")], ids=["cpu", "gpu"]
+)
+def test_headline_agrees_with_a_first_card_about_input(on_cpu: bool, says: str) -> None:
+    report = loading(us=6000, on_cpu=on_cpu)
+    assert report.advice is not None
+    first = report.advice[0].finding
+    assert first.code == "SS012"
+    assert says in report.sentence
+    bound = fact(report, "bound")
+    assert bound.value == "input"
+    assert bound.note == f"{say_percent(first.about or 0.0)} of the step"
+    assert say_percent(first.about or 0.0) in report.sentence
+
+
+def test_input_that_takes_less_than_half_of_the_step_is_not_the_bound() -> None:
+    assert "input" not in loading(us=500).sentence
+
+
+def test_headline_agrees_with_a_first_card_about_copies() -> None:
+    report = loading(us=1, copy_us=6000)
+    assert "copies between CPU and GPU take 75% of it" in report.sentence
+    assert fact(report, "bound").value == "copies"
 
 
 def test_trace_without_steps_has_no_step_time() -> None:

@@ -184,7 +184,7 @@ def test_kernel_names_are_quoted_and_huge_ones_left_out() -> None:
 
 def test_advice_keeps_the_order_of_the_findings() -> None:
     found = (finding("SS001"), finding("SS019"))
-    with patch("stepscope.explain.story.run.find_once", return_value=found):
+    with patch("stepscope.explain.story.sources.find_once", return_value=found):
         advice = list_advice(Materials(name="a", profile=record_ours(product)))
     assert advice is not None
     assert [(one.finding.code, one.finding.is_remark) for one in advice] == [("SS001", False), ("SS019", True)]
