@@ -26,6 +26,7 @@ _SCIENTIFIC_BELOW, _SCIENTIFIC_FROM = 1e-4, 1e9
 _SUFFIX = {"share": "%", "ratio": "×"}
 _UNITS: dict[Quantity, str] = {"ms": " ms", "us": " µs"}
 _PREFIXES = ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"), (1.0, ""))
+_MS_COLUMN = Column(key="time", label="", kind="ms")
 BYTE_UNITS = ("bytes", "B")  # of an axis of bytes
 # Units of time, their nanoseconds, and the least duration in that unit: steps are compared in milliseconds.
 _TIMES = (("s", 1e9, 9.995e8), ("ms", 1e6, 1e5), ("µs", 1e3, 1e3))
@@ -153,6 +154,16 @@ def format_value(kind: Quantity, value: Cell) -> str:
     return f"{text}{_UNITS.get(kind, '')}" if isinstance(value, int | float) else text
 
 
+def format_ms(time_ns: float) -> str:
+    """Return a part of a step in milliseconds, whatever its size."""
+    return format_value("ms", _in_ms(time_ns))
+
+
+def _in_ms(time_ns: float) -> float:
+    """Return milliseconds; 0 for times that would need a power of ten, such as the rounding error of a sum."""
+    return time_ns / 1e6 if abs(time_ns) >= 1e6 * _SCIENTIFIC_BELOW else 0.0
+
+
 def format_measured(value: float) -> str:
     """Return a measured number without a unit; it keeps its decimals even if it is a whole number."""
     return format_column(Column(key="value", label="", kind="ms"), [value])[0]
@@ -249,12 +260,10 @@ def one_line(text: str) -> str:
 
 
 def split_step(bar: StepBar) -> tuple[str, str, str]:
-    """Return step, busy and idle time as texts with the same decimals; the last two add up to the first."""
-    step = format_value("ms", bar.step_ns / 1e6)
-    digits = step.removesuffix(" ms").replace(",", "")
-    decimals = len(digits.partition(".")[2]) if "e" not in digits else 0
-    busy = round(bar.busy_ns / 1e6, decimals)
-    return step, f"{busy:,.{decimals}f} ms", f"{float(digits) - busy:z,.{decimals}f} ms"
+    """Return step, busy and idle time as texts. Each is the time itself, rounded: a difference of rounded times would
+    contradict the tables, which have the same time."""
+    busy, idle = format_column(_MS_COLUMN, [_in_ms(bar.busy_ns), _in_ms(bar.step_ns - bar.busy_ns)])
+    return format_ms(bar.step_ns), f"{busy} ms", f"{idle} ms"
 
 
 def say_split(bar: StepBar) -> str:
