@@ -2,8 +2,9 @@
 strings, which text, Markdown and LaTeX escape and lay out.
 
 A column is formatted as a whole, because readers compare values down a column: values of similar size share their
-number of decimals. Values of very different size keep three to four significant digits each: common decimals would drop
-the small ones, or give the large ones digits that were never measured.
+number of decimals, also across columns that are compared with each other. Values of very different size keep three to
+four significant digits each: common decimals would drop the small ones, or give the large ones digits that were never
+measured.
 
 Cells are one printable line. A kernel name from an untrusted trace may contain a newline, which would break a row in
 every format, or an escape sequence, which the reader's terminal would run.
@@ -35,7 +36,11 @@ _TIMES = (("s", 1e9, 9.995e8), ("ms", 1e6, 1e5), ("µs", 1e3, 1e3))
 def format_cells(table: Table, index: int) -> list[str]:
     """Return the cells of a table's column as text, with a mark on unreliable ones."""
     column = table.columns[index]
-    texts = format_column(column, [row[index] for row in table.rows])
+    peers = table.compared if column.key in table.compared else ()
+    others = [at for at, one in enumerate(table.columns) if one.key in peers]
+    texts = format_column(
+        column, [row[index] for row in table.rows], compared=[row[at] for at in others for row in table.rows]
+    )
     reason = table.doubted_by.get(column.key)
     if reason is None:
         return texts
@@ -43,9 +48,10 @@ def format_cells(table: Table, index: int) -> list[str]:
     return [text + DOUBTED * bool(row[at]) for text, row in zip(texts, table.rows, strict=True)]
 
 
-def format_column(column: Column, cells: Sequence[Cell]) -> list[str]:
-    """Return the cells of one column as text, `MISSING` for None. Strings are unchanged."""
-    values = [_displayed(column, cell) for cell in cells if _is_finite(cell)]
+def format_column(column: Column, cells: Sequence[Cell], *, compared: Sequence[Cell] = ()) -> list[str]:
+    """Return the cells of one column as text, `MISSING` for None, with decimals that also suit the cells they are
+    `compared` with. Strings are unchanged."""
+    values = [_displayed(column, cell) for cell in (*cells, *compared) if _is_finite(cell)]
     decimals = _common_decimals(column, values)
     return [_format_cell(column, cell, decimals) for cell in cells]
 

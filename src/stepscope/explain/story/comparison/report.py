@@ -36,14 +36,15 @@ def tell_both(a: Materials, b: Materials) -> Report:
     a, b = share_peaks(a), share_peaks(b)
     openings, labels = (Opening(a), Opening(b)), label_sides(a, b)
     shown = [key for key in SECTIONS if key != "ranks" or len(a.ranks) > 1 or len(b.ranks) > 1]
-    sections = (show_changes(a, b, labels), *(put_side_by_side(key, a, b, labels) for key in shown))
+    picture = draw_steps([a.profile, b.profile], labels)
+    sections = (show_changes(a, b, picture, labels), *(put_side_by_side(key, a, b, labels) for key in shown))
     return Report(
         title=_title(a, b, labels),
         subtitle=_say_where(a, b, labels),
         runs=labels,
         sentence=say_change(*openings, labels),
         facts=_pair_facts(*openings, labels),
-        picture=draw_steps([a.profile, b.profile], labels),
+        picture=picture,
         advice=list_advice(b),
         soundness=_judge_both(*openings, labels),
         sections=gather_missing(sections),

@@ -6,7 +6,7 @@ Idle time belongs to the phase of the kernel that ends it. If the clock's step i
 spread over the phases as in the profiled steps.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 import polars as pl
@@ -66,7 +66,7 @@ def _draw_bar(profile: Profile) -> StepBar:
             times_ns=tuple((part["own_ns"] * busy_scale).to_list()),
             idle_ns=waits[phase] * idle_scale,
         )
-        for phase in _order(waits)
+        for phase in order_phases(waits)
         for part in [times.filter((pl.col("phase") == phase) & (pl.col("own_ns") > 0))]
     ]
     return StepBar(
@@ -83,7 +83,7 @@ def _has_phases(swept: pl.DataFrame) -> bool:
     return float(known["own_ns"].sum()) >= _KNOWN_ENOUGH * float(swept["own_ns"].sum())
 
 
-def _order(phases: Sequence[str] | dict[str, float]) -> list[str]:
+def order_phases(phases: Iterable[str]) -> list[str]:
     """Return phases in the order of a step; others by name, and unknown ones last."""
     return sorted(phases, key=lambda one: (ORDER.index(one) if one in ORDER else len(ORDER), one == UNKNOWN, one))
 
