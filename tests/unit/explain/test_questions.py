@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 
+import msgspec
 import polars as pl
 import pytest
 
@@ -16,6 +17,7 @@ from stepscope.recording import tables
 from stepscope.recording.rows.bench import Doubt
 from stepscope.render.formats import Format
 from stepscope.render.tables import render
+from stepscope.spec import HuggingFace, build_case
 from stepscope.units import say_share
 from tests.unit.question_recordings import AUTOGRAD, EXP, GEMM, SMALL_GEMM, SOFTMAX, Tape, model_profile
 from tests.unit.recordings import add_unprofiled_steps
@@ -411,3 +413,32 @@ def test_phases_take_the_same_time_in_questions_and_tables() -> None:
     forward = sum(float(row[1] or 0) for row in rows if row[0] in ("forward", "loss"))
     clocks = {row["clock"]: row["per_step_ms"] for row in evidence(ask("forward-time", cut))}
     assert clocks["kernels"] == pytest.approx(forward)
+
+
+def test_commands_record_both_runs_instead_of_naming_a_file() -> None:
+    """A page does not know the directory of its recording."""
+    command = ask("share-of-products", model_profile(file="raw.json.gz")).command
+    assert "raw.json.gz" not in command
+    train, inference, compared = command.split(" && ")
+    assert train.startswith("stepscope profile --d-model ")
+    assert train.endswith(" --out runs/train")
+    assert inference.endswith(" --mode inference --out runs/inference")
+    assert compared == "stepscope explain runs/train runs/inference --questions"
+
+
+@pytest.mark.parametrize(
+    ("settings", "larger"),
+    [
+        ({"hf": "gpt2", "n_layer": 2}, "stepscope profile --hf gpt2 --set n_layer=24 "),
+        ({"hf": "llama"}, "stepscope profile --hf llama --set num_hidden_layers=24 "),
+        ({"size": "small"}, "stepscope profile --size large "),
+    ],
+)
+def test_larger_model_sets_an_argument_that_exists(settings: dict[str, str | int], larger: str) -> None:
+    sizes = {name: value for name, value in settings.items() if name not in ("hf", "size")}
+    case = build_case({"size": "small", "device": "cuda:0"})
+    if "hf" in settings:
+        model = HuggingFace(config=str(settings["hf"]), arguments=tuple(sizes.items()))
+        case = msgspec.structs.replace(case, workload=msgspec.structs.replace(case.workload, model=model))
+    command = ask("small-and-large", model_profile(case=case)).command
+    assert command.split(" && ")[1].startswith(larger)

@@ -210,7 +210,7 @@ def _residual(profile: MemoryProfile) -> Answer:
     case = profile.recording.manifest.case
     if case is None or not isinstance(case.workload.model, ModelShape):
         return missing(
-            key, question, "this recording does not include the shape of the model", "stepscope memory --size 2.7B"
+            key, question, "only recordings of the built-in model have its formula", "stepscope memory --size small"
         )
     workload, shape = case.workload, case.workload.model
     size = cost.residual_bytes(shape, batch=workload.micro_batch, context=workload.context)
