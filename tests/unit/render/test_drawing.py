@@ -11,7 +11,7 @@ from xml.etree import ElementTree
 import msgspec
 import pytest
 
-from stepscope.findings import Axis, Bars, Figure, Point, StepBar, StepPhase, StepPicture
+from stepscope.findings import Axis, Bars, Figure, Point, Roof, StepBar, StepPhase, StepPicture
 from stepscope.render.drawing import draw_part
 from stepscope.render.drawing.axes import Scale, find_log_ticks, find_ticks
 from stepscope.render.drawing.roofline import choose_points
@@ -159,6 +159,23 @@ def test_points_in_the_column_do_not_cover_each_other() -> None:
     assert len(small) == 8
     for (x, y, r), (x2, y2, r2) in combinations(small, 2):
         assert math.dist((x, y), (x2, y2)) >= r + r2 - 0.1
+
+
+def test_short_points_far_below_the_others_do_not_stretch_the_axes() -> None:
+    """Each of them is among the points that take 99% of the time, if the longest count first."""
+    roofline = draw_roofline()
+    slow = msgspec.structs.replace(roofline.points[0], label="slow", flops_per_s=1e3, intensity=1e-6, share=0.004)
+    shorter = [msgspec.structs.replace(roofline.points[0], label="shorter", share=0.003)] * 40
+    with_slow = msgspec.structs.replace(roofline, points=(*roofline.points, slow, *shorter))
+    assert "slow" not in [point.label for point in choose_points(with_slow)]
+
+
+def test_throughput_is_in_tflops_on_any_device() -> None:
+    roofline = draw_roofline()
+    fast = msgspec.structs.replace(roofline, roofs=(Roof(label="fp8", flops_per_s=4.5e15),))
+    texts = [text for text, _ in text_boxes(parse(draw_part(fast)))]
+    assert "throughput (TFLOP/s)" in texts
+    assert "1,000" in texts
 
 
 def test_axes_fit_the_points_that_take_the_time() -> None:
