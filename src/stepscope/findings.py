@@ -299,6 +299,7 @@ class Breakdown(msgspec.Struct, frozen=True, kw_only=True):
     idles_ns: tuple[float, ...]
     what: str = "kernels"  # operators, on a CPU
     unit: Literal["step", "trace"] = "step"  # the trace, if no run has marked steps
+    num_devices: int = 1  # kernel times are sums over them, `walls_ns` and `idles_ns` are means
     notes: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
@@ -485,6 +486,9 @@ class Section(msgspec.Struct, frozen=True, kw_only=True):
     lead: str = ""
     exhibits: tuple[Exhibit, ...] = ()
     missing: tuple[Missing, ...] = ()
+
+
+CHANGES = "changes"  # the key of the section of a comparison that comes before the findings
 
 
 class Report(msgspec.Struct, frozen=True, kw_only=True):

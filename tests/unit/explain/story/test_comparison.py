@@ -457,6 +457,9 @@ def test_quality_is_that_of_the_worse_run() -> None:
     assert tell_both(sound, sound).soundness.verdict == "sound"
     assert tell_both(sound, foreign).soundness.verdict != "sound"
     assert tell_both(foreign, sound).soundness.verdict == tell_both(sound, foreign).soundness.verdict
+    report = tell_both(sound, foreign)
+    said = report.soundness.sentence
+    assert said.index(f"{report.runs[1]}: ") < said.index(f"{report.runs[0]}: "), "the run that decides comes first"
 
 
 def test_one_breakdown_and_one_roofline_hold_both_runs(both: Report) -> None:

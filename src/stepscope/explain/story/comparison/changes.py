@@ -24,7 +24,7 @@ from stepscope.explain.trace.compare import (
     comparison_table,
     say_sum,
 )
-from stepscope.findings import Bars, Cell, Column, Exhibit, Missing, Section, StepPhase, StepPicture, Table
+from stepscope.findings import CHANGES, Bars, Cell, Column, Exhibit, Missing, Section, StepPhase, StepPicture, Table
 from stepscope.units import say_size, say_time
 
 # Settings that decide how much work a step is, and where it runs. The others decide how it is done.
@@ -66,7 +66,7 @@ def show_changes(a: Materials, b: Materials, picture: StepPicture | None, labels
     else:
         missing += _absent(a, b, "memory", "changes in memory", labels)
     lead = " ".join(text for text in said if text)
-    return Section(key="changes", title="What changed", lead=lead, exhibits=tuple(exhibits), missing=tuple(missing))
+    return Section(key=CHANGES, title="What changed", lead=lead, exhibits=tuple(exhibits), missing=tuple(missing))
 
 
 def _absent(

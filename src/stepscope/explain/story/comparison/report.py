@@ -255,12 +255,12 @@ def _judge_both(a: Opening, b: Opening, labels: Labels) -> Soundness:
     profiles = a.materials.profile, b.materials.profile
     remarks = compare_circumstances(profiles[0], profiles[1], labels) if profiles[0] and profiles[1] else ()
     devices = _differing_devices(a.materials, b.materials)
-    said = (
-        one.sentence if one.sentence == other.sentence else f"{labels[0]}: {one.sentence} {labels[1]}: {other.sentence}"
-    )
+    order: tuple[Literal["doubtful", "unknown", "sound"], ...] = ("doubtful", "unknown", "sound")
+    # The run that decides the verdict comes first.
+    pair = sorted(zip(labels, (one, other), strict=True), key=lambda run: order.index(run[1].verdict))
+    said = one.sentence if one.sentence == other.sentence else " ".join(f"{run}: {of.sentence}" for run, of in pair)
     if devices:
         said = f"{devices} {said}"
-    order: tuple[Literal["doubtful", "unknown", "sound"], ...] = ("doubtful", "unknown", "sound")
     weakest = "doubtful" if devices else next(verdict for verdict in order if verdict in verdicts)
     shared = [line for line in one.details if line in other.details]
     own = [

@@ -58,6 +58,7 @@ def break_down(profiles: Sequence[Profile], names: Sequence[str]) -> Breakdown:
         idles_ns=tuple(profile.clock.idle_ns for profile in profiles),
         what="operators" if on_cpu else "kernels",
         unit="step" if any(profile.clock.has_steps for profile in profiles) else "trace",
+        num_devices=max(len(profile.devices) for profile in profiles),
         notes=(*_say_scopes(profiles, names), *([f"layers and modules: {absent}"] if absent else []), *notes),
     )
 
