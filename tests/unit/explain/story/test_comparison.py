@@ -308,7 +308,7 @@ def test_phases_have_the_times_of_the_picture() -> None:
 def test_modules_of_one_run_are_not_compared_with_none() -> None:
     compiled = Timeline()
     for _ in range(3):
-        with compiled.step(), compiled.phase("backward"):
+        with compiled.step(), compiled.phase("backward"), compiled.module("(Model)"):
             product(compiled)
             compiled.wait()
     ours = {"case": build_case({"size": "small", "compile": True, "device": "cuda:0"})}

@@ -65,17 +65,18 @@ def break_down(profiles: Sequence[Profile], names: Sequence[str]) -> Breakdown:
 
 def say_lacking_modules(profiles: Sequence[Profile], names: Sequence[str]) -> str:
     """Why runs cannot be compared by module: some have modules and others do not. Empty if they can."""
-    lacking = [
-        (profile, name)
-        for profile, name in zip(profiles, names, strict=True)
-        if profile.kernels["module"].null_count() == profile.kernels.height
-    ]
+    lacking = [pair for pair in zip(profiles, names, strict=True) if not _has_modules(pair[0])]
     if not lacking or len(lacking) == len(profiles):
         return ""
     profile, name = lacking[0]
     case = profile.recording.manifest.case
     is_compiled = case is not None and case.workload.compile
     return f"not recorded in {name}{': compiled code has no modules' if is_compiled else ''}"
+
+
+def _has_modules(profile: Profile) -> bool:
+    """Whether a kernel belongs to a part of the model, not only to all of it, or to the `(optimizer)`."""
+    return bool((~profile.kernels["module"].str.starts_with("(")).any())
 
 
 def _rows(profile: Profile, *, has_modules: bool) -> pl.DataFrame:
