@@ -83,11 +83,12 @@ def _has_place(point: RoofPoint) -> bool:
 
 def _find_limits(roofline: Roofline, points: Sequence[RoofPoint]) -> _Limits:
     """Return axes around the points that take most of the time, all roofs and the ridges, with a margin."""
-    fitted = _drop_lowest(_drop_lowest(points, lambda point: point.flops_per_s), lambda point: point.intensity)
+    computing = _drop_lowest([one for one in points if not _is_memory_only(one)], lambda one: one.intensity)
     roofs = [roof.flops_per_s for roof in roofline.roofs if roof.flops_per_s > 0][:_MOST_ROOFS]
     ridges = [roof / roofline.bytes_per_s for roof in roofs] if roofline.bytes_per_s > 0 else []
-    xs = [*(point.intensity for point in fitted if not _is_memory_only(point)), *ridges] or [1.0]
+    xs = [*(point.intensity for point in computing), *ridges] or [1.0]
     least = min(xs) / 3
+    fitted = _drop_lowest(points, lambda one: _place(one, least)[1])
     ys = [*(_place(point, least)[1] for point in fitted), *roofs]
     if roofline.bytes_per_s > 0 and math.isfinite(roofline.bytes_per_s):
         ys.append(roofline.bytes_per_s * least)
@@ -98,7 +99,7 @@ def _find_limits(roofline: Roofline, points: Sequence[RoofPoint]) -> _Limits:
 def _drop_lowest(points: Sequence[RoofPoint], height: Callable[[RoofPoint], float]) -> list[RoofPoint]:
     """Return the points without the lowest, which together take less than 1% of the time. Dropping the shortest was
     tried: a point of 0.1% at a millionth of the throughput of the others remained."""
-    ordered = sorted((point for point in points if not _is_memory_only(point)), key=height)
+    ordered = sorted(points, key=height)
     passed = itertools.accumulate(max(point.share, 0.0) for point in ordered)
     least = (1 - _FITTED) * sum(max(point.share, 0.0) for point in points)
     dropped = {id(point) for point, share in zip(ordered, passed, strict=True) if share < least}
