@@ -386,7 +386,7 @@ def test_phases_of_an_accumulated_step_name_its_micro_batches(ours: MemoryProfil
         case = build_case({"batch": 6, "grad_accumulation": passes})
         return make_part(make_memory_profile(ours.recording.with_manifest(case=case)), "phases", top=9).notes
 
-    assert notes(1) == ("the loss is part of forward: `after` of forward includes it",)
+    assert notes(1) == ("forward includes the loss",)
     _, note = notes(3)
     assert "3 micro-batches" in note
 
@@ -442,6 +442,8 @@ def test_every_question_has_an_answer_or_a_command(tmp_path: Path, ours: MemoryP
     answers = {one.key: one for one in answer_memory(ours)}
     assert answers["peak"].figure == say_bytes(ours.peak_bytes)
     assert "from layer 1 to layer 0" in answers["freed"].sentence
+    assert answers["freed"].figure == "from layer 1 to layer 0"
+    assert answers["steps"].figure == f"No, {say_bytes(ours.summary.steps[0].peak_bytes)}"
     assert "optimizer state" in answers["steps"].sentence
     assert "cached for the next step" in answers["leftover"].sentence
     parameters = ours.allocations.filter((pl.col("category") == "parameters") & (pl.col("layer") == 0))["bytes"].sum()

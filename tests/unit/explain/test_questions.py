@@ -102,6 +102,8 @@ def test_share_changes_from_forward_or_inference_to_the_whole_step() -> None:
     within = ask("share-of-products", train)
     # Forward 1900 of 2000; the step 1900 + 3800 of 2000 + 3800 + 50 + 300.
     assert within.figure == "95.0% → 92.7%"
+    # A difference of shares is in points, not in percent.
+    assert {row["class"]: row["change_points"] for row in evidence(within)}["optimizer"] == pytest.approx(4.9, abs=0.05)
     assert "optimizer +4.9 points" in within.sentence
     both = ask("share-of-products", inference, train)
     assert both.figure == "90.5% → 92.7%"
@@ -169,6 +171,7 @@ def test_nine_roles_per_layer_and_the_head() -> None:
     found = ask("products", model_profile(steps=3))
     assert "2 × 9 and the head = 19 per forward pass" in found.sentence
     assert "Yes. Found 19 in forward and 38 in backward" in found.sentence
+    assert found.figure == "Yes, 19 in forward"
     counted = {(row["stage"], row["role"]): (row["expected"], row["counted"]) for row in evidence(found)}
     assert counted["forward", "query"] == (2, 2)
     assert counted["backward", "gate"] == (4, 4)
@@ -188,6 +191,7 @@ def test_missing_roles_are_reported() -> None:
     kernels = profile.recording.kernels.filter(pl.col("correlation") != launch)
     found = ask("products", make_profile(replace(profile.recording, kernels=kernels)))
     assert "No: 18.5 instead of 19 in forward" in found.sentence
+    assert found.figure == "No, 18.5 in forward"
 
 
 def test_unknown_roles_do_not_count_as_missing() -> None:

@@ -126,7 +126,7 @@ def _steps(profile: MemoryProfile, summary: MemorySummary) -> Answer:
     return Answer(
         key=key,
         question=question,
-        figure=say_bytes(last.peak_bytes),
+        figure=f"{'No' if change > 0 else 'Yes'}, {say_bytes(first.peak_bytes)}",
         sentence=f"Step {last.step + 1} peaks at {say_bytes(last.peak_bytes)}, {said} step 1.{why}",
         evidence=steps_table(profile),
     )
@@ -143,7 +143,7 @@ def _freed(profile: MemoryProfile) -> Answer:
     return Answer(
         key=key,
         question=question,
-        figure=say_bytes(freed),
+        figure=way,
         sentence=f"Backward frees {say_bytes(freed)} of activations, {way}, each once its autograd node has run.",
         evidence=table,
     )

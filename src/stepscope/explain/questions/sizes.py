@@ -101,7 +101,7 @@ def share_of_products(main: Profile, profiles: Sequence[Profile]) -> Answer:
         (
             kind,
             *(shares[name].get(kind, 0.0) for name, _, _ in scopes),
-            shares["step"].get(kind, 0.0) - shares[base].get(kind, 0.0),
+            100 * (shares["step"].get(kind, 0.0) - shares[base].get(kind, 0.0)),
         )
         for kind in kinds
     )
@@ -113,7 +113,11 @@ def share_of_products(main: Profile, profiles: Sequence[Profile]) -> Answer:
         sentence=sentence + ".",
         evidence=Table(
             title=f"Share of {device_word(main)} time by class",
-            columns=(Column(key="class", label="class"), *columns, Column(key="change", label="change", kind="share")),
+            columns=(
+                Column(key="class", label="class"),
+                *columns,
+                Column(key="change_points", label="change in points", kind="number"),
+            ),
             rows=rows,
         ),
         command="" if inference is not None else _record_other(main, "inference"),
