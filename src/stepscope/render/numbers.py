@@ -80,8 +80,13 @@ def _format_cell(column: Column, cell: Cell, decimals: int | None) -> str:
 def _format_decimal(value: float, decimals: int, kind: str) -> str:
     # A count is exact at any size and a share has one decimal; other kinds may switch to powers of ten.
     if kind not in ("count", "share") and value and not _SCIENTIFIC_BELOW <= abs(value) < _SCIENTIFIC_FROM:
-        return f"{value:.2e}{_SUFFIX.get(kind, '')}"
-    return f"{value:z,.{decimals}f}{_SUFFIX.get(kind, '')}"
+        return _sign(f"{value:.2e}{_SUFFIX.get(kind, '')}")
+    return _sign(f"{value:z,.{decimals}f}{_SUFFIX.get(kind, '')}")
+
+
+def _sign(number: str) -> str:
+    """Return a number with the minus sign that sentences have."""
+    return f"−{number[1:]}" if number.startswith("-") else number
 
 
 def _common_decimals(column: Column, values: Sequence[float]) -> int | None:
@@ -138,8 +143,8 @@ def _format_bytes(value: float) -> str:
         value /= 1024
         unit += 1
     if unit == 0:
-        return f"{value:z.0f} {BINARY_UNITS[unit]}"
-    return f"{value:z,.{_byte_decimals(value)}f} {BINARY_UNITS[unit]}"
+        return _sign(f"{value:z.0f} {BINARY_UNITS[unit]}")
+    return _sign(f"{value:z,.{_byte_decimals(value)}f} {BINARY_UNITS[unit]}")
 
 
 def _byte_decimals(value: float) -> int:

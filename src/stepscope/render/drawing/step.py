@@ -75,7 +75,7 @@ def _describe_phase(phase: StepPhase, bar: StepBar) -> str:
 
 
 def name_phase(phase: StepPhase) -> str:
-    return "no phase" if phase.name == "unknown" else clean(phase.name, 40)
+    return clean(phase.name, 40)
 
 
 def _sum_classes(bar: StepBar) -> dict[str, float]:
