@@ -34,21 +34,27 @@ _MANY_LAYERS = 24
 def _record_other(profile: Profile, mode: str) -> str:
     """The commands that record the same model in another mode and ask about both. A recording of stepscope is made
     again, because its directory is unknown; for another tool's file, its name is."""
-    manifest, folder = profile.recording.manifest, f"runs/{mode}"
+    case, folder = profile.recording.manifest.case, f"runs/{mode}"
     record = f"stepscope profile --mode {mode} --out {folder}"
-    if manifest.case is not None:
-        again = f"stepscope profile --out runs/{manifest.case.workload.mode}"
-        return f"{again} && {record} && stepscope explain runs/{manifest.case.workload.mode} {folder} --questions"
-    return (
-        f"{record} && stepscope explain {shlex.quote(manifest.file)} {folder} --questions" if manifest.file else record
-    )
+    if case is None:
+        return _ask_with_file(profile, record, folder)
+    again = f"stepscope profile --out runs/{case.workload.mode}"
+    return f"{again} && {record} && stepscope explain runs/{case.workload.mode} {folder} --questions"
+
+
+def _ask_with_file(profile: Profile, record: str, folder: str) -> str:
+    file = profile.recording.manifest.file
+    return f"{record} && stepscope explain {shlex.quote(file)} {folder} --questions" if file else record
 
 
 def _ask_two_sizes(profile: Profile) -> str:
-    """Another size of a model whose argument for the number of layers is known, else two built-in sizes."""
+    """Another size of a model whose argument for the number of layers is known, else two built-in sizes. Only users
+    know how to make the model of another tool's file larger."""
     case = profile.recording.manifest.case
-    larger = _deepen(case.workload.model) if case is not None else None
-    if case is None or larger is None:
+    if case is None:
+        return _ask_with_file(profile, "stepscope profile --out runs/large", "runs/large")
+    larger = _deepen(case.workload.model)
+    if larger is None:
         return _TWO_SIZES
     runs = {"runs/small": case.workload, "runs/large": msgspec.structs.replace(case.workload, model=larger)}
     record = [f"{write_command('profile', workload)} --out {folder}" for folder, workload in runs.items()]
