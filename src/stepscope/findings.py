@@ -43,11 +43,14 @@ class Table(msgspec.Struct, frozen=True, kw_only=True):
     # Keys of columns with unreliable cells, each with the key of the column that says why: a cell whose reason is not
     # empty is shown with a question mark.
     doubted_by: dict[str, str] = msgspec.field(default_factory=dict)
+    # Keys of columns whose values readers compare along a row: they have the same number of decimals.
+    compared: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         keys = [column.key for column in self.columns]
         assert len(set(keys)) == len(keys), f"duplicate columns: {keys}"
-        assert {*self.doubted_by, *self.doubted_by.values()} <= set(keys), f"unknown columns: {self.doubted_by}"
+        named = {*self.doubted_by, *self.doubted_by.values(), *self.compared}
+        assert named <= set(keys), f"unknown columns: {named - set(keys)}"
         for row in self.rows:
             assert len(row) == len(self.columns), f"{len(row)} cells for {len(self.columns)} columns"
 
@@ -296,6 +299,7 @@ class Breakdown(msgspec.Struct, frozen=True, kw_only=True):
     idles_ns: tuple[float, ...]
     what: str = "kernels"  # operators, on a CPU
     unit: Literal["step", "trace"] = "step"  # the trace, if no run has marked steps
+    num_devices: int = 1  # kernel times are sums over them, `walls_ns` and `idles_ns` are means
     notes: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
@@ -482,6 +486,9 @@ class Section(msgspec.Struct, frozen=True, kw_only=True):
     lead: str = ""
     exhibits: tuple[Exhibit, ...] = ()
     missing: tuple[Missing, ...] = ()
+
+
+CHANGES = "changes"  # the key of the section of a comparison that comes before the findings
 
 
 class Report(msgspec.Struct, frozen=True, kw_only=True):

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import pytest
 
-from stepscope.findings import Advice, Breakdown, Copyable, Exhibit, Finding, Report, Section
+from stepscope.findings import Advice, Breakdown, Column, Copyable, Exhibit, Finding, Report, Section, Table
 from stepscope.render.site import write_site
 from tests.browser.conftest import OpenFile, wait_for_frame
 from tests.unit.render.report_parts import WALL_NS, break_down, categories_table, kernels_of_step
@@ -131,6 +131,24 @@ def open_breakdown(open_page: Open, part: Breakdown, **options: Any) -> "Page":
     page = open_page(msgspec.structs.replace(one_run(), sections=(section,)), **options)
     show(page, "figure.breakdown")
     return page
+
+
+def test_table_of_many_columns_fits_a_wide_window(open_page: Open) -> None:
+    columns = tuple(Column(key=f"c{at}", label=f"column {at}", kind="ms") for at in range(13))
+    table = Table(title="Wide", columns=columns, rows=((123.4,) * len(columns),))
+    section = Section(key="wide", title="Wide ones", exhibits=(Exhibit(key="wide", part=table),))
+    page = open_page(msgspec.structs.replace(one_run(), sections=(section,)), width=1440)
+    box = page.locator("#wide .scroll")
+    assert box.evaluate("(box) => box.scrollWidth <= box.clientWidth")
+
+
+def test_lines_of_code_in_a_card_wrap(open_page: Open) -> None:
+    code = "loss = model(x)\nloss.backward()  # a comment that says what matters and is longer than a card is wide"
+    finding = Finding(code="SS001", title="Slow", evidence="it is", fix=code, saving_ns=10)
+    advice = Advice(finding=finding, fixes=(Copyable(label="in your own code", text=code),))
+    page = open_page(msgspec.structs.replace(one_run(), advice=(advice,)), width=1440)
+    box = page.locator(".card pre")
+    assert box.evaluate("(box) => box.scrollWidth <= box.clientWidth")
 
 
 def test_layers_are_in_model_order(open_page: Open) -> None:

@@ -47,3 +47,12 @@ def test_sheets_are_plausible() -> None:
     volta = find("Tesla V100-SXM2-32GB")
     assert volta is not None
     assert set(volta.peak_flops) == {"fp32", "fp16"}
+
+
+def test_fp8_is_twice_as_fast_as_bf16() -> None:
+    peaks = [card.peak_flops for card in known()]
+    assert all(one["fp8"] == pytest.approx(2 * one["bf16"], rel=0.02) for one in peaks if "fp8" in one)
+    for name in ("NVIDIA H100 80GB HBM3", "NVIDIA H100 PCIe", "NVIDIA H200", "NVIDIA B200", "AMD Instinct MI300X"):
+        found = find(name)
+        assert found is not None
+        assert "fp8" in found.peak_flops

@@ -33,7 +33,8 @@ def fit_command(command: str, manifest: Manifest) -> str:
 
 def _fit(command: str, case: Case | None) -> str:
     words = command.split(" ")
-    if words[:1] != ["stepscope"] or words[1:2] not in (["profile"], ["memory"]) or "--size" in words:
+    is_complete = not {"--size", "--model", "--hf"}.isdisjoint(words)
+    if words[:1] != ["stepscope"] or words[1:2] not in (["profile"], ["memory"]) or is_complete:
         return command
     if case is None:
         return " ".join([*words[:2], OWN_MODEL, *words[2:]])

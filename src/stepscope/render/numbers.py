@@ -2,8 +2,9 @@
 strings, which text, Markdown and LaTeX escape and lay out.
 
 A column is formatted as a whole, because readers compare values down a column: values of similar size share their
-number of decimals. Values of very different size keep three to four significant digits each: common decimals would drop
-the small ones, or give the large ones digits that were never measured.
+number of decimals, also across columns that are compared with each other. Values of very different size keep three to
+four significant digits each: common decimals would drop the small ones, or give the large ones digits that were never
+measured.
 
 Cells are one printable line. A kernel name from an untrusted trace may contain a newline, which would break a row in
 every format, or an escape sequence, which the reader's terminal would run.
@@ -26,6 +27,7 @@ _SCIENTIFIC_BELOW, _SCIENTIFIC_FROM = 1e-4, 1e9
 _SUFFIX = {"share": "%", "ratio": "×"}
 _UNITS: dict[Quantity, str] = {"ms": " ms", "us": " µs"}
 _PREFIXES = ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"), (1.0, ""))
+_MS_COLUMN = Column(key="time", label="", kind="ms")
 BYTE_UNITS = ("bytes", "B")  # of an axis of bytes
 # Units of time, their nanoseconds, and the least duration in that unit: steps are compared in milliseconds.
 _TIMES = (("s", 1e9, 9.995e8), ("ms", 1e6, 1e5), ("µs", 1e3, 1e3))
@@ -34,7 +36,11 @@ _TIMES = (("s", 1e9, 9.995e8), ("ms", 1e6, 1e5), ("µs", 1e3, 1e3))
 def format_cells(table: Table, index: int) -> list[str]:
     """Return the cells of a table's column as text, with a mark on unreliable ones."""
     column = table.columns[index]
-    texts = format_column(column, [row[index] for row in table.rows])
+    peers = table.compared if column.key in table.compared else ()
+    others = [at for at, one in enumerate(table.columns) if one.key in peers]
+    texts = format_column(
+        column, [row[index] for row in table.rows], compared=[row[at] for at in others for row in table.rows]
+    )
     reason = table.doubted_by.get(column.key)
     if reason is None:
         return texts
@@ -42,9 +48,10 @@ def format_cells(table: Table, index: int) -> list[str]:
     return [text + DOUBTED * bool(row[at]) for text, row in zip(texts, table.rows, strict=True)]
 
 
-def format_column(column: Column, cells: Sequence[Cell]) -> list[str]:
-    """Return the cells of one column as text, `MISSING` for None. Strings are unchanged."""
-    values = [_displayed(column, cell) for cell in cells if _is_finite(cell)]
+def format_column(column: Column, cells: Sequence[Cell], *, compared: Sequence[Cell] = ()) -> list[str]:
+    """Return the cells of one column as text, `MISSING` for None, with decimals that also suit the cells they are
+    `compared` with. Strings are unchanged."""
+    values = [_displayed(column, cell) for cell in (*cells, *compared) if _is_finite(cell)]
     decimals = _common_decimals(column, values)
     return [_format_cell(column, cell, decimals) for cell in cells]
 
@@ -73,8 +80,13 @@ def _format_cell(column: Column, cell: Cell, decimals: int | None) -> str:
 def _format_decimal(value: float, decimals: int, kind: str) -> str:
     # A count is exact at any size and a share has one decimal; other kinds may switch to powers of ten.
     if kind not in ("count", "share") and value and not _SCIENTIFIC_BELOW <= abs(value) < _SCIENTIFIC_FROM:
-        return f"{value:.2e}{_SUFFIX.get(kind, '')}"
-    return f"{value:z,.{decimals}f}{_SUFFIX.get(kind, '')}"
+        return _sign(f"{value:.2e}{_SUFFIX.get(kind, '')}")
+    return _sign(f"{value:z,.{decimals}f}{_SUFFIX.get(kind, '')}")
+
+
+def _sign(number: str) -> str:
+    """Return a number with the minus sign that sentences have."""
+    return f"−{number[1:]}" if number.startswith("-") else number
 
 
 def _common_decimals(column: Column, values: Sequence[float]) -> int | None:
@@ -131,8 +143,8 @@ def _format_bytes(value: float) -> str:
         value /= 1024
         unit += 1
     if unit == 0:
-        return f"{value:z.0f} {BINARY_UNITS[unit]}"
-    return f"{value:z,.{_byte_decimals(value)}f} {BINARY_UNITS[unit]}"
+        return _sign(f"{value:z.0f} {BINARY_UNITS[unit]}")
+    return _sign(f"{value:z,.{_byte_decimals(value)}f} {BINARY_UNITS[unit]}")
 
 
 def _byte_decimals(value: float) -> int:
@@ -151,6 +163,16 @@ def format_value(kind: Quantity, value: Cell) -> str:
     """Return one value with its unit."""
     text = format_column(Column(key="value", label="", kind=kind), [value])[0]
     return f"{text}{_UNITS.get(kind, '')}" if isinstance(value, int | float) else text
+
+
+def format_ms(time_ns: float) -> str:
+    """Return a part of a step in milliseconds, whatever its size."""
+    return format_value("ms", _in_ms(time_ns))
+
+
+def _in_ms(time_ns: float) -> float:
+    """Return milliseconds; 0 for times that would need a power of ten, such as the rounding error of a sum."""
+    return time_ns / 1e6 if abs(time_ns) >= 1e6 * _SCIENTIFIC_BELOW else 0.0
 
 
 def format_measured(value: float) -> str:
@@ -249,12 +271,10 @@ def one_line(text: str) -> str:
 
 
 def split_step(bar: StepBar) -> tuple[str, str, str]:
-    """Return step, busy and idle time as texts with the same decimals; the last two add up to the first."""
-    step = format_value("ms", bar.step_ns / 1e6)
-    digits = step.removesuffix(" ms").replace(",", "")
-    decimals = len(digits.partition(".")[2]) if "e" not in digits else 0
-    busy = round(bar.busy_ns / 1e6, decimals)
-    return step, f"{busy:,.{decimals}f} ms", f"{float(digits) - busy:z,.{decimals}f} ms"
+    """Return step, busy and idle time as texts. Each is the time itself, rounded: a difference of rounded times would
+    contradict the tables, which have the same time."""
+    busy, idle = format_column(_MS_COLUMN, [_in_ms(bar.busy_ns), _in_ms(bar.step_ns - bar.busy_ns)])
+    return format_ms(bar.step_ns), f"{busy} ms", f"{idle} ms"
 
 
 def say_split(bar: StepBar) -> str:

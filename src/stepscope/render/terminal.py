@@ -222,7 +222,7 @@ def _render_findings(findings: tuple[Finding, ...], width: int | None) -> str:
         printed[one.fix] = one.code
         lines.extend(_write_fix(one, width))
         for other in one.also:
-            lines.extend(_indented(f"The same time ({other.code}): {other.title}", width))
+            lines.extend(_indented(f"Also explains this time ({other.code}): {other.title}", width))
             if other.fix not in printed:
                 lines.extend(_write_fix(other, width))
     if len(cards) > _ON_A_PAGE:

@@ -1,6 +1,7 @@
 """The table of a sweep: varying settings are columns, shared ones are in the title, and comparisons match."""
 
 import msgspec
+import pytest
 
 from stepscope.explain.experiments.bench_tables import bench_figure, bench_table, sizes_table
 from stepscope.explain.experiments.cases import describe_case
@@ -213,3 +214,19 @@ def test_setting_is_in_the_title_or_a_column_if_it_varies() -> None:
     table = bench_table([one, two])
     assert cells(table, "grad_accumulation") == [1, 2]
     assert cells(table, "speedup_grad_accumulation") == [1.0, 0.5]
+
+
+@pytest.mark.parametrize(
+    ("compiled", "helps"),
+    [
+        ((False,), "fewer kernels do (--compile)"),
+        ((True,), "CUDA graphs or a larger batch do"),
+        ((False, True), "for eager steps fewer kernels do (--compile), for compiled ones CUDA graphs"),
+    ],
+)
+def test_compilation_is_not_proposed_for_a_compiled_step(compiled: tuple[bool, ...], helps: str) -> None:
+    doubts = (Doubt(code="host-bound", text="the GPU waited"),)
+    notes = bench_table([row(compile=one, doubts=doubts) for one in compiled]).notes
+    (note,) = [one for one in notes if one.startswith("host-bound")]
+    assert f"a faster GPU does not help, {helps}" in note
+    assert ("--compile" in note) is not all(compiled)

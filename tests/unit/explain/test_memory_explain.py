@@ -18,7 +18,7 @@ from stepscope.explain.memory.answers import answer_memory
 from stepscope.explain.memory.categories import stage_of_stack
 from stepscope.explain.memory.memory_tables import PARTS, headline, leaks_table, make_part, memory_page
 from stepscope.explain.memory.timeline import memory_timeline
-from stepscope.findings import Timeline
+from stepscope.findings import Axis, Timeline
 from stepscope.recording import tables
 from stepscope.recording.memory import reader as memory
 from stepscope.recording.readers.formats import open_recording
@@ -387,7 +387,7 @@ def test_phases_of_an_accumulated_step_name_its_micro_batches(ours: MemoryProfil
         case = build_case({"batch": 6, "grad_accumulation": passes})
         return make_part(make_memory_profile(ours.recording.with_manifest(case=case)), "phases", top=9).notes
 
-    assert notes(1) == ("the loss is part of forward: `after` of forward includes it",)
+    assert notes(1) == ("forward includes the loss",)
     _, note = notes(3)
     assert "3 micro-batches" in note
 
@@ -443,6 +443,8 @@ def test_every_question_has_an_answer_or_a_command(tmp_path: Path, ours: MemoryP
     answers = {one.key: one for one in answer_memory(ours)}
     assert answers["peak"].figure == say_bytes(ours.peak_bytes)
     assert "from layer 1 to layer 0" in answers["freed"].sentence
+    assert answers["freed"].figure == "from layer 1 to layer 0"
+    assert answers["steps"].figure == f"No, {say_bytes(ours.summary.steps[0].peak_bytes)}"
     assert "optimizer state" in answers["steps"].sentence
     assert "cached for the next step" in answers["leftover"].sentence
     parameters = ours.allocations.filter((pl.col("category") == "parameters") & (pl.col("layer") == 0))["bytes"].sum()
@@ -483,6 +485,16 @@ def test_timeline_contains_the_peak(ours: MemoryProfile, by: timeline.By, step: 
     assert list(drawn.times) == sorted(drawn.times)
     names = {area.name for area in drawn.areas}
     assert ({"layer 0", "layer 1", "lm_head"} if by == "module" else {"parameters", "activations"}) <= names
+
+
+def test_timeline_says_whose_time_it_shows_and_why_it_is_not_the_last_step(ours: MemoryProfile) -> None:
+    """The CPU allocates ahead of the GPU: a phase takes another time in a picture of the step."""
+    drawn = memory_timeline(ours, step=ours.last_plain_step)
+    assert drawn.x == Axis(label="CPU time of allocations", unit="ms")
+    assert "time is that of the CPU when it allocates and frees, not of kernels" in drawn.notes
+    last = ours.steps[-1]
+    is_noted = any(f"step {last + 1} was profiled" in note for note in drawn.notes)
+    assert is_noted is (ours.last_plain_step != last)
 
 
 def draw_step(profile: MemoryProfile, step: str) -> Timeline:

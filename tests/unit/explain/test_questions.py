@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 
+import msgspec
 import polars as pl
 import pytest
 
@@ -18,6 +19,7 @@ from stepscope.recording.rows.bench import Doubt
 from stepscope.recording.store import Overhead
 from stepscope.render.formats import Format
 from stepscope.render.tables import render
+from stepscope.spec import HuggingFace, build_case
 from stepscope.units import say_share
 from tests.unit.question_recordings import AUTOGRAD, EXP, GEMM, SMALL_GEMM, SOFTMAX, Tape, model_profile
 from tests.unit.recordings import add_unprofiled_steps
@@ -127,6 +129,8 @@ def test_share_changes_from_forward_or_inference_to_the_whole_step() -> None:
     within = ask("share-of-products", train)
     # Forward 1900 of 2000; the step 1900 + 3800 of 2000 + 3800 + 50 + 300.
     assert within.figure == "95.0% → 92.7%"
+    # A difference of shares is in points, not in percent.
+    assert {row["class"]: row["change_points"] for row in evidence(within)}["optimizer"] == pytest.approx(4.9, abs=0.05)
     assert "optimizer +4.9 points" in within.sentence
     both = ask("share-of-products", inference, train)
     assert both.figure == "90.5% → 92.7%"
@@ -194,6 +198,7 @@ def test_nine_roles_per_layer_and_the_head() -> None:
     found = ask("products", model_profile(steps=3))
     assert "2 × 9 and the head = 19 per forward pass" in found.sentence
     assert "Yes. Found 19 in forward and 38 in backward" in found.sentence
+    assert found.figure == "Yes, 19 in forward"
     counted = {(row["stage"], row["role"]): (row["expected"], row["counted"]) for row in evidence(found)}
     assert counted["forward", "query"] == (2, 2)
     assert counted["backward", "gate"] == (4, 4)
@@ -213,6 +218,7 @@ def test_missing_roles_are_reported() -> None:
     kernels = profile.recording.kernels.filter(pl.col("correlation") != launch)
     found = ask("products", make_profile(replace(profile.recording, kernels=kernels)))
     assert "No: 18.5 instead of 19 in forward" in found.sentence
+    assert found.figure == "No, 18.5 in forward"
 
 
 def test_unknown_roles_do_not_count_as_missing() -> None:
@@ -450,3 +456,32 @@ def test_kernels_launched_before_the_recording_do_not_end_a_forward_pass() -> No
     late = replace(profile, kernels=timed.with_columns(count=pl.lit(1, pl.Int64)))
     assert (late.kernels.filter(pl.col("launched") == "before")["phase"] == "backward").sum() == 40
     assert "of each pass" not in ask("forward-time", late).sentence
+
+
+def test_commands_record_both_runs_instead_of_naming_a_file() -> None:
+    """A page does not know the directory of its recording."""
+    command = ask("share-of-products", model_profile(file="raw.json.gz")).command
+    assert "raw.json.gz" not in command
+    train, inference, compared = command.split(" && ")
+    assert train.startswith("stepscope profile --d-model ")
+    assert train.endswith(" --out runs/train")
+    assert inference.endswith(" --mode inference --out runs/inference")
+    assert compared == "stepscope explain runs/train runs/inference --questions"
+
+
+@pytest.mark.parametrize(
+    ("settings", "larger"),
+    [
+        ({"hf": "gpt2", "n_layer": 2}, "stepscope profile --hf gpt2 --set n_layer=24 "),
+        ({"hf": "llama"}, "stepscope profile --hf llama --set num_hidden_layers=24 "),
+        ({"size": "small"}, "stepscope profile --size large "),
+    ],
+)
+def test_larger_model_sets_an_argument_that_exists(settings: dict[str, str | int], larger: str) -> None:
+    sizes = {name: value for name, value in settings.items() if name not in ("hf", "size")}
+    case = build_case({"size": "small", "device": "cuda:0"})
+    if "hf" in settings:
+        model = HuggingFace(config=str(settings["hf"]), arguments=tuple(sizes.items()))
+        case = msgspec.structs.replace(case, workload=msgspec.structs.replace(case.workload, model=model))
+    command = ask("small-and-large", model_profile(case=case)).command
+    assert command.split(" && ")[1].startswith(larger)

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from stepscope.explain.trace.profile import make_profile
-from stepscope.explain.trace.roofline import measure_use, operator_calls, roofline, roofline_table
+from stepscope.explain.trace.roofline import measure_use, operator_calls, roofline, roofline_table, shorten_shapes
 from stepscope.recording.store import Overhead
 from stepscope.spec import build_case
 from tests.unit.recordings import ADD, BF16, FP32, GEMM_BF16, GEMM_FP32, GEMM_TF32, Timeline
@@ -120,3 +120,7 @@ def test_table_has_one_row_per_kind_of_call() -> None:
     assert rows[0]["time_us"] == pytest.approx(200)
     assert rows[1]["shapes"] == "[[64],[64]]"
     assert len(roofline_table(timeline.profile(), top=1).rows) == 1
+
+
+def test_shapes_are_one_line() -> None:
+    assert shorten_shapes("[\n[\n16, 3],\t[], []]") == "[[16,3]]"

@@ -11,7 +11,7 @@ from xml.etree import ElementTree
 import msgspec
 import pytest
 
-from stepscope.findings import Axis, Bars, Figure, Point, StepBar, StepPhase, StepPicture
+from stepscope.findings import Axis, Bars, Figure, Point, Roof, StepBar, StepPhase, StepPicture
 from stepscope.render.drawing import draw_part
 from stepscope.render.drawing.axes import Scale, find_log_ticks, find_ticks
 from stepscope.render.drawing.roofline import choose_points
@@ -161,6 +161,23 @@ def test_points_in_the_column_do_not_cover_each_other() -> None:
         assert math.dist((x, y), (x2, y2)) >= r + r2 - 0.1
 
 
+def test_short_points_far_below_the_others_do_not_stretch_the_axes() -> None:
+    """Each of them is among the points that take 99% of the time, if the longest count first."""
+    roofline = draw_roofline()
+    slow = msgspec.structs.replace(roofline.points[0], label="slow", flops_per_s=1e3, intensity=1e-6, share=0.004)
+    shorter = [msgspec.structs.replace(roofline.points[0], label="shorter", share=0.003)] * 40
+    with_slow = msgspec.structs.replace(roofline, points=(*roofline.points, slow, *shorter))
+    assert "slow" not in [point.label for point in choose_points(with_slow)]
+
+
+def test_throughput_is_in_tflops_on_any_device() -> None:
+    roofline = draw_roofline()
+    fast = msgspec.structs.replace(roofline, roofs=(Roof(label="fp8", flops_per_s=4.5e15),))
+    texts = [text for text, _ in text_boxes(parse(draw_part(fast)))]
+    assert "throughput (TFLOP/s)" in texts
+    assert "1,000" in texts
+
+
 def test_axes_fit_the_points_that_take_the_time() -> None:
     roofline = draw_roofline()
     tiny = msgspec.structs.replace(roofline.points[0], label="tiny", flops_per_s=1e3, intensity=1e-6, share=0.001)
@@ -218,16 +235,32 @@ def test_parts_of_a_step_are_to_scale_and_end_to_end() -> None:
 
 
 @pytest.mark.parametrize(
-    ("step_ms", "busy_ms"),
-    [(122.5499, 117.7499), (0.994, 0.3349), (1.0, 1.0), (54.85, 0.0), (12345.6, 1234.4)],
+    ("step_ms", "busy_ms", "idle"),
+    [
+        (46.04, 39.46, "6.58 ms"),  # 46.0 - 39.5 is 6.5
+        (1025.4, 932.3, "93.1 ms"),
+        (122.5499, 117.7499, "4.80 ms"),
+        (1.0, 1.0, "0.00 ms"),
+        (41.4, 41.4 - 1.82e-6, "0.0 ms"),
+        (54.85, 0.0, "54.9 ms"),
+    ],
 )
-def test_busy_and_idle_add_up_to_the_step_as_written(step_ms: float, busy_ms: float) -> None:
+def test_busy_and_idle_time_are_rounded_and_not_derived_from_rounded_times(
+    step_ms: float, busy_ms: float, idle: str
+) -> None:
     bar = StepBar(step_ns=step_ms * 1e6, busy_ns=busy_ms * 1e6, phases=())
-    step, busy, idle = (Decimal(text.removesuffix(" ms").replace(",", "")) for text in split_step(bar))
-    assert busy + idle == step
-    assert float(step) == pytest.approx(step_ms, rel=0.01)
+    for text, value in zip(split_step(bar), (step_ms, busy_ms, step_ms - busy_ms), strict=True):
+        digits = text.removesuffix(" ms").replace(",", "")
+        assert abs(float(digits) - value) <= 0.5001 * 10.0 ** -len(digits.partition(".")[2])
+    assert split_step(bar)[2] == idle
     percents = re.findall(r"\(([\d.]+)%\)", say_split(bar))
     assert sum(map(Decimal, percents)) == 100
+
+
+def test_a_rounding_error_is_not_shown_as_idle_time() -> None:
+    phase = StepPhase(name="forward", classes=("GEMM",), times_ns=(3e6,), idle_ns=1.82)
+    bar = StepBar(step_ns=3e6 + 1.82, busy_ns=3e6, phases=(phase,))
+    assert "; idle 0 ms." in describe_picture(StepPicture(title="x", runs=("",), bars=(bar,)))
 
 
 def test_a_cpu_is_not_called_idle() -> None:

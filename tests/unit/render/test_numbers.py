@@ -4,8 +4,8 @@ from typing import Literal
 
 import pytest
 
-from stepscope.findings import Cell, Column
-from stepscope.render.numbers import MISSING, format_column
+from stepscope.findings import Cell, Column, Table
+from stepscope.render.numbers import MISSING, format_cells, format_column
 
 Kind = Literal["text", "ms", "bytes", "count", "number", "share", "ratio"]
 
@@ -25,7 +25,7 @@ def write(kind: Kind, *cells: Cell) -> list[str]:
         ("ms", 9.999, "10.0"),
         ("ms", 99.99, "100.0"),
         ("ms", 999.96, "1,000"),
-        ("ms", -12.34, "-12.3"),
+        ("ms", -12.34, "−12.3"),
         ("ms", -0.0, "0"),
         ("ms", 1.234e-7, "1.23e-07"),
         ("number", 312.44, "312.4"),
@@ -50,7 +50,7 @@ def write(kind: Kind, *cells: Cell) -> list[str]:
         ("bytes", 75_161_927_680, "70.0 GiB"),
         ("bytes", 99.96 * 2**30, "100 GiB"),
         ("bytes", 9.996 * 2**30, "10.0 GiB"),
-        ("bytes", -3 * 2**20, "-3.00 MiB"),
+        ("bytes", -3 * 2**20, "−3.00 MiB"),
         ("text", 3, "3"),
         ("text", 0.1, "0.1"),
     ],
@@ -76,3 +76,12 @@ def test_missing_values_are_a_dash_and_text_is_unchanged(kind: Kind) -> None:
 def test_overflow_is_shown_and_changes_no_other_value(kind: Kind) -> None:
     alone = write(kind, 2.5)
     assert write(kind, float("nan"), float("inf"), float("-inf"), 2.5) == ["nan", "inf", "-inf", *alone]
+
+
+def test_columns_that_are_compared_share_their_decimals() -> None:
+    columns = tuple(Column(key=key, label=key, kind="ms") for key in ("a", "b", "other"))
+    rows = ((38.79, 3.124, 0.5), (12.3, 0.25, 0.25))
+    apart = Table(title="", columns=columns, rows=rows)
+    assert [format_cells(apart, at)[0] for at in range(3)] == ["38.8", "3.124", "0.500"]
+    table = Table(title="", columns=columns, rows=rows, compared=("a", "b"))
+    assert [format_cells(table, at)[0] for at in range(3)] == ["38.8", "3.12", "0.500"]

@@ -13,7 +13,19 @@ import msgspec
 import pytest
 
 from stepscope.files import is_ours
-from stepscope.findings import Advice, Copyable, Exhibit, Fact, Finding, Missing, Part, Report, Section, SideBySide
+from stepscope.findings import (
+    CHANGES,
+    Advice,
+    Copyable,
+    Exhibit,
+    Fact,
+    Finding,
+    Missing,
+    Part,
+    Report,
+    Section,
+    SideBySide,
+)
 from stepscope.render.drawing.colours import assign_colours, choose_ink, colour_of
 from stepscope.render.formats import COPYABLE, clean, hide_private
 from stepscope.render.site import write_site
@@ -240,7 +252,9 @@ def test_missing_parts_are_explained() -> None:
     text = visible(write_site(partial()))
     assert "This report is incomplete." in text
     assert "No findings: this run has no kernel trace." in text
-    assert "No findings. Most rules need a GPU trace." in visible(write_site(empty()))
+    assert "No findings: no rule found time to save." in visible(write_site(empty()))
+    alone = msgspec.structs.replace(empty(), picture=None)
+    assert "No findings. Most rules need a GPU trace." in visible(write_site(alone))
 
 
 def test_long_command_of_a_missing_part_is_complete() -> None:
@@ -443,3 +457,29 @@ def test_questions_have_their_title() -> None:
 def test_a_large_report_stays_small() -> None:
     report: Report = huge()
     assert len(write_site(report).encode()) < 2_500_000
+
+
+def test_remarks_alone_come_with_the_absence_of_findings() -> None:
+    remark = Advice(finding=Finding(code="SS014", title="A remark", evidence="it is so"))
+    text = visible(write_site(msgspec.structs.replace(empty(), advice=(remark,))))
+    assert "No findings: no rule found time to save." in text
+    assert text.index("No findings") < text.index("A remark")
+
+
+def test_comparison_starts_with_what_changed_and_cards_name_their_run() -> None:
+    report = two_runs()
+    changes = Section(key=CHANGES, title="What changed", lead="This changed.")
+    page = write_site(msgspec.structs.replace(report, sections=(changes, *report.sections[1:])))
+    assert page.count("This changed.") == 1
+    assert (
+        page.index("This changed.")
+        < page.index('class="advice"')
+        < page.index(f'id="section-{report.sections[1].key}"')
+    )
+    assert f"What would save most in {report.runs[1]}" in visible(page)
+    assert "What would save most in" not in visible(write_site(one_run()))
+
+
+def test_times_of_several_devices_say_so() -> None:
+    breakdown = break_down([kernels_of_step()], [1e9])
+    assert pack_breakdown(msgspec.structs.replace(breakdown, num_devices=2))["numDevices"] == 2

@@ -40,12 +40,16 @@ DOUBTS = {
     "spread": "step times differ by more than 10%",
     "cold": "the first timed step was much slower than the others; use more warm-up steps",
     "clocks": "the CPU clock and CUDA events disagree",
-    "host-bound": "the GPU waited for the CPU to launch kernels; fewer kernels (--compile) help, a faster GPU does not",
+    "host-bound": "the GPU waited for the CPU to launch kernels; a faster GPU does not help",
     "uncounted": "the FLOPs could not be counted",
     "not-finite": "the loss is NaN or infinite, so the timed steps may not do what training does",
     "skipped": "gradients were infinite, so some steps skipped the update",
     "denormal": "denormal numbers are slow on a CPU: torch.set_flush_denormal(True)",
 }
+
+
+# What helps a host-bound step depends on whether it is compiled.
+_FEWER_LAUNCHES = {False: "fewer kernels do (--compile)", True: "CUDA graphs or a larger batch do"}
 
 
 def bench_table(rows: Sequence[BenchRow]) -> Table:
@@ -260,10 +264,19 @@ def _notes(rows: Sequence[BenchRow]) -> list[str]:
         notes.append("peak memory: growth of the process's resident memory since it started, excluding code")
     if any(row.measurement and row.measurement.peak_kind == "cuda allocator" for row in rows):
         notes.append("peak memory: allocated by the CUDA caching allocator; times: CUDA events")
-    notes += limit_notes(row.environment for row in rows) + doubt_notes(rows, DOUBTS)
+    notes += limit_notes(row.environment for row in rows) + doubt_notes(rows, _advise_host_bound(rows))
     reasons = {row.status: row.reason for row in reversed(rows) if row.status != "ok"}
     notes += [f"{status}: {brief(reason)}" for status, reason in reasons.items()]
     return notes
+
+
+def _advise_host_bound(rows: Sequence[BenchRow]) -> dict[str, str]:
+    """The meanings of the doubts, with what helps the host-bound rows."""
+    bound = [row for row in rows if any(doubt.code == "host-bound" for doubt in row.doubts)]
+    helps = {row.case.workload.compile: _FEWER_LAUNCHES[row.case.workload.compile] for row in bound}
+    if len(helps) > 1:
+        helps = {False: f"for eager steps {helps[False]}, for compiled ones {helps[True]}"}
+    return DOUBTS | {"host-bound": ", ".join([DOUBTS["host-bound"], *helps.values()])}
 
 
 def _environments(rows: Sequence[BenchRow]) -> list[Environment]:

@@ -126,7 +126,7 @@ def _steps(profile: MemoryProfile, summary: MemorySummary) -> Answer:
     return Answer(
         key=key,
         question=question,
-        figure=say_bytes(last.peak_bytes),
+        figure=f"{'No' if change > 0 else 'Yes'}, {say_bytes(first.peak_bytes)}",
         sentence=f"Step {last.step + 1} peaks at {say_bytes(last.peak_bytes)}, {said} step 1.{why}",
         evidence=steps_table(profile),
     )
@@ -143,7 +143,7 @@ def _freed(profile: MemoryProfile) -> Answer:
     return Answer(
         key=key,
         question=question,
-        figure=say_bytes(freed),
+        figure=way,
         sentence=f"Backward frees {say_bytes(freed)} of activations, {way}, each once its autograd node has run.",
         evidence=table,
     )
@@ -210,7 +210,7 @@ def _residual(profile: MemoryProfile) -> Answer:
     case = profile.recording.manifest.case
     if case is None or not isinstance(case.workload.model, ModelShape):
         return missing(
-            key, question, "this recording does not include the shape of the model", "stepscope memory --size 2.7B"
+            key, question, "only recordings of the built-in model have its formula", "stepscope memory --size small"
         )
     workload, shape = case.workload, case.workload.model
     size = cost.residual_bytes(shape, batch=workload.micro_batch, context=workload.context)

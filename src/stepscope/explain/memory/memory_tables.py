@@ -140,7 +140,7 @@ def _phase_notes(profile: MemoryProfile, *, marked: bool) -> tuple[str, ...]:
         return ("phases are inferred from stacks: this file has no step markers",)
     case = profile.recording.manifest.case
     passes = case.workload.passes if case else 1
-    notes = ["the loss is part of forward: `after` of forward includes it"] if _is_loss_inside(profile) else []
+    notes = ["forward includes the loss"] if _is_loss_inside(profile) else []
     if passes > 1:
         notes.append(
             f"each step runs {passes} micro-batches: `before` and `after` are those of the last one, `peak` is the "

@@ -48,14 +48,14 @@ def memory_timeline(
     return Timeline(
         title=title or "Memory over time",
         subtitle=_subtitle(profile, step),
-        x=Axis(label="time", unit="ms"),
+        x=Axis(label="CPU time of allocations", unit="ms"),
         y=Axis(label="allocated memory", unit="bytes"),
         times=tuple(times),
         areas=tuple(Area(name=name, values=_heights(allocations, name, instants)) for name in names),
         stretches=_stretches(profile, instants, start, end),
         pieces=_pieces(profile, allocations, names, instants),
         line=_reserved_line(profile, instants),
-        notes=_notes(profile, instants, start, end),
+        notes=_notes(profile, instants, start, end, step),
     )
 
 
@@ -207,8 +207,14 @@ def _subtitle(profile: MemoryProfile, step: int | None) -> str:
     return f"{what}{which}; {manifest.device}" if manifest.device else f"{what}{which}"
 
 
-def _notes(profile: MemoryProfile, instants: np.ndarray[Any, Any], start: int, end: int) -> tuple[str, ...]:
-    notes = []
+def _notes(
+    profile: MemoryProfile, instants: np.ndarray[Any, Any], start: int, end: int, step: int | None
+) -> tuple[str, ...]:
+    # The CPU allocates ahead of the GPU, so phases take other times here than in a picture of the step.
+    notes = ["time is that of the CPU when it allocates and frees, not of kernels"]
+    if step is not None and step == profile.last_plain_step != profile.steps[-1]:
+        last = profile.steps[-1] + 1
+        notes.append(f"step {step + 1}: step {last} was profiled, which slows the CPU but allocates the same")
     if len(instants) < end - start:
         notes.append(f"{end - start:,} events in {len(instants):,} slices; each slice shows its peak")
     if profile.recording.manifest.memory and profile.recording.manifest.memory.estimated_bytes:

@@ -183,6 +183,7 @@ def products_by_role(profile: Profile) -> Answer:
     total = products.height / steps
     known = products.filter(pl.col("role") != UNKNOWN_ROLE)
     counted = say_list(f"{say_count(count)} in {stage}" for stage, count in counts.items() if count)
+    verdict = ""
     if expected is None:
         sentence = (
             "The expected number is known only for the built-in model. "
@@ -196,6 +197,7 @@ def products_by_role(profile: Profile) -> Answer:
         per_layer = [role for role in roles if role != "head"]
         forward = len(per_layer) * layers + 1
         match = _verdict(counts, forward * passes, profile)
+        verdict = f"{match.partition(':')[0]}, "
         times = f", in {passes} passes per step" if passes > 1 else ""
         fused = "" if SCORES in roles else "; attention is one fused kernel"
         sentence = (
@@ -205,9 +207,12 @@ def products_by_role(profile: Profile) -> Answer:
     return Answer(
         key=_KEY,
         question=_QUESTION,
-        figure=f"{say_count(counts['forward'])} in forward"
-        if counts["forward"]
-        else f"{say_count(total)} {profile.clock.say_per_step}",
+        figure=verdict
+        + (
+            f"{say_count(counts['forward'])} in forward"
+            if counts["forward"]
+            else f"{say_count(total)} {profile.clock.say_per_step}"
+        ),
         sentence=sentence + ".",
         evidence=_table(profile, products, expected),
     )

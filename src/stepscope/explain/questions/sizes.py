@@ -3,8 +3,10 @@
 import shlex
 from collections.abc import Sequence
 
+import msgspec
 import polars as pl
 
+from stepscope.explain.commands import write_command
 from stepscope.explain.questions.answers import (
     Answer,
     in_phases,
@@ -17,27 +19,58 @@ from stepscope.explain.questions.answers import (
 )
 from stepscope.explain.trace.profile import Profile, device_word
 from stepscope.findings import Cell, Column, Table
-from stepscope.spec import ModelShape
+from stepscope.spec import Factory, HuggingFace, ModelShape
 from stepscope.units import say_share, say_time
 
 _TWO_SIZES = (
     "stepscope profile --size small --out runs/small && stepscope profile --size large --out runs/large && "
     "stepscope explain runs/small runs/large --questions"
 )
+# What models call their number of layers; every config of `transformers` has the first.
+_LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "layers", "depth")
+_MANY_LAYERS = 24
 
 
-def _record_other(profile: Profile, flags: str, folder: str) -> str:
-    """The commands that record another run of the same model and ask about both, as far as the file is known."""
-    record, file = f"stepscope profile {flags} --out {folder}", profile.recording.manifest.file
+def _record_other(profile: Profile, mode: str) -> str:
+    """The commands that record the same model in another mode and ask about both. A recording of stepscope is made
+    again, because its directory is unknown; for another tool's file, its name is."""
+    case, folder = profile.recording.manifest.case, f"runs/{mode}"
+    record = f"stepscope profile --mode {mode} --out {folder}"
+    if case is None:
+        return _ask_with_file(profile, record, folder)
+    again = f"stepscope profile --out runs/{case.workload.mode}"
+    return f"{again} && {record} && stepscope explain runs/{case.workload.mode} {folder} --questions"
+
+
+def _ask_with_file(profile: Profile, record: str, folder: str) -> str:
+    file = profile.recording.manifest.file
     return f"{record} && stepscope explain {shlex.quote(file)} {folder} --questions" if file else record
 
 
 def _ask_two_sizes(profile: Profile) -> str:
-    """Two sizes of the built-in model, or another size of the user's own."""
+    """Another size of a model whose argument for the number of layers is known, else two built-in sizes. Only users
+    know how to make the model of another tool's file larger."""
     case = profile.recording.manifest.case
-    if case is not None and isinstance(case.workload.model, ModelShape):
+    if case is None:
+        return _ask_with_file(profile, "stepscope profile --out runs/large", "runs/large")
+    larger = _deepen(case.workload.model)
+    if larger is None:
         return _TWO_SIZES
-    return _record_other(profile, "--set num_layers=24", "runs/large")
+    runs = {"runs/small": case.workload, "runs/large": msgspec.structs.replace(case.workload, model=larger)}
+    record = [f"{write_command('profile', workload)} --out {folder}" for folder, workload in runs.items()]
+    return " && ".join([*record, f"stepscope explain {' '.join(runs)} --questions"])
+
+
+def _deepen(model: ModelShape | Factory | HuggingFace) -> Factory | HuggingFace | None:
+    """The same model with more layers; None if its arguments do not say how."""
+    if isinstance(model, ModelShape):
+        return None
+    arguments = dict(model.arguments)
+    named = next((name for name in _LAYERS if isinstance(arguments.get(name), int)), None)
+    if named is None and not isinstance(model, HuggingFace):
+        return None
+    name = named or _LAYERS[0]
+    return msgspec.structs.replace(model, arguments=tuple((arguments | {name: _MANY_LAYERS}).items()))
 
 
 def share_of_products(main: Profile, profiles: Sequence[Profile]) -> Answer:
@@ -46,7 +79,7 @@ def share_of_products(main: Profile, profiles: Sequence[Profile]) -> Answer:
     inference = next((one for one in profiles if _is_inference(one) and in_phases(one, "forward").height), None)
     if _is_inference(main):
         reason = f"`{name_profile(main)}` has no backward pass"
-        return missing(key, question, reason, _record_other(main, "--mode train", "runs/train"))
+        return missing(key, question, reason, _record_other(main, "train"))
     forward, whole = in_phases(main, "forward"), main.kernels
     scopes = [("forward", "forward", forward), ("step", "whole step", whole)]
     if inference is not None:
@@ -74,7 +107,7 @@ def share_of_products(main: Profile, profiles: Sequence[Profile]) -> Answer:
         (
             kind,
             *(shares[name].get(kind, 0.0) for name, _, _ in scopes),
-            shares["step"].get(kind, 0.0) - shares[base].get(kind, 0.0),
+            100 * (shares["step"].get(kind, 0.0) - shares[base].get(kind, 0.0)),
         )
         for kind in kinds
     )
@@ -86,10 +119,14 @@ def share_of_products(main: Profile, profiles: Sequence[Profile]) -> Answer:
         sentence=sentence + ".",
         evidence=Table(
             title=f"Share of {device_word(main)} time by class",
-            columns=(Column(key="class", label="class"), *columns, Column(key="change", label="change", kind="share")),
+            columns=(
+                Column(key="class", label="class"),
+                *columns,
+                Column(key="change_points", label="change in points", kind="number"),
+            ),
             rows=rows,
         ),
-        command="" if inference is not None else _record_other(main, "--mode inference", "runs/inference"),
+        command="" if inference is not None else _record_other(main, "inference"),
     )
 
 

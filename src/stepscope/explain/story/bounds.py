@@ -7,7 +7,6 @@ bytes, whichever needs longer at the device's limit (`trace.roofline`); this is 
 recorded. If it is unknown for most of the kernel time, no limit is named.
 """
 
-from collections import Counter
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal
@@ -16,6 +15,7 @@ import polars as pl
 
 from stepscope.explain.questions.idle_gaps import BETWEEN_STEPS, HOST_LATE, SYNCHRONISING, find_gaps
 from stepscope.explain.story.phrases import name_class, say_class_takes
+from stepscope.explain.story.sections.step_picture import draw_bar
 from stepscope.explain.trace.profile import Profile, kernel_word
 from stepscope.explain.trace.roofline import roofline
 from stepscope.findings import Finding
@@ -114,16 +114,18 @@ class Shares:
         return bound
 
     def _find_class(self) -> StepBound:
-        """The class that takes most, by the time in which it runs alone, or by its kernel time without a usable wall
+        """The class that takes most of the step as the picture shows it, or most kernel time without a usable wall
         time."""
         if not self.profile.has_gaps:
             row = self.profile.time_by("class").row(0, named=True)
             return StepBound(limit="class", share=row["share"], kernel_class=row["class"], is_of_kernels=True)
-        alone: Counter[str] = Counter()
-        for device in self.profile.devices:
-            alone.update(device.whole.classes)
-        name, time = alone.most_common(1)[0]
-        return StepBound(limit="class", share=min(1.0, time / self._wall_ns), kernel_class=name)
+        bar = draw_bar(self.profile)
+        times: dict[str, float] = {}
+        for phase in bar.phases:
+            for name, time_ns in zip(phase.classes, phase.times_ns, strict=True):
+                times[name] = times.get(name, 0.0) + time_ns
+        most = max(times, key=lambda name: times[name])
+        return StepBound(limit="class", share=min(1.0, times[most] / max(1.0, bar.step_ns)), kernel_class=most)
 
     def say_bound(self) -> str:
         """A clause that follows `38 ms per training step; `."""

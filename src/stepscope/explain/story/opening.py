@@ -3,11 +3,14 @@
 from dataclasses import dataclass
 from functools import cached_property
 
+import msgspec
+
 from stepscope.explain.experiments.bench_tables import mfu_of
 from stepscope.explain.experiments.cases import say_extras
 from stepscope.explain.memory import MemoryProfile
 from stepscope.explain.model_names import describe_model, name_model
 from stepscope.explain.questions.answers import say_list
+from stepscope.explain.ranks.lateness import rank_numbers
 from stepscope.explain.ranks.rank_tables import label_ranks
 from stepscope.explain.statistics import summarise
 from stepscope.explain.story.bounds import Shares
@@ -101,7 +104,7 @@ class Opening:
 def title_of(materials: Materials) -> str:
     case = find_case(materials)
     if case is None:
-        return clip(materials.name, _MOST_TITLE)
+        return _count_ranks(materials) or clip(materials.name, _MOST_TITLE)
     workload = case.workload
     words = (f"{name_model(workload.model)}: {name_step(workload)}", workload.precision, *say_extras(workload))
     return clip(", ".join(words), _MOST_TITLE)
@@ -118,21 +121,38 @@ def subtitle_of(materials: Materials) -> str:
             torch = torch or find_torch(manifest)
             started = started or manifest.started
     environment = find_environment(materials)
+    rank = f"{name_rank(materials)} of {len(materials.ranks)} recorded ranks" if len(materials.ranks) > 1 else ""
     if environment is not None:
         device, torch = environment.driver_name, environment.torch
     for row in (*materials.bench[:1], *materials.attention[:1]):
         started = started or row.started
     started = started or (materials.precision.started if materials.precision else "")
-    words = [_name_rank(materials), device, f"PyTorch {torch}" if torch else "", say_started(started)]
+    words = [
+        rank,
+        device,
+        f"PyTorch {torch}" if torch else "",
+        say_started(started),
+    ]
     return SEPARATOR.join(word for word in words if word)
 
 
-def _name_rank(materials: Materials) -> str:
+def name_rank(materials: Materials) -> str:
     """The rank whose figures the page shows; empty for a single one."""
     if len(materials.ranks) < 2:
         return ""
     place = next(place for place, rank in enumerate(materials.ranks) if rank is materials.profile)
-    return f"{label_ranks(materials.ranks)[place]} of {len(materials.ranks)} recorded ranks"
+    return label_ranks(materials.ranks)[place]
+
+
+def _count_ranks(materials: Materials) -> str:
+    """Return `4 of 8 ranks`; empty for a single one."""
+    count = len(materials.ranks)
+    if count < 2:
+        return ""
+    world = materials.ranks[0].recording.manifest.world_size
+    if rank_numbers(materials.ranks) is None:
+        return f"{count} recordings"
+    return f"{count} of {world} ranks" if world not in (None, count) else f"{count} ranks"
 
 
 # --- The headline -----------------------------------------------------------------------------------------------------
@@ -150,7 +170,7 @@ def say_run(opening: Opening) -> str:
 def _name_run(opening: Opening) -> tuple[str, ...]:
     """Names for the run, the longest first."""
     if opening.case is None:
-        return (clip(opening.materials.name, _MOST_FILE),)
+        return (_count_ranks(opening.materials) or clip(opening.materials.name, _MOST_FILE),)
     model = opening.case.workload.model
     return describe_model(model, parameters=opening.parameters, sizes=opening.sizes), name_model(model)
 
@@ -162,7 +182,8 @@ def say_what_matters(opening: Opening) -> str:
     if failed:
         return failed
     if opening.step_ns is not None:
-        step = f"{say_time(opening.step_ns)} per {_name_step(opening)}"
+        rank = name_rank(materials)
+        step = f"{say_time(opening.step_ns)} per {_name_step(opening)}{f' on {rank}' if rank else ''}"
         if opening.shares is not None:
             return f"{step}; {_say_late_rank(materials) or opening.shares.say_bound()}"
         return f"{step} at {say_percent(opening.mfu[0])} MFU" if opening.mfu else step
@@ -238,8 +259,14 @@ def say_peak(memory: MemoryProfile) -> str:
 
 
 def list_facts(opening: Opening) -> tuple[Fact, ...]:
+    """Those of one rank name it."""
     found = (_step(opening), _memory(opening), _bound(opening), _mfu(opening), _busy(opening), _tokens(opening))
-    return tuple(fact for fact in found if fact is not None)
+    rank = name_rank(opening.materials)
+    return tuple(
+        msgspec.structs.replace(fact, note=f"{fact.note}; {rank}") if rank else fact
+        for fact in found
+        if fact is not None
+    )
 
 
 def _step(opening: Opening) -> Fact | None:

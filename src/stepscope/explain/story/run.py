@@ -17,7 +17,7 @@ from stepscope.explain.rules.rule import THROUGHPUT
 from stepscope.explain.story.commands import list_commands
 from stepscope.explain.story.measured import add_measured, find_measured
 from stepscope.explain.story.missing import explain_absence, gather_missing
-from stepscope.explain.story.opening import Opening, list_facts, say_run, subtitle_of, title_of
+from stepscope.explain.story.opening import Opening, list_facts, name_rank, say_run, subtitle_of, title_of
 from stepscope.explain.story.phrases import shorten
 from stepscope.explain.story.sections.environment_facts import show_environment
 from stepscope.explain.story.sections.experiment_results import show_attention, show_precision
@@ -104,7 +104,7 @@ def tell(materials: Materials) -> Report:
         subtitle=subtitle_of(materials),
         sentence=say_run(opening),
         facts=list_facts(opening),
-        picture=draw_steps([materials.profile], [""]),
+        picture=draw_steps([materials.profile], [name_rank(materials)]),
         advice=list_advice(materials),
         soundness=judge(opening),
         sections=gather_missing([show(materials) for show in shown]),

@@ -371,7 +371,13 @@ def comparison_table(comparison: ProfileComparison) -> Table:
     )
     rows = [_cells(row, None, comparison) for row in comparison.totals]
     rows += [_cells(row, total, comparison) for row in comparison.parts]
-    return Table(title=_title(comparison), columns=columns, rows=tuple(rows), notes=tuple(_notes(comparison)))
+    return Table(
+        title=_title(comparison),
+        columns=columns,
+        rows=tuple(rows),
+        notes=tuple(_notes(comparison)),
+        compared=("a_ms", "b_ms", "difference_ms"),
+    )
 
 
 def _cells(row: ComparisonRow, total: int | None, comparison: ProfileComparison) -> tuple[Cell, ...]:

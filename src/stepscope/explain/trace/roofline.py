@@ -196,8 +196,8 @@ def _notes(profile: Profile) -> tuple[str, ...]:
 
 
 def shorten_shapes(shapes: str | None) -> str | None:
-    """Strip the empty shapes of trailing arguments that are not tensors."""
-    return re.sub(r"(?:,\[\])+\]$", "]", shapes.replace(" ", "")) if shapes else None
+    """Return shapes on one line, without the empty ones of trailing arguments that are not tensors."""
+    return re.sub(r"(?:,\[\])+\]$", "]", re.sub(r"\s+", "", shapes)) if shapes else None
 
 
 def _scaled(value: float | None, unit: float) -> float | None:

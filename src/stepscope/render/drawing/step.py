@@ -1,7 +1,7 @@
 """A step as one bar to scale: phases along it, kernel classes and idle time inside each phase.
 
-In a comparison the bars share one scale. Busy and idle time are written with the decimals of the step time, and add up
-to it as written. A name stands above its phase or, if the phase is too narrow, next to it with a line down to it.
+In a comparison the bars share one scale. A name stands above its phase or, if the phase is too narrow, next to it with
+a line down to it.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -12,7 +12,7 @@ from stepscope.render.drawing.axes import Scale, draw_x_axis, find_ticks
 from stepscope.render.drawing.colours import Palette, assign_colours
 from stepscope.render.drawing.svg import PAGE_WIDTH, Bounds, Canvas, Sign, Text, finish, fit, place_signs, width_of
 from stepscope.render.formats import clean
-from stepscope.render.numbers import format_tick, format_value, name_idle, say_split, split_shares, split_step
+from stepscope.render.numbers import format_ms, format_tick, name_idle, say_split, split_shares, split_step
 from stepscope.units import say_percent
 
 _MS = 1e6
@@ -63,7 +63,7 @@ def describe_picture(picture: StepPicture) -> str:
         what = "per step" if bar.is_step else "in the trace"
         said.append(f"{head}{split_step(bar)[0]} {what}: {say_split(bar)}.")
         said += [_describe_phase(phase, bar) for phase in bar.phases if phase.name]
-        classes = [f"{clean(name) or name_idle(bar)} {_say_ms(time)}" for name, time in _sum_classes(bar).items()]
+        classes = [f"{clean(name) or name_idle(bar)} {format_ms(time)}" for name, time in _sum_classes(bar).items()]
         said.append(f"By class: {', '.join(classes)}.")
     return " ".join(said)
 
@@ -71,15 +71,11 @@ def describe_picture(picture: StepPicture) -> str:
 def _describe_phase(phase: StepPhase, bar: StepBar) -> str:
     whole = phase.busy_ns + phase.idle_ns
     share = say_percent(whole / bar.step_ns) if bar.step_ns else "0%"
-    return f"{name_phase(phase)}: {_say_ms(whole)}, {share} of it; {name_idle(bar)} {_say_ms(phase.idle_ns)}."
+    return f"{name_phase(phase)}: {format_ms(whole)}, {share} of it; {name_idle(bar)} {format_ms(phase.idle_ns)}."
 
 
 def name_phase(phase: StepPhase) -> str:
-    return "no phase" if phase.name == "unknown" else clean(phase.name, 40)
-
-
-def _say_ms(time_ns: float) -> str:
-    return format_value("ms", time_ns / _MS)
+    return clean(phase.name, 40)
 
 
 def _sum_classes(bar: StepBar) -> dict[str, float]:
@@ -204,7 +200,7 @@ def _fit_labels(bar: StepBar, x: Scale, width: float) -> list[_Label]:
 
 def _write_label(phase: StepPhase, bar: StepBar, *, is_tall: bool) -> tuple[str, ...]:
     whole = phase.busy_ns + phase.idle_ns
-    time, share = _say_ms(whole), say_percent(whole / bar.step_ns)
+    time, share = format_ms(whole), say_percent(whole / bar.step_ns)
     busy = f"{say_percent(phase.busy_ns / whole)} {'in operators' if bar.device == 'CPU' else 'busy'}"
     return (name_phase(phase), time, share, busy) if is_tall else (name_phase(phase), f"{time} · {share}", busy)
 
@@ -232,7 +228,7 @@ def _draw_segment(canvas: Canvas, segment: StepSegment, x: Scale, y: float, thic
 def _write_inside(canvas: Canvas, segment: StepSegment, x: Scale, y: float, thickness: float, idle: str) -> None:
     """Write name and time of a part that is wide enough."""
     left, right = x(segment.start_ns), x(segment.start_ns + segment.time_ns)
-    lines = [clean(segment.name, 30) or idle, _say_ms(segment.time_ns)]
+    lines = [clean(segment.name, 30) or idle, format_ms(segment.time_ns)]
     if max(width_of(line, _INSIDE_SIZE) for line in lines) + 4 > right - left:
         return
     ink = canvas.palette.ink_on(segment.name) if segment.name else canvas.palette.ink
@@ -285,5 +281,5 @@ def _list_signs(canvas: Canvas, picture: StepPicture, hatch: str) -> list[Sign]:
 def _say_times(times: Sequence[float], bars: Sequence[StepBar]) -> str:
     if len(times) == 1:
         share = times[0] / bars[0].step_ns if bars[0].step_ns else 0.0
-        return f"{_say_ms(times[0])} ({say_percent(share)})"
-    return f"{' → '.join(_say_ms(time).removesuffix(' ms') for time in times)} ms"
+        return f"{format_ms(times[0])} ({say_percent(share)})"
+    return f"{' → '.join(format_ms(time).removesuffix(' ms') for time in times)} ms"

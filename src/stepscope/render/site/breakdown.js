@@ -195,12 +195,13 @@ charts.breakdown = (root, part, page) => {
 
   function update() {
     const choice = model.isNarrowed() ? describeChoice(model) : `all ${part.what}`;
-    const link = model.areParallel ? "in a step of" : "of";
+    const link = model.areParallel ? `in a ${part.unit} of` : "of";
+    const devices = part.numDevices > 1 ? ` on ${part.numDevices} GPUs` : "";
     const figures = model.timeLeft().flatMap((time, run) => {
       const name = part.runs[run] ? `${part.runs[run]} ` : "";
       return [run ? ", " : "", element("strong", `${name}${formatTime(time)}`), ` ${link} ${formatTime(part.walls[run])}`];
     });
-    told.replaceChildren(...(model.areParallel ? [`${choice} take `, ...figures] : [...figures, `: ${choice}`]));
+    told.replaceChildren(...(model.areParallel ? [`${choice}${devices} take `, ...figures] : [...figures, `: ${choice}`]));
     fillChips();
     fillStrips();
     shown.forEach((at, index) => fillPanel(at, lists[index]));

@@ -17,14 +17,14 @@ from importlib import resources
 import msgspec
 
 from stepscope.files import GENERATOR
-from stepscope.findings import Figure, Report, Timeline
+from stepscope.findings import CHANGES, Figure, Report, Timeline
 from stepscope.render.drawing.colours import Pair, Palette, assign_colours, write_colours
 from stepscope.render.drawing.timeline_layout import find_peak, format_height, format_moment
 from stepscope.render.formats import clean
 from stepscope.render.site.charts import pack_drawing, tabulate_pieces
 from stepscope.render.site.hints import write_hint
 from stepscope.render.site.html import markup, prose, write_table
-from stepscope.render.site.opening import write_opening
+from stepscope.render.site.opening import write_advice, write_opening
 from stepscope.render.site.packing import pack_exhibits, pack_timeline
 from stepscope.render.site.sections import write_chart, write_footer, write_navigation, write_picture, write_sections
 
@@ -81,6 +81,8 @@ _REPORT = """<a class="skip" href="#main">Skip to the report</a>
 {navigation}
 <main id="main">
 {opening}
+{changes}
+{advice}
 <noscript><p class="strip">Charts, search and sorting need JavaScript. No data leaves this page.</p></noscript>
 {sections}
 {footer}
@@ -101,10 +103,15 @@ def write_site(report: Report) -> str:
     parts = [exhibit.part for section in report.sections for exhibit in section.exhibits]
     colours = assign_colours([report.picture, *parts])
     palette = Palette(colours, on_page=True)
+    # A comparison starts with what changed.
+    changes = [section for section in report.sections if section.key == CHANGES]
+    others = [section for section in report.sections if section.key != CHANGES]
     content = _REPORT.format(
         navigation=write_navigation(report),
         opening=write_opening(report, write_picture(report, palette)),
-        sections=write_sections(report, palette),
+        changes=write_sections(changes, palette),
+        advice=write_advice(report),
+        sections=write_sections(others, palette),
         footer=write_footer(report),
     )
     return _write_page(

@@ -57,6 +57,7 @@ _HINTS: dict[type, Hint] = {
             "A point is all calls of one operator with one shape; its area is their time per step.",
             "Points under the slope are limited by memory bandwidth, points under a flat line by compute. The distance "
             "from a point up to its line is the possible gain.",
+            "Above 100% of the limit, part of the data came from a cache.",
             "Operators that only move memory have no FLOPs: they are in the column on the left, as far below the line "
             "as their bandwidth is below the device's.",
             _ONLY,

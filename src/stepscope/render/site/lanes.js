@@ -97,7 +97,7 @@ charts.lanes = (root, part, page) => {
     const length = Math.round(view.end - view.start);
     whole.style.visibility = model.isWhole() ? "hidden" : "visible";
     status.textContent = model.isWhole()
-      ? `Whole step, ${page.formatTime(spanNs)}`
+      ? `Whole ${part.unit}, ${page.formatTime(spanNs)}`
       : `${formatExactly(length)} of ${page.formatTime(spanNs)}, from ${formatExactly(Math.round(view.start))}`;
   }
 

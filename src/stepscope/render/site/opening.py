@@ -13,7 +13,7 @@ _MARKS = {"sound": "✓", "doubtful": "!", "unknown": "?"}
 
 
 def write_opening(report: Report, picture: str) -> str:
-    """Return the first screen. `picture` is the picture of the step as HTML, or empty."""
+    """Return the first screen without findings. `picture` is the picture of the step as HTML, or empty."""
     strip = (
         '<p class="strip" role="note"><strong>This report is incomplete.</strong> It was interrupted or is still '
         "being generated. Each missing part says how to get it.</p>"
@@ -26,7 +26,6 @@ def write_opening(report: Report, picture: str) -> str:
 {_write_facts(report.facts)}
 {picture}
 {_write_soundness(report.soundness)}
-{_write_advice(report.advice)}
 </header>"""
 
 
@@ -77,26 +76,37 @@ def _write_soundness(soundness: Soundness) -> str:
     )
 
 
-def _write_advice(advice: tuple[Advice, ...] | None) -> str:
-    if advice is None:
-        return '<p class="quiet">No findings: this run has no kernel trace.</p>'
-    if not advice:
-        return '<p class="quiet">No findings. Most rules need a GPU trace.</p>'
-    cards = [one for one in advice if not one.finding.is_remark]
-    remarks = [one for one in advice if one.finding.is_remark]
-    return (_write_cards(cards) if cards else "") + (_write_remarks(remarks) if remarks else "")
+def write_advice(report: Report) -> str:
+    """Return the findings and remarks. Those of a comparison are about its second run, and say so."""
+    run = report.runs[1] if len(report.runs) > 1 else ""
+    cards = [one for one in report.advice or () if not one.finding.is_remark]
+    remarks = [one for one in report.advice or () if one.finding.is_remark]
+    shown = _write_cards(cards, run) if cards else f'<p class="quiet">{_explain_no_cards(report)}</p>'
+    return shown + (_write_remarks(remarks, run) if remarks else "")
 
 
-def _write_cards(advice: Sequence[Advice]) -> str:
+def _explain_no_cards(report: Report) -> str:
+    if report.advice is None:
+        return "No findings: this run has no kernel trace."
+    bars = report.picture.bars if report.picture else ()
+    on_gpu = any(bar is not None and bar.device != "CPU" for bar in bars)
+    return "No findings: no rule found time to save." if on_gpu else "No findings. Most rules need a GPU trace."
+
+
+def _write_cards(advice: Sequence[Advice], run: str) -> str:
     first, rest = advice[:_CARDS], advice[_CARDS:]
     cards = "".join(map(_write_card, first))
     others = f'<div class="cards">{"".join(map(_write_card, rest))}</div>'
     more = f'<details class="more-advice"><summary>Show {len(rest)} more</summary>{others}</details>' if rest else ""
     return (
         '<section class="advice" aria-labelledby="advice-title">'
-        f'<h2 id="advice-title">What would save most</h2>{_write_joint(advice)}'
+        f'<h2 id="advice-title">What would save most{_of_run(run)}</h2>{_write_joint(advice)}'
         f'<div class="cards">{cards}</div>{more}</section>'
     )
+
+
+def _of_run(run: str) -> str:
+    return f" in {markup(run, _MOST_WORDS)}" if run else ""
 
 
 def _write_joint(advice: Sequence[Advice]) -> str:
@@ -137,7 +147,7 @@ def _write_card(advice: Advice) -> str:
         fixes += f'<details class="others"><summary>Other fixes</summary>{others}</details>'
     action = f'<p class="fix">{prose(finding.action)}</p>' if finding.action else ""
     same = "".join(f"<li>{markup(one.title)} <code>{markup(one.code, 20)}</code></li>" for one in finding.also)
-    also = f'<div class="also"><p>The same time:</p><ul>{same}</ul></div>' if same else ""
+    also = f'<div class="also"><p>Also explains this time:</p><ul>{same}</ul></div>' if same else ""
     return f"""<article class="card">
 <h3>{markup(finding.title)}</h3>
 {saving}
@@ -149,10 +159,11 @@ def _write_card(advice: Advice) -> str:
 </article>"""
 
 
-def _write_remarks(advice: Sequence[Advice]) -> str:
+def _write_remarks(advice: Sequence[Advice], run: str) -> str:
     """Return the findings that cannot be fixed by pasting something, as a list."""
     return (
-        '<section class="remarks" aria-labelledby="remarks-title"><h2 id="remarks-title">Remarks</h2>'
+        '<section class="remarks" aria-labelledby="remarks-title">'
+        f'<h2 id="remarks-title">Remarks{f" on {markup(run, _MOST_WORDS)}" if run else ""}</h2>'
         f"<ul>{''.join(map(_write_remark, advice))}</ul></section>"
     )
 

@@ -79,6 +79,7 @@ def pack_breakdown(part: Breakdown) -> dict[str, Any]:
         "runs": [clean(run, 40) for run in part.runs],
         "what": clean(part.what, 40),
         "unit": part.unit,
+        "numDevices": part.num_devices,
         "dimensions": [
             {
                 "key": dimension.key,

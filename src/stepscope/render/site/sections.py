@@ -62,8 +62,8 @@ def write_picture(report: Report, palette: Palette) -> str:
     return write_chart(report.picture, PICTURE, "", palette) if report.picture is not None else ""
 
 
-def write_sections(report: Report, palette: Palette) -> str:
-    return "\n".join(_write_section(section, palette) for section in report.sections)
+def write_sections(sections: Iterable[Section], palette: Palette) -> str:
+    return "\n".join(_write_section(section, palette) for section in sections)
 
 
 def _write_section(section: Section, palette: Palette) -> str:

@@ -203,11 +203,9 @@ def _read_picture(report: Report, run: int, where: str) -> Iterator[Statement]:
     yield exactly("idle", math.fsum(one.idle_ns for one in bar.phases), f"parts of {where}")
     if len(report.runs) == 1:
         (line,) = (one for one in summarize_report(report) if one.startswith(("step: ", "trace: ")))
-        yield from times_in("step", r"^(?:step|trace): TIME", line, "summary in the terminal")
+        yield from times_in("step", r"^(?:step|trace): (?:rank \d+: )?TIME", line, "summary in the terminal")
         if found := re.search(rf"idle {TIME}", line):
-            # Busy and idle time have the decimals of the step, and are rounded so that they add up to it.
-            value, _ = read_time(found[1], found[2])
-            rounding = 1.01 * 10.0 ** -len(found[1].partition(".")[2]) * _UNITS[found[2]]
+            value, rounding = read_time(found[1], found[2])
             yield Statement(quantity="idle", value=value, rounding=rounding, where="summary in the terminal")
         yield from shares_in("idle share", r"idle [\d.,e+-]+ ms \(PERCENT\)", line, "summary in the terminal")
 

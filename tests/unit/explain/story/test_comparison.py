@@ -283,6 +283,49 @@ def test_every_part_of_the_page_has_the_same_step_and_idle_time() -> None:
     assert (wall.a_ns, wall.b_ns) == (4_000_000, 2_000_000)
 
 
+def test_phases_have_the_times_of_the_picture() -> None:
+    """Idle time is part of the phase that waits."""
+    timelines = Timeline(host_us=5), Timeline(host_us=900)
+    for timeline in timelines:
+        with timeline.step():
+            for name in ("forward", "backward"):
+                with timeline.phase(name):
+                    product(timeline)
+                    product(timeline)
+            timeline.wait()
+    report = tell_both(*(Materials(name="run", profile=one.profile()) for one in timelines))
+    table, picture = part_of(report, "changes-phase"), report.picture
+    assert isinstance(table, Table)
+    assert picture is not None
+    for run, bar in enumerate(picture.bars):
+        assert bar is not None
+        times = {str(row[0]): (row[1 + run], row[6 + run]) for row in table.rows}
+        for phase in bar.phases:
+            assert times[phase.name] == pytest.approx(((phase.busy_ns + phase.idle_ns) / 1e6, phase.idle_ns / 1e6))
+    assert "verdict" not in [column.key for column in table.columns]
+
+
+def test_modules_of_one_run_are_not_compared_with_none() -> None:
+    compiled = Timeline()
+    for _ in range(3):
+        with compiled.step(), compiled.phase("backward"), compiled.module("(Model)"):
+            product(compiled)
+            compiled.wait()
+    ours = {"case": build_case({"size": "small", "compile": True, "device": "cuda:0"})}
+    a = Materials(name="a", profile=record_ours(product, steps=3))
+    b = Materials(name="b", profile=compiled.profile(**ours))
+    report = tell_both(a, b)
+    said = f"not recorded in {report.runs[1]}: compiled code has no modules"
+    assert lacks(report, "changes by module").why == said
+    assert "changes-module" not in [one.key for one in section(report, "changes").exhibits]
+    shown = part_of(report, "breakdown")
+    assert isinstance(shown, Breakdown)
+    assert [one.key for one in shown.dimensions] == ["class", "phase", "kernel"]
+    assert f"layers and modules: {said}" in shown.notes
+    neither = tell_both(b, b)
+    assert "changes by module" not in [one.what for one in not_measured(neither)]
+
+
 def test_notes_on_changes_appear_once(both: Report) -> None:
     notes = {one.key: one.part.notes for one in section(both, "changes").exhibits if isinstance(one.part, Table)}
     assert sum("add up to `wall`" in note for each in notes.values() for note in each) == 1
@@ -414,6 +457,9 @@ def test_quality_is_that_of_the_worse_run() -> None:
     assert tell_both(sound, sound).soundness.verdict == "sound"
     assert tell_both(sound, foreign).soundness.verdict != "sound"
     assert tell_both(foreign, sound).soundness.verdict == tell_both(sound, foreign).soundness.verdict
+    report = tell_both(sound, foreign)
+    said = report.soundness.sentence
+    assert said.index(f"{report.runs[1]}: ") < said.index(f"{report.runs[0]}: "), "the run that decides comes first"
 
 
 def test_one_breakdown_and_one_roofline_hold_both_runs(both: Report) -> None:

@@ -128,7 +128,7 @@ def test_sentences_are_still_read() -> None:
     assert any(quantity == "idle share" and where.startswith("card SS") for quantity, where in told)
     assert {("kernel time", "breakdown's lead"), ("kernels", "timeline's lead")} <= told
 
-    run, materials = build(Plan(work=COMMUNICATING))
+    run, materials = build(Plan(work=(*COMMUNICATING, Work(kind="all-reduce", us=900))))
     told = {(one.quantity, one.where.partition(" (")[0]) for one in read_run(run, materials, tell(materials))}
     assert {("exposed", "card SS011"), ("hidden", "card SS011"), ("exposed share", "headline")} <= told
 

@@ -79,6 +79,14 @@ def test_hidden_communication_is_not_the_bound() -> None:
     report = tell(Materials(name="a", profile=record(hidden)))
     assert "communication" not in report.sentence
     assert fact(report, "bound").label == "most time in"
+    # The picture counts what runs next to communication, too.
+    assert report.picture is not None
+    (bar,) = report.picture.bars
+    assert bar is not None
+    shares = {name: time for phase in bar.phases for name, time in zip(phase.classes, phase.times_ns, strict=True)}
+    said = f"{say_percent(shares['elementwise'] / bar.step_ns)} of the step"
+    assert fact(report, "bound").note == said
+    assert bar.busy_ns == pytest.approx(sum(shares.values()))
 
 
 def test_without_known_limits_the_largest_class_is_named() -> None:

@@ -1,5 +1,6 @@
 """Ranks side by side: the parts of each add up to its step."""
 
+import re
 from dataclasses import replace
 
 import msgspec
@@ -92,6 +93,12 @@ def test_page_names_the_rank_it_shows_and_the_late_one() -> None:
     report = tell(Materials(name="run", profile=profiles[0], ranks=profiles))
     assert "rank 0 of 2 recorded ranks" in report.subtitle
     assert "wait 1.2 ms for rank 1" in report.sentence
+    assert report.title == "2 ranks"
+    assert re.match(r"2 ranks: [\d.]+ ms per step on rank 0; ", report.sentence)
+    assert all(fact.note.endswith("; rank 0") for fact in report.facts)
+    assert report.picture is not None
+    assert report.picture.runs == ("rank 0",)
+    assert tell(Materials(name="run", profile=profiles[0])).title == "run"
     assert report.advice is not None
     assert report.advice[0].finding.code == "SS030"
     (section,) = [one for one in report.sections if one.key == "ranks"]
@@ -115,3 +122,13 @@ def test_page_of_ranks_with_different_measured_peaks_names_the_rank_it_shows() -
 def test_page_of_one_rank_does_not_name_it() -> None:
     (alone,) = record_ranks([Rank(compute_us=[100.0] * 12)])
     assert "rank" not in tell(Materials(name="run", profile=alone)).subtitle
+
+
+def test_ranks_without_a_recording_are_counted() -> None:
+    profiles = tuple(
+        replace(one, recording=one.recording.with_manifest(world_size=8))
+        for one in record_ranks([Rank(compute_us=[100.0] * 12)] * 2)
+    )
+    report = tell(Materials(name="rank0.json.gz", profile=profiles[0], ranks=profiles))
+    assert report.title == "2 of 8 ranks"
+    assert report.sentence.startswith("2 of 8 ranks: ")

@@ -19,7 +19,7 @@ from stepscope.findings import Bars, Missing, Questions, Report, Section, Table,
 from stepscope.recording.readers.formats import open_recording
 from stepscope.recording.rows.attention_case import AttentionRow
 from stepscope.spec import build_case
-from stepscope.units import clip
+from stepscope.units import clip, say_size
 from tests.unit.attention_rows import attend
 from tests.unit.explain.story.story_materials import (
     all_there,
@@ -221,6 +221,20 @@ def test_bars_of_saved_activations_add_up() -> None:
     assert sum(row[2] for row in modules.rows if isinstance(row[2], int)) == total
     assert bars.labels == ("blocks.0", "blocks.1", "(outside blocks)")
     assert {"attention", "ffn"} <= set(bars.series)
+
+
+def test_saved_activations_are_not_called_a_share_of_a_later_peak() -> None:
+    """Backward has freed a part of them when memory peaks."""
+    recording = memory().recording
+    saved = recording.saved.with_columns(storage_bytes=2 * pl.col("storage_bytes"))
+    profile = make_memory_profile(replace(recording, saved=saved))
+    left = dict(profile.categories_at(profile.peak_event))["activations"]
+    assert profile.summary.saved_bytes is not None
+    assert left < profile.summary.saved_bytes
+    lead = section(tell(Materials(name="a", memory=profile)), "autograd").lead
+    size = say_size(profile.summary.saved_bytes)
+    said = f"{size} of activations saved for backward after forward; {say_size(left)} is still allocated at the peak."
+    assert lead.startswith(said)
 
 
 def test_snapshot_without_history_shows_its_single_moment(tmp_path: Path) -> None:

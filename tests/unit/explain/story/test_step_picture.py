@@ -105,3 +105,14 @@ def test_a_comparison_has_a_bar_per_run() -> None:
     alone = tell_both(one, Materials(name="c")).picture
     assert alone is not None
     assert alone.bars[1] is None
+
+
+def test_means_over_several_devices_say_so() -> None:
+    timeline = Timeline()
+    with timeline.step():
+        for device in (0, 1):
+            timeline.launch(GEMM_BF16, 100, device=device)
+        timeline.wait()
+    drawn = draw_steps([timeline.profile()], [""])
+    assert drawn is not None
+    assert "times are means over 2 GPUs" in drawn.notes

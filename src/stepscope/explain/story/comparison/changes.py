@@ -8,7 +8,9 @@ from stepscope.explain.story.commands import find_case
 from stepscope.explain.story.comparison.side_by_side import Labels, join_missing
 from stepscope.explain.story.missing import explain_absence
 from stepscope.explain.story.phrases import name_class
+from stepscope.explain.story.sections.breakdown import say_lacking_modules
 from stepscope.explain.story.sections.environment_facts import find_environment
+from stepscope.explain.story.sections.step_picture import order_phases
 from stepscope.explain.story.sources import Materials
 from stepscope.explain.trace.comparability import describe_software, list_settings, list_versions
 from stepscope.explain.trace.compare import (
@@ -22,12 +24,13 @@ from stepscope.explain.trace.compare import (
     comparison_table,
     say_sum,
 )
-from stepscope.findings import Bars, Cell, Column, Exhibit, Missing, Section, Table
+from stepscope.findings import CHANGES, Bars, Cell, Column, Exhibit, Missing, Section, StepPhase, StepPicture, Table
 from stepscope.units import say_size, say_time
 
 # Settings that decide how much work a step is, and where it runs. The others decide how it is done.
 DECIDES_WORK = ("model", "batch", "context", "mode", "device")
 _BY: tuple[By, ...] = ("class", "phase", "module", "kernel")
+_MS = 1e6
 _NAMED = 3  # changes in the lead
 _WORTH_NAMING = 0.02  # of the first run's step
 _STRETCHED = "idle time is from profiled steps: profiling slows the CPU, so it is longer than in unprofiled steps"
@@ -35,7 +38,8 @@ _STRETCHED = "idle time is from profiled steps: profiling slows the CPU, so it i
 Setting = tuple[str, str, str]  # the name and both values, empty if unknown
 
 
-def show_changes(a: Materials, b: Materials, labels: Labels) -> Section:
+def show_changes(a: Materials, b: Materials, picture: StepPicture | None, labels: Labels) -> Section:
+    """`picture` shows both steps at the top of the page."""
     exhibits: list[Exhibit] = []
     missing: list[Missing] = []
     said: list[str] = []
@@ -46,7 +50,12 @@ def show_changes(a: Materials, b: Materials, labels: Labels) -> Section:
         names = (a.name, b.name)
         comparisons = {by: compare(a.profile, b.profile, by=by, names=names, labels=labels) for by in _BY}
         by_class = comparisons["class"]
-        exhibits += [Exhibit(key="changes-time", part=_draw_time(by_class)), *_show_tables(comparisons)]
+        absent = say_lacking_modules((a.profile, b.profile), labels)
+        if absent:
+            del comparisons["module"]
+            missing.append(Missing(what="changes by module", why=absent))
+        tables = _show_tables(comparisons, _tabulate_phases(picture))
+        exhibits += [Exhibit(key="changes-time", part=_draw_time(by_class)), *tables]
         said.append(_say_time_changes(by_class))
     else:
         missing += _absent(a, b, "profile", "changes in step time", labels)
@@ -57,7 +66,7 @@ def show_changes(a: Materials, b: Materials, labels: Labels) -> Section:
     else:
         missing += _absent(a, b, "memory", "changes in memory", labels)
     lead = " ".join(text for text in said if text)
-    return Section(key="changes", title="What changed", lead=lead, exhibits=tuple(exhibits), missing=tuple(missing))
+    return Section(key=CHANGES, title="What changed", lead=lead, exhibits=tuple(exhibits), missing=tuple(missing))
 
 
 def _absent(
@@ -127,8 +136,9 @@ def _name_step(comparison: ProfileComparison) -> str:
     return "Profiled step" if comparison.has_overhead else "Step"
 
 
-def _show_tables(comparisons: dict[By, ProfileComparison]) -> list[Exhibit]:
-    """One table per grouping. The totals and each note appear only once."""
+def _show_tables(comparisons: dict[By, ProfileComparison], phases: Table | None) -> list[Exhibit]:
+    """One table per grouping; `phases` takes the place of the one by phase. The totals and each note appear only
+    once."""
     first = comparison_table(comparisons["class"])
     sums = "the parts of each table add up to `wall`: kernels running alone, several at once, and idle"
     # The measurement quality has the remarks.
@@ -137,8 +147,8 @@ def _show_tables(comparisons: dict[By, ProfileComparison]) -> list[Exhibit]:
     first = msgspec.structs.replace(first, title="Changes by class", notes=notes)
     exhibits = [Exhibit(key="changes-class", part=first)]
     said = {*first.notes, *remarks}
-    for by in _BY[1:]:
-        table = _parts_alone(comparisons[by], said | {say_sum(by)})
+    for by in (by for by in _BY[1:] if by in comparisons):
+        table = phases if by == "phase" and phases else _parts_alone(comparisons[by], said | {say_sum(by)})
         if len(table.rows) > 1:
             exhibits.append(Exhibit(key=f"changes-{by}", part=table))
             said |= set(table.notes)
@@ -149,7 +159,53 @@ def _parts_alone(comparison: ProfileComparison, said: set[str]) -> Table:
     table = comparison_table(comparison)
     rows = tuple(row[1:] for row in table.rows if row[0] == comparison.by)
     notes = tuple(note for note in table.notes if note not in said)
-    return Table(title=f"Changes by {comparison.by}", columns=table.columns[1:], rows=rows, notes=notes)
+    return Table(
+        title=f"Changes by {comparison.by}", columns=table.columns[1:], rows=rows, notes=notes, compared=table.compared
+    )
+
+
+def _tabulate_phases(picture: StepPicture | None) -> Table | None:
+    """The phases of the picture, each with its idle time. None if a bar or its phases are unknown."""
+    bars = [bar for bar in picture.bars if bar and all(phase.name for phase in bar.phases)] if picture else []
+    if picture is None or len(bars) < 2:
+        return None
+    a, b = bars
+    phases = [{phase.name: phase for phase in bar.phases} for bar in bars]
+    rows = []
+    for name in order_phases({*phases[0], *phases[1]}):
+        before, after = (one.get(name, StepPhase(name=name, classes=(), times_ns=(), idle_ns=0.0)) for one in phases)
+        rows.append(_compare_phase(before, after, b.step_ns - a.step_ns))
+    labels = picture.runs
+    keys = ("a_ms", "b_ms", "difference_ms", "a_idle_ms", "b_idle_ms")
+    names = (labels[0], labels[1], "change", f"{labels[0]} idle", f"{labels[1]} idle")
+    first, second, change, *idle = (
+        Column(key=key, label=label, kind="ms") for key, label in zip(keys, names, strict=True)
+    )
+    ratio = Column(key="ratio", label="ratio", kind="ratio")
+    share = Column(key="share_of_change", label="of change", kind="share")
+    what = "per step" if a.is_step or b.is_step else "in the trace"
+    return Table(
+        title="Changes by phase",
+        columns=(Column(key="phase", label=what), first, second, change, ratio, share, *idle),
+        rows=tuple(rows),
+        notes=("each phase with its idle time, as in the picture of the steps",),
+        compared=keys,
+    )
+
+
+def _compare_phase(a: StepPhase, b: StepPhase, change_ns: float) -> tuple[Cell, ...]:
+    times = [phase.busy_ns + phase.idle_ns for phase in (a, b)]
+    difference = times[1] - times[0]
+    return (
+        a.name,
+        times[0] / _MS,
+        times[1] / _MS,
+        difference / _MS,
+        times[1] / times[0] if times[0] else None,
+        difference / change_ns if change_ns else None,
+        a.idle_ns / _MS,
+        b.idle_ns / _MS,
+    )
 
 
 def _say_time_changes(comparison: ProfileComparison) -> str:

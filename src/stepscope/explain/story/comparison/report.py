@@ -36,14 +36,15 @@ def tell_both(a: Materials, b: Materials) -> Report:
     a, b = share_peaks(a), share_peaks(b)
     openings, labels = (Opening(a), Opening(b)), label_sides(a, b)
     shown = [key for key in SECTIONS if key != "ranks" or len(a.ranks) > 1 or len(b.ranks) > 1]
-    sections = (show_changes(a, b, labels), *(put_side_by_side(key, a, b, labels) for key in shown))
+    picture = draw_steps([a.profile, b.profile], labels)
+    sections = (show_changes(a, b, picture, labels), *(put_side_by_side(key, a, b, labels) for key in shown))
     return Report(
         title=_title(a, b, labels),
         subtitle=_say_where(a, b, labels),
         runs=labels,
         sentence=say_change(*openings, labels),
         facts=_pair_facts(*openings, labels),
-        picture=draw_steps([a.profile, b.profile], labels),
+        picture=picture,
         advice=list_advice(b),
         soundness=_judge_both(*openings, labels),
         sections=gather_missing(sections),
@@ -254,12 +255,12 @@ def _judge_both(a: Opening, b: Opening, labels: Labels) -> Soundness:
     profiles = a.materials.profile, b.materials.profile
     remarks = compare_circumstances(profiles[0], profiles[1], labels) if profiles[0] and profiles[1] else ()
     devices = _differing_devices(a.materials, b.materials)
-    said = (
-        one.sentence if one.sentence == other.sentence else f"{labels[0]}: {one.sentence} {labels[1]}: {other.sentence}"
-    )
+    order: tuple[Literal["doubtful", "unknown", "sound"], ...] = ("doubtful", "unknown", "sound")
+    # The run that decides the verdict comes first.
+    pair = sorted(zip(labels, (one, other), strict=True), key=lambda run: order.index(run[1].verdict))
+    said = one.sentence if one.sentence == other.sentence else " ".join(f"{run}: {of.sentence}" for run, of in pair)
     if devices:
         said = f"{devices} {said}"
-    order: tuple[Literal["doubtful", "unknown", "sound"], ...] = ("doubtful", "unknown", "sound")
     weakest = "doubtful" if devices else next(verdict for verdict in order if verdict in verdicts)
     shared = [line for line in one.details if line in other.details]
     own = [

@@ -3,7 +3,8 @@
 Rows add up to `Profile.gpu_time_ns` per step. A row is everything that agrees in all five dimensions; for two runs, a
 row that only one of them has is 0 in the other. If a page cannot hold all rows, the smallest lose their layer first,
 then their module, then more, so that the times by class, phase and kernel stay exact. Dropping kernels first was tried:
-the kernel table of a deep model was then mostly `(rest)`. Summed over one dimension, the rows become a table.
+the kernel table of a deep model was then mostly `(rest)`. Summed over one dimension, the rows become a table. If only
+one of two runs has modules, a comparison has none: every module would be gone.
 """
 
 import re
@@ -26,18 +27,22 @@ MOST_ROWS = 15_000
 # What the smallest rows lose, one by one, until they are few enough. A module loses its number with its layer.
 _GIVEN_UP = ("layer", "module", "kernel", "phase")
 _KEYS = ["class", "phase", "layer", "module", "kernel"]
+_OF_MODULES = ("layer", "module")
 
 
 def break_down(profiles: Sequence[Profile], names: Sequence[str]) -> Breakdown:
     """`names` has one run per profile."""
     assert len(profiles) == len(names), "one name per profile"
     steps = [profile.num_steps for profile in profiles]
-    rows, notes = _fit(_join([_rows(profile) for profile in profiles], steps), steps, MOST_ROWS)
+    absent = say_lacking_modules(profiles, names)
+    frames = [_rows(profile, has_modules=not absent) for profile in profiles]
+    rows, notes = _fit(_join(frames, steps), steps, MOST_ROWS)
     on_cpu = all(profile.on_cpu for profile in profiles)
-    dimensions = [_dimension(rows, key) for key in _KEYS]
+    keys = [key for key in _KEYS if not absent or key not in _OF_MODULES]
+    dimensions = [_dimension(rows, key) for key in keys]
     places = [
         rows[key].replace_strict(order, list(range(len(order))), return_dtype=pl.Int64).to_list()
-        for key, (order, _) in zip(_KEYS, dimensions, strict=True)
+        for key, (order, _) in zip(keys, dimensions, strict=True)
     ]
     runs = range(len(profiles))
     return Breakdown(
@@ -53,17 +58,34 @@ def break_down(profiles: Sequence[Profile], names: Sequence[str]) -> Breakdown:
         idles_ns=tuple(profile.clock.idle_ns for profile in profiles),
         what="operators" if on_cpu else "kernels",
         unit="step" if any(profile.clock.has_steps for profile in profiles) else "trace",
-        notes=(*_say_scopes(profiles, names), *notes),
+        num_devices=max(len(profile.devices) for profile in profiles),
+        notes=(*_say_scopes(profiles, names), *([f"layers and modules: {absent}"] if absent else []), *notes),
     )
 
 
-def _rows(profile: Profile) -> pl.DataFrame:
+def say_lacking_modules(profiles: Sequence[Profile], names: Sequence[str]) -> str:
+    """Why runs cannot be compared by module: some have modules and others do not. Empty if they can."""
+    lacking = [pair for pair in zip(profiles, names, strict=True) if not _has_modules(pair[0])]
+    if not lacking or len(lacking) == len(profiles):
+        return ""
+    profile, name = lacking[0]
+    case = profile.recording.manifest.case
+    is_compiled = case is not None and case.workload.compile
+    return f"not recorded in {name}{': compiled code has no modules' if is_compiled else ''}"
+
+
+def _has_modules(profile: Profile) -> bool:
+    """Whether a kernel belongs to a part of the model, not only to all of it, or to the `(optimizer)`."""
+    return bool((~profile.kernels["module"].str.starts_with("(")).any())
+
+
+def _rows(profile: Profile, *, has_modules: bool) -> pl.DataFrame:
     time = pl.col("time_ns")
     kernels = profile.kernels.select(
         "class",
         pl.col("phase").fill_null(UNKNOWN),
-        name_layers(profile.kernels).alias("layer"),
-        pl.col("module").fill_null(UNKNOWN),
+        (name_layers(profile.kernels) if has_modules else pl.lit(UNKNOWN)).alias("layer"),
+        pl.col("module").fill_null(UNKNOWN) if has_modules else pl.lit(UNKNOWN).alias("module"),
         "time_ns",
         "short",
         kernel="name",

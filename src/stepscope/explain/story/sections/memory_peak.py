@@ -92,7 +92,7 @@ def show_saved(materials: Materials) -> Section:
     exhibits.append(Exhibit(key="autograd-modules", part=shorten(saved_by_role(saved), "", _MODULES)))
     in_block = saved_in_block(saved)
     exhibits.append(Exhibit(key="autograd-block", part=shorten(in_block, "", _MODULES)))
-    lead = _say_saved(total, blocks, profile.peak_bytes)
+    lead = _say_saved(total, blocks, dict(profile.categories_at(profile.peak_event))["activations"])
     return Section(key=key, title=title, lead=lead, exhibits=tuple(_with_rows(exhibits)))
 
 
@@ -161,9 +161,11 @@ def _saved_and_predicted(profile: MemoryProfile) -> Table | None:
     return saved_and_predicted(profile.recording.saved, activations_of(workload))
 
 
-def _say_saved(total: int, blocks: Table, peak: int) -> str:
-    of_peak = f", {say_percent(total / peak)} of the peak" if peak and total <= peak else ""
-    return f"{say_size(total)} of activations saved for backward{of_peak}; {_say_blocks(blocks)}."
+def _say_saved(total: int, blocks: Table, at_peak: int) -> str:
+    """`at_peak` is the size of all activations at the peak: backward may have freed some of those that were saved."""
+    sizes = say_size(total), say_size(at_peak)
+    freed = f"; {sizes[1]} is still allocated at the peak" if at_peak < total and sizes[0] != sizes[1] else ""
+    return f"{sizes[0]} of activations saved for backward after forward{freed}. {_say_blocks(blocks)}."
 
 
 def _say_blocks(blocks: Table) -> str:
@@ -173,5 +175,5 @@ def _say_blocks(blocks: Table) -> str:
     largest = max(shares, key=lambda name: shares[name])
     count = len(shares) - (OUTSIDE in shares)
     if largest != OUTSIDE and count > 1 and len(inside) == 1:
-        return f"each of {count} blocks saves {inside.pop()}"
-    return f"{largest} saves the most, {say_percent(shares[largest])}"
+        return f"Each of {count} blocks saves {inside.pop()}"
+    return f"Most of it is saved by {largest}: {say_percent(shares[largest])}"

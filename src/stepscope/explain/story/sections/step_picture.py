@@ -6,7 +6,7 @@ Idle time belongs to the phase of the kernel that ends it. If the clock's step i
 spread over the phases as in the profiled steps.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 import polars as pl
@@ -23,7 +23,7 @@ _TIERS = {"memcpy": 1, "memset": 1, "communication": 2}
 def draw_steps(profiles: Sequence[Profile | None], names: Sequence[str]) -> StepPicture | None:
     """Return one bar per run; None if no run has a timeline."""
     assert len(profiles) == len(names), "one name per profile"
-    bars = [_draw_bar(profile) if profile and not profile.is_serialized else None for profile in profiles]
+    bars = [draw_bar(profile) if profile and not profile.is_serialized else None for profile in profiles]
     drawn = [bar for bar in bars if bar is not None]
     if not drawn:
         return None
@@ -37,12 +37,16 @@ def _write_notes(profiles: Sequence[Profile | None]) -> tuple[str, ...]:
     notes = []
     if any(profile.has_gaps and profile.clock.kind == "unprofiled" for profile in known):
         notes.append("idle time is that of unprofiled steps, spread over the phases as in the profiled steps")
+    devices = max((len(profile.devices) for profile in known), default=1)
+    if devices > 1:
+        notes.append(f"times are means over {devices} GPUs")
     if any(profile.on_cpu for profile in known):
         notes.append("outside operators, the CPU mostly runs Python and the framework")
     return tuple(notes)
 
 
-def _draw_bar(profile: Profile) -> StepBar:
+def draw_bar(profile: Profile) -> StepBar:
+    """Return the step of a recording with a timeline."""
     swept = pl.concat(
         _sweep(group, profile.window)
         for group in profile.kernels.partition_by("process", "device", maintain_order=True)
@@ -66,7 +70,7 @@ def _draw_bar(profile: Profile) -> StepBar:
             times_ns=tuple((part["own_ns"] * busy_scale).to_list()),
             idle_ns=waits[phase] * idle_scale,
         )
-        for phase in _order(waits)
+        for phase in order_phases(waits)
         for part in [times.filter((pl.col("phase") == phase) & (pl.col("own_ns") > 0))]
     ]
     return StepBar(
@@ -83,7 +87,7 @@ def _has_phases(swept: pl.DataFrame) -> bool:
     return float(known["own_ns"].sum()) >= _KNOWN_ENOUGH * float(swept["own_ns"].sum())
 
 
-def _order(phases: Sequence[str] | dict[str, float]) -> list[str]:
+def order_phases(phases: Iterable[str]) -> list[str]:
     """Return phases in the order of a step; others by name, and unknown ones last."""
     return sorted(phases, key=lambda one: (ORDER.index(one) if one in ORDER else len(ORDER), one == UNKNOWN, one))
 

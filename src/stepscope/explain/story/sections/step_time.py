@@ -82,6 +82,7 @@ def _say_classes(profile: Profile) -> str:
     named = ", ".join(f"{name_class(row['class'])} {say_percent(row['share'])}" for row in classes)
     word = "Operators" if profile.on_cpu else "Kernels"
     whole = " per step" if profile.has_steps else ""
+    whole += f" on {len(profile.devices)} GPUs" if len(profile.devices) > 1 else ""
     time = profile.clock.per_step(profile.gpu_time_ns)
     return f"{word} take {say_time(time)}{whole}: {named}{_say_overlap(profile)}."
 
