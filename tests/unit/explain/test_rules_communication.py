@@ -6,8 +6,8 @@ import pytest
 
 from stepscope.explain.ranks.lateness import match_ranks
 from stepscope.explain.rules import find
-from stepscope.explain.rules.communication import Communication
 from stepscope.explain.rules.evidence import StepEvidence
+from stepscope.explain.rules.strategies.communication import Communication
 from stepscope.explain.trace.profile import Profile
 from stepscope.findings import Finding, joint_saving
 from tests.unit.explain.test_rules_host import found, saving_us

@@ -13,12 +13,10 @@ from stepscope.errors import StepscopeError, nearest
 from stepscope.explain.commands import write_command, write_flags
 from stepscope.explain.ranks.lateness import RankTimes
 from stepscope.explain.rules import (
-    communication,
     copies,
     fusion,
     gemm,
     host,
-    late_rank,
     loading,
     naive_attention,
     remarks,
@@ -28,6 +26,7 @@ from stepscope.explain.rules import (
 from stepscope.explain.rules.evidence import StepEvidence
 from stepscope.explain.rules.joint import join, rank
 from stepscope.explain.rules.rule import THROUGHPUT, Hit, Rule, workload_of
+from stepscope.explain.rules.strategies import communication, late_rank
 from stepscope.explain.trace.profile import Profile, code_digest
 from stepscope.files import decode as decode_file
 from stepscope.files import read_plain, write_atomically

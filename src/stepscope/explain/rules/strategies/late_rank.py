@@ -3,9 +3,9 @@
 import shlex
 
 from stepscope.explain.ranks.lateness import RankLateness, RankTimes, Straggler
-from stepscope.explain.rules.communication import LEAST_EXPOSED, Communication
 from stepscope.explain.rules.evidence import Gain, StepEvidence, ms
 from stepscope.explain.rules.rule import Hit, Rule
+from stepscope.explain.rules.strategies.communication import LEAST_EXPOSED, Communication
 from stepscope.units import count_noun, say_percent
 
 _MOST = 0.5

@@ -27,7 +27,7 @@ from stepscope.explain.ranks.collectives import (
 from stepscope.explain.ranks.micro_batches import MicroBatches
 from stepscope.explain.rules.evidence import WORTH_SAYING, Gain, StepEvidence, ms
 from stepscope.explain.rules.rule import Hit, Rule
-from stepscope.explain.rules.strategy_advice import (
+from stepscope.explain.rules.strategies.advice import (
     ADVICE,
     FEWER_BYTES,
     FEWER_MESSAGES,

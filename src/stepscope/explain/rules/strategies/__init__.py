@@ -1,0 +1,1 @@
+"""Rules about runs on several ranks: exposed communication, by strategy, and late ranks."""
