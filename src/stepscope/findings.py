@@ -55,6 +55,9 @@ class Table(msgspec.Struct, frozen=True, kw_only=True):
             assert len(row) == len(self.columns), f"{len(row)} cells for {len(self.columns)} columns"
 
 
+_SHIFTED = 1.2
+
+
 class Finding(msgspec.Struct, frozen=True, kw_only=True):
     """Something that costs time: what is wrong, the evidence, and what to do. `stepscope rule CODE` explains the code,
     which is stable.
@@ -88,6 +91,13 @@ class Finding(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def saving_ms(self) -> float | None:
         return None if self.saving_ns is None else self.saving_ns / 1e6
+
+    @property
+    def say_after(self) -> str:
+        """What follows `joint_ns`. A fix can save more after others than alone: once the GPU has less to do, a step may
+        wait for the launches that the fix removes."""
+        shifts = (self.joint_ns or 0) > _SHIFTED * (self.saving_ns or 0)
+        return "once the fixes above are in" + (", which shift the bottleneck" if shifts else "")
 
 
 class JointSaving(NamedTuple):

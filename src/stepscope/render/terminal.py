@@ -263,7 +263,7 @@ def _name_finding(finding: Finding) -> str:
     saved = f"saves about {finding.saving_ns / 1e6:,.2f} ms{share}" if finding.saving_ns else "saves nothing alone"
     adds = f"{(finding.joint_ns or 0) / 1e6:,.2f}"
     if finding.joint_ns is not None and adds != f"{(finding.saving_ns or 0) / 1e6:,.2f}":
-        saved += f"; {adds} ms once the fixes above are in"
+        saved += f"; {adds} ms {finding.say_after}"
     return f"{finding.title} ({saved})"
 
 

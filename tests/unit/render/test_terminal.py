@@ -244,7 +244,7 @@ def test_a_page_lists_fixes_to_paste_and_then_remarks() -> None:
     assert "All fixes together save about 9.51 ms, 15.8%. Savings overlap: they do not add up." in shown
     assert "Also explains this time (SS008): t\nSS009" in shown
     assert "(saves about 2.00 ms, 14.8%; 0.50 ms once the fixes above are in)" in shown
-    assert "(saves nothing alone; 0.50 ms once the fixes above are in)" in render_page(
+    assert "(saves nothing alone; 0.50 ms once the fixes above are in, which shift the bottleneck)" in render_page(
         msgspec.structs.replace(page, findings=(msgspec.structs.replace(joined[1], saving_ns=0, share=0.0),)), width=100
     )
     short = msgspec.structs.replace(fixable, fix="step()")

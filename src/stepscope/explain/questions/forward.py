@@ -175,7 +175,7 @@ def top_kernel(profile: Profile) -> Answer:
     return Answer(
         key=key,
         question=question,
-        figure=f"{say_share(share)} of forward",
+        figure=_short(forward, name),
         sentence=sentence + ".",
         evidence=_kernel_table(f"{word.capitalize()}s that take the most time, {per_step}", tuple(rows), "in"),
     )
@@ -196,8 +196,9 @@ def _others(scopes: list[tuple[str, pl.DataFrame]], forward_name: str, *, both: 
         said = f"also in forward and backward together ({say_share(share)})"
     else:
         said = f"in forward and backward together it is `{_short(both, name)}` ({say_share(share)})"
-    same = "the same one" if whole[0] == name else f"`{_short(scopes[1][1], whole[0])}`"
-    return f"{said}, and in the {scopes[1][0]} it is {same} ({say_share(whole[3])})"
+    if whole[0] == name:
+        return f"{said} and in the {scopes[1][0]} ({say_share(whole[3])})"
+    return f"{said}, and in the {scopes[1][0]} it is `{_short(scopes[1][1], whole[0])}` ({say_share(whole[3])})"
 
 
 def _kernel_table(title: str, rows: tuple[tuple[Cell, ...], ...], scope: str) -> Table:

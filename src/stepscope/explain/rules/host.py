@@ -57,7 +57,8 @@ def find_launch_bound(evidence: StepEvidence) -> Hit | None:
         return _late_graphs(evidence)
     clock, count = evidence.clock, evidence.kernels.height / evidence.num_steps
     each = clock.busy_ns / max(1.0, count)
-    title = f"Launch-bound: the GPU is idle {say_percent(evidence.idle_share)} {clock.say_of_step}"
+    waited_ns = evidence.idle_ns(late)
+    title = f"Launch-bound: the GPU waits for launches {say_percent(waited_ns / evidence.step_ns)} {clock.say_of_step}"
     text = (
         f"{int(late.sum()) / evidence.num_steps:,.0f} of {count:,.0f} kernels start late because the CPU launched "
         f"them late; a kernel runs for {ms(each)} on average"
@@ -68,7 +69,7 @@ def find_launch_bound(evidence: StepEvidence) -> Hit | None:
         evidence=text,
         saving_ns=gain.step_ns,
         gain=gain,
-        about_ns=evidence.idle_ns(late),
+        about_ns=waited_ns,
         action=action,
         paste=paste,
     )

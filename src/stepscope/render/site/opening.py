@@ -128,7 +128,7 @@ def _write_card(advice: Advice) -> str:
     saving = '<p class="saving"><span class="unsure">Saving not estimated</span></p>'
     adds = ""
     if finding.joint_ns is not None and finding.joint_ns != finding.saving_ns:
-        adds = f" · {format_value('ms', finding.joint_ns / 1e6)} once the fixes above are in"
+        adds = f" · {format_value('ms', finding.joint_ns / 1e6)} {finding.say_after}"
     if finding.saving_ns == 0:
         saving = f'<p class="saving"><span class="unsure">No saving on its own{adds}</span></p>'
     elif finding.saving_ns is not None:
