@@ -1,9 +1,12 @@
 """What docs/architecture.md promises about the source tree: unique class names and short files."""
 
 import ast
+import os
 from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
+
+import pytest
 
 import stepscope
 
@@ -45,3 +48,10 @@ def test_the_map_names_every_package() -> None:
     text = (SOURCE.parents[1] / "docs/architecture.md").read_text(encoding="utf-8")
     packages = {name.split("/")[-2] for name, _ in modules() if name.endswith("/__init__.py")}
     assert {name for name in packages if f"{name}/" not in text} == set()
+
+
+@pytest.mark.skipif("PYTEST_XDIST_WORKER" not in os.environ, reason="without processes there are no groups")
+@pytest.mark.xdist_group("house")
+def test_groups_of_tests_are_known_to_xdist(request: pytest.FixtureRequest) -> None:
+    """Otherwise every process repeats expensive fixtures, and ranks of several tests share the cores."""
+    assert request.node.nodeid.endswith("@house")

@@ -341,7 +341,7 @@ def test_findings_are_ranked_by_what_matters_to_the_step() -> None:
     overlapping_most = card("SS008", saving_ns=300, share=0.3, joint_ns=20, joint_share=0.02)
     most_of_the_step = card("SS011", saving_ns=0, share=0.0, about=0.64)
     part_of_the_step = card("SS020", saving_ns=10, share=0.01, about=0.3)
-    unknown = card("SS015", about=0.2)
+    unknown = card("SS015", about=0.3)
     remark = card("SS019", fix="", saving_ns=900, share=0.9)
     ranked = rank([remark, small, overlapping_most, part_of_the_step, unknown, most_of_the_step])
     assert [one.code for one in ranked] == ["SS011", "SS015", "SS003", "SS008", "SS020", "SS019"]

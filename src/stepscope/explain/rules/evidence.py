@@ -249,10 +249,10 @@ class StepEvidence:
         after = self.replay.run(change, host_scale=self.host_scale)
         step = (self.replayed_ns - after) / self.num_steps
         waited = bool(change.skipped_waits)
-        step = min(step, gpu + (self.clock.idle_ns if waited else self.idle_ns(self._is_concerned(change))))
+        step = min(step, gpu + (self.clock.idle_ns if waited else self.idle_ns(self.is_concerned(change))))
         return Gain(gpu_ns=gpu, step_ns=min(max(0.0, step), self.step_ns), change=change)
 
-    def _is_concerned(self, change: Change) -> Bools:
+    def is_concerned(self, change: Change) -> Bools:
         """Return which kernels started late because of a launch that a change makes cheaper, or because of the launch
         after it. A stall counts only if the change is about the CPU time of the stall itself."""
         cheaper = (change.host_share < 1) | change.removed

@@ -57,7 +57,7 @@ def find_launch_bound(evidence: StepEvidence) -> Hit | None:
         return _late_graphs(evidence)
     clock, count = evidence.clock, evidence.kernels.height / evidence.num_steps
     each = clock.busy_ns / max(1.0, count)
-    waited_ns = evidence.idle_ns(late)
+    waited_ns = evidence.idle_ns(evidence.is_concerned(change))
     title = f"Launch-bound: the GPU waits for launches {say_percent(waited_ns / evidence.step_ns)} {clock.say_of_step}"
     text = (
         f"{int(late.sum()) / evidence.num_steps:,.0f} of {count:,.0f} kernels start late because the CPU launched "

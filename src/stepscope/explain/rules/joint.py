@@ -19,6 +19,7 @@ from stepscope.findings import Finding
 # A finding that adds less than this share of its own saving to that of larger ones is about the same time.
 _ADDS_LITTLE = 0.1
 _MOST_OF_STEP = 0.5
+_UNKNOWN_SAVING = 0.5  # of what a finding is about: more than nothing, and less than an estimate of all of it
 
 
 @dataclass(slots=True)
@@ -128,10 +129,10 @@ def _find_larger(evidence: StepEvidence, accepted: Sequence[_Fix], fix: _Fix) ->
 def rank(findings: Iterable[Finding]) -> tuple[Finding, ...]:
     """Return findings with a fix first, then remarks, each by how much they matter to this step.
 
-    That is what the finding adds to the joint saving, as a share of the step. Where that is not known, it is the share
-    of the step that the finding is about; so it is where the finding is about most of the step: if 64% of a step is
-    communication, communication comes first, even if the estimate of what can be hidden is small. An expert would say
-    that first as well.
+    That is what the finding adds to the joint saving, as a share of the step. Where that is not known, it is half of
+    the share of the step that the finding is about. If a finding is about most of the step, it is that share: if 64% of
+    a step is communication, communication comes first, even if the estimate of what can be hidden is small. An expert
+    would say that first as well.
     """
     weighed, least = [], {False: math.inf, True: math.inf}
     for one in findings:
@@ -146,7 +147,9 @@ def rank(findings: Iterable[Finding]) -> tuple[Finding, ...]:
 def _weight(finding: Finding) -> float:
     about = finding.about or 0.0
     share = finding.share if finding.joint_share is None else finding.joint_share
-    return about if share is None else max(share, about if _is_about_most(finding) else 0.0)
+    if _is_about_most(finding):
+        return max(share or 0.0, about)
+    return _UNKNOWN_SAVING * about if share is None else share
 
 
 def _is_about_most(finding: Finding) -> bool:

@@ -480,7 +480,7 @@ def _blame_link(found: Communication, best: float, text: str) -> Hit:
     text += (
         f"; {_say_messages(found)}, where a PCIe 4.0 ×16 slot carries over {_USUAL_LINK / 1e9:.0f} GB/s; "
         f"{ADVICE[found.strategy].seen}. Either the collectives take a slow path, or every one waits for the same late "
-        "rank: the traces of the other ranks tell"
+        "rank: compare the traces of all ranks"
     )
     advice = StrategyAdvice(
         seen="",
