@@ -77,6 +77,8 @@ KERNELS = {
 }
 # Calls to the CUDA or HIP runtime and driver.
 LAUNCHES = {**_TIMED, **_ON_HOST, "correlation": _NUMBER}
+# Launches of one kernel each. Under a capture they run none, and the launch of a graph runs many.
+KERNEL_LAUNCHES = r"(?i)launch(?:cooperative)?kernel"
 # Operators of the framework. `sequence` is the autograd node that the operator created, or, if `forward_thread` is not
 # null, the node whose backward it runs.
 OPS = {

@@ -9,14 +9,14 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
+import numpy as np
 import polars as pl
 
 from stepscope.recording.store import Recording
+from stepscope.recording.tables import KERNEL_LAUNCHES
 from stepscope.units import count_noun, say_percent
 
 Window = tuple[int, int]
-# Calls that launch one kernel each. Under a capture they launch none, and a launched graph runs many kernels.
-KERNEL_LAUNCHES = r"(?i)launch(?:cooperative)?kernel"
 _STREAM = ("process", "device", "stream")
 _COMPLETE = 0.9  # of the kernels that a step launched
 _WORTH_SAYING = 0.01
@@ -116,20 +116,15 @@ class StepRuns:
 
 def find_incomplete(recording: Recording, marked: pl.DataFrame) -> list[int]:
     """Return the steps that launched kernels which the recording does not have."""
-    launches = recording.launches
-    if not marked.height or not launches.height:
-        return []
-    known = launches["correlation"].is_in(recording.kernels["correlation"].implode())
-    if known.all():
-        return []
-    launched = launches.select("name", "start_ns", known=known.fill_null(value=True))
-    found = []
-    for step, start, end in marked.select("step", "start_ns", "end_ns").iter_rows():
-        inside = launched.filter((pl.col("start_ns") >= start) & (pl.col("start_ns") < end))
-        of_kernels = inside.filter(pl.col("name").str.contains(KERNEL_LAUNCHES))["known"]
-        if of_kernels.len() and int(of_kernels.sum()) < _COMPLETE * of_kernels.len():
-            found.append(int(step))
-    return found
+    names = recording.launches["name"].unique()
+    launching = names.filter(names.str.contains(KERNEL_LAUNCHES))
+    launches = recording.launches.filter(pl.col("name").is_in(launching.implode())).sort("start_ns")
+    known = launches["correlation"].is_in(recording.kernels["correlation"].implode()).fill_null(value=True)
+    found_before = np.concatenate(([0], np.cumsum(known.to_numpy())))
+    first, last = (launches["start_ns"].search_sorted(marked[column]).to_numpy() for column in ("start_ns", "end_ns"))
+    found, launched = found_before[last] - found_before[first], last - first
+    incomplete: list[int] = marked["step"].filter(pl.Series(found < _COMPLETE * launched)).to_list()
+    return incomplete
 
 
 def _choose(known: pl.DataFrame, incomplete: Sequence[int]) -> pl.DataFrame:
