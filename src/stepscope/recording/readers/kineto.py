@@ -19,14 +19,13 @@ import polars as pl
 from stepscope.errors import StepscopeError
 from stepscope.recording.readers.kineto_stream import TraceStream
 from stepscope.recording.store import Manifest, Recording
-from stepscope.recording.tables import conform
+from stepscope.recording.tables import KERNEL_LAUNCHES, conform
 from stepscope.recording.validation import Repairs, repair
 from stepscope.units import count_noun
 
 _MODULE_FRAME = "nn.Module: "
 # Autograd's wrappers around operators: their time is dispatch, not work.
 _MACHINERY = r"^autograd::engine|^torch::autograd|Backward\d*$|^detach$"
-_LAUNCHES_KERNEL = r"(?i)launch(?:cooperative)?kernel"
 _FEW_PRESENT = 0.1  # of the launches after a cut: kernels of other streams end later
 _REST_OF_STEP = 0.05  # after its last launch
 _LOST_NOTE = "kernels were launched, but the profiler recorded none: it may lack access to the GPU's activity (CUPTI)"
@@ -79,7 +78,7 @@ def _end_with_kernels(recording: Recording) -> Recording:
 
 def _find_last_launch(recording: Recording) -> int | None:
     """Return when the last kernel was launched before they begin to be missing; None if no launch has a kernel."""
-    launches = recording.launches.filter(pl.col("name").str.contains(_LAUNCHES_KERNEL)).sort("start_ns")
+    launches = recording.launches.filter(pl.col("name").str.contains(KERNEL_LAUNCHES)).sort("start_ns")
     present = launches["correlation"].is_in(recording.kernels["correlation"].implode()).to_numpy()
     if not present.any():
         return None
@@ -134,7 +133,7 @@ class TraceReader:
         self._launch_processes.update(_count(recording.launches["process"]))
         self._devices.update(_count(recording.kernels["device"]))
         if not (self._launches_kernels or self._devices):
-            self._launches_kernels = bool(recording.launches["name"].str.contains(_LAUNCHES_KERNEL).any())
+            self._launches_kernels = bool(recording.launches["name"].str.contains(KERNEL_LAUNCHES).any())
         if not (self._has_work or self._devices):
             self._has_work = bool((~ops["name"].str.contains(_MACHINERY)).any())
         self._has_shapes |= bool(ops["shapes"].is_not_null().any())
