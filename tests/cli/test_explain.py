@@ -75,8 +75,10 @@ def test_several_ranks_are_shown_side_by_side(tmp_path: Path, trace: Path) -> No
     assert [one["rank"] for one in found["files"]] == [None, 1]
     page = stepscope(tmp_path, "explain", trace.name, second.name).stdout
     assert "Ranks" in page
-    assert "may not be the ranks of one run" not in page
-    assert "may not be the ranks of one run" in stepscope(tmp_path, "explain", second.name, second.name).stdout
+    twice = stepscope(tmp_path, "explain", second.name, second.name)
+    assert twice.returncode == 2
+    assert "these files are not the ranks of one run" in twice.stderr
+    assert "rank1.json: rank 1 of None" not in twice.stderr
 
 
 def test_a_saved_recording_explains_the_same(tmp_path: Path, trace: Path) -> None:

@@ -83,6 +83,7 @@ def sort_ranks(opened: Sequence[Opened]) -> list[Opened]:
 def describe_ranks(opened: Sequence[Opened]) -> str:
     """Return which rank each file is of, for an error."""
     manifests = [one.recording.manifest for one in opened]
-    said = ["no rank" if one.rank is None else f"rank {one.rank} of {one.world_size}" for one in manifests]
-    shown = [f"{one.path.name}: {rank}" for one, rank in zip(opened, said, strict=True)][:_MOST_NAMED]
+    said = ["no rank" if one.rank is None else f"rank {one.rank}" for one in manifests]
+    worlds = ["" if one.world_size is None else f" of {one.world_size}" for one in manifests]
+    shown = [f"{one.path.name}: {rank}{of}" for one, rank, of in zip(opened, said, worlds, strict=True)][:_MOST_NAMED]
     return ", ".join([*shown, *(["…"] if len(opened) > _MOST_NAMED else [])])

@@ -36,7 +36,7 @@ def _fail(rank: int, world: int, fault: str) -> None:
     ],
 )
 def test_other_ranks_name_the_failed_rank_and_its_last_collective(fault: str, said: str) -> None:
-    with start_ranks(_fail, 3, fault, timeout_s=20 if fault == "hangs" else 240) as (_, pipes):
+    with start_ranks(_fail, 3, fault, timeout_s=40 if fault == "hangs" else 240) as (_, pipes):
         for rank in (0, 2):
             failure, _ = pipes[rank].recv()
             assert said in failure

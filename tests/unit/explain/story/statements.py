@@ -241,6 +241,9 @@ def read_finding(finding: Finding, where: str) -> Iterator[Statement]:
     if finding.code in ("SS012", "SS020") and finding.about is not None:
         quantity = "input share" if finding.code == "SS012" else "copies share"
         yield exactly(quantity, finding.about, f"{where} {finding.code}")
+    if finding.code == "SS001" and finding.about is not None and "launches" in finding.title:
+        yield exactly("launch share", finding.about, f"{where} SS001")
+        yield from shares_in("launch share", "waits for launches PERCENT", text, f"{where} SS001, title")
     if finding.code == "SS011":
         yield from times_in(
             "exposed", r"TIME (?:per step |in the trace )?does not overlap", text, f"{where} {finding.code}"

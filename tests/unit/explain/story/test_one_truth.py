@@ -125,7 +125,7 @@ def test_sentences_are_still_read() -> None:
     assert {("idle share", where) for where in idle} <= told
     assert {("idle", where) for where in ("breakdown", "table classes", "answer `idle`")} <= told
     assert {("busy share", where) for where in ("fact", "terminal's headline")} <= told
-    assert any(quantity == "idle share" and where.startswith("card SS") for quantity, where in told)
+    assert {("launch share", "card SS001"), ("launch share", "card SS001, title")} <= told
     assert {("kernel time", "breakdown's lead"), ("kernels", "timeline's lead")} <= told
 
     run, materials = build(Plan(work=(*COMMUNICATING, Work(kind="all-reduce", us=900))))
