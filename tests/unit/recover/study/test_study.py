@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import polars as pl
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from notes_tables import NOTES
@@ -179,6 +179,7 @@ exponents = st.lists(st.integers(-4, 12).map(lambda quarters: quarters / 4), min
 
 @settings(max_examples=15, deadline=None)
 @given(exponents, st.sampled_from([GRID[:5], SCATTERED]))
+@example([2.75, 3.0, 3.0], SCATTERED)
 def test_any_power_law_is_found(powers: list[float], cases: list[Case]) -> None:
     def law(workload: Workload) -> Counters:
         # Relative sizes: a counter has 64 bits.
