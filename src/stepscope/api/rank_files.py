@@ -81,7 +81,7 @@ def sort_ranks(opened: Sequence[Opened]) -> list[Opened]:
 
 
 def describe_ranks(opened: Sequence[Opened]) -> str:
-    """Return which rank each file is of, for an error."""
+    """Return the rank in each file, for an error."""
     manifests = [one.recording.manifest for one in opened]
     said = ["no rank" if one.rank is None else f"rank {one.rank}" for one in manifests]
     worlds = ["" if one.world_size is None else f" of {one.world_size}" for one in manifests]

@@ -134,7 +134,7 @@ def test_recordings_of_unknown_ranks_have_no_mean(tmp_path: Path) -> None:
     first, *_, last = run.page().headline.split("\n\n")[0].splitlines()
     assert first.startswith("2 recordings: step 0.")
     assert "average" not in run.page().headline
-    assert last == "it is unknown which rank each file is of, so they are not matched"
+    assert last == "the files do not contain their rank, so they are not matched"
 
 
 def test_rank_outside_the_world_size_makes_a_second_run(tmp_path: Path) -> None:

@@ -392,7 +392,7 @@ def _look_up_times(ranks: Sequence[_RankTrace], places: Ints, name: str) -> Floa
 
 def _align(ends_ns: Floats) -> Floats:
     """Return by how much each rank's clock is ahead of that of the rank with the most matches. Ranks that share no
-    collective are compared through others; NaN if there is no such chain."""
+    collective are compared through other ranks; NaN if that is impossible."""
     offsets = np.full(ends_ns.shape[1], np.nan)
     known = ~np.isnan(ends_ns)
     offsets[int(known.sum(axis=0).argmax())] = 0.0

@@ -46,7 +46,7 @@ def ranks_headline(profiles: Sequence[Profile], times: RankTimes | None) -> str:
         lines.append(f"GPU idle {low:.1%} ({labels[idle.index(low)]}) to {high:.1%} ({labels[idle.index(high)]})")
     if times is None:
         unmatched = "no collective could be matched across these ranks, so it is unknown which one is late"
-        lines.append(unmatched if is_run else "it is unknown which rank each file is of, so they are not matched")
+        lines.append(unmatched if is_run else "the files do not contain their rank, so they are not matched")
     elif times.straggler is not None and times.straggler.share > 0.5:
         late = times.straggler.lateness
         others = f"{late.late_ns / _MS:,.2f} ms in the recording"

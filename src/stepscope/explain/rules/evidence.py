@@ -13,7 +13,7 @@ import polars as pl
 
 from stepscope.explain.ranks.collectives import CoveredTime, computing
 from stepscope.explain.ranks.lateness import RankTimes
-from stepscope.explain.rules.replay import LONG_GAP_NS, Bools, Change, Floats, Ints, Replay
+from stepscope.explain.rules.replay import LONG_GAP_NS, Bools, Change, Floats, Replay
 from stepscope.explain.trace.attribution.nesting import innermost, look_up
 from stepscope.explain.trace.clock import Clock
 from stepscope.explain.trace.profile import Profile
@@ -215,14 +215,9 @@ class StepEvidence:
         return self.replay.run(self.replay.unchanged(), host_scale=self.host_scale)
 
     @cached_property
-    def idle_before(self) -> Ints:
-        """How long the GPU was idle before each kernel."""
-        return self.replay.idle_before
-
-    @cached_property
     def is_stall(self) -> Bools:
         """The kernels before which the GPU was idle for long, waiting for a late launch."""
-        result: Bools = self.replay.starved & (self.idle_before > LONG_GAP_NS)
+        result: Bools = self.replay.starved & (self.replay.idle_before > LONG_GAP_NS)
         return result
 
     @cached_property
@@ -232,7 +227,7 @@ class StepEvidence:
 
     def idle_ns(self, before: Bools) -> float:
         """Return the idle time per step before these kernels, by the clock."""
-        return float(self.idle_before[before].sum()) / self.num_steps * self.idle_scale
+        return float(self.replay.idle_before[before].sum()) / self.num_steps * self.idle_scale
 
     @cached_property
     def idle_scale(self) -> float:

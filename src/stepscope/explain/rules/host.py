@@ -195,7 +195,7 @@ def find_host_absence(evidence: StepEvidence) -> Hit | None:
     calls = evidence.waits.filter(pl.col("kind") == "call")
     known = (find_loading(evidence), calls, find_host_updates(evidence), find_captures(evidence))
     explained = pl.concat([one.select("start_ns", "end_ns") for one in known])
-    until, idle = evidence.replay.start, evidence.idle_before
+    until, idle = evidence.replay.start, evidence.replay.idle_before
     gaps = idle - CoveredTime(explained).between(until - idle, until)
     away: Bools = evidence.is_stall & (gaps > LONG_GAP_NS)
     if not away.any():

@@ -112,7 +112,7 @@ def find_captures(evidence: StepEvidence) -> pl.DataFrame:
 
 def find_blocked_queue(evidence: StepEvidence) -> Hit | None:
     """Long gaps on an idle GPU whose next kernel had been launched before they began."""
-    replay, idle = evidence.replay, evidence.idle_before
+    replay, idle = evidence.replay, evidence.replay.idle_before
     queued = (replay.launch != NEVER) & (replay.launch < replay.start - idle) & (idle > LONG_GAP_NS)
     time = evidence.idle_ns(queued)
     if time < LEAST_BLOCKED * evidence.step_ns:

@@ -60,8 +60,8 @@ def find_extent(marked: pl.DataFrame, runs: pl.DataFrame, incomplete: Sequence[i
     chosen = _choose(known, incomplete)
     notes = tuple(_say_left_out(steps.height - chosen.height, num_incomplete=len(incomplete)))
     counted = chosen.select("step", "start_ns", "end_ns")
-    early = runs.row(0, named=True)["early_start_ns"], runs.row(0, named=True)["early_end_ns"]
-    windows = _find_windows(chosen, early) if chosen.height else (_whole(runs),)
+    ((early_start_ns, early_end_ns),) = runs.select("early_start_ns", "early_end_ns").head(1).iter_rows()
+    windows = _find_windows(chosen, (early_start_ns, early_end_ns)) if chosen.height else (_whole(runs),)
     return StepExtent(steps=counted, windows=windows, notes=notes)
 
 

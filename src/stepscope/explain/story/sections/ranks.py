@@ -32,7 +32,7 @@ def _say_ranks(profiles: Sequence[Profile], times: RankTimes | None) -> str:
     said = f"A {unit_of_ranks(profiles)} takes {mean}{spread}. Exposed communication takes {between} of it."
     if times is None:
         unmatched = "No collective could be matched across these ranks."
-        return f"{said} {unmatched if is_run else 'It is unknown which rank each file is of.'}"
+        return f"{said} {unmatched if is_run else 'The files do not contain their rank.'}"
     if times.straggler is None or times.straggler.share <= 0.5:
         return said
     late = times.straggler.lateness
