@@ -63,6 +63,34 @@ class MemoryFacts(msgspec.Struct, frozen=True, kw_only=True):
     unmatched_steps: tuple[Count, ...] = ()
 
 
+class LoaderFacts(msgspec.Struct, frozen=True, kw_only=True):
+    """A DataLoader of a training loop, as it was configured."""
+
+    dataset: str  # its class
+    batch_size: Count | None = None
+    num_workers: Count = 0
+    pin_memory: bool = False
+    persistent_workers: bool = False
+    prefetch_factor: Count | None = None
+    batches_per_step: float = 1.0
+
+
+class LoopFacts(msgspec.Struct, frozen=True, kw_only=True):
+    """What was found in a training loop that stepscope recorded from inside its process."""
+
+    script: str  # `train.py`, or `-m package.module`
+    found_by: str  # what marked the steps
+    backwards_per_step: float = 1.0  # micro-batches
+    optimizers: tuple[str, ...] = ()  # classes
+    loaders: tuple[LoaderFacts, ...] = ()
+    wrappers: tuple[str, ...] = ()  # classes that make the model or the optimizer parallel
+    uses_scaler: bool = False
+    skipped_steps: Count = 0  # by a GradScaler, among `steps_seen`
+    steps_seen: Count = 0  # before the recording began
+    clock_mhz: Count | None = None  # while the steps were recorded
+    notes: tuple[str, ...] = ()
+
+
 class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     """What was recorded. Nothing here identifies a person, a machine or a directory."""
 
@@ -92,6 +120,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     forward_flops: dict[str, LongCount] | None = None
     compiled: bool = False
     memory: MemoryFacts | None = None
+    loop: LoopFacts | None = None  # of a script that stepscope recorded
     # On disk only: the tables that were written; None in recordings from earlier versions.
     tables: tuple[str, ...] | None = None
     digests: dict[str, str] | None = None  # of the table files

@@ -48,6 +48,8 @@ _LONG_COUNT = ColumnRule(pl.Int64, least=0)
 _BYTES = ColumnRule(pl.Int64, least=0, most=MOST_BYTES)
 _TAKEN_BYTES = ColumnRule(pl.Int64, required=True, least=0, most=MOST_BYTES)
 _SHAPE = ColumnRule(pl.String, json=list[_Size])
+# The line of the user's code, such as `train.py:42`; null if the recording has none.
+_SOURCE = ColumnRule(pl.String, is_new=True)
 _TIMED = {"name": _NAME, "start_ns": _TIME, "end_ns": _TIME}
 _ON_HOST = {"process": _NUMBER, "thread": ColumnRule(pl.Int64, absent=0)}
 
@@ -91,10 +93,11 @@ OPS = {
     "dtypes": ColumnRule(pl.String, json=list[str]),
     "strides": ColumnRule(pl.String, json=list[list[_Stride | list[_Stride]]]),
     "arguments": ColumnRule(pl.String, json=list[Any]),
+    "source": _SOURCE,
 }
 # Named ranges of CPU time: `source` is `user` (a profiler range), `module` (a call of an nn.Module, from the profiler's
 # stacks), `python` (another frame worth keeping) or `nvtx`.
-RANGES = {**_TIMED, **_ON_HOST, "source": _NAME}
+RANGES = {**_TIMED, **_ON_HOST, "source": _NAME, "source_line": _SOURCE}
 # Links from the operator that created an autograd node to the operator that ran its backward.
 LINKS = {
     "forward_ns": _TIME,
