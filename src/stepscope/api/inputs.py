@@ -25,11 +25,13 @@ from stepscope.findings import Missing
 from stepscope.jobs.experiments.sweep import RESULTS_NAME
 from stepscope.jobs.report import stages
 from stepscope.jobs.report.data import is_data, read_state
+from stepscope.loop.place import MEMORY_FOLDER, is_run
 from stepscope.recording.rows import attention_case, bench, memory_summary, precision_report
 from stepscope.recording.rows.attention_case import AttentionRow
 from stepscope.recording.rows.bench import BenchRow, CaseRow
 from stepscope.recording.rows.precision_report import read_report
 from stepscope.recording.rows.results_file import read_rows
+from stepscope.recording.store import is_recording
 from stepscope.spec import Case
 
 R = TypeVar("R", bound=CaseRow)
@@ -82,11 +84,19 @@ class _RunFiles:
 def read_runs(sources: Sequence[Path | Run], *, command: str, cached: bool) -> list[Materials]:
     """Read files and loaded runs into the materials of one run, or of two runs to compare."""
     _refuse_twice([source for source in sources if isinstance(source, Path)])
+    sources = [part for source in sources for part in _list_parts(source)]
     runs = _sort([_look_at(source, cached=cached) for source in sources])
     named = [replace(_read_run(run), command=command) for run in runs]
     if len({one.name for one in named}) < len(named):
         named = [replace(one, name=str(_first(run).path)) for one, run in zip(named, runs, strict=True)]
     return named
+
+
+def _list_parts(source: Path | Run) -> list[Path | Run]:
+    """The directory of `stepscope run` has its ranks, and may have a recording of memory."""
+    if isinstance(source, Run) or not is_run(source):
+        return [source]
+    return [source, *([source / MEMORY_FOLDER] if is_recording(source / MEMORY_FOLDER) else [])]
 
 
 def _refuse_twice(paths: Sequence[Path]) -> None:

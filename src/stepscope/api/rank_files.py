@@ -8,12 +8,14 @@ from pathlib import Path
 from typing import NamedTuple
 
 from stepscope.errors import StepscopeError
+from stepscope.loop.place import is_run
 from stepscope.recording import store
 from stepscope.recording.cache import read_cached
 from stepscope.recording.readers.formats import open_recording
 from stepscope.recording.store import Manifest, Recording
 
 _TRACE = re.compile(r"(?i).*\.json\.gz|.*(?:trace|rank).*\.json")  # PyTorch's profiler writes one file per rank
+_RANK_FOLDER = re.compile(r"rank-(\d+)")
 _MOST_NAMED = 8  # files in an error
 
 
@@ -35,8 +37,8 @@ def open_file(path: Path, *, cached: bool) -> Opened:
 
 
 def expand_ranks(paths: Sequence[Path]) -> list[Path]:
-    """Replace each directory that is not a recording: that of a report by its recording, any other by the traces in it,
-    one per rank."""
+    """Replace each directory that is not a recording: that of a report or of `stepscope run` by its recordings, any
+    other by the traces in it, one per rank."""
     expanded: list[Path] = []
     for path in paths:
         traces: list[Path] = []
@@ -51,6 +53,9 @@ def _find_recordings(folder: Path) -> list[Path]:
     from stepscope.jobs.report.data import is_data
     from stepscope.jobs.report.stages import ProfileStage
 
+    if is_run(folder):
+        found = [(int(match[1]), one) for one in folder.iterdir() if (match := _RANK_FOLDER.fullmatch(one.name))]
+        return [one for _, one in sorted(found)]
     if is_data(folder):
         return [folder / ProfileStage.name]
     return sorted(one for one in folder.iterdir() if _TRACE.fullmatch(one.name))

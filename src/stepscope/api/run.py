@@ -186,10 +186,12 @@ class Run:
 
     @property
     def name(self) -> str:
-        """A description of the workload if it is known, or else the file name."""
+        """The script, or a description of the workload if it is known, or else the file name."""
         from stepscope.explain.experiments.cases import describe_case
 
         manifest = self.opened[0].recording.manifest
+        if manifest.loop is not None:
+            return manifest.loop.script
         return describe_case(manifest.case) if manifest.case is not None else manifest.file or self.files[0].name
 
     @property

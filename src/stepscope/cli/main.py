@@ -20,6 +20,7 @@ from stepscope.errors import Exit, StepscopeError
 # In the order of `--help`, each with its line there. A verb is a function in the module of the same name.
 VERBS = {
     "report": "Write one HTML page about a model, a trace or two runs.",
+    "run": "Record a few steps of your own training script, unchanged.",
     "bench": "Time forward, backward and optimizer over a grid of settings.",
     "profile": "Record a few training steps, kernel by kernel.",
     "memory": "Show where memory goes and when it peaks.",
@@ -49,7 +50,11 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 for verb, summary in VERBS.items():
-    app.command(verb, short_help=summary)(getattr(import_module(f"stepscope.cli.{verb}"), verb))
+    # What follows a script are its own arguments, even if they look like options of stepscope.
+    settings = {"allow_interspersed_args": False} if verb == "run" else None
+    app.command(verb, short_help=summary, context_settings=settings)(
+        getattr(import_module(f"stepscope.cli.{verb}"), verb)
+    )
 
 
 @app.callback(invoke_without_command=True)
@@ -68,7 +73,9 @@ def main() -> NoReturn:
     prepare_streams()
     try:
         _require_text(sys.argv[1:])
-        app(args=fill_bare_flags(sys.argv[1:]), standalone_mode=True)
+        # A script's own arguments stay as they are.
+        arguments = sys.argv[1:] if sys.argv[1:2] == ["run"] else fill_bare_flags(sys.argv[1:])
+        app(args=arguments, standalone_mode=True)
     except StepscopeError as error:
         say(f"error: {error}")
         sys.exit(Exit.BAD_INPUT)

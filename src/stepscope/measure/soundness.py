@@ -8,6 +8,7 @@ import os
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -15,8 +16,10 @@ from stepscope.explain.statistics import summarise
 from stepscope.measure import nvml
 from stepscope.measure.timing import Samples
 from stepscope.recording.rows.bench import Doubt
-from stepscope.step import Step
 from stepscope.units import count_noun, say_share
+
+if TYPE_CHECKING:  # loads the compiler, which a user's training process may not need
+    from stepscope.step import Step
 
 SPREAD_LIMIT = 0.10  # of the middle 60% of steps, relative to the median
 FEWEST_STEPS = 5
@@ -101,7 +104,7 @@ def doubt_samples(samples: Samples, *, warmup: int, waits: bool = False) -> list
     return doubts + _doubt_clocks(samples, step.median, waits=waits)
 
 
-def doubt_numbers(step: Step) -> list[Doubt]:
+def doubt_numbers(step: "Step") -> list[Doubt]:
     """Check the numbers that a step leaves behind. On a CPU this takes memory: call it after measuring the peak."""
     doubts = []
     if not step.loss_is_finite():
@@ -113,7 +116,7 @@ def doubt_numbers(step: Step) -> list[Doubt]:
     return doubts
 
 
-def _denormal_share(step: Step) -> float:
+def _denormal_share(step: "Step") -> float:
     parameters = list(step.module.parameters())
     gradients = [one.grad for one in parameters if one.grad is not None]
     tensors = [one.detach() for one in (*parameters, *gradients, *(state for _, state in step.optimizer_state()))]

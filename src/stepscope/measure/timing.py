@@ -16,10 +16,12 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from itertools import pairwise
+from typing import TYPE_CHECKING
 
 import torch
 
-from stepscope.step import Step
+if TYPE_CHECKING:  # loads the compiler, which a user's training process may not need
+    from stepscope.step import Step
 
 TURNS_S = 2.0
 STEPS_A_TURN = 4
@@ -37,7 +39,7 @@ class Samples:
     enqueue_ns: list[int] = field(default_factory=list)
 
 
-def time_steps(step: Step, count: int, *, after_step: Callable[[], None] = lambda: None) -> Samples:
+def time_steps(step: "Step", count: int, *, after_step: Callable[[], None] = lambda: None) -> Samples:
     """Run and time `count` steps. `after_step` runs between steps, outside the timing."""
     time_one = _time_on_cuda if step.device.type == "cuda" else _time_on_host
     samples = Samples(phases_ns={name: [] for name, _ in step.phases})
@@ -48,7 +50,7 @@ def time_steps(step: Step, count: int, *, after_step: Callable[[], None] = lambd
 
 
 def time_in_turns(
-    step: Step, recording: Callable[[], AbstractContextManager[object]], *, least: int, most: int
+    step: "Step", recording: Callable[[], AbstractContextManager[object]], *, least: int, most: int
 ) -> tuple[list[int], list[int]]:
     """Return nanoseconds of alternating steps without and within `recording`, so that changes on the machine affect
     both.
@@ -68,7 +70,7 @@ def time_in_turns(
     return without, within
 
 
-def wait_for(step: Step) -> None:
+def wait_for(step: "Step") -> None:
     """Wait until all work that the step has launched is done."""
     if step.device.type == "cuda":
         torch.cuda.synchronize(step.device)
@@ -82,7 +84,7 @@ def settle_heap() -> None:
     gc.freeze()
 
 
-def _time_on_host(step: Step, samples: Samples) -> None:
+def _time_on_host(step: "Step", samples: Samples) -> None:
     clock = time.perf_counter_ns
     marks = [clock()]
     for _, phase in step.phases:
@@ -93,7 +95,7 @@ def _time_on_host(step: Step, samples: Samples) -> None:
         kept.append(marks[-1] - marks[0])
 
 
-def _time_on_cuda(step: Step, samples: Samples) -> None:
+def _time_on_cuda(step: "Step", samples: Samples) -> None:
     stream = torch.cuda.current_stream(step.device)
     events = [make_event() for _ in range(len(step.phases) + 1)]
     torch.cuda.synchronize(step.device)
@@ -111,7 +113,7 @@ def _time_on_cuda(step: Step, samples: Samples) -> None:
     samples.enqueue_ns.append(issued - start)
 
 
-def _add_phases(step: Step, samples: Samples, durations_ns: list[int]) -> None:
+def _add_phases(step: "Step", samples: Samples, durations_ns: list[int]) -> None:
     totals = dict.fromkeys(samples.phases_ns, 0)
     for (name, _), duration_ns in zip(step.phases, durations_ns, strict=True):
         totals[name] += duration_ns

@@ -25,6 +25,7 @@ from stepscope.files import decode, find_foreign, is_of_kind, is_result_of, read
 from stepscope.recording import tables
 from stepscope.recording.parquet import DamagedTableError, read_tables, write_table
 from stepscope.recording.rows.bench import NO_SIZES, ConfigSizes, Doubt, Environment
+from stepscope.recording.rows.loop_run import LoopFacts
 from stepscope.recording.validation import MisfitError, Repairs, check, check_references, settle
 from stepscope.spec import Case
 
@@ -61,34 +62,6 @@ class MemoryFacts(msgspec.Struct, frozen=True, kw_only=True):
     allocator_peak_reserved_bytes: LongCount | None = None
     watched_steps: tuple[Count, ...] = ()
     unmatched_steps: tuple[Count, ...] = ()
-
-
-class LoaderFacts(msgspec.Struct, frozen=True, kw_only=True):
-    """A DataLoader of a training loop, as it was configured."""
-
-    dataset: str  # its class
-    batch_size: Count | None = None
-    num_workers: Count = 0
-    pin_memory: bool = False
-    persistent_workers: bool = False
-    prefetch_factor: Count | None = None
-    batches_per_step: float = 1.0
-
-
-class LoopFacts(msgspec.Struct, frozen=True, kw_only=True):
-    """What was found in a training loop that stepscope recorded from inside its process."""
-
-    script: str  # `train.py`, or `-m package.module`
-    found_by: str  # what marked the steps
-    backwards_per_step: float = 1.0  # micro-batches
-    optimizers: tuple[str, ...] = ()  # classes
-    loaders: tuple[LoaderFacts, ...] = ()
-    wrappers: tuple[str, ...] = ()  # classes that make the model or the optimizer parallel
-    uses_scaler: bool = False
-    skipped_steps: Count = 0  # by a GradScaler, among `steps_seen`
-    steps_seen: Count = 0  # before the recording began
-    clock_mhz: Count | None = None  # while the steps were recorded
-    notes: tuple[str, ...] = ()
 
 
 class Manifest(msgspec.Struct, frozen=True, kw_only=True):

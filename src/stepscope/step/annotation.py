@@ -24,12 +24,12 @@ from functools import partial, wraps
 from types import FunctionType, ModuleType
 from typing import Any
 
-import torch
 from torch import nn
 from torch._dynamo import OptimizedModule
 
 from stepscope.annotate import Backend, Opener, activate, open_range, wrap
 from stepscope.errors import StepscopeError
+from stepscope.patches import annotate_module, is_compiled, is_inside_compiled, replace_attribute, replace_function
 from stepscope.spec import Factory
 from stepscope.step.builder import Step
 from stepscope.step.own import CONTRACT, load_factory
@@ -61,7 +61,7 @@ def annotated(
     with ExitStack() as undo:
         undo.enter_context(activate(backend))
         _annotate_phases(step, annotation, undo)
-        _replace(step, "measure_loss", wrap(step.measure_loss, "phase:loss"), undo)
+        replace_attribute(step, "measure_loss", wrap(step.measure_loss, "phase:loss"), undo)
         if modules:
             _annotate_root(step, undo)
         if modules and not step.workload.compile:
@@ -102,7 +102,9 @@ def _annotate_phases(step: Step, annotation: Annotation, undo: ExitStack) -> Non
     runs = [wrap(phase, f"phase:{name}") for name, phase in step.phases]
     runs[0] = partial(begin, runs[0])
     runs[-1] = partial(end, runs[-1])
-    _replace(step, "phases", tuple((name, run) for (name, _), run in zip(step.phases, runs, strict=True)), undo)
+    replace_attribute(
+        step, "phases", tuple((name, run) for (name, _), run in zip(step.phases, runs, strict=True)), undo
+    )
 
 
 def _annotate_root(step: Step, undo: ExitStack) -> None:
@@ -113,55 +115,28 @@ def _annotate_root(step: Step, undo: ExitStack) -> None:
     def call(*args: object, **kwargs: object) -> object:
         return run_module(*args, **kwargs)
 
-    _replace(step, "run_module", wrap(call, f"module:({type(original).__name__})"), undo)
+    replace_attribute(step, "run_module", wrap(call, f"module:({type(original).__name__})"), undo)
 
 
 def _annotate_inside(root: nn.Module, undo: ExitStack) -> None:
     for name, module in root.named_modules():
-        if name and not _is_inside_compiled(root, name):
-            _annotate_module(module, f"module:{name}", undo)
-    if any(_is_compiled(module) for module in root.modules()):
+        if name and not is_inside_compiled(root, name):
+            annotate_module(module, f"module:{name}", undo)
+    if any(is_compiled(module) for module in root.modules()):
         return  # compiled by the user's factory: the functions it calls must not change
     for target, name in PARTS.items():
         _annotate_function(target, name, undo)
     # A transformers model computes its own loss, with a function from a property.
     if isinstance(getattr(type(root), "loss_function", None), property):
-        _replace(root, "_loss_function", wrap(root.loss_function, "phase:loss"), undo)  # type: ignore[arg-type]
-
-
-def _is_inside_compiled(root: nn.Module, name: str) -> bool:
-    """Whether a parent module is compiled. Users may compile part of a model."""
-    parents = name.split(".")[:-1]
-    return any(_is_compiled(root.get_submodule(".".join(parents[:depth]))) for depth in range(len(parents) + 1))
-
-
-def _is_compiled(module: nn.Module) -> bool:
-    return isinstance(module, OptimizedModule) or module._compiled_call_impl is not None
-
-
-def _annotate_module(module: nn.Module, name: str, undo: ExitStack) -> None:
-    if isinstance(module, torch.jit.ScriptModule):
-        return
-    if module._compiled_call_impl is not None:  # after `module.compile()`, the range goes around the compiled call
-        _replace(module, "_compiled_call_impl", wrap(module._compiled_call_impl, name), undo)
-    else:
-        _replace(module, "forward", wrap(module.forward, name), undo)
+        replace_attribute(root, "_loss_function", wrap(root.loss_function, "phase:loss"), undo)  # type: ignore[arg-type]
 
 
 def _annotate_function(target: str, name: str, undo: ExitStack, *, on_call: Callable[[], None] | None = None) -> None:
-    """Replace the function where it is defined, and in every loaded module that imported it under the same name. Other
-    references (an alias, a table entry, a default argument) are not replaced."""
     holder, attribute, function = _find_function(target)
     ranged = wrap(function, name)
     if on_call is not None:
         ranged = _telling(ranged, on_call)
-    found = vars(holder)[attribute]
-    replacement = type(found)(ranged) if isinstance(found, staticmethod | classmethod) else ranged
-    _replace(holder, attribute, replacement, undo)
-    if isinstance(holder, ModuleType):
-        for module in list(sys.modules.values()):
-            if (getattr(module, "__dict__", None) or {}).get(attribute) is found:
-                _replace(module, attribute, replacement, undo)
+    replace_function(holder, attribute, ranged, undo)
 
 
 def _telling(function: Callable[..., Any], on_call: Callable[[], None]) -> Callable[..., Any]:
@@ -171,15 +146,6 @@ def _telling(function: Callable[..., Any], on_call: Callable[[], None]) -> Calla
         return function(*args, **kwargs)
 
     return told
-
-
-def _replace(holder: Any, attribute: str, value: object, undo: ExitStack) -> None:
-    """Set an attribute, and restore it on `undo`: an own attribute is put back, an inherited one uncovered."""
-    if attribute in vars(holder):
-        undo.callback(setattr, holder, attribute, vars(holder)[attribute])
-    else:
-        undo.callback(delattr, holder, attribute)
-    setattr(holder, attribute, value)
 
 
 def _find_function(target: str) -> tuple[Any, str, FunctionType]:

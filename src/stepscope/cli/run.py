@@ -1,0 +1,83 @@
+"""`stepscope run`: record a few steps of a training script that knows nothing about stepscope."""
+
+import os
+import shlex
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Annotated, NoReturn
+
+import msgspec
+import typer
+
+from stepscope.errors import StepscopeError
+from stepscope.loop.place import choose_place
+from stepscope.loop.script import ScriptRequest
+
+
+def run(
+    script: Annotated[
+        list[str], typer.Argument(metavar="SCRIPT ARGUMENTS…", help="The script, followed by its own arguments.")
+    ],
+    module: Annotated[bool, typer.Option("-m", help="SCRIPT is a module, as with `python -m`.")] = False,
+    steps: Annotated[int, typer.Option(metavar="N", min=1, max=1000, help="Steps to record.")] = 3,
+    skip: Annotated[int, typer.Option(metavar="N", min=0, help="Steps to skip first, while the script warms up.")] = 10,
+    out: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE.html|DIR",
+            help="The page, or a directory for page and recordings.  [default: report.html, and runs/run/SCRIPT]",
+        ),
+    ] = None,
+    stop: Annotated[bool, typer.Option("--stop", help="End the script after the recording.")] = False,
+    sources: Annotated[
+        bool, typer.Option("--sources/--no-sources", help="Record one more step for source lines.")
+    ] = True,
+    force: Annotated[bool, typer.Option("--force", help="Replace an earlier run or another file at --out.")] = False,
+) -> None:
+    """Run a training script and write a page about a few of its steps. The script needs no changes.
+
+    Steps are found by what every training loop does, whatever library it uses. The script runs on afterwards, and its
+    exit status is that of this command. For several ranks: torchrun --nproc-per-node 8 -m stepscope run train.py
+    """
+    target, *arguments = script
+    _require_target(target, is_module=module)
+    request = ScriptRequest(
+        target=target, is_module=module, folder="", page="", skip=skip, steps=steps, sources=sources, stop=stop
+    )
+    place = choose_place(out, request.name)
+    if int(os.environ.get("RANK", "0")) == 0:
+        place.prepare(
+            command=shlex.join(["stepscope", *sys.argv[1:]]),
+            script=request.name,
+            world_size=int(os.environ.get("WORLD_SIZE", "1")),
+            force=force,
+        )
+    _become(msgspec.structs.replace(request, folder=str(place.folder), page=str(place.page)), arguments)
+
+
+def _require_target(target: str, *, is_module: bool) -> None:
+    if is_module:
+        return  # importing its package may already load torch
+    path = Path(target)
+    if path.is_dir():
+        raise StepscopeError(f"`{target}` is a directory", hint=f"stepscope run {target}/SCRIPT.py, or -m PACKAGE")
+    if not path.exists():
+        hint = f"stepscope run -m {target}" if _is_module(target) else "stepscope run [OPTIONS] SCRIPT.py [ARGUMENTS]"
+        raise StepscopeError(f"file not found: `{target}`", hint=hint)
+
+
+def _is_module(name: str) -> bool:
+    top = name.partition(".")[0]
+    return top.isidentifier() and find_spec(top) is not None
+
+
+def _become(request: ScriptRequest, arguments: list[str]) -> NoReturn:
+    """Replace this process with one in which nothing is loaded and no signal is handled yet."""
+    # Flags of the interpreter, such as -O or -X, apply to the script too.
+    flags = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]
+    command = [sys.executable, *flags, "-m", "stepscope.loop.script", msgspec.json.encode(request).decode()]
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os.execv(sys.executable, [*command, *arguments])

@@ -1,0 +1,161 @@
+"""Names for the parts of a user's loop while its steps are recorded: modules, clipping, the scheduler, checkpoints,
+logging and explicit synchronizations. Backward passes and batches have their names from `watch`, optimizer steps from
+PyTorch.
+
+The model is found among the live objects, by the parameters of the optimizers: nobody passes it to us.
+"""
+
+import builtins
+import gc
+import logging
+import re
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import partial, wraps
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import lr_scheduler
+from torch.optim.optimizer import Optimizer
+
+from stepscope.annotate import activate, open_range, wrap
+from stepscope.loop.source_lines import find_caller
+from stepscope.patches import annotate_module, is_compiled, is_inside_compiled, replace_attribute, replace_function
+
+# Functions by the phase that their calls are; those of modules that are not loaded cannot be called.
+_FUNCTIONS = {
+    "clipping": ("torch.nn.utils.clip_grad:clip_grad_norm_", "torch.nn.utils.clip_grad:clip_grad_value_"),
+    "checkpoint": ("torch.serialization:save", "torch.distributed.checkpoint.state_dict_saver:save"),
+}
+_SYNCHRONIZING = (
+    ("torch.cuda:synchronize", "torch.cuda.synchronize"),
+    ("torch.cuda.streams:Event.synchronize", "Event.synchronize"),
+    ("torch.cuda.streams:Stream.synchronize", "Stream.synchronize"),
+)
+SYNC = "sync:"
+BETWEEN = "@"  # between the name of a synchronization and its line
+# Modules around the user's model, as they appear in the names of its parts.
+_WRAPPED = re.compile(r"(?:^|(?<=\.))(?:module|_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)(?:\.|$)")
+_WRAPPERS = (
+    "DistributedDataParallel",
+    "DataParallel",
+    "FullyShardedDataParallel",
+    "OptimizedModule",
+    "CheckpointWrapper",
+)
+_LOSS = re.compile(r"Loss|Criterion|CrossEntropy")
+_PARALLEL = ("DistributedDataParallel", "DataParallel", "FullyShardedDataParallel", "FSDPModule", "DeepSpeedEngine")
+
+
+@contextmanager
+def annotating(roots: Sequence[nn.Module]) -> Iterator[None]:
+    """Name the parts of the loop within this context. Enter it while the profiler runs."""
+    with ExitStack() as undo:
+        undo.enter_context(activate("profiler"))
+        for phase, targets in _FUNCTIONS.items():
+            for target in targets:
+                _replace(target, partial(wrap, name=f"phase:{phase}"), undo)
+        for scheduler in (lr_scheduler.LRScheduler, lr_scheduler.ReduceLROnPlateau):
+            replace_attribute(scheduler, "step", wrap(scheduler.step, "phase:scheduler"), undo)
+        replace_attribute(builtins, "print", wrap(print, "phase:logging"), undo)
+        replace_attribute(logging.Logger, "handle", wrap(logging.Logger.handle, "phase:logging"), undo)
+        for target, name in _SYNCHRONIZING:
+            _replace(target, partial(_wrap_sync, name=name), undo)
+        _annotate_roots(roots, undo)
+        yield
+
+
+def _replace(target: str, make: Callable[[Any], Callable[..., Any]], undo: ExitStack) -> None:
+    module_name, _, path = target.partition(":")
+    holder: Any = sys.modules.get(module_name)
+    *outer, attribute = path.split(".")
+    for part in outer:
+        holder = getattr(holder, part, None)
+    if holder is not None and attribute in vars(holder):
+        replace_function(holder, attribute, make(vars(holder)[attribute]), undo)
+
+
+def _wrap_sync(function: Callable[..., Any], name: str) -> Callable[..., Any]:
+    @wraps(function)
+    def synchronize(*args: Any, **kwargs: Any) -> Any:
+        close = open_range(f"{SYNC}{name}{BETWEEN}{find_caller()}")
+        try:
+            return function(*args, **kwargs)
+        finally:
+            close()
+
+    return synchronize
+
+
+def _annotate_roots(roots: Sequence[nn.Module], undo: ExitStack) -> None:
+    """Name all calls of modules. Inside compiled code there are none, and changing it would compile it again."""
+    if _runs_compiled_functions(roots):
+        return
+    several = len([root for root in roots if any(True for _ in root.parameters())]) > 1
+    for root in roots:
+        for path, module in list(root.named_modules()):
+            if not path or is_inside_compiled(root, path):
+                continue
+            name = _WRAPPED.sub("", path)
+            if not name:
+                annotate_module(module, f"module:({type(module).__name__})", undo)
+                continue
+            prefix = f"{type(unwrap(root)).__name__}." if several else ""
+            annotate_module(module, f"module:{prefix}{name.rstrip('.')}", undo)
+        inner = unwrap(root)
+        if inner is root or is_compiled(root):  # a wrapper's call is not the model's
+            annotate_module(root, f"module:({type(inner).__name__})", undo)
+
+
+def _runs_compiled_functions(roots: Sequence[nn.Module]) -> bool:
+    """Whether something other than whole modules is compiled: a function that calls modules, for example."""
+    dynamo: Any = sys.modules.get("torch._dynamo")
+    if dynamo is None or not dynamo.utils.counters["frames"]:
+        return False
+    return not any(is_compiled(module) for root in roots for module in root.modules())
+
+
+def find_roots(optimizers: Sequence[Optimizer]) -> list[nn.Module]:
+    """Return the outermost modules, the largest first: those with parameters of the optimizers, and losses."""
+    trained = {id(parameter) for one in optimizers for group in one.param_groups for parameter in group["params"]}
+    modules = [one for one in gc.get_objects() if _is_module(one)]
+    inside = {id(child) for module in modules for child in module.modules() if child is not module}
+    sizes = []
+    for module in modules:
+        if id(module) in inside:
+            continue
+        parameters = list(module.parameters())
+        is_loss = not parameters and _LOSS.search(type(module).__name__) is not None
+        if is_loss or any(id(parameter) in trained for parameter in parameters):
+            sizes.append((sum(one.numel() for one in parameters), module))
+    return [module for _, module in sorted(sizes, key=lambda one: -one[0])]
+
+
+def _is_module(one: object) -> bool:
+    # `isinstance` would ask proxies and lazy objects for their class, which may run code.
+    kind = type(one)
+    return issubclass(kind, nn.Module) and not issubclass(kind, torch.jit.ScriptModule) and "_modules" in vars(one)
+
+
+def unwrap(module: nn.Module) -> nn.Module:
+    """Return the user's module inside wrappers of PyTorch."""
+    while type(module).__name__ in _WRAPPERS:
+        children = list(module.children())
+        if len(children) != 1:
+            break
+        module = children[0]
+    return module
+
+
+def list_wrappers(roots: Sequence[nn.Module], optimizers: Sequence[Optimizer]) -> tuple[str, ...]:
+    """The classes that make models and optimizers parallel."""
+    names: dict[str, None] = {}
+    for root in roots:
+        for module in root.modules():
+            names |= dict.fromkeys(one.__name__ for one in type(module).__mro__ if one.__name__ in _PARALLEL)
+    names |= dict.fromkeys(
+        one.__name__ for optimizer in optimizers for one in type(optimizer).__mro__ if "ZeroRedundancy" in one.__name__
+    )
+    return tuple(names)

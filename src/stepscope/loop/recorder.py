@@ -1,0 +1,465 @@
+"""Records a few steps of a training loop from inside its process.
+
+A recording is a sequence of stages, and every step of the loop belongs to one of them: it warms up, is timed without a
+profiler, runs once with the profiler to warm that up, is recorded, and is recorded once more with Python stacks for the
+source lines. `_stages` is that sequence, as a generator that continues at the beginning of every step. If the script
+ends early, the generator is closed, and what is complete is kept.
+
+The process only writes a raw trace and a small document. Another process turns them into a recording and a page
+(`jobs.loop`), so that training goes on, and a failure there cannot harm it.
+"""
+
+import os
+import threading
+import time
+import weakref
+from collections import Counter
+from collections.abc import Callable, Generator, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from typing import Any
+
+import msgspec
+import torch
+from torch import nn
+from torch.optim.optimizer import Optimizer
+from torch.profiler import ProfilerActivity
+
+from stepscope.annotate import open_range
+from stepscope.errors import StepscopeError
+from stepscope.files import write_atomically, writing
+from stepscope.hardware import Hardware
+from stepscope.loop.annotation import annotating, find_roots, list_wrappers, unwrap
+from stepscope.loop.finder import LEAST_STEPS, StepFinder
+from stepscope.loop.finish import Finisher
+from stepscope.loop.loop_clock import LoopClock
+from stepscope.loop.place import RunPlace
+from stepscope.loop.profiler import LoopProfiler
+from stepscope.loop.source_lines import read_lines
+from stepscope.loop.watch import LoopWatch
+from stepscope.measure import nvml
+from stepscope.measure.environment import cpu_name, describe
+from stepscope.patches import is_compiled, replace_attribute
+from stepscope.recording.rows.loop_run import HANDOVER_NAME, TRACE_NAME, LoaderFacts, LoopFacts, LoopRun, SourceLines
+from stepscope.units import count_noun
+
+Tell = Callable[[str], None]
+_OTHER_PROFILER = "another profiler was active in this process; stepscope waited until it stopped"
+
+
+@dataclass(frozen=True, kw_only=True)
+class RecordingPlan:
+    """How many steps of each kind. With `sources`, one more step is recorded with Python stacks."""
+
+    skip: int = 10
+    timed: int = 8
+    steps: int = 3
+    sources: bool = True
+
+    @property
+    def total(self) -> int:
+        """Steps that a script must run, with the step that warms the profiler up."""
+        return max(self.skip, LEAST_STEPS) + self.timed + 1 + self.steps + self.sources
+
+
+class _ProfilerTakenError(Exception):
+    """The script starts its own profiler, and there can only be one."""
+
+
+@dataclass(kw_only=True)
+class _Kept:
+    """What is complete so far."""
+
+    trace: bool = False
+    recorded_ns: list[int] = field(default_factory=list)
+    sources: SourceLines = field(default_factory=SourceLines)
+    roots: list[nn.Module] = field(default_factory=list)
+    clock_mhz: int | None = None
+    notes: dict[str, None] = field(default_factory=dict)
+
+
+class LoopRecorder:
+    """Records the loop that runs in this process. Its steps are found by what the loop does, unless `found_by` says
+    what else calls `step`."""
+
+    def __init__(self, place: RunPlace, plan: RecordingPlan, *, script: str, found_by: str = "", tell: Tell) -> None:
+        self.place = place
+        self.plan = plan
+        self.is_done = False
+        self._script = script
+        self._marked_by = found_by  # empty if the steps are to be found
+        self._tell = tell if rank_of()[0] == 0 else lambda _: None
+        self._started = datetime.now(UTC).isoformat(timespec="seconds")
+        self._process = os.getpid()
+        self._finder = StepFinder()
+        self._watch = LoopWatch(self)
+        self._clock = LoopClock()
+        self._optimizers: dict[int, weakref.ref[Optimizer]] = {}
+        self._loaders: dict[int, LoaderFacts] = {}
+        self._marked_steps = 0
+        self._skipped = 0
+        self._uses_scaler = False
+        self._kept = _Kept()
+        self._stages: Generator[None] = self._record()
+        self._is_advancing = self._has_failed = False
+        self._profiler: LoopProfiler | None = None
+        self.finisher: Finisher | None = None
+        self.on_done: Callable[[], None] = lambda: None
+
+    def start(self) -> None:
+        self._watch.install()
+        next(self._stages)
+
+    # --- Events of the loop -------------------------------------------------------------------------------------------
+
+    def step(self) -> None:
+        """A step ends here, and the next one begins."""
+        self._marked_steps += 1
+        self._begin_step()
+
+    def optimizer_stepped(self, optimizer: Optimizer, took_ns: int) -> None:
+        self._optimizers.setdefault(id(optimizer), weakref.ref(optimizer))
+        self._clock.add("optimizer", took_ns)
+        if self._finder.optimizer_stepped(id(optimizer)):
+            self._found_step()
+
+    def step_skipped(self, optimizer: Optimizer) -> None:
+        self._skipped += 1
+        self._optimizers.setdefault(id(optimizer), weakref.ref(optimizer))
+        if self._finder.optimizer_stepped(id(optimizer)):
+            self._found_step()
+
+    def scaler_used(self) -> None:
+        self._uses_scaler = True
+
+    def gradients_cleared(self) -> None:
+        if self._finder.gradients_cleared():
+            self._found_step()
+
+    def backward_ran(self, took_ns: int) -> None:
+        self._clock.add("backward", took_ns)
+        if self._finder.backward_ran():
+            self._found_step()
+
+    def batch_requested(self, iterator: Any) -> None:
+        key = id(iterator._dataset)
+        if key not in self._loaders:
+            self._loaders[key] = _describe_loader(iterator)
+        if self._finder.batch_requested(key):
+            self._found_step()
+
+    def batch_received(self, took_ns: int) -> None:
+        self._clock.add("input", took_ns)
+
+    def _found_step(self) -> None:
+        if not self._marked_by:
+            self._begin_step()
+
+    def _begin_step(self) -> None:
+        if self._is_advancing or self.is_done or os.getpid() != self._process:
+            return
+        self._is_advancing = True
+        self._clock.stop()
+        try:
+            next(self._stages)
+        except StopIteration:
+            self.finish()
+        except Exception as error:  # noqa: BLE001  # a guest in the user's program, which must go on
+            self._tell(f"error: nothing was recorded: {error or type(error).__name__}")
+            self._has_failed = True
+            self._kept.recorded_ns.clear()
+            self.finish()
+        finally:
+            self._is_advancing = False
+            self._clock.start()
+        if self._has_ended():
+            self.on_done()
+
+    def _has_ended(self) -> bool:
+        return self.is_done
+
+    @property
+    def steps_seen(self) -> int:
+        return self._marked_steps if self._marked_by else self._finder.steps_seen
+
+    @property
+    def _has_warmed_up(self) -> bool:
+        return self.steps_seen >= max(self.plan.skip, LEAST_STEPS)
+
+    # --- Stages -------------------------------------------------------------------------------------------------------
+
+    def _record(self) -> Generator[None]:
+        """Continues at the beginning of every step. The first call comes before the loop."""
+        yield
+        while not self._has_warmed_up:
+            yield
+        self._finder.settle()
+        yield  # the rest of the step in which the search ended
+        self._tell(f"found steps: {self._say_found()}; recording {count_noun(self.plan.steps, 'step')}")
+        device = self._find_device()
+        with self._clock.timing(device):
+            for _ in range(self.plan.timed):
+                yield
+        yield from self._undisturbed(self._record_steps)
+        if self.plan.sources:
+            yield from self._undisturbed(self._record_sources)
+
+    def _undisturbed(self, stage: Callable[[], Iterator[None]]) -> Iterator[None]:
+        """Run a stage while no other profiler is active in this process, again if one starts meanwhile."""
+        while True:
+            while _is_profiler_active():
+                self._kept.notes[_OTHER_PROFILER] = None
+                yield
+            try:
+                with self._yielding_to_other_profilers():
+                    yield from stage()
+            except _ProfilerTakenError:
+                self._kept.notes[_OTHER_PROFILER] = None
+                yield
+            else:
+                return
+
+    def _record_steps(self) -> Iterator[None]:
+        kept = self._kept
+        device = self._find_device()
+        on_cuda = device.type == "cuda"
+        kept.roots = find_roots(self._live_optimizers())
+        activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_cuda else [])]
+        kept.recorded_ns.clear()
+        profiler = LoopProfiler(activities)
+        try:
+            with self._holding(profiler):
+                yield  # the first step with a profiler is slow
+                _wait_for(device)
+                profiler.keep_events()
+                with annotating(kept.roots):
+                    yield from self._mark_steps(device)
+        except _ProfilerTakenError:
+            kept.recorded_ns.clear()
+            raise
+        finally:  # the script may have ended after some of the steps
+            if kept.recorded_ns:
+                self._keep_trace(profiler)
+
+    def _mark_steps(self, device: torch.device) -> Iterator[None]:
+        recorded_ns = self._kept.recorded_ns
+        try:
+            for number in range(self.plan.steps):
+                close = open_range(f"step:{number}")
+                began_ns = time.perf_counter_ns()
+                try:
+                    yield
+                finally:
+                    close()
+                recorded_ns.append(time.perf_counter_ns() - began_ns)
+            self._kept.clock_mhz = _read_clock(device)
+        finally:
+            _wait_for(device)
+
+    def _record_sources(self) -> Iterator[None]:
+        profiler = LoopProfiler([ProfilerActivity.CPU], with_stack=True)
+        with self._holding(profiler):
+            profiler.keep_events()
+            yield
+        self._kept.sources = read_lines(profiler.results)
+
+    def _keep_trace(self, profiler: LoopProfiler) -> None:
+        folder = self.place.raw_folder(rank_of()[0])
+        with writing(folder, if_full="nothing was recorded", hint="--out DIR"):
+            folder.mkdir(parents=True, exist_ok=True)
+            profiler.write(folder / TRACE_NAME)
+        self._kept.trace = True
+
+    @contextmanager
+    def _holding(self, profiler: LoopProfiler) -> Iterator[None]:
+        self._profiler = profiler
+        try:
+            with profiler:
+                yield
+        finally:
+            self._profiler = None
+
+    @contextmanager
+    def _yielding_to_other_profilers(self) -> Iterator[None]:
+        """Stop this stage if the script starts a profiler: otherwise that would fail."""
+        kind = torch.autograd.profiler.profile
+        with ExitStack() as undo:
+            for name in ("_prepare_trace", "_start_trace"):
+                replace_attribute(kind, name, self._give_way(getattr(kind, name)), undo)
+            yield
+
+    def _give_way(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        def begin(profile: Any, *args: Any, **kwargs: Any) -> Any:
+            if (
+                not (self._profiler and self._profiler.owns(profile))
+                and not self._is_advancing
+                and threading.current_thread() is threading.main_thread()
+            ):
+                self._stages.throw(_ProfilerTakenError())
+            return original(profile, *args, **kwargs)
+
+        return begin
+
+    # --- The end ------------------------------------------------------------------------------------------------------
+
+    def finish(self) -> None:
+        """End the recording, complete or not, and hand over what there is. Restores everything that was changed."""
+        if self.is_done or os.getpid() != self._process:
+            return
+        self.is_done = True
+        self._stages.close()
+        self._watch.uninstall()
+        if not self._kept.trace or not self._kept.recorded_ns:
+            if not self._has_failed:
+                self._tell(self._say_nothing_recorded())
+            return
+        rank, _ = rank_of()
+        folder = self.place.raw_folder(rank)
+        try:
+            with writing(folder, if_full="nothing was recorded", hint="--out DIR"):
+                write_atomically(folder / HANDOVER_NAME, msgspec.json.encode(self._hand_over()))
+        except StepscopeError as error:
+            self._tell(f"error: {error}")
+            return
+        self.finisher = Finisher(self.place, rank)
+        self.finisher.start()
+        self._tell(f"recorded {count_noun(len(self._kept.recorded_ns), 'step')}; writing the page in the background")
+
+    def _hand_over(self) -> LoopRun:
+        kept, (rank, world_size) = self._kept, rank_of()
+        device, roots = self._find_device(), kept.roots
+        parameters = {id(one): one.numel() for root in roots for one in root.parameters()}
+        name = cpu_name()
+        known = Hardware(name=name, peak_flops={}, bandwidth=None, source="measured")
+        return LoopRun(
+            facts=self._facts(),
+            environment=describe(device, (), known=known),
+            started=self._started,
+            rank=rank,
+            world_size=world_size,
+            clock=self._clock.kind,
+            phases_ns=self._clock.phases_ns(),
+            recorded_steps=len(kept.recorded_ns),
+            recorded_step_ns=tuple(kept.recorded_ns),
+            parameters=sum(parameters.values()) or None,
+            optimizer=_name_optimizer(self._live_optimizers()),
+            model=type(unwrap(roots[0])).__name__ if roots else "",
+            compiled=any(is_compiled(module) for root in roots for module in root.modules()),
+            doubts=self._clock.doubts(),
+            sources=kept.sources,
+        )
+
+    def _facts(self) -> LoopFacts:
+        steps = max(1, self.steps_seen)
+        loaders = tuple(
+            msgspec.structs.replace(facts, batches_per_step=round(self._finder.batches_of(key) / steps, 2))
+            for key, facts in self._loaders.items()
+        )
+        optimizers = self._live_optimizers()
+        return LoopFacts(
+            script=self._script,
+            found_by=self._marked_by or self._finder.found_by,
+            backwards_per_step=round(self._finder.backwards / steps, 2),
+            optimizers=tuple(dict.fromkeys(type(one).__name__ for one in optimizers)),
+            loaders=loaders,
+            wrappers=list_wrappers(self._kept.roots, optimizers),
+            uses_scaler=self._uses_scaler,
+            skipped_steps=self._skipped,
+            steps_seen=steps,
+            clock_mhz=self._kept.clock_mhz,
+            notes=tuple(self._kept.notes),
+        )
+
+    def _say_found(self) -> str:
+        names = Counter(type(one).__name__ for one in self._live_optimizers())
+        by = self._marked_by or self._finder.found_by
+        backwards = round(self._finder.backwards / max(1, self.steps_seen))
+        whose = f" of {', '.join(names)}" if names and by == "optimizer steps" else ""
+        passes = f", {backwards} backward passes each" if backwards > 1 else ""
+        return f"{by}{whose}{passes}"
+
+    def _say_nothing_recorded(self) -> str:
+        seen, needed = self.steps_seen, self.plan.total
+        finder = self._finder
+        if self._marked_by or seen:
+            short = RecordingPlan(skip=LEAST_STEPS, timed=self.plan.timed, steps=1, sources=self.plan.sources)
+            fewer = f"; fewer are enough with --skip {short.skip} --steps 1" if seen >= short.total else ""
+            if self._kept.notes:
+                return (
+                    f"nothing was recorded: {'; '.join(self._kept.notes)}. Use stepscope.trace_handler with it instead"
+                )
+            return f"nothing was recorded: the script ran {count_noun(seen, 'step')}, and {needed} are needed{fewer}"
+        saw = [
+            count_noun(count, noun, plural)
+            for count, noun, plural in (
+                (finder.optimizer_steps, "optimizer step", "optimizer steps"),
+                (finder.backwards, "backward pass", "backward passes"),
+                (sum(map(finder.batches_of, self._loaders)), "batch of a DataLoader", "batches of a DataLoader"),
+            )
+            if count
+        ]
+        found = " and ".join(saw) if saw else "no optimizer, backward pass or DataLoader"
+        return (
+            f"no training steps found: saw {found}. "
+            "Mark the steps yourself: `with stepscope.record(DIR) as recorder:` and `recorder.step()` after each"
+        )
+
+    def _live_optimizers(self) -> list[Optimizer]:
+        return [one for reference in self._optimizers.values() if (one := reference()) is not None]
+
+    def _find_device(self) -> torch.device:
+        """The device of the first parameter that is not on the CPU, or the CPU."""
+        for optimizer in self._live_optimizers():
+            for group in optimizer.param_groups:
+                for parameter in group["params"]:
+                    if parameter.device.type == "cuda":
+                        found: torch.device = parameter.device
+                        return found
+        if not self._optimizers and torch.cuda.is_initialized():
+            return torch.device("cuda", torch.cuda.current_device())
+        return torch.device("cpu")
+
+
+def rank_of() -> tuple[int, int]:
+    """This process's rank and the number of ranks."""
+    if torch.distributed.is_available() and torch.distributed.is_initialized():  # type: ignore[no-untyped-call]
+        return torch.distributed.get_rank(), torch.distributed.get_world_size()
+    return int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def _is_profiler_active() -> bool:
+    return bool(torch._C._autograd._profiler_enabled())
+
+
+def _wait_for(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def _read_clock(device: torch.device) -> int | None:
+    clocks = nvml.clocks(device) if device.type == "cuda" else None
+    return clocks.sm_mhz if clocks else None
+
+
+def _name_optimizer(optimizers: list[Optimizer]) -> str | None:
+    if not optimizers:
+        return None
+    first = optimizers[0]
+    group = first.param_groups[0] if first.param_groups else {}
+    kind = next((name for name in ("fused", "foreach") if group.get(name)), "")
+    return f"{type(first).__name__}{f' ({kind})' if kind else ''}"
+
+
+def _describe_loader(iterator: Any) -> LoaderFacts:
+    sampler = getattr(iterator, "_index_sampler", None)
+    size = getattr(sampler, "batch_size", None)
+    workers = int(getattr(iterator, "_num_workers", 0))
+    return LoaderFacts(
+        dataset=type(iterator._dataset).__name__,
+        batch_size=size if isinstance(size, int) else None,
+        num_workers=workers,
+        pin_memory=bool(getattr(iterator, "_pin_memory", False)),
+        persistent_workers=bool(getattr(iterator, "_persistent_workers", False)),
+        prefetch_factor=getattr(iterator, "_prefetch_factor", None) if workers else None,
+    )

@@ -1,0 +1,223 @@
+"""Runs a training script, or a module, as Python would, and records some of its steps.
+
+`stepscope run` replaces its own process with this one, so that the script finds the signals, streams and imports of a
+fresh Python. Nothing of PyTorch is loaded before the script asks for it: a script may set environment variables first.
+The recorder is installed when the script's own `import torch` has finished.
+"""
+
+import importlib.util
+import os
+import runpy
+import sys
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec
+from io import open_code
+from pathlib import Path
+from types import CodeType, ModuleType
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import msgspec
+
+from stepscope.errors import Exit, StepscopeError
+from stepscope.loop.place import RunPlace
+
+if TYPE_CHECKING:
+    from stepscope.loop.recorder import LoopRecorder
+
+PREFIX = "stepscope: "
+
+
+class ScriptRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """What to run, and how to record it."""
+
+    target: str  # a file, or a module
+    is_module: bool
+    folder: str
+    page: str
+    skip: int
+    steps: int
+    sources: bool = True
+    stop: bool = False
+
+    @property
+    def name(self) -> str:
+        return f"-m {self.target}" if self.is_module else Path(self.target).name
+
+
+def tell(text: str) -> None:
+    """Write a line to standard error, whatever the script did to `sys.stderr`."""
+    with suppress(OSError):  # closed: nobody reads it
+        os.write(2, f"{PREFIX}{text}\n".encode(errors="replace"))
+
+
+class ScriptStopped(SystemExit):
+    """Ends the script after the recording, as `--stop` asks for."""
+
+
+class ScriptRun:
+    """One script in this process."""
+
+    def __init__(self, request: ScriptRequest) -> None:
+        self._request = request
+        self._process = os.getpid()
+        self.recorder: LoopRecorder | None = None
+
+    def run(self, arguments: Sequence[str]) -> NoReturn:
+        """Run the script to its end, finish the page, and exit as the script would."""
+        _after_import("torch", self._install)
+        exit_at_once = os._exit
+        os._exit = self._watch_exit(exit_at_once)  # type: ignore[assignment]
+        status: int | str | None = 0
+        try:
+            self._run_script(arguments)
+        except ScriptStopped:
+            status = 0
+        except SystemExit as end:
+            status = end.code
+        except KeyboardInterrupt:
+            self._finish()
+            raise
+        except BaseException as error:  # noqa: BLE001  # the script's own error, shown as Python would
+            sys.excepthook(type(error), error, _own_part(error))
+            status = 1
+        finally:
+            os._exit = exit_at_once
+        self._finish()
+        sys.exit(status)
+
+    def _run_script(self, arguments: Sequence[str]) -> None:
+        request = self._request
+        sys.argv = [request.target, *arguments]
+        if request.is_module:
+            sys.path[0] = str(Path.cwd())
+            runpy.run_module(request.target, run_name="__main__", alter_sys=True)
+            return
+        code = _compile(request.target)
+        sys.path[0] = os.path.dirname(os.path.abspath(request.target))  # noqa: PTH100, PTH120  # as Python does
+        main = ModuleType("__main__")
+        main.__file__, main.__builtins__ = request.target, __builtins__  # type: ignore[attr-defined]
+        main.__spec__ = None
+        sys.modules["__main__"] = main
+        exec(code, main.__dict__)
+
+    def _install(self) -> None:
+        from stepscope.loop.recorder import LoopRecorder, RecordingPlan
+
+        request = self._request
+        self.recorder = LoopRecorder(
+            RunPlace(folder=Path(request.folder), page=Path(request.page)),
+            RecordingPlan(skip=request.skip, steps=request.steps, sources=request.sources),
+            script=request.name,
+            tell=tell,
+        )
+        if request.stop:
+            self.recorder.on_done = _stop
+        self.recorder.start()
+
+    def _watch_exit(self, original: Callable[[int], NoReturn]) -> Callable[[int], NoReturn]:
+        """A script that ends with `os._exit` runs no other code at its end."""
+
+        def exit_at_once(status: int) -> NoReturn:
+            if os.getpid() == self._process:
+                self._finish()
+            original(status)
+
+        return exit_at_once
+
+    def _finish(self) -> None:
+        if os.getpid() != self._process:  # a child that the script forked
+            return
+        recorder = self.recorder
+        if recorder is None:
+            tell("nothing was recorded: the script did not import torch")
+            return
+        recorder.finish()
+        if recorder.finisher is not None and recorder.finisher.is_running:
+            tell("writing the page; Ctrl-C to stop")
+            recorder.finisher.wait()
+
+
+def _stop() -> None:
+    raise ScriptStopped(0)
+
+
+def _compile(path: str) -> CodeType:
+    try:
+        with open_code(path) as file:
+            content = file.read()
+    except OSError as error:
+        raise StepscopeError(f"cannot read `{path}`: {error.strerror}") from None
+    return compile(content, path, "exec", dont_inherit=True)
+
+
+def _own_part(error: BaseException) -> Any:
+    """The traceback from the script's first line on, without the frames of this file."""
+    traceback = error.__traceback__
+    while traceback is not None and traceback.tb_frame.f_code.co_filename in (
+        __file__,
+        runpy.__file__,
+        "<frozen runpy>",
+    ):
+        traceback = traceback.tb_next
+    return traceback
+
+
+# --- Waiting for an import --------------------------------------------------------------------------------------------
+
+
+def _after_import(name: str, call: Callable[[], None]) -> None:
+    """Call a function as soon as a module has been imported, at once if it was before."""
+    if name in sys.modules:
+        call()
+    else:
+        sys.meta_path.insert(0, _Waiting(name, call))
+
+
+class _Waiting(MetaPathFinder):
+    """Finds a module like the other finders, and wraps its loader."""
+
+    def __init__(self, name: str, call: Callable[[], None]) -> None:
+        self._name = name
+        self._call = call
+
+    def find_spec(self, name: str, *_: object) -> ModuleSpec | None:
+        if name != self._name:
+            return None
+        sys.meta_path.remove(self)
+        spec = importlib.util.find_spec(name)
+        if spec is not None and spec.loader is not None:
+            spec.loader = _Calling(spec.loader, self._call)
+        return spec
+
+
+class _Calling(Loader):
+    """Loads a module with another loader, and then calls a function."""
+
+    def __init__(self, loader: Loader, call: Callable[[], None]) -> None:
+        self._loader = loader
+        self._call = call
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType | None:
+        return self._loader.create_module(spec)
+
+    def exec_module(self, module: ModuleType) -> None:
+        assert module.__spec__ is not None
+        module.__spec__.loader = module.__loader__ = self._loader  # as if nobody had watched
+        self._loader.exec_module(module)
+        self._call()
+
+
+def main() -> NoReturn:
+    """The request is the first argument; the script's own arguments follow."""
+    request = msgspec.json.decode(sys.argv[1], type=ScriptRequest)
+    try:
+        ScriptRun(request).run(sys.argv[2:])
+    except StepscopeError as error:
+        tell(f"error: {error}")
+        sys.exit(Exit.BAD_INPUT)
+
+
+if __name__ == "__main__":
+    main()
