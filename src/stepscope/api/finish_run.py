@@ -27,7 +27,7 @@ def finish_run(folder: Path, rank: int) -> None:
     missing = _wait_for_ranks(folder, facts.world_size)
     if missing:
         tell(f"{missing} of {facts.world_size} ranks have recorded nothing; the page is about the others")
-    page = report(folder, folder / facts.page, force=True, command=facts.command)
+    page = report(folder, (folder / facts.page).resolve(), force=True, command=facts.command)
     for line in summarize_report(page.report):
         tell(line)
     tell(f"page: {page.path}")

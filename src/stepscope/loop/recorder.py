@@ -416,14 +416,14 @@ class LoopRecorder:
                     if parameter.device.type == "cuda":
                         found: torch.device = parameter.device
                         return found
-        if not self._optimizers and torch.cuda.is_initialized():
+        if not self._optimizers and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
             return torch.device("cuda", torch.cuda.current_device())
         return torch.device("cpu")
 
 
 def rank_of() -> tuple[int, int]:
     """This process's rank and the number of ranks."""
-    if torch.distributed.is_available() and torch.distributed.is_initialized():  # type: ignore[no-untyped-call]
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
         return torch.distributed.get_rank(), torch.distributed.get_world_size()
     return int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
 
