@@ -15,6 +15,7 @@ from stepscope.annotate import annotate
 
 if TYPE_CHECKING:
     from stepscope.api.display import DataTable, Picture
+    from stepscope.api.loop import Recorder, record, steps, trace_handler
     from stepscope.api.measure import (
         BenchResults,
         MemoryResults,
@@ -39,6 +40,7 @@ __all__ = [
     "ModelShape",
     "Picture",
     "PrecisionResult",
+    "Recorder",
     "ReportPage",
     "Run",
     "RunComparison",
@@ -52,7 +54,10 @@ __all__ = [
     "memory",
     "precision",
     "profile",
+    "record",
     "report",
+    "steps",
+    "trace_handler",
     "workload",
 ]
 
@@ -60,6 +65,7 @@ __version__ = "0.1.0"
 
 _MODULES = {
     "stepscope.api.display": ("DataTable", "Picture"),
+    "stepscope.api.loop": ("Recorder", "record", "steps", "trace_handler"),
     "stepscope.api.measure": (
         "BenchResults",
         "MemoryResults",

@@ -45,8 +45,12 @@ def _read_handover(raw: Path) -> LoopRun:
 
 def describe_loop(recording: Recording, run: LoopRun, *, command: str) -> Recording:
     """Add what the trace does not contain: the loop, its environment, unprofiled times and source lines."""
-    ranges = _read_syncs(_drop_incomplete(recording.ranges, run.recorded_steps))
-    ops = add_sources(recording.ops, ranges, run.sources)
+    if run.is_whole_trace:
+        ranges, windows = recording.ranges, _find_whole(recording.ops)
+    else:
+        ranges = _read_syncs(_drop_incomplete(recording.ranges, run.recorded_steps))
+        windows = ranges.filter(pl.col("name").str.contains(_STEP)).sort("start_ns")
+    ops = add_sources(recording.ops, windows, run.sources)
     environment = run.environment
     versions = {"python": environment.python, "torch": environment.torch, "stepscope": environment.stepscope}
     described = recording.with_manifest(
@@ -107,10 +111,17 @@ def _read_syncs(ranges: pl.DataFrame) -> pl.DataFrame:
 # --- Source lines -----------------------------------------------------------------------------------------------------
 
 
-def add_sources(ops: pl.DataFrame, ranges: pl.DataFrame, sources: SourceLines) -> pl.DataFrame:
+def _find_whole(ops: pl.DataFrame) -> pl.DataFrame:
+    """The thread with the most operators outside the backward pass, over the whole trace."""
+    outside = ops.filter(pl.col("forward_thread").is_null())
+    end_ns = pl.col("end_ns").max() + 1  # exclusive
+    threads = outside.group_by("process", "thread").agg(pl.len(), start_ns=pl.col("start_ns").min(), end_ns=end_ns)
+    return threads.sort("len", "thread", descending=[True, False]).head(1)
+
+
+def add_sources(ops: pl.DataFrame, steps: pl.DataFrame, sources: SourceLines) -> pl.DataFrame:
     """Return operators with their `source`. Operators of the backward pass have the line of the forward operator whose
-    gradient they compute."""
-    steps = ranges.filter(pl.col("name").str.contains(_STEP)).sort("start_ns")
+    gradient they compute. `steps` (process, thread, start_ns, end_ns) each run the operators of `sources`."""
     if not sources.names or not steps.height:
         return ops
     numbered = ops.with_row_index("place")

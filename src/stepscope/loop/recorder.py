@@ -113,8 +113,9 @@ class LoopRecorder:
 
     # --- Events of the loop -------------------------------------------------------------------------------------------
 
-    def step(self) -> None:
-        """A step ends here, and the next one begins."""
+    def step(self, marked_by: str) -> None:
+        """A step ends here, and the next one begins. From the first call on, steps are no longer looked for."""
+        self._marked_by = self._marked_by or marked_by
         self._marked_steps += 1
         self._begin_step()
 

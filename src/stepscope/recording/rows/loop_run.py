@@ -86,3 +86,4 @@ class LoopRun(msgspec.Struct, frozen=True, kw_only=True):
     compiled: bool = False
     doubts: tuple[Doubt, ...] = ()
     sources: SourceLines = SourceLines()
+    is_whole_trace: bool = False  # of a user's own profiler: `sources` are those of the trace itself
