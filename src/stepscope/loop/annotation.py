@@ -13,6 +13,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial, wraps
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -21,7 +22,7 @@ from torch.optim import lr_scheduler
 from torch.optim.optimizer import Optimizer
 
 from stepscope.annotate import activate, open_range, wrap
-from stepscope.loop.source_lines import find_caller
+from stepscope.loop.source_lines import classify_file, find_caller
 from stepscope.patches import annotate_module, is_compiled, is_inside_compiled, replace_attribute, replace_function
 
 # Functions by the phase that their calls are; those of modules that are not loaded cannot be called.
@@ -46,6 +47,7 @@ _WRAPPERS = (
     "CheckpointWrapper",
 )
 _LOSS = re.compile(r"Loss|Criterion|CrossEntropy")
+_LOADING = re.compile(r"(?:get|next|load|fetch|sample|prepare|make)_(?:\w+_)?(?:batch|batches)")
 _PARALLEL = ("DistributedDataParallel", "DataParallel", "FullyShardedDataParallel", "FSDPModule", "DeepSpeedEngine")
 
 
@@ -63,8 +65,20 @@ def annotating(roots: Sequence[nn.Module]) -> Iterator[None]:
         replace_attribute(logging.Logger, "handle", wrap(logging.Logger.handle, "phase:logging"), undo)
         for target, name in _SYNCHRONIZING:
             _replace(target, partial(_wrap_sync, name=name), undo)
+        _annotate_loading(undo)
         _annotate_roots(roots, undo)
         yield
+
+
+def _annotate_loading(undo: ExitStack) -> None:
+    """Loops without a DataLoader have a function of their own for the next batch, by one of few names."""
+    for module in list(sys.modules.values()):
+        file = getattr(module, "__file__", None)
+        if not isinstance(file, str) or classify_file(file) != "user":
+            continue
+        for name, found in list(vars(module).items()):
+            if isinstance(found, FunctionType) and found.__module__ == module.__name__ and _LOADING.fullmatch(name):
+                replace_function(module, name, wrap(found, "phase:input"), undo)
 
 
 def _replace(target: str, make: Callable[[Any], Callable[..., Any]], undo: ExitStack) -> None:
@@ -107,6 +121,23 @@ def _annotate_roots(roots: Sequence[nn.Module], undo: ExitStack) -> None:
         inner = unwrap(root)
         if inner is root or is_compiled(root):  # a wrapper's call is not the model's
             annotate_module(root, f"module:({type(inner).__name__})", undo)
+        if not is_compiled(root):
+            replace_attribute(root, "forward", _mark_validation(root, root.forward), undo)
+
+
+def _mark_validation(root: nn.Module, forward: Callable[..., Any]) -> Callable[..., Any]:
+    """A model in evaluation mode is not training, whatever calls it inside a step."""
+
+    @wraps(forward)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        close = None if root.training else open_range("phase:validation")
+        try:
+            return forward(*args, **kwargs)
+        finally:
+            if close is not None:
+                close()
+
+    return call
 
 
 def _runs_compiled_functions(roots: Sequence[nn.Module]) -> bool:
