@@ -5,22 +5,25 @@
 
     stepscope.annotate.push("rotate"); ...; stepscope.annotate.pop()
 
-Ranges exist only while a recorder runs; otherwise, entering one checks a flag and returns. Annotated code does not
-depend on the recorder: `activate` chooses the function that opens a range, in PyTorch's profiler or as NVTX.
+Ranges exist only while something records them: a recorder of stepscope, which chooses with `activate` how a range
+opens, any profiler that was started through PyTorch (`torch.profiler`, `emit_nvtx`, `emit_itt`), or Nsight Systems.
+Otherwise, entering one checks two flags and returns.
 
 In compiled code, ranges do nothing. The check for compilation comes first, so `torch.compile` removes the whole range
-and adds no guard on our flag, which would trigger recompilation when a recorder starts.
+and adds no guard on our flags, which would trigger recompilation when a profiler starts.
 
-`torch.profiler.record_function` goes through the dispatcher and costs 8× as much as the class used here, which
-PyTorch's own compiler uses (17 µs instead of 2 µs per range on a 2-core VM). With the user scope, its ranges are
-written as `user_annotation`, too. The profiler honors the scope only when it records shapes, as stepscope does.
+`torch.profiler.record_function` goes through the dispatcher and costs 4 to 8× as much as the two functions used here.
+`_RecordFunctionFast`, from PyTorch's own compiler, is the fastest, but its ranges are `user_annotation` events only if
+the profiler records shapes, as stepscope does; otherwise they look like operators. Profilers of others may not record
+them, and get the slightly slower `_record_function_with_args_enter`.
 """
 
+import os
 import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from functools import wraps
+from functools import cache, wraps
 from types import TracebackType
 from typing import Any, Literal, ParamSpec, TypeVar
 
@@ -32,6 +35,7 @@ Close = Callable[..., object]
 Opener = Callable[[str], Close]
 
 _open: Opener | None = None
+_UNDER_NSYS = "NSYS_PROFILING_SESSION_ID" in os.environ
 _USER_SCOPE = {"scope": "user_scope"}
 
 
@@ -58,8 +62,8 @@ class Range(AbstractContextManager["Range"]):
         self.name = name
 
     def __enter__(self) -> "Range":
-        if not _is_compiling() and _open is not None:
-            _opened.ranges.append((self, _open(self.name)))
+        if not _is_compiling() and (opener := _find_opener()) is not None:
+            _opened.ranges.append((self, opener(self.name)))
         return self
 
     def __exit__(
@@ -80,12 +84,12 @@ class Annotate:
 
     def push(self, name: str) -> None:
         """Open a range in this thread until `pop`."""
-        if not _is_compiling() and _open is not None:
-            _opened.ranges.append((self, _open(name)))
+        if not _is_compiling() and (opener := _find_opener()) is not None:
+            _opened.ranges.append((self, opener(name)))
 
     def pop(self) -> None:
         """Close the range that this thread pushed last. Does nothing if there is none, because the push may have come
-        before the recorder started."""
+        before the profiler started."""
         if not _is_compiling():
             _close_own(self)
 
@@ -94,13 +98,13 @@ annotate = Annotate()
 
 
 def wrap(function: Callable[P, R], name: str) -> Callable[P, R]:
-    """Wrap `function` so that each call is a range while a recorder runs."""
+    """Wrap `function` so that each call is a range while something records."""
 
     @wraps(function)
     def annotated(*args: P.args, **kwargs: P.kwargs) -> R:
-        if _is_compiling() or _open is None:
+        if _is_compiling() or (opener := _find_opener()) is None:
             return function(*args, **kwargs)
-        close = _open(name)
+        close = opener(name)
         try:
             return function(*args, **kwargs)
         finally:
@@ -111,8 +115,8 @@ def wrap(function: Callable[P, R], name: str) -> Callable[P, R]:
 
 @contextmanager
 def activate(backend: Backend | Opener) -> Iterator[None]:
-    """Enable ranges within this context. For the profiler, enter it inside the profiler's own context: a range opened
-    before the profiler started cannot be closed in it. Other recorders pass the function that opens a range."""
+    """Open ranges this way within this context. For the profiler, enter it inside the profiler's own context: a range
+    opened before the profiler started cannot be closed in it. Other recorders pass the function that opens a range."""
     global _open
     assert _open is None, "two recorders at once"
     match backend:
@@ -122,21 +126,33 @@ def activate(backend: Backend | Opener) -> Iterator[None]:
             _open = _nvtx_opener()
         case _:
             _open = backend
+    outside = len(_opened.ranges)
     try:
         yield
     finally:
-        while _opened.ranges:  # pushed and never popped
+        while len(_opened.ranges) > outside:  # pushed and never popped
             _opened.ranges.pop()[1]()
         _open = None
 
 
 def open_range(name: str) -> Close:
     """Open a range and return the function that closes it, for ranges that do not fit a `with` block."""
-    return _open(name) if _open is not None else lambda: None
+    opener = _find_opener()
+    return opener(name) if opener is not None else lambda: None
+
+
+def _find_opener() -> Opener | None:
+    """How a range opens now; None if nothing records."""
+    if _open is not None:
+        return _open
+    profiler: Any = sys.modules.get("torch.autograd.profiler")
+    if profiler is not None and getattr(profiler, "_is_profiler_enabled", False):
+        return _any_profiler_opener()
+    return _nvtx_opener() if _UNDER_NSYS and _has_nvtx() else None
 
 
 def _close_own(owner: object) -> None:
-    """Close the innermost range if `owner` opened it. A range entered before the recorder started does not exist."""
+    """Close the innermost range if `owner` opened it. A range entered before the profiler started does not exist."""
     ranges = _opened.ranges
     if ranges and ranges[-1][0] is owner:
         ranges.pop()[1]()
@@ -158,6 +174,24 @@ def _profiler_opener() -> Opener:
     return open_range
 
 
+@cache
+def _any_profiler_opener() -> Opener:
+    from torch._C._autograd import _record_function_with_args_enter, _record_function_with_args_exit
+
+    def open_range(name: str) -> Close:
+        handle = _record_function_with_args_enter(name)
+        return lambda: _record_function_with_args_exit(handle)
+
+    return open_range
+
+
+def _has_nvtx() -> bool:
+    """Whether torch is loaded and was built with NVTX, as all CUDA builds are."""
+    torch: Any = sys.modules.get("torch")
+    return torch is not None and hasattr(torch._C, "_nvtx")
+
+
+@cache
 def _nvtx_opener() -> Opener:
     from torch.cuda import nvtx
 

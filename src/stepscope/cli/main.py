@@ -36,6 +36,7 @@ VERBS = {
     "compare": "Show what changed between two recordings.",
     "kernel": "Decode the name of a GPU kernel.",
     "rule": "Explain a finding and how to fix it.",
+    "mcp": "Serve the analysis to agents and editors (MCP).",
     "doctor": "Check whether this machine can measure reliably.",
 }
 _LONGEST_SHOWN = 100  # characters of a path in an error

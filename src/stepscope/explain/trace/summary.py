@@ -149,7 +149,7 @@ def summarise(profile: Profile, findings: Sequence[Finding]) -> Summary:
         steps=profile.num_steps,
         wall_ns=profile.wall_ns,
         step_ns=profile.step_ns,
-        clock=_tell_clock(profile),
+        clock=describe_clock(profile),
         gpu_time_ns=profile.gpu_time_ns,
         busy_ns=sum(one.busy_ns for one in accounts),
         idle_ns=None if profile.is_serialized else sum(one.idle_ns for one in accounts),
@@ -181,7 +181,7 @@ def summarise(profile: Profile, findings: Sequence[Finding]) -> Summary:
     )
 
 
-def _tell_clock(profile: Profile) -> StepClock:
+def describe_clock(profile: Profile) -> StepClock:
     clock, is_known = profile.clock, not profile.is_serialized
     return StepClock(
         kind=clock.kind,
