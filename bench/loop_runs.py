@@ -2,7 +2,7 @@
 
     python bench/loop_runs.py [SCRIPT …] [--ranks 2] [--out FILE.jsonl] [--keep DIR] [-- --device cuda …]
 
-Without scripts: the six in bench/loops, which know nothing about stepscope; ddp.py runs with two ranks. For each script:
+Without scripts: the six in bench/loops, which know nothing about stepscope; ddp.py runs with two ranks. For each:
 
 - `stepscope run --stop SCRIPT` in its own process: how steps were found, the page's headline, and its first finding.
 - The overhead on steps that are not recorded: the script runs again, and stepscope's hooks are installed for five steps
@@ -11,7 +11,6 @@ Without scripts: the six in bench/loops, which know nothing about stepscope; ddp
 
 import argparse
 import json
-import os
 import statistics
 import subprocess
 import sys
@@ -62,7 +61,8 @@ def measure(script: Path, folder: Path, arguments: list[str], ranks: int) -> dic
         "exit": done.returncode,
         "seconds": round(time.monotonic() - began, 1),
     }
-    said = [line.removeprefix("stepscope: ") for line in done.stderr.splitlines() if line.startswith("stepscope: ")]
+    # A progress bar may be on the same line.
+    said = [line.partition("stepscope: ")[2] for line in done.stderr.splitlines() if "stepscope: " in line]
     row["found"] = next((line for line in said if line.startswith("found steps")), said[-1:] or done.stderr[-500:])
     if (folder / "rank-0").exists():
         run = stepscope.load(folder)
@@ -133,7 +133,7 @@ def time_in_turns(script: str, arguments: list[str]) -> None:
 
     register_optimizer_step_post_hook(after_step)
     sys.argv = [script, *arguments]
-    sys.path[0] = os.path.dirname(script)
+    sys.path[0] = str(Path(script).parent)
     try:
         exec(compile(Path(script).read_bytes(), script, "exec"), {"__name__": "__main__", "__file__": script})
     finally:

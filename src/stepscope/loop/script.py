@@ -49,7 +49,8 @@ class ScriptRequest(msgspec.Struct, frozen=True, kw_only=True):
 def tell(text: str) -> None:
     """Write a line to standard error, whatever the script did to `sys.stderr`."""
     with suppress(OSError):  # closed: nobody reads it
-        os.write(2, f"{PREFIX}{text}\n".encode(errors="replace"))
+        clear = "\r\x1b[K" if os.isatty(2) else ""  # a progress bar may be on the line
+        os.write(2, f"{clear}{PREFIX}{text}\n".encode(errors="replace"))
 
 
 class ScriptStopped(SystemExit):
