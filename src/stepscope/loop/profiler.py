@@ -1,7 +1,8 @@
 """PyTorch's profiler around some steps of a loop that has its own pace: it starts in one step and stops in another."""
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -9,6 +10,14 @@ from typing import Any, Self
 import torch
 from torch.profiler import ProfilerActivity
 from torch.profiler.profiler import _KinetoProfile
+
+
+@contextmanager
+def _without_warning() -> Iterator[None]:
+    """torch 2.11 warns that events are kept for one cycle only; there is only one."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*Profiler clears events at the end of each cycle")
+        yield
 
 
 class LoopProfiler:
@@ -19,13 +28,12 @@ class LoopProfiler:
         self._keeps_events = False
 
     def __enter__(self) -> Self:
-        self._profiler.prepare_trace()
+        with _without_warning():
+            self._profiler.prepare_trace()
         return self
 
     def keep_events(self) -> None:
-        with warnings.catch_warnings():
-            # torch 2.11 warns that events are kept for one cycle only; there is only one.
-            warnings.filterwarnings("ignore", message=".*Profiler clears events at the end of each cycle")
+        with _without_warning():
             self._profiler.start_trace()
         self._keeps_events = True
 

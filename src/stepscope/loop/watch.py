@@ -54,6 +54,7 @@ class LoopWatch:
         self._undo = ExitStack()
         self._began_ns = 0
         self._scaled_steps: list[int] = []  # per open GradScaler.step: how often the optimizer stepped inside
+        self._is_in_hook = self._is_expired = False
 
     def install(self) -> None:
         undo = self._undo
@@ -67,11 +68,15 @@ class LoopWatch:
         replace_attribute(scaler, "step", self._watch_scaler(scaler.step), undo)
 
     def uninstall(self) -> None:
-        self._undo.close()
+        """Remove all hooks. PyTorch is iterating over them while one runs: then they stay, and do nothing, until the
+        next backward pass removes them."""
+        self._is_expired = True
+        if not self._is_in_hook:
+            self._undo.close()
 
     def _is_here(self) -> bool:
         """Whether this is the thread that trains: the one whose optimizer steps first, once it has."""
-        if torch.compiler.is_dynamo_compiling() or os.getpid() != self._process:
+        if torch.compiler.is_dynamo_compiling() or self._is_expired or os.getpid() != self._process:
             return False
         return self._thread is None or threading.get_ident() == self._thread
 
@@ -84,11 +89,17 @@ class LoopWatch:
             self._thread = threading.get_ident()
             if self._scaled_steps:
                 self._scaled_steps[-1] += 1
-            self._listener.optimizer_stepped(optimizer, time.perf_counter_ns() - self._began_ns)
+            self._is_in_hook = True
+            try:
+                self._listener.optimizer_stepped(optimizer, time.perf_counter_ns() - self._began_ns)
+            finally:
+                self._is_in_hook = False
 
     def _watch_backward(self, original: Callable[..., Any]) -> Callable[..., Any]:
         @wraps(original)
         def backward(*args: Any, **kwargs: Any) -> Any:
+            if self._is_expired:
+                self._undo.close()
             if not self._is_here():
                 return original(*args, **kwargs)
             began_ns = time.perf_counter_ns()
