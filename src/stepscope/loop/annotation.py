@@ -23,7 +23,7 @@ from torch.optim.optimizer import Optimizer
 
 from stepscope.annotate import activate, open_range, wrap
 from stepscope.loop.source_lines import classify_file, find_caller
-from stepscope.patches import annotate_module, is_compiled, is_inside_compiled, replace_attribute, replace_function
+from stepscope.patches import is_compiled, replace_attribute, replace_function
 
 # Functions by the phase that their calls are; those of modules that are not loaded cannot be called.
 _FUNCTIONS = {
@@ -66,7 +66,7 @@ def annotating(roots: Sequence[nn.Module]) -> Iterator[None]:
         for target, name in _SYNCHRONIZING:
             _replace(target, partial(_wrap_sync, name=name), undo)
         _annotate_loading(undo)
-        _annotate_roots(roots, undo)
+        _name_calls(roots, undo)
         yield
 
 
@@ -103,49 +103,42 @@ def _wrap_sync(function: Callable[..., Any], name: str) -> Callable[..., Any]:
     return synchronize
 
 
-def _annotate_roots(roots: Sequence[nn.Module], undo: ExitStack) -> None:
-    """Name all calls of modules. Inside compiled code there are none, and changing it would compile it again."""
-    if _runs_compiled_functions(roots):
-        return
+def _name_calls(roots: Sequence[nn.Module], undo: ExitStack) -> None:
+    """Put a range around every call of a module. The call is replaced in the class of all modules, and not in each of
+    them: a model that is copied or saved in a recorded step must have no trace of this. Compiled code calls nothing."""
+    names, original = name_modules(roots), nn.Module.__call__
+    models = {id(root) for root in roots}
+
+    @wraps(original)
+    def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_dynamo_compiling() or (name := names.get(id(module))) is None:
+            return original(module, *args, **kwargs)
+        with ExitStack() as closing:
+            # A model in evaluation mode is not training, whatever calls it inside a step.
+            if id(module) in models and not module.training:
+                closing.callback(open_range("phase:validation"))
+            if name:
+                closing.callback(open_range(f"module:{name}"))
+            return original(module, *args, **kwargs)
+
+    replace_attribute(nn.Module, "__call__", call, undo)
+
+
+def name_modules(roots: Sequence[nn.Module]) -> dict[int, str]:
+    """Return the names of all modules by their ids, without the wrappers of PyTorch, whose own name is empty."""
     several = len([root for root in roots if any(True for _ in root.parameters())]) > 1
+    names = {}
     for root in roots:
-        for path, module in list(root.named_modules()):
-            if not path or is_inside_compiled(root, path):
-                continue
-            name = _WRAPPED.sub("", path)
-            if not name:
-                annotate_module(module, f"module:({type(module).__name__})", undo)
-                continue
-            prefix = f"{type(unwrap(root)).__name__}." if several else ""
-            annotate_module(module, f"module:{prefix}{name.rstrip('.')}", undo)
-        inner = unwrap(root)
-        if inner is root or is_compiled(root):  # a wrapper's call is not the model's
-            annotate_module(root, f"module:({type(inner).__name__})", undo)
-        if not is_compiled(root):
-            replace_attribute(root, "forward", _mark_validation(root, root.forward), undo)
-
-
-def _mark_validation(root: nn.Module, forward: Callable[..., Any]) -> Callable[..., Any]:
-    """A model in evaluation mode is not training, whatever calls it inside a step."""
-
-    @wraps(forward)
-    def call(*args: Any, **kwargs: Any) -> Any:
-        close = None if root.training else open_range("phase:validation")
-        try:
-            return forward(*args, **kwargs)
-        finally:
-            if close is not None:
-                close()
-
-    return call
-
-
-def _runs_compiled_functions(roots: Sequence[nn.Module]) -> bool:
-    """Whether something other than whole modules is compiled: a function that calls modules, for example."""
-    dynamo: Any = sys.modules.get("torch._dynamo")
-    if dynamo is None or not dynamo.utils.counters["frames"]:
-        return False
-    return not any(is_compiled(module) for root in roots for module in root.modules())
+        model = type(unwrap(root)).__name__
+        for path, module in root.named_modules():
+            name = _WRAPPED.sub("", path).rstrip(".")
+            if type(module).__name__ in _WRAPPERS and module is not unwrap(module):
+                names[id(module)] = f"({model})" if is_compiled(module) else ""
+            elif not name:
+                names[id(module)] = f"({model})"
+            else:
+                names[id(module)] = f"{model}.{name}" if several else name
+    return names
 
 
 def find_roots(optimizers: Sequence[Optimizer]) -> list[nn.Module]:

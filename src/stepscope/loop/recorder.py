@@ -18,7 +18,7 @@ from collections.abc import Callable, Generator, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 import torch
@@ -45,6 +45,10 @@ from stepscope.recording.rows.loop_run import HANDOVER_NAME, TRACE_NAME, LoaderF
 from stepscope.units import count_noun
 
 Tell = Callable[[str], None]
+# Where a stage continues: at the beginning of a step, or where no operator is running. A profiler starts and stops only
+# there: one that stops inside an operator and starts again before that ends makes PyTorch write to freed memory.
+Moment = Literal["step", "between operators"]
+Stage = Generator[None, Moment, None]
 _OTHER_PROFILER = "another profiler was active in this process; stepscope waited until it stopped"
 
 
@@ -60,7 +64,8 @@ class RecordingPlan:
     @property
     def total(self) -> int:
         """Steps that a script must run, with the step that warms the profiler up."""
-        return max(self.skip, LEAST_STEPS) + self.timed + 1 + self.steps + self.sources
+        warming, stopping = 3, 1  # the end of the search, the profiler's first step, and the one in which it starts
+        return max(self.skip, LEAST_STEPS) + self.timed + warming + self.steps + stopping + 2 * self.sources
 
 
 class _ProfilerTakenError(Exception):
@@ -101,7 +106,8 @@ class LoopRecorder:
         self._skipped = 0
         self._uses_scaler = False
         self._kept = _Kept()
-        self._stages: Generator[None] = self._record()
+        self._stages: Stage = self._record()
+        self._was_between = False  # since the step began
         self._is_advancing = self._has_failed = False
         self._profiler: LoopProfiler | None = None
         self.finisher: Finisher | None = None
@@ -150,6 +156,10 @@ class LoopRecorder:
         if self._finder.batch_requested(key):
             self._found_step()
 
+    def between_operators(self) -> None:
+        self._was_between = True
+        self._advance("between operators")
+
     def batch_received(self, took_ns: int) -> None:
         self._clock.add("input", took_ns)
 
@@ -160,10 +170,19 @@ class LoopRecorder:
     def _begin_step(self) -> None:
         if self._is_advancing or self.is_done or os.getpid() != self._process:
             return
-        self._is_advancing = True
         self._clock.stop()
+        self._advance("step")
+        self._was_between = False
+        self._clock.start()
+        if self._has_ended():
+            self.on_done()
+
+    def _advance(self, moment: Moment) -> None:
+        if self._is_advancing or self.is_done or os.getpid() != self._process:
+            return
+        self._is_advancing = True
         try:
-            next(self._stages)
+            self._stages.send(moment)
         except StopIteration:
             self.finish()
         except Exception as error:  # noqa: BLE001  # a guest in the user's program, which must go on
@@ -173,9 +192,6 @@ class LoopRecorder:
             self.finish()
         finally:
             self._is_advancing = False
-            self._clock.start()
-        if self._has_ended():
-            self.on_done()
 
     def _has_ended(self) -> bool:
         return self.is_done
@@ -190,52 +206,68 @@ class LoopRecorder:
 
     # --- Stages -------------------------------------------------------------------------------------------------------
 
-    def _record(self) -> Generator[None]:
-        """Continues at the beginning of every step. The first call comes before the loop."""
+    def _record(self) -> Stage:
+        """The first call comes before the loop."""
         yield
         while not self._has_warmed_up:
             yield
         self._finder.settle()
-        yield  # the rest of the step in which the search ended
+        yield from self._next_step()  # the rest of the step in which the search ended
         self._tell(f"found steps: {self._say_found()}; recording {count_noun(self.plan.steps, 'step')}")
-        device = self._find_device()
-        with self._clock.timing(device):
+        with self._clock.timing(self._find_device()):
             for _ in range(self.plan.timed):
-                yield
+                yield from self._next_step()
         yield from self._undisturbed(self._record_steps)
         if self.plan.sources:
+            yield from self._next_step()  # whatever was running when the profiler stopped has ended after a step
             yield from self._undisturbed(self._record_sources)
 
-    def _undisturbed(self, stage: Callable[[], Iterator[None]]) -> Iterator[None]:
+    def _next_step(self) -> Stage:
+        """Continue at the beginning of the next step."""
+        while (yield) != "step":
+            pass
+
+    def _next_gap(self) -> Stage:
+        """Continue where no operator is running. A loop may never come to such a place, with everything inside the
+        optimizer's step: then at the beginning of a step."""
+        while (yield) == "step" and self._was_between:
+            pass
+
+    def _undisturbed(self, stage: Callable[[], Stage]) -> Stage:
         """Run a stage while no other profiler is active in this process, again if one starts meanwhile."""
         while True:
             while _is_profiler_active():
                 self._kept.notes[_OTHER_PROFILER] = None
-                yield
+                yield from self._next_step()
             try:
                 with self._yielding_to_other_profilers():
                     yield from stage()
             except _ProfilerTakenError:
                 self._kept.notes[_OTHER_PROFILER] = None
-                yield
+                yield from self._next_step()
             else:
                 return
 
-    def _record_steps(self) -> Iterator[None]:
+    def _record_steps(self) -> Stage:
         kept = self._kept
         device = self._find_device()
-        on_cuda = device.type == "cuda"
         kept.roots = find_roots(self._live_optimizers())
-        activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_cuda else [])]
         kept.recorded_ns.clear()
-        profiler = LoopProfiler(activities)
+        on_cuda = device.type == "cuda"
+        profiler = LoopProfiler([ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_cuda else [])])
         try:
+            yield from self._next_gap()
             with self._holding(profiler):
-                yield  # the first step with a profiler is slow
+                yield from self._next_step()  # the first step with a profiler is slow
+                yield from self._next_gap()
                 _wait_for(device)
                 profiler.keep_events()
                 with annotating(kept.roots):
-                    yield from self._mark_steps(device)
+                    yield from self._next_step()
+                    yield from self._mark_steps()
+                kept.clock_mhz = _read_clock(device)
+                yield from self._next_gap()
+                _wait_for(device)
         except _ProfilerTakenError:
             kept.recorded_ns.clear()
             raise
@@ -243,26 +275,23 @@ class LoopRecorder:
             if kept.recorded_ns:
                 self._keep_trace(profiler)
 
-    def _mark_steps(self, device: torch.device) -> Iterator[None]:
-        recorded_ns = self._kept.recorded_ns
-        try:
-            for number in range(self.plan.steps):
-                close = open_range(f"step:{number}")
-                began_ns = time.perf_counter_ns()
-                try:
-                    yield
-                finally:
-                    close()
-                recorded_ns.append(time.perf_counter_ns() - began_ns)
-            self._kept.clock_mhz = _read_clock(device)
-        finally:
-            _wait_for(device)
+    def _mark_steps(self) -> Stage:
+        for number in range(self.plan.steps):
+            close = open_range(f"step:{number}")
+            began_ns = time.perf_counter_ns()
+            try:
+                yield from self._next_step()
+            finally:
+                close()
+            self._kept.recorded_ns.append(time.perf_counter_ns() - began_ns)
 
-    def _record_sources(self) -> Iterator[None]:
+    def _record_sources(self) -> Stage:
         profiler = LoopProfiler([ProfilerActivity.CPU], with_stack=True)
+        yield from self._next_gap()
         with self._holding(profiler):
             profiler.keep_events()
-            yield
+            yield from self._next_step()
+            yield from self._next_gap()
         self._kept.sources = read_lines(profiler.results)
 
     def _keep_trace(self, profiler: LoopProfiler) -> None:

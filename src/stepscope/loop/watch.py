@@ -43,6 +43,9 @@ class Listener(Protocol):
 
     def batch_requested(self, iterator: Any) -> None: ...
 
+    def between_operators(self) -> None:
+        """Nothing of PyTorch is running in this thread: a profiler may start or stop here."""
+
     def batch_received(self, took_ns: int) -> None: ...
 
 
@@ -55,6 +58,7 @@ class LoopWatch:
         self._began_ns = 0
         self._scaled_steps: list[int] = []  # per open GradScaler.step: how often the optimizer stepped inside
         self._is_in_hook = self._is_expired = False
+        self._depth = 0  # of backward passes and optimizer steps that are running
 
     def install(self) -> None:
         undo = self._undo
@@ -80,13 +84,19 @@ class LoopWatch:
             return False
         return self._thread is None or threading.get_ident() == self._thread
 
+    def _come_between(self) -> None:
+        if not self._depth:
+            self._listener.between_operators()
+
     def _before_step(self, _optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
         if self._is_here():
+            self._depth += 1
             self._began_ns = time.perf_counter_ns()
 
     def _after_step(self, optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
         if self._is_here():
             self._thread = threading.get_ident()
+            self._depth = max(0, self._depth - 1)
             if self._scaled_steps:
                 self._scaled_steps[-1] += 1
             self._is_in_hook = True
@@ -102,11 +112,14 @@ class LoopWatch:
                 self._undo.close()
             if not self._is_here():
                 return original(*args, **kwargs)
+            self._come_between()
             began_ns = time.perf_counter_ns()
             close = open_range("phase:backward")
+            self._depth += 1
             try:
                 result = original(*args, **kwargs)
             finally:
+                self._depth = max(0, self._depth - 1)
                 close()
             self._listener.backward_ran(time.perf_counter_ns() - began_ns)
             return result
@@ -118,6 +131,7 @@ class LoopWatch:
         def __next__(iterator: Any) -> Any:  # noqa: N807  # its name in traces
             if not self._is_here():
                 return original(iterator)
+            self._come_between()
             self._listener.batch_requested(iterator)
             began_ns = time.perf_counter_ns()
             close = open_range("phase:input")
@@ -132,6 +146,8 @@ class LoopWatch:
     def _watch_clearing(self, original: Callable[..., Any]) -> Callable[..., Any]:
         @wraps(original)
         def zero_grad(*args: Any, **kwargs: Any) -> Any:
+            if self._is_here():
+                self._come_between()
             result = original(*args, **kwargs)
             if self._is_here():
                 self._listener.gradients_cleared()
