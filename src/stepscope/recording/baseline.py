@@ -15,7 +15,6 @@ import msgspec
 
 from stepscope.errors import StepscopeError, nearest
 from stepscope.files import decode_as, is_of_kind, read_plain, write_atomically, writing
-from stepscope.recording.rows.bench import PeakKind
 
 SCHEMA = "stepscope.baseline/1"
 STORE = Path(".stepscope/baselines")
@@ -27,6 +26,7 @@ StepNs = Annotated[int, msgspec.Meta(ge=1, le=2**62)]
 Amount = Annotated[float, msgspec.Meta(ge=0, le=2**62)]
 # Whether a profiler was active during the steps that were timed.
 StepClockKind = Literal["unprofiled", "profiled"]
+Metric = Literal["step", "kernels", "peak-memory", "idle"]
 
 
 class BaselineRun(msgspec.Struct, frozen=True, kw_only=True):
@@ -40,7 +40,7 @@ class BaselineRun(msgspec.Struct, frozen=True, kw_only=True):
     idle_ns: Amount | None = None
     kernels: Amount | None = None  # per step
     peak_bytes: Annotated[int, msgspec.Meta(ge=0, le=2**62)] | None = None
-    peak_kind: PeakKind = "cuda allocator"
+    peak_is_exact: bool = True  # counted by an allocator; the resident memory of a process varies
     classes: dict[str, Amount] = msgspec.field(default_factory=dict)
     phases: dict[str, Amount] = msgspec.field(default_factory=dict)
 

@@ -58,6 +58,9 @@ class Noise:
     run_sd: float | None = None
 
 
+UNKNOWN_NOISE = Noise(kind="unknown")
+
+
 def measure_noise(base: Sequence[RunSample], new: Sequence[RunSample]) -> Noise:
     """Return the noise of the difference between the mean of `new` and that of `base`."""
     freedom = len(base) + len(new) - 2
@@ -70,7 +73,7 @@ def measure_noise(base: Sequence[RunSample], new: Sequence[RunSample]) -> Noise:
         return Noise(kind="between runs", margin=student_t(freedom, _CONFIDENCE) * error, run_sd=run_sd)
     (one,), (other,) = base, new
     if min(one.num_steps, other.num_steps) < LEAST_STEPS:
-        return Noise(kind="unknown")
+        return UNKNOWN_NOISE
     spread = math.hypot(one.step_sd, other.step_sd)
     freedom = one.num_steps + other.num_steps - 2
     return Noise(kind="within runs", margin=student_t(freedom, _CONFIDENCE) * spread)

@@ -8,18 +8,16 @@ version, ranks, settings) are not compared at all unless the caller allows it.
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Literal
 
-from stepscope.explain.gate.noise import Noise, RunSample, is_outside, measure_noise
+from stepscope.explain.gate.noise import UNKNOWN_NOISE, Noise, RunSample, is_outside, measure_noise
 from stepscope.findings import Quantity
-from stepscope.recording.baseline import Baseline, BaselineRun, RunConditions
-from stepscope.units import count_noun, say_count, say_size, say_time
+from stepscope.recording.baseline import Baseline, BaselineRun, Metric, RunConditions
+from stepscope.units import count_noun, say_count, say_digits, say_size, say_time
 
-Metric = Literal["step", "kernels", "peak-memory", "idle"]
 Outcome = Literal["pass", "fail", "cannot tell"]
 Change = Literal["higher", "lower", "noise", "same", "cannot tell"]
 PartsBy = Literal["class", "phase"]
-METRICS: tuple[Metric, ...] = get_args(Metric)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,10 +45,11 @@ class MetricVerdict:
     base: float | None = None
     new: float | None = None
     change: float | None = None
-    noise: Noise = Noise(kind="unknown")
+    noise: Noise = UNKNOWN_NOISE
     verdict: Change = "cannot tell"
     outcome: Outcome = "pass"
     reason: str = ""  # why it cannot be decided
+    range: tuple[float, float] | None = None  # of the baseline's runs
 
     @property
     def label(self) -> str:
@@ -66,10 +65,11 @@ class MetricVerdict:
         if self.change is None or self.base is None or self.new is None:
             return f"{word}: {self.label}: {self.reason}"
         of = " of the step" if self.metric == "idle" else ""
-        said = f"{word}: {self.label} {self.change * 100:+.2f}%{of} ({self.say(self.base)} → {self.say(self.new)})"
-        said += f", limit +{limit * 100:g}%" if limit is not None else ""
+        said = f"{self.label} {self.change * 100:+.2f}%{of} ({self.say(self.base)} → {self.say(self.new)})"
+        if limit is not None:
+            said = f"{word}: {said}, limit +{limit * 100:g}%"
         if self.noise.kind in ("between runs", "within runs"):
-            said += f", noise ±{self.noise.margin * 100:.2g}%"
+            said += f", noise ±{say_change(self.noise.margin)}"
         if self.verdict == "noise" and self.outcome == "pass":
             said += "; within noise"
         return f"{said}; {self.reason}" if self.reason else said
@@ -164,7 +164,9 @@ def judge_runs(
 # --- One metric -------------------------------------------------------------------------------------------------------
 
 
-def _judge(metric: Metric, base: Sequence[BaselineRun], new: Sequence[BaselineRun], limit: float | None) -> MetricVerdict:
+def _judge(
+    metric: Metric, base: Sequence[BaselineRun], new: Sequence[BaselineRun], limit: float | None
+) -> MetricVerdict:
     sides = [[_sample(metric, run) for run in runs] for runs in (base, new)]
     known = [[one for one in side if one is not None] for side in sides]
     for runs, some, which in zip((base, new), known, ("the baseline", "the new run"), strict=True):
@@ -176,7 +178,9 @@ def _judge(metric: Metric, base: Sequence[BaselineRun], new: Sequence[BaselineRu
     scale = statistics.fmean(_median(run) for run in base) if metric == "idle" else means[0]
     if scale == 0:
         if means[1] == 0:
-            return MetricVerdict(metric=metric, base=0, new=0, change=0, noise=Noise(kind="exact"), verdict="same")
+            return MetricVerdict(
+                metric=metric, base=0, new=0, change=0, noise=Noise(kind="exact"), range=(0, 0), verdict="same"
+            )
         return MetricVerdict(metric=metric, outcome="cannot tell", reason="it is zero in the baseline")
     change = (means[1] - means[0]) / scale
     noise = _find_noise(metric, base, known[0], known[1])
@@ -190,6 +194,7 @@ def _judge(metric: Metric, base: Sequence[BaselineRun], new: Sequence[BaselineRu
         noise=Noise(kind=noise.kind, margin=noise.margin / scale, run_sd=run_sd),
         verdict=verdict,
         outcome=_decide(change, verdict, limit),
+        range=(min(one.value for one in known[0]), max(one.value for one in known[0])),
         reason=_say_unknown(noise, base, new) if _decide(change, verdict, limit) == "cannot tell" else "",
     )
 
@@ -230,7 +235,7 @@ def _find_noise(
     metric: Metric, runs: Sequence[BaselineRun], base: Sequence[RunSample], new: Sequence[RunSample]
 ) -> Noise:
     # The resident memory of a process varies from run to run; the count of PyTorch's allocator does not.
-    is_exact = metric == "kernels" or (metric == "peak-memory" and runs[0].peak_kind == "cuda allocator")
+    is_exact = metric == "kernels" or (metric == "peak-memory" and all(run.peak_is_exact for run in runs))
     return Noise(kind="exact") if is_exact else measure_noise(base, new)
 
 
@@ -238,9 +243,7 @@ def _median(run: BaselineRun) -> float:
     return RunSample.of_steps(run.step_ns).value
 
 
-def _differing_clocks(
-    base: Sequence[BaselineRun], new: Sequence[BaselineRun], metrics: Sequence[Metric]
-) -> list[str]:
+def _differing_clocks(base: Sequence[BaselineRun], new: Sequence[BaselineRun], metrics: Sequence[Metric]) -> list[str]:
     """A profiler makes steps longer, so steps are compared only if it was active on both sides or on neither."""
     if not {"step", "idle"} & set(metrics):
         return []
@@ -269,7 +272,7 @@ def _compare_parts(base: Sequence[BaselineRun], new: Sequence[BaselineRun], by: 
     return tuple(sorted(changes, key=lambda one: (-abs(one.new_ns - one.base_ns), one.name)))
 
 
-# --- What is said about the noise ---------------------------------------------------------------------------------------
+# --- What is said about the noise -------------------------------------------------------------------------------------
 
 
 def _say_unknown(noise: Noise, base: Sequence[BaselineRun], new: Sequence[BaselineRun]) -> str:
@@ -288,21 +291,32 @@ def _say_noise(one: MetricVerdict, limit: float | None, counts: tuple[int, int],
         case "between runs":
             sides = f"{count_noun(counts[0], 'baseline run')} and {count_noun(counts[1], 'new run')}"
             said = [
-                f"{one.label}: repeated runs differ by {(noise.run_sd or 0) * 100:.2g}% (standard deviation); with {sides}, "
-                f"a change of up to {noise.margin * 100:.2g}% is noise"
+                f"{one.label}: repeated runs differ by {say_change(noise.run_sd or 0)} (standard deviation); "
+                f"with {sides}, a change of up to {say_change(noise.margin)} is noise"
             ]
         case "within runs":
             said = [
                 f"{one.label}: the noise between runs is unknown, because there is one run on each side; ±"
-                f"{noise.margin * 100:.2g}% is a guess from the spread of single steps. Add runs: {more}"
+                f"{say_change(noise.margin)} is a guess from the spread of single steps. Add runs: {more}"
             ]
         case "exact":
-            said = [f"{one.label} repeats exactly, so every change counts"]
+            said = [_say_range(one)]
         case "unknown":
             said = [f"{one.label}: the noise is unknown. Add runs: {more}"]
     if limit is not None and noise.kind == "between runs" and noise.margin > limit:
         said.append(
             f"{one.label}: the noise is larger than the limit of {limit * 100:g}%, so a regression of up to "
-            f"{noise.margin * 100:.2g}% passes. Add runs: {more}"
+            f"{say_change(noise.margin)} passes. Add runs: {more}"
         )
     return said
+
+
+def _say_range(one: MetricVerdict) -> str:
+    low, high = one.range or (0.0, 0.0)
+    if low == high:
+        return f"{one.label} is equal in all runs of the baseline, so every change counts"
+    return f"{one.label}: from {one.say(low)} to {one.say(high)} in the baseline; a value in this range is noise"
+
+
+def say_change(change: float) -> str:
+    return f"{say_digits(100 * change)}%"
