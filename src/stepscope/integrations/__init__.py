@@ -1,0 +1,1 @@
+"""stepscope inside other tools."""
