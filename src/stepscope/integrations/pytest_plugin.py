@@ -49,7 +49,7 @@ class StepResult:
     step_ms: float
     samples_ms: tuple[float, ...]
     peak_bytes: int | None
-    kernels: float | None
+    kernels: int | None
     run: "BaselineRun"
     conditions: "RunConditions"
     store: Path

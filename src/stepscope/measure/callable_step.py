@@ -13,8 +13,6 @@ from stepscope.explain.trace.profile import make_profile
 from stepscope.measure.timing import settle_heap, time_steps
 from stepscope.recording.readers.formats import open_recording
 
-_PROFILED = 3  # steps; counts per step are their mean
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CallableStep:
@@ -32,7 +30,7 @@ class CallableTimes:
     device: torch.device
     step_ns: tuple[int, ...]
     peak_bytes: int | None
-    kernels: float | None
+    kernels: int | None
 
 
 def time_callable(run: Callable[[], object], *, warmup: int, steps: int, count_kernels: bool) -> CallableTimes:
@@ -59,15 +57,13 @@ def time_callable(run: Callable[[], object], *, warmup: int, steps: int, count_k
     )
 
 
-def _count_kernels(run: Callable[[], object]) -> float:
-    """Kernels per call, or operators on a CPU, counted as in a recording."""
+def _count_kernels(run: Callable[[], object]) -> int:
+    """Kernels of one call, or operators on a CPU, counted as in a recording."""
     with warnings.catch_warnings(), tempfile.TemporaryDirectory() as folder:
         warnings.simplefilter("ignore")  # the profiler's own; the caller's project may treat them as errors
         with torch.profiler.profile() as profiler:
-            for _ in range(_PROFILED):
-                run()
-                profiler.step()
+            run()
         trace = Path(folder) / "trace.json"
         profiler.export_chrome_trace(str(trace))
         profile = make_profile(open_recording(trace))
-    return profile.clock.per_step(int(profile.kernels["count"].sum()))
+    return int(profile.kernels["count"].sum())
