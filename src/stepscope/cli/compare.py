@@ -10,7 +10,7 @@ from stepscope.cli.baseline import StoreFlag
 from stepscope.cli.options import FormatFlag
 from stepscope.cli.output import say, show_tables
 from stepscope.errors import Exit, StepscopeError
-from stepscope.recording.baseline import STORE, Metric
+from stepscope.recording.baseline import METRICS, STORE, parse_metric
 from stepscope.render.formats import Format
 
 if TYPE_CHECKING:
@@ -35,8 +35,12 @@ def compare(
     ] = None,
     store: StoreFlag = STORE,
     metric: Annotated[
-        list[Metric] | None,
-        typer.Option("--metric", help="What --fail-on applies to; repeatable.  [default: step]"),
+        list[str] | None,
+        typer.Option(
+            "--metric",
+            metavar="NAME",
+            help=f"What --fail-on applies to: {', '.join(METRICS)}; repeatable.  [default: step]",
+        ),
     ] = None,
     allow_different: Annotated[
         bool, typer.Option("--allow-different", help="Compare although device, torch version or settings differ.")
@@ -72,7 +76,7 @@ def compare(
             recordings,
             store=store,
             limit=limit,
-            metrics=metric or ["step"],
+            metrics=[parse_metric(one) for one in metric or METRICS[:1]],
             by=_require_stored(by),
             allow_different=allow_different,
         )

@@ -20,7 +20,7 @@ import pytest
 
 if TYPE_CHECKING:
     from stepscope.measure.callable_step import CallableTimes
-    from stepscope.recording.baseline import BaselineRun, Metric, RunConditions
+    from stepscope.recording.baseline import BaselineRun, RunConditions
 
 _STORE = Path(".stepscope/baselines")  # below pytest's root directory
 
@@ -61,7 +61,7 @@ class StepResult:
         name: str,
         *,
         fail_on: str = "3%",
-        metric: "Metric | Sequence[Metric]" = "step",
+        metric: str | Sequence[str] = "step",
         allow_different: bool = False,
     ) -> None:
         """Fail the test if the step is slower than the baseline `name` by more than `fail_on` and by more than noise,
@@ -81,13 +81,13 @@ class StepResult:
         self,
         name: str,
         fail_on: str,
-        metrics: "Sequence[Metric]",
+        metrics: Sequence[str],
         allow_different: bool,
     ) -> str:
         from stepscope.api.baselines import save_runs
         from stepscope.explain.gate.verdict import judge_runs
         from stepscope.explain.trace.compare import parse_percent
-        from stepscope.recording.baseline import baseline_path, read_baseline
+        from stepscope.recording.baseline import baseline_path, parse_metric, read_baseline
 
         limit = parse_percent(fail_on)
         if self.is_saved or self.is_added:
@@ -101,7 +101,7 @@ class StepResult:
             self.conditions,
             name=name,
             limit=limit,
-            metrics=metrics,
+            metrics=[parse_metric(one) for one in metrics],
             allow_different=allow_different,
         )
         if result.outcome == "pass":

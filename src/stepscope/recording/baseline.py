@@ -9,7 +9,7 @@ runs of unchanged code differ.
 import re
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Literal, get_args
 
 import msgspec
 
@@ -27,6 +27,7 @@ Amount = Annotated[float, msgspec.Meta(ge=0, le=2**62)]
 # Whether a profiler was active during the steps that were timed.
 StepClockKind = Literal["unprofiled", "profiled"]
 Metric = Literal["step", "kernels", "peak-memory", "idle"]
+METRICS: tuple[Metric, ...] = get_args(Metric)
 
 
 class BaselineRun(msgspec.Struct, frozen=True, kw_only=True):
@@ -105,6 +106,16 @@ def refuse_repeated(runs: Sequence[BaselineRun]) -> None:
                 hint="record the step again into another directory",
             )
         seen[run.identity] = run.file
+
+
+def parse_metric(text: str) -> Metric:
+    for known in METRICS:
+        if text == known:
+            return known
+    close = nearest(text, METRICS) or METRICS[0]
+    raise StepscopeError(
+        f"unknown metric: `{text}`", detail=f"expected one of {', '.join(METRICS)}", hint=f"--metric {close}"
+    )
 
 
 # --- The store --------------------------------------------------------------------------------------------------------
