@@ -127,7 +127,7 @@ class StepTimer:
         from stepscope.measure.callable_step import time_callable
 
         if warmup < 0 or steps < 1:
-            raise ValueError(f"expected warmup >= 0 and steps >= 1, got {warmup} and {steps}")
+            raise ValueError(f"expected `warmup` of at least 0 and `steps` of at least 1, got {warmup} and {steps}")
         times = time_callable(step, warmup=warmup, steps=steps, count_kernels=kernels)
         config = self._request.config
         step_ms = statistics.median(times.step_ns) / 1e6

@@ -158,7 +158,7 @@ def missing(store: Path, name: str) -> StepscopeError:
     close = nearest(name, known)
     return StepscopeError(
         f"baseline `{name}` not found in `{store}`",
-        detail=f"it has {', '.join(known)}" if known else "there are no baselines there",
+        detail=f"it has {', '.join(known)}" if known else "it has none yet",
         hint=f"--baseline {close}" if close else f"stepscope baseline save {name} RUN...",
     )
 

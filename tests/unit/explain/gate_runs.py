@@ -24,7 +24,7 @@ def simulate(
 
 
 def make_run(*step_ns: int, **fields: Any) -> BaselineRun:
-    """A run that is no copy of another one."""
+    """A run with an identity of its own."""
     number = next(_NUMBERS)
     return BaselineRun(file=f"run{number}", identity=f"{number:016x}", step_ns=step_ns, **fields)
 

@@ -96,7 +96,7 @@ class PartChange:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GateResult:
-    """A comparison with a baseline. `refusals` are differences that make it meaningless; there are no verdicts then."""
+    """A comparison with a baseline. `refusals` are differences that make it meaningless; `metrics` is empty then."""
 
     name: str
     limit: float | None
