@@ -60,13 +60,13 @@ def project(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_a_step_is_saved_added_and_checked(project: Path) -> None:
+def test_a_step_is_saved_added_checked_and_refused_under_another_torch(project: Path) -> None:
     missing = run_pytest(project)
     assert missing.returncode == 1
     assert "baseline `train_step` not found" in missing.stdout
     assert "hint: pytest --stepscope-save" in missing.stdout
 
-    for flag, runs in (("--stepscope-save", 1), ("--stepscope-add", 2), ("--stepscope-save", 1)):
+    for flag, runs in (("--stepscope-save", 1), ("--stepscope-add", 2)):
         done = run_pytest(project, flag)
         assert done.returncode == 0, done.stdout + done.stderr
         saved = json.loads((project / ".stepscope/baselines/train_step.json").read_text())
@@ -76,6 +76,13 @@ def test_a_step_is_saved_added_and_checked(project: Path) -> None:
     assert passed.returncode == 0, passed.stdout + passed.stderr
     properties = ElementTree.parse(project / "report.xml").iter("property")
     assert [one.attrib["name"] for one in properties] == ["stepscope_step_ms"]
+
+    path = project / ".stepscope/baselines/train_step.json"
+    saved["conditions"]["torch"] = "1.0.0"
+    path.write_text(json.dumps(saved))
+    refused = run_pytest(project)
+    assert refused.returncode == 1
+    assert "cannot tell: baseline `train_step` was measured under other conditions: torch 1.0.0 → " in refused.stdout
 
 
 def test_more_kernels_fail_with_the_figures(project: Path) -> None:
@@ -87,17 +94,6 @@ def test_more_kernels_fail_with_the_figures(project: Path) -> None:
     assert failed.returncode == 1
     assert re.search(r"FAIL: kernels per step \+25\.00% \(4 → 5\), limit \+0%", failed.stdout), failed.stdout
     assert "Traceback" not in failed.stdout
-
-
-def test_another_torch_cannot_be_compared(project: Path) -> None:
-    assert run_pytest(project, "--stepscope-save").returncode == 0
-    path = project / ".stepscope/baselines/train_step.json"
-    saved = json.loads(path.read_text())
-    saved["conditions"]["torch"] = "1.0.0"
-    path.write_text(json.dumps(saved))
-    refused = run_pytest(project)
-    assert refused.returncode == 1
-    assert "cannot tell: baseline `train_step` was measured under other conditions: torch 1.0.0 → " in refused.stdout
 
 
 def test_pytest_starts_without_torch_and_without_the_rest(project: Path) -> None:
