@@ -72,6 +72,7 @@ def test_exit_codes_and_files_of_the_gate(saved: Path) -> None:
         ["compare", "--baseline", "main", "bench0", "bench0"],
         ["compare", "bench0"],
         ["compare", "bench0", "bench1", "--junit", "x.xml"],
+        ["compare", "bench0", "bench1", "--allow-different"],
         ["baseline", "save"],
         ["baseline", "save", "main"],
         ["baseline", "save", "main", "bench0"],

@@ -82,9 +82,9 @@ def compare(
         )
         _report(result, summary, junit, format_, detail=detail)
         return
-    for flag, value in (("--metric", metric), ("--summary", summary), ("--junit", junit)):
-        if value:
-            raise StepscopeError(f"`{flag}` needs a baseline", hint=f"--baseline NAME {flag} …")
+    gated = {"--metric": metric, "--summary": summary, "--junit": junit, "--allow-different": allow_different}
+    for flag in (name for name, value in gated.items() if value):
+        raise StepscopeError(f"`{flag}` needs a baseline", hint=f"--baseline NAME {flag} …")
     if len(recordings) != 2:
         raise StepscopeError(
             f"got {len(recordings)} recordings; expected two",
