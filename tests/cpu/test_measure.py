@@ -64,7 +64,7 @@ def test_phases_add_up_to_the_step() -> None:
 def test_repeated_phase_counts_as_the_sum_of_its_runs() -> None:
     once = sleeper(forward=0.002, backward=0.004)
     again = Sleeper((*once.phases, *once.phases, ("optimizer", lambda: None)), once.device)
-    found = time_steps(again, 2)  # type: ignore[arg-type]
+    found = time_steps(again, 2)
     assert {name: len(values) for name, values in found.phases_ns.items()} == dict.fromkeys(found.phases_ns, 2)
     assert list(found.phases_ns) == ["forward", "backward", "optimizer"]
     assert [sum(step) for step in zip(*found.phases_ns.values(), strict=True)] == found.step_ns

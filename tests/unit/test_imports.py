@@ -17,6 +17,7 @@ LIGHT = [
     "stepscope.render.figures",
     "stepscope.errors",
     "stepscope.api.measure",
+    "stepscope.api.baselines",
     "stepscope.api.report",
     "stepscope.cli.main",
     "stepscope.jobs.experiments.sweep",
@@ -29,6 +30,8 @@ LIGHT = [
     "stepscope.recover.solve.recovery",
     "stepscope.jobs.recover",
     "stepscope.jobs.signing",
+    "stepscope.integrations.pytest_plugin",
+    "stepscope.render.gate_files",
 ]
 
 

@@ -1,28 +1,55 @@
-"""`stepscope compare`: what changed between two recordings."""
+"""`stepscope compare`: what changed between two recordings, or since a baseline."""
 
 import shlex
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
+from stepscope.cli.baseline import StoreFlag
 from stepscope.cli.options import FormatFlag
 from stepscope.cli.output import say, show_tables
-from stepscope.errors import Exit
+from stepscope.errors import Exit, StepscopeError
+from stepscope.recording.baseline import METRICS, STORE, parse_metric
 from stepscope.render.formats import Format
+
+if TYPE_CHECKING:
+    from stepscope.explain.gate.verdict import GateResult, PartsBy
+
+By = Literal["phase", "class", "module", "kernel"]
 
 
 def compare(
-    a: Annotated[Path, typer.Argument(metavar="A", help="The baseline recording.")],
-    b: Annotated[Path, typer.Argument(metavar="B", help="The recording to compare with it.")],
-    by: Annotated[
-        Literal["phase", "class", "module", "kernel"], typer.Option("--by", help="What to break the step down by.")
-    ] = "class",
+    recordings: Annotated[
+        list[Path], typer.Argument(metavar="A B", help="Two recordings, or runs to compare with --baseline.")
+    ],
+    by: Annotated[By, typer.Option("--by", help="What to break the step down by.")] = "class",
     fail_on: Annotated[
         str | None,
         typer.Option(
             "--fail-on", metavar="PERCENT", help="Exit with status 1 if B's step is slower by more than this."
         ),
+    ] = None,
+    baseline: Annotated[
+        str | None, typer.Option("--baseline", metavar="NAME", help="Compare runs with this saved baseline instead.")
+    ] = None,
+    store: StoreFlag = STORE,
+    metric: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--metric",
+            metavar="NAME",
+            help=f"What --fail-on applies to: {', '.join(METRICS)}; repeatable.  [default: step]",
+        ),
+    ] = None,
+    allow_different: Annotated[
+        bool, typer.Option("--allow-different", help="Compare although device, torch version or settings differ.")
+    ] = False,
+    summary: Annotated[
+        Path | None, typer.Option("--summary", metavar="FILE", help="Write the result as Markdown.")
+    ] = None,
+    junit: Annotated[
+        Path | None, typer.Option("--junit", metavar="FILE", help="Write the result as JUnit XML.")
     ] = None,
     format_: FormatFlag = Format.TEXT,
     detail: Annotated[bool, typer.Option("--detail", help="Also show nanoseconds and full names.")] = False,
@@ -31,16 +58,71 @@ def compare(
 
     A and B are directories that `stepscope profile` saved, or traces from PyTorch's profiler or Nsight Systems. Of two
     directories with a trace per rank, the first rank that both have is compared.
+
+    With --baseline, the recordings are repeated runs, compared with a baseline that `stepscope baseline save` made.
+    Results of `stepscope bench` work too.
     """
     from stepscope.api.run import load
     from stepscope.explain.trace.compare import parse_percent
 
     limit = None if fail_on is None else parse_percent(fail_on)
-    result = load(a, cache=False).compare(load(b, cache=False), by=by)
-    show_tables([result.table], format_, detail=detail)
+    if baseline is not None:
+        from stepscope.api.baselines import check_baseline
+        from stepscope.render.gate_files import check_files
+
+        check_files([("--summary", summary), ("--junit", junit)])
+        result = check_baseline(
+            baseline,
+            recordings,
+            store=store,
+            limit=limit,
+            metrics=[parse_metric(one) for one in metric or METRICS[:1]],
+            by=_require_stored(by),
+            allow_different=allow_different,
+        )
+        _report(result, summary, junit, format_, detail=detail)
+        return
+    gated = {"--metric": metric, "--summary": summary, "--junit": junit, "--allow-different": allow_different}
+    for flag in (name for name, value in gated.items() if value):
+        raise StepscopeError(f"`{flag}` needs a baseline", hint=f"--baseline NAME {flag} …")
+    if len(recordings) != 2:
+        raise StepscopeError(
+            f"got {len(recordings)} recordings; expected two",
+            hint="stepscope compare A B, or stepscope compare --baseline NAME RUN...",
+        )
+    a, b = recordings
+    comparison = load(a, cache=False).compare(load(b, cache=False), by=by)
+    show_tables([comparison.table], format_, detail=detail)
     if limit is not None:
-        say(result.verdict(limit))
-        if result.is_slower(limit):
+        say(comparison.verdict(limit))
+        if comparison.is_slower(limit):
             raise typer.Exit(Exit.GATE_FAILED)
     elif by != "kernel":
         say(f"next: stepscope compare {shlex.quote(str(a))} {shlex.quote(str(b))} --by kernel")
+
+
+def _report(result: "GateResult", summary: Path | None, junit: Path | None, format_: Format, *, detail: bool) -> None:
+    from stepscope.explain.gate.gate_tables import gate_tables
+    from stepscope.render.gate_files import save_junit, save_summary
+
+    show_tables(gate_tables(result), format_, detail=detail)
+    if summary is not None:
+        save_summary(result, summary)
+    if junit is not None:
+        save_junit(result, junit)
+    for sentence in result.sentences:
+        say(sentence)
+    if result.refusals:
+        say(f"hint: --allow-different, or save a baseline here: stepscope baseline save {result.name} RUN... --force")
+    if result.outcome == "fail":
+        raise typer.Exit(Exit.GATE_FAILED)
+    if result.outcome == "cannot tell":
+        raise typer.Exit(Exit.UNDECIDED)
+
+
+def _require_stored(by: By) -> "PartsBy":
+    if by == "class" or by == "phase":
+        return by
+    raise StepscopeError(
+        f"a baseline has no times by {by}", detail="expected class or phase", hint=f"stepscope compare A B --by {by}"
+    )

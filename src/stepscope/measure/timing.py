@@ -16,15 +16,22 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import torch
 
-if TYPE_CHECKING:  # loads the compiler, which a user's training process may not need
-    from stepscope.step import Step
-
 TURNS_S = 2.0
 STEPS_A_TURN = 4
+
+
+class TimedStep(Protocol):
+    """What can be timed: named phases that run one after the other on a device. `stepscope.step.Step` is one."""
+
+    @property
+    def phases(self) -> tuple[tuple[str, Callable[[], object]], ...]: ...
+
+    @property
+    def device(self) -> torch.device: ...
 
 
 @dataclass(slots=True, kw_only=True)
@@ -39,7 +46,7 @@ class Samples:
     enqueue_ns: list[int] = field(default_factory=list)
 
 
-def time_steps(step: "Step", count: int, *, after_step: Callable[[], None] = lambda: None) -> Samples:
+def time_steps(step: TimedStep, count: int, *, after_step: Callable[[], None] = lambda: None) -> Samples:
     """Run and time `count` steps. `after_step` runs between steps, outside the timing."""
     time_one = _time_on_cuda if step.device.type == "cuda" else _time_on_host
     samples = Samples(phases_ns={name: [] for name, _ in step.phases})
@@ -50,7 +57,7 @@ def time_steps(step: "Step", count: int, *, after_step: Callable[[], None] = lam
 
 
 def time_in_turns(
-    step: "Step", recording: Callable[[], AbstractContextManager[object]], *, least: int, most: int
+    step: TimedStep, recording: Callable[[], AbstractContextManager[object]], *, least: int, most: int
 ) -> tuple[list[int], list[int]]:
     """Return nanoseconds of alternating steps without and within `recording`, so that changes on the machine affect
     both.
@@ -70,7 +77,7 @@ def time_in_turns(
     return without, within
 
 
-def wait_for(step: "Step") -> None:
+def wait_for(step: TimedStep) -> None:
     """Wait until all work that the step has launched is done."""
     if step.device.type == "cuda":
         torch.cuda.synchronize(step.device)
@@ -84,7 +91,7 @@ def settle_heap() -> None:
     gc.freeze()
 
 
-def _time_on_host(step: "Step", samples: Samples) -> None:
+def _time_on_host(step: TimedStep, samples: Samples) -> None:
     clock = time.perf_counter_ns
     marks = [clock()]
     for _, phase in step.phases:
@@ -95,7 +102,7 @@ def _time_on_host(step: "Step", samples: Samples) -> None:
         kept.append(marks[-1] - marks[0])
 
 
-def _time_on_cuda(step: "Step", samples: Samples) -> None:
+def _time_on_cuda(step: TimedStep, samples: Samples) -> None:
     stream = torch.cuda.current_stream(step.device)
     events = [make_event() for _ in range(len(step.phases) + 1)]
     torch.cuda.synchronize(step.device)
@@ -113,7 +120,7 @@ def _time_on_cuda(step: "Step", samples: Samples) -> None:
     samples.enqueue_ns.append(issued - start)
 
 
-def _add_phases(step: "Step", samples: Samples, durations_ns: list[int]) -> None:
+def _add_phases(step: TimedStep, samples: Samples, durations_ns: list[int]) -> None:
     totals = dict.fromkeys(samples.phases_ns, 0)
     for (name, _), duration_ns in zip(step.phases, durations_ns, strict=True):
         totals[name] += duration_ns

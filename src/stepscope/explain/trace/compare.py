@@ -22,6 +22,7 @@ import numpy as np
 import polars as pl
 
 from stepscope.errors import StepscopeError
+from stepscope.explain.statistics import student_t
 from stepscope.explain.trace.accounting import Ints, account
 from stepscope.explain.trace.clock import Clock
 from stepscope.explain.trace.comparability import compare_circumstances
@@ -38,9 +39,6 @@ TOP = 12
 LEAST_STEPS = 3
 _LAYER = re.compile(r"(?<=\.)\d+(?=\.|$)")
 _CLASS_NUMBER = re.compile(r"_\d+(?=\.|$)")
-# Student's t, two-sided 95%, by degrees of freedom. Between two entries, the smaller one (wider interval) is used.
-_T = {1: 12.706, 2: 4.303, 3: 3.182, 4: 2.776, 5: 2.571, 6: 2.447, 7: 2.365, 8: 2.306, 9: 2.262, 10: 2.228}
-_T |= {12: 2.179, 15: 2.131, 20: 2.086, 30: 2.042, 60: 2.0, 120: 1.98, 1000: 1.962}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -310,11 +308,7 @@ def welch_margin(a: Sequence[float], b: Sequence[float]) -> float:
     if total == 0:
         return 0.0
     freedom = total**2 / sum(error**2 / (len(one) - 1) for error, one in zip(errors, (a, b), strict=True))
-    return _student(freedom) * math.sqrt(total)
-
-
-def _student(freedom: float) -> float:
-    return _T[max(1, *(known for known in _T if known <= freedom + 1e-9))]
+    return student_t(freedom) * math.sqrt(total)
 
 
 # --- The gate and the table -----------------------------------------------------------------------------------------
