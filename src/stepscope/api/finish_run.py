@@ -11,8 +11,8 @@ from pathlib import Path
 from stepscope.api.report import report
 from stepscope.errors import Exit, StepscopeError
 from stepscope.jobs.loop_reduction import reduce_rank
+from stepscope.loop.messages import tell
 from stepscope.loop.place import read_run
-from stepscope.loop.script import tell
 from stepscope.recording.store import is_recording
 from stepscope.render.terminal import summarize_report
 

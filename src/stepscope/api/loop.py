@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 from stepscope.api.arguments import require_count
 from stepscope.api.display import StrPath
+from stepscope.loop.messages import tell
 from stepscope.loop.place import RunPlace, choose_place
-from stepscope.loop.script import tell
 
 if TYPE_CHECKING:
     from torch.profiler import profile

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 
+from stepscope.loop.messages import TERMINAL
 from stepscope.loop.place import RunPlace
 
 # Variables that would make a child of a rank look like a rank.
@@ -35,7 +36,8 @@ class Finisher:
                 str(self._rank),
             ],
             stdin=subprocess.DEVNULL,
-            stdout=sys.__stderr__ if sys.__stderr__ is not None else subprocess.DEVNULL,
+            stdout=TERMINAL,
+            stderr=TERMINAL,
             env=environment,
             cwd=self._place.folder,
             start_new_session=True,

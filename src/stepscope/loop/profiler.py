@@ -1,8 +1,9 @@
 """PyTorch's profiler around some steps of a loop that has its own pace: it starts in one step and stops in another."""
 
 import warnings
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import wraps
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -10,6 +11,8 @@ from typing import Any, Self
 import torch
 from torch.profiler import ProfilerActivity
 from torch.profiler.profiler import _KinetoProfile
+
+from stepscope.patches import replace_attribute
 
 
 @contextmanager
@@ -20,20 +23,70 @@ def _without_warning() -> Iterator[None]:
         yield
 
 
+class OtherProfilers:
+    """Watches for profilers that the script starts: there can only be one at a time in a process, and one that is only
+    warming up is ruined by another, too. `on_start` is called before one starts."""
+
+    def __init__(self, on_start: Callable[[], None]) -> None:
+        self._on_start = on_start
+        self._active: set[int] = set()
+        self._is_ours = False
+
+    @property
+    def are_active(self) -> bool:
+        return bool(self._active) or bool(torch._C._autograd._profiler_enabled())
+
+    @contextmanager
+    def ours(self) -> Iterator[None]:
+        """Profilers that start and stop within this context are ours."""
+        self._is_ours = True
+        try:
+            yield
+        finally:
+            self._is_ours = False
+
+    def install(self, undo: ExitStack) -> None:
+        kind: Any = torch.autograd.profiler.profile
+        for name in ("_prepare_trace", "_start_trace"):
+            replace_attribute(kind, name, self._watch_start(getattr(kind, name)), undo)
+        replace_attribute(kind, "__exit__", self._watch_end(kind.__exit__), undo)
+
+    def _watch_start(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        @wraps(original)
+        def start(profile: Any, *args: Any, **kwargs: Any) -> Any:
+            if not self._is_ours and id(profile) not in self._active:
+                self._on_start()
+                self._active.add(id(profile))
+            return original(profile, *args, **kwargs)
+
+        return start
+
+    def _watch_end(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        @wraps(original)
+        def end(profile: Any, *args: Any, **kwargs: Any) -> Any:
+            self._active.discard(id(profile))
+            return original(profile, *args, **kwargs)
+
+        return end
+
+
 class LoopProfiler:
     """Entering it makes the profiler ready, `keep_events` begins the recording, leaving it ends it."""
 
-    def __init__(self, activities: Sequence[ProfilerActivity], *, with_stack: bool = False) -> None:
+    def __init__(
+        self, activities: Sequence[ProfilerActivity], others: OtherProfilers, *, with_stack: bool = False
+    ) -> None:
+        self._others = others
         self._profiler = _KinetoProfile(activities=activities, record_shapes=True, with_stack=with_stack)
         self._keeps_events = False
 
     def __enter__(self) -> Self:
-        with _without_warning():
+        with _without_warning(), self._others.ours():
             self._profiler.prepare_trace()
         return self
 
     def keep_events(self) -> None:
-        with _without_warning():
+        with _without_warning(), self._others.ours():
             self._profiler.start_trace()
         self._keeps_events = True
 
@@ -43,10 +96,6 @@ class LoopProfiler:
         if not self._keeps_events:
             self.keep_events()  # one that is only ready cannot be stopped
         self._profiler.stop_trace()
-
-    def owns(self, profile: torch.autograd.profiler.profile) -> bool:
-        """Whether `profile` is the one inside. It is unknown while it is being made."""
-        return self._profiler.profiler is None or self._profiler.profiler is profile
 
     @property
     def results(self) -> Any:

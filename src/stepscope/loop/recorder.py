@@ -10,12 +10,11 @@ The process only writes a raw trace and a small document. Another process turns 
 """
 
 import os
-import threading
 import time
 import weakref
 from collections import Counter
-from collections.abc import Callable, Generator, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Generator
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import Any, Literal
@@ -35,12 +34,12 @@ from stepscope.loop.finder import LEAST_STEPS, StepFinder
 from stepscope.loop.finish import Finisher
 from stepscope.loop.loop_clock import LoopClock
 from stepscope.loop.place import RunPlace
-from stepscope.loop.profiler import LoopProfiler
+from stepscope.loop.profiler import LoopProfiler, OtherProfilers
 from stepscope.loop.source_lines import read_lines
 from stepscope.loop.watch import LoopWatch
 from stepscope.measure import nvml
 from stepscope.measure.environment import cpu_name, describe
-from stepscope.patches import is_compiled, replace_attribute
+from stepscope.patches import is_compiled
 from stepscope.recording.rows.loop_run import HANDOVER_NAME, TRACE_NAME, LoaderFacts, LoopFacts, LoopRun, SourceLines
 from stepscope.units import count_noun
 
@@ -109,12 +108,15 @@ class LoopRecorder:
         self._stages: Stage = self._record()
         self._was_between = False  # since the step began
         self._is_advancing = self._has_failed = False
-        self._profiler: LoopProfiler | None = None
+        self._is_profiling = False
+        self._others = OtherProfilers(self._give_way)
+        self._undo = ExitStack()
         self.finisher: Finisher | None = None
         self.on_done: Callable[[], None] = lambda: None
 
     def start(self) -> None:
         self._watch.install()
+        self._others.install(self._undo)
         next(self._stages)
 
     # --- Events of the loop -------------------------------------------------------------------------------------------
@@ -236,17 +238,19 @@ class LoopRecorder:
     def _undisturbed(self, stage: Callable[[], Stage]) -> Stage:
         """Run a stage while no other profiler is active in this process, again if one starts meanwhile."""
         while True:
-            while _is_profiler_active():
+            while self._others.are_active:
                 self._kept.notes[_OTHER_PROFILER] = None
                 yield from self._next_step()
+            self._is_profiling = True
             try:
-                with self._yielding_to_other_profilers():
-                    yield from stage()
+                yield from stage()
             except _ProfilerTakenError:
                 self._kept.notes[_OTHER_PROFILER] = None
-                yield from self._next_step()
             else:
                 return
+            finally:
+                self._is_profiling = False
+            yield from self._next_step()
 
     def _record_steps(self) -> Stage:
         kept = self._kept
@@ -254,10 +258,11 @@ class LoopRecorder:
         kept.roots = find_roots(self._live_optimizers())
         kept.recorded_ns.clear()
         on_cuda = device.type == "cuda"
-        profiler = LoopProfiler([ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_cuda else [])])
+        activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_cuda else [])]
+        profiler = LoopProfiler(activities, self._others)
         try:
             yield from self._next_gap()
-            with self._holding(profiler):
+            with profiler:
                 yield from self._next_step()  # the first step with a profiler is slow
                 yield from self._next_gap()
                 _wait_for(device)
@@ -286,9 +291,9 @@ class LoopRecorder:
             self._kept.recorded_ns.append(time.perf_counter_ns() - began_ns)
 
     def _record_sources(self) -> Stage:
-        profiler = LoopProfiler([ProfilerActivity.CPU], with_stack=True)
+        profiler = LoopProfiler([ProfilerActivity.CPU], self._others, with_stack=True)
         yield from self._next_gap()
-        with self._holding(profiler):
+        with profiler:
             profiler.keep_events()
             yield from self._next_step()
             yield from self._next_gap()
@@ -301,35 +306,10 @@ class LoopRecorder:
             profiler.write(folder / TRACE_NAME)
         self._kept.trace = True
 
-    @contextmanager
-    def _holding(self, profiler: LoopProfiler) -> Iterator[None]:
-        self._profiler = profiler
-        try:
-            with profiler:
-                yield
-        finally:
-            self._profiler = None
-
-    @contextmanager
-    def _yielding_to_other_profilers(self) -> Iterator[None]:
-        """Stop this stage if the script starts a profiler: otherwise that would fail."""
-        kind = torch.autograd.profiler.profile
-        with ExitStack() as undo:
-            for name in ("_prepare_trace", "_start_trace"):
-                replace_attribute(kind, name, self._give_way(getattr(kind, name)), undo)
-            yield
-
-    def _give_way(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        def begin(profile: Any, *args: Any, **kwargs: Any) -> Any:
-            if (
-                not (self._profiler and self._profiler.owns(profile))
-                and not self._is_advancing
-                and threading.current_thread() is threading.main_thread()
-            ):
-                self._stages.throw(_ProfilerTakenError())
-            return original(profile, *args, **kwargs)
-
-        return begin
+    def _give_way(self) -> None:
+        """The script starts a profiler. If ours is running or about to, it stops."""
+        if self._is_profiling and not self._is_advancing:
+            self._stages.throw(_ProfilerTakenError())
 
     # --- The end ------------------------------------------------------------------------------------------------------
 
@@ -340,6 +320,7 @@ class LoopRecorder:
         self.is_done = True
         self._stages.close()
         self._watch.uninstall()
+        self._undo.close()
         if not self._kept.trace or not self._kept.recorded_ns:
             if not self._has_failed:
                 self._tell(self._say_nothing_recorded())
@@ -456,10 +437,6 @@ def rank_of() -> tuple[int, int]:
     if torch.distributed.is_available() and torch.distributed.is_initialized():
         return torch.distributed.get_rank(), torch.distributed.get_world_size()
     return int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
-
-
-def _is_profiler_active() -> bool:
-    return bool(torch._C._autograd._profiler_enabled())
 
 
 def _wait_for(device: torch.device) -> None:

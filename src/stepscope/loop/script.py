@@ -10,7 +10,6 @@ import os
 import runpy
 import sys
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from io import open_code
@@ -21,12 +20,11 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import msgspec
 
 from stepscope.errors import Exit, StepscopeError
+from stepscope.loop.messages import tell
 from stepscope.loop.place import RunPlace
 
 if TYPE_CHECKING:
     from stepscope.loop.recorder import LoopRecorder
-
-PREFIX = "stepscope: "
 
 
 class ScriptRequest(msgspec.Struct, frozen=True, kw_only=True):
@@ -44,13 +42,6 @@ class ScriptRequest(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def name(self) -> str:
         return f"-m {self.target}" if self.is_module else Path(self.target).name
-
-
-def tell(text: str) -> None:
-    """Write a line to standard error, whatever the script did to `sys.stderr`."""
-    with suppress(OSError):  # closed: nobody reads it
-        clear = "\r\x1b[K" if os.isatty(2) else ""  # a progress bar may be on the line
-        os.write(2, f"{clear}{PREFIX}{text}\n".encode(errors="replace"))
 
 
 class ScriptStopped(SystemExit):
