@@ -12,6 +12,7 @@ import msgspec
 import typer
 
 from stepscope.errors import StepscopeError
+from stepscope.jobs.workers.cpu_limits import limit_instructions
 from stepscope.loop.place import choose_place
 from stepscope.loop.script import ScriptRequest
 
@@ -54,6 +55,7 @@ def run(
             world_size=int(os.environ.get("WORLD_SIZE", "1")),
             force=force,
         )
+    limit_instructions()  # a script that crashes on this CPU would end here, too
     _become(msgspec.structs.replace(request, folder=str(place.folder), page=str(place.page)), arguments)
 
 

@@ -48,7 +48,8 @@ Tell = Callable[[str], None]
 # there: one that stops inside an operator and starts again before that ends makes PyTorch write to freed memory.
 Moment = Literal["step", "between operators"]
 Stage = Generator[None, Moment, None]
-_OTHER_PROFILER = "another profiler was active in this process; stepscope waited until it stopped"
+_LEAST_TIMED, _MOST_TIMED = 3, 8
+_OTHER_PROFILER = "another profiler was active in this process, so steps were recorded only while it was not"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,9 +57,13 @@ class RecordingPlan:
     """How many steps of each kind. With `sources`, one more step is recorded with Python stacks."""
 
     skip: int = 10
-    timed: int = 8
     steps: int = 3
     sources: bool = True
+
+    @property
+    def timed(self) -> int:
+        """Steps that are timed without a profiler; fewer if the user asks for a short recording."""
+        return min(_MOST_TIMED, max(_LEAST_TIMED, self.skip))
 
     @property
     def total(self) -> int:
@@ -394,12 +399,13 @@ class LoopRecorder:
         seen, needed = self.steps_seen, self.plan.total
         finder = self._finder
         if self._marked_by or seen:
-            short = RecordingPlan(skip=LEAST_STEPS, timed=self.plan.timed, steps=1, sources=self.plan.sources)
-            fewer = f"; fewer are enough with --skip {short.skip} --steps 1" if seen >= short.total else ""
             if self._kept.notes:
                 return (
-                    f"nothing was recorded: {'; '.join(self._kept.notes)}. Use stepscope.trace_handler with it instead"
+                    "nothing was recorded: another profiler was active until the end. For a page about its trace: "
+                    "torch.profiler.profile(on_trace_ready=stepscope.trace_handler(DIR))"
                 )
+            short = RecordingPlan(skip=LEAST_STEPS, steps=1, sources=self.plan.sources)
+            fewer = f"; with --skip {short.skip} --steps 1, {short.total} are enough" if short.total < needed else ""
             return f"nothing was recorded: the script ran {count_noun(seen, 'step')}, and {needed} are needed{fewer}"
         saw = [
             count_noun(count, noun, plural)
