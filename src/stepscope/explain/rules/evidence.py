@@ -18,6 +18,7 @@ from stepscope.explain.trace.attribution.nesting import innermost, look_up
 from stepscope.explain.trace.clock import Clock
 from stepscope.explain.trace.profile import Profile
 from stepscope.explain.trace.roofline import operator_calls
+from stepscope.explain.trace.waits import LEAST_WAIT_NS, waiting_calls
 from stepscope.hardware import Hardware
 from stepscope.spec import Case, ModelShape
 
@@ -33,9 +34,6 @@ WORTH_SAYING = 0.01  # of a step
 # Kernels: a replay takes 0.4 µs each, and there are about 20 replays. This is three steps of 24 layers. With one step,
 # the CPU's speed was off by 40% in GPU-bound steps; with 32 steps instead of 16, no saving changed by 1%.
 MOST_REPLAYED = 20_000
-_SYNCHRONISE = r"(?i)(?:Stream|Device|Event|Ctx)Synchronize"
-_COPY_CALL = r"(?i)^(?:cuda|hip|cu)Memcpy"
-_LEAST_WAIT_NS = 10_000
 # The driver queues up to 1024 launches; after that, each launch waits for a kernel to end.
 _FULL_QUEUE = 500
 # What PyTorch's profiler records around compiled code.
@@ -167,25 +165,13 @@ class StepEvidence:
         start, end = self.window
         inside = (pl.col("end_ns") > start) & (pl.col("start_ns") < end)
         ops = self.profile.ops.with_row_index("op_row").filter(inside)
-        calls = self._waiting_calls()
+        calls = waiting_calls(self.profile.recording, self._on_device, self.window)
         row = innermost(ops, calls.select("process", "thread", ns="start_ns"))
         around = {"op_row": look_up(ops, "op_row", row), "op": look_up(ops, "name", row)}
         calls = calls.select("start_ns", "end_ns", kind=pl.lit("call"), **around)
         queued = self._queued_launches().with_columns(kind=pl.lit("queue"))
         waits = pl.concat([calls, queued], how="diagonal").sort("end_ns")
         return _with_steps(waits, self.steps, self.kernels).with_row_index("wait")
-
-    def _waiting_calls(self) -> pl.DataFrame:
-        process = self.kernels["process"].drop_nulls().unique().to_list()
-        copies = self._on_device.filter(pl.col("name").str.contains(r"(?i)DtoH|Pageable"))
-        is_copy = pl.col("correlation").is_in(copies["correlation"].to_list()) | ~pl.col("name").str.contains("Async")
-        blocking = pl.col("name").str.contains(_SYNCHRONISE) | (pl.col("name").str.contains(_COPY_CALL) & is_copy)
-        start, end = self.window
-        lasting = pl.col("end_ns") - pl.col("start_ns") >= _LEAST_WAIT_NS
-        inside = (pl.col("end_ns") > start) & (pl.col("start_ns") < end)
-        ours = pl.col("process").is_in(process) | pl.lit(not process)
-        # Match names last: a pattern over all calls of a long recording takes longer than everything else here.
-        return self.profile.recording.launches.filter(lasting & inside & ours).filter(blocking)
 
     def _queued_launches(self) -> pl.DataFrame:
         launched = self.kernels.filter(pl.col("launch_ns").is_not_null() & (pl.col("launched") == "op"))
@@ -195,7 +181,7 @@ class StepEvidence:
         ahead = np.searchsorted(np.sort(called), called) - np.searchsorted(
             np.sort(launched["end_ns"].to_numpy()), called
         )
-        lasting = launched["launch_end_ns"] - launched["launch_ns"] >= _LEAST_WAIT_NS
+        lasting = launched["launch_end_ns"] - launched["launch_ns"] >= LEAST_WAIT_NS
         return launched.filter(pl.Series(ahead >= _FULL_QUEUE) & lasting).select(
             start_ns="launch_ns", end_ns="launch_end_ns"
         )

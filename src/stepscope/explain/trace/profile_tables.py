@@ -6,6 +6,7 @@ from typing import Any
 import polars as pl
 
 from stepscope.explain.experiments.cases import describe_case
+from stepscope.explain.trace.loop_tables import loop_table, syncs_table
 from stepscope.explain.trace.profile import Profile, shares_by_launch
 from stepscope.explain.trace.ranges_table import ranges_table
 from stepscope.explain.trace.summary import KernelTime, kernel_times
@@ -312,6 +313,7 @@ _WHOLE: dict[str, Callable[[Profile], Table]] = {
     "phases": phases_table,
     "steps": steps_table,
     "streams": streams_table,
+    "loop": loop_table,
 }
 _RANKED = {
     "kernels": kernels_table,
@@ -319,6 +321,7 @@ _RANKED = {
     "layers": layers_table,
     "ops": ops_table,
     "ranges": ranges_table,
+    "syncs": syncs_table,
 }
 PARTS = (*_WHOLE, *_RANKED)
 

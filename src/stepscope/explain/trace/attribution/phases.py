@@ -40,7 +40,7 @@ _NAMED = (
     ("forward", rf"{_FORWARD}|\(F\)\s*$|\bexecute_(?:model|\d+_context)"),
     ("warm-up", r"(?i)^warm-?up"),
 )
-_LOSS_OPS = (
+LOSS_OPS = (
     r"^aten::(?:cross_entropy_loss|nll_loss\w*|mse_loss|(?:smooth_)?l1_loss|binary_cross_entropy\w*"
     r"|kl_div|_?log_softmax|huber_loss|ctc_loss)$"
 )
@@ -54,7 +54,7 @@ def find_phases(
     """Add `phase` to rows with `in_backward`, `module`, `op_row` (of `ops`) and the moment (`process`, `thread`, `ns`),
     and drop `in_backward`. `named` are the `named_ranges`, with `closure` where an optimizer runs one;
     `engine` are the threads (`process`, `thread`) that run backward and nothing else."""
-    loss_ops = ops.filter(pl.col("name").str.contains(_LOSS_OPS))
+    loss_ops = ops.filter(pl.col("name").str.contains(LOSS_OPS))
     in_loss = innermost(loss_ops, frame).is_not_null()
     after_nodes = innermost(ops.filter(pl.col("name").str.starts_with(_AFTER_NODES)), frame).is_not_null()
     threads = engine.with_columns(engine=pl.lit(value=True))
