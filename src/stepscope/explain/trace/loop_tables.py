@@ -57,10 +57,10 @@ def _list_notes(profile: Profile, loop: LoopTime) -> list[str]:
     notes = ["CPU: what the thread of the loop does; the parts add up to the step"]
     if not profile.on_cpu:
         notes[0] += ". GPU: the kernels that a part launched, which may run later"
-    if loop.is_timed_by_phase:
+    if loop.timed is not None:
         notes.append(
-            "loading, backward and the optimizer take as long as in unprofiled steps; a profiler slows Python down, so "
-            "the parts of the remaining time are scaled to its unprofiled total"
+            "a profiler slows Python down: loading, backward and the optimizer have the shares that they have in "
+            "unprofiled steps, and the other parts are scaled to the rest"
         )
     elif profile.clock.kind == "unprofiled":
         notes.append("profiling slows the CPU down: all parts are scaled to the unprofiled step")

@@ -80,7 +80,7 @@ class LoopTime:
     parts: tuple[LoopPart, ...]
     step_ns: float
     scales: dict[str, float]  # by phase of the unprofiled steps: its time as a multiple of the profiled one
-    is_timed_by_phase: bool  # whether unprofiled steps gave the time of each phase
+    timed: dict[str, float] | None  # the time of each of these phases, if unprofiled steps gave it
 
     def scale_of(self, phase: str | None) -> float:
         """Return the clock's time in a phase as a multiple of the profiled one."""
@@ -105,7 +105,8 @@ def measure_loop(profile: Profile) -> LoopTime | None:
     whole_ns = sum(profiled.values())
     missing_ns = 0.0
     if timed is not None:
-        wanted = {phase: ns * step_ns / sum(timed.values()) for phase, ns in timed.items()}
+        timed = {phase: ns * step_ns / sum(timed.values()) for phase, ns in timed.items()}
+        wanted = timed
     else:
         # A CPU that runs ahead of the GPU is done with its steps earlier.
         scale = min(1.0, step_ns / max(1.0, whole_ns)) if profile.clock.kind == "profiled" else step_ns / whole_ns
@@ -127,7 +128,7 @@ def measure_loop(profile: Profile) -> LoopTime | None:
         for key in _order({*cpu, *device})
         if cpu.get(key) or device.get(key)
     )
-    return LoopTime(parts=parts, step_ns=step_ns, scales=scales, is_timed_by_phase=timed is not None)
+    return LoopTime(parts=parts, step_ns=step_ns, scales=scales, timed=timed)
 
 
 def _order(keys: set[str]) -> list[str]:
@@ -137,9 +138,7 @@ def _order(keys: set[str]) -> list[str]:
 
 
 def _find_timed(profile: Profile) -> dict[str, float] | None:
-    """Return the mean time of each phase of the unprofiled steps, if they are the clock and those of a loop."""
-    if profile.clock.kind != "unprofiled":
-        return None
+    """Return the mean time of each phase of the unprofiled steps, if they are those of a loop."""
     steps = profile.recording.steps
     if not (steps["phase"] == OTHER).any() or not steps["phase"].is_in(list(_TIMED)).all():
         return None

@@ -46,6 +46,8 @@ OPTIMIZER_MODULE, LOSS_MODULE, INPUT_MODULE, COMMUNICATION_MODULE = (
     "(input)",
     "(communication)",
 )
+# Phases of a training loop outside the model, each known as a module of its name in parentheses.
+LOOP_PHASES = ("clipping", "scheduler", "logging", "checkpoint")
 _PARTS = "part:"
 _USER_PARTS = "user part:"  # from ranges whose names say it
 _THREAD = ("process", "thread")
@@ -407,6 +409,8 @@ def _name_what_is_no_module(frame: pl.DataFrame) -> pl.DataFrame:
         .then(pl.lit(LOSS_MODULE))
         .when(phase == "input")
         .then(pl.lit(INPUT_MODULE))
+        .when(phase.is_in(LOOP_PHASES))
+        .then(pl.concat_str(pl.lit("("), phase, pl.lit(")")))
     )
     return frame.with_columns(module=named)
 
