@@ -202,9 +202,7 @@ class Timeline:
         self._now = max(self._now, *self._free.values()) + 1000
         self._add("launches", name=call, start_ns=start, end_ns=self._now, correlation=None, **self._place())
         if op is not None:
-            self._add(
-                "ops", name=op, start_ns=start - 1, end_ns=self._now + 1, source=self._line, **self._place()
-            )
+            self._add("ops", name=op, start_ns=start - 1, end_ns=self._now + 1, source=self._line, **self._place())
 
     def record(self, **manifest: object) -> Recording:
         frames = {

@@ -16,9 +16,10 @@ from stepscope.explain.ranks.lateness import RankTimes
 from stepscope.explain.rules.replay import LONG_GAP_NS, Bools, Change, Floats, Replay
 from stepscope.explain.trace.attribution.nesting import innermost, look_up
 from stepscope.explain.trace.clock import Clock
+from stepscope.explain.trace.loop.loop_time import scale_to_clock
+from stepscope.explain.trace.loop.waits import LEAST_WAIT_NS, find_lines, waiting_calls
 from stepscope.explain.trace.profile import Profile
 from stepscope.explain.trace.roofline import operator_calls
-from stepscope.explain.trace.waits import LEAST_WAIT_NS, waiting_calls
 from stepscope.hardware import Hardware
 from stepscope.spec import Case, ModelShape
 
@@ -159,15 +160,22 @@ class StepEvidence:
 
     @cached_property
     def waits(self) -> pl.DataFrame:
-        """The CPU's waits for the device, sorted by end: `wait` (their row), start_ns, end_ns, op_row, op, step, kind,
-        and `last`: whether nothing more was launched in its step. The kind is `call` for a call that waits, and `queue`
-        for a launch that waited for a free slot in the queue. Short calls do not count as waits."""
+        """The CPU's waits for the device, sorted by end: `wait` (their row), start_ns, end_ns, op_row, op, `line` of
+        code, step, kind, `clock_ns` (the time by the clock) and `last`: whether nothing more was launched in its step.
+        The kind is `call` for a call that waits, and `queue` for a launch that waited for a free slot in the queue.
+        Short calls do not count as waits."""
         start, end = self.window
         inside = (pl.col("end_ns") > start) & (pl.col("start_ns") < end)
         ops = self.profile.ops.with_row_index("op_row").filter(inside)
         calls = waiting_calls(self.profile.recording, self._on_device, self.window)
-        row = innermost(ops, calls.select("process", "thread", ns="start_ns"))
-        around = {"op_row": look_up(ops, "op_row", row), "op": look_up(ops, "name", row)}
+        points = calls.select("process", "thread", ns="start_ns")
+        row = innermost(ops, points)
+        around = {
+            "op_row": look_up(ops, "op_row", row),
+            "op": look_up(ops, "name", row),
+            "line": find_lines(self.profile.recording, points),
+            "clock_ns": (calls["end_ns"] - calls["start_ns"]) * scale_to_clock(self.profile, points),
+        }
         calls = calls.select("start_ns", "end_ns", kind=pl.lit("call"), **around)
         queued = self._queued_launches().with_columns(kind=pl.lit("queue"))
         waits = pl.concat([calls, queued], how="diagonal").sort("end_ns")

@@ -22,6 +22,7 @@ from stepscope.explain.rules.rule import (
     compile_model,
     count_per_step,
     grow_batch,
+    say_lines,
     settle,
     workload_of,
 )
@@ -112,7 +113,7 @@ def find_synchronisation(evidence: StepEvidence) -> Hit | None:
     gain = evidence.gain_without(waits) if waits.height else None
     if gain is None:
         return None
-    waited = float((waits["end_ns"] - waits["start_ns"]).sum()) / evidence.num_marked
+    waited = float(waits["clock_ns"].sum()) / evidence.num_marked
     by_op = waits.filter(pl.col("op").is_not_null())["op"].unique().sort().to_list()
     inside = f" in {', '.join(by_op[:3])}" if by_op else ""
     phases = evidence.profile.attribute_ops(waits["op_row"])["phase"].drop_nulls().unique().sort().to_list()
@@ -120,8 +121,8 @@ def find_synchronisation(evidence: StepEvidence) -> Hit | None:
     per_step = evidence.clock.say_per_step
     title = f"CPU waits for the GPU {_say_often(evidence, waits['step'])}"
     text = (
-        f"the CPU waits for {ms(waited)} {per_step}{inside}{where}; after each wait the GPU is idle until the next "
-        "launch arrives"
+        f"the CPU waits for {ms(waited)} {per_step}{inside}{where}{say_lines(waits['line'], waits['clock_ns'])}; after "
+        "each wait the GPU is idle until the next launch arrives"
     )
     if is_of_scaler(evidence, waits).sum() > _MOSTLY * waits.height:
         text += "; GradScaler waits to learn whether a gradient is infinite, before it updates the weights"
@@ -165,7 +166,11 @@ def find_step_end_wait(evidence: StepEvidence) -> Hit | None:
         return None
     by_op = before_another["op"].drop_nulls().unique().sort().to_list()
     inside = f" in {by_op[0]}" if by_op else ""
-    text = f"the CPU waits for the GPU{inside} at the end of a step, so the next step starts with an empty launch queue"
+    lines = say_lines(before_another["line"], before_another["clock_ns"])
+    text = (
+        f"the CPU waits for the GPU{inside} at the end of a step{lines}, so the next step starts with an empty launch "
+        "queue"
+    )
     if is_decoding(evidence):
         return _next_token(evidence, text)
     ended, every = waits["step"].n_unique(), evidence.num_marked

@@ -63,16 +63,28 @@ def configure_loader(loaded: LoadedInput, *, on_cpu: bool, uses_trainer: bool) -
         action = f"Load batches in {loaded.num_workers} worker processes"
     if uses_trainer:
         return action, _configure_trainer(wanted)
-    before = list_arguments(loader)
-    kept = {"batch_size": loader.batch_size} if loader.batch_size is not None else {}
-    lines = [f"    {name}={value},{_say_before(name, value, before)}" for name, value in (kept | wanted).items()]
-    code = "\n".join(("loader = torch.utils.data.DataLoader(", f"    dataset,  # {loader.dataset}", *lines, ")"))
+    code = _write_loader(loader, list_arguments(loader) | wanted)
     return action, code if on_cpu else f'{code}\nx = x.to("cuda", non_blocking=True)'
+
+
+def pin_batches(loader: LoaderFacts, *, uses_trainer: bool) -> str:
+    """Return the loader's own arguments with pinned memory, and a copy that does not wait."""
+    if uses_trainer:
+        return _configure_trainer({"pin_memory": True})
+    return (
+        f'{_write_loader(loader, list_arguments(loader) | {"pin_memory": True})}\nx = x.to("cuda", non_blocking=True)'
+    )
 
 
 def _configure_trainer(wanted: dict[str, object]) -> str:
     lines = [f"    dataloader_{name}={value}," for name, value in wanted.items()]
     return "\n".join(("args = transformers.TrainingArguments(", "    ...,  # your other arguments", *lines, ")"))
+
+
+def _write_loader(loader: LoaderFacts, arguments: dict[str, object]) -> str:
+    before = list_arguments(loader)
+    lines = [f"    {name}={value},{_say_before(name, value, before)}" for name, value in arguments.items()]
+    return "\n".join(("loader = torch.utils.data.DataLoader(", f"    dataset,  # {loader.dataset}", *lines, ")"))
 
 
 def _say_before(name: str, value: object, before: dict[str, object]) -> str:

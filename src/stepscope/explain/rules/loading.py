@@ -7,10 +7,10 @@ import polars as pl
 
 from stepscope.explain.ranks.collectives import CoveredTime
 from stepscope.explain.rules.evidence import WORTH_SAYING, StepEvidence, ms
+from stepscope.explain.rules.loader_advice import LoadedInput, configure_loader, pin_batches, say_loader
 from stepscope.explain.rules.replay import Change, Floats, Ints
-from stepscope.explain.rules.loader_advice import LoadedInput, configure_loader, say_loader
-from stepscope.explain.rules.rule import Hit, Rule, count_per_step
-from stepscope.explain.trace.loop_time import COLLATE, FROM_WORKERS, IN_PROCESS, measure_loop
+from stepscope.explain.rules.rule import Hit, Rule, count_per_step, say_launching_lines
+from stepscope.explain.trace.loop.loop_time import COLLATE, FROM_WORKERS, IN_PROCESS, measure_loop
 from stepscope.recording.store import LoaderFacts
 
 # Ranges of PyTorch, names that people choose, and Python frames.
@@ -209,11 +209,15 @@ def find_pageable_copies(evidence: StepEvidence) -> Hit | None:
         return None
     count = count_per_step(evidence, copies.height, "copy", "copies")
     text = (
-        f"the copies take {ms(evidence.per_step(copies))} on the GPU and block the CPU meanwhile; from pinned memory "
-        f"they would take about {ms(float(change.time_ns[rows].sum()) / evidence.num_steps)}"
+        f"the copies take {ms(evidence.per_step(copies))} on the GPU and block the CPU meanwhile"
+        f"{say_launching_lines(evidence, copies)}; from pinned memory they would take about "
+        f"{ms(float(change.time_ns[rows].sum()) / evidence.num_steps)}"
     )
     title = f"Copies to the GPU use pageable memory: {count}"
     hit = Hit(title=title, evidence=text, saving_ns=gain.step_ns, gain=gain)
+    loader = _find_loader(evidence)
+    if loader is not None and not loader.pin_memory:
+        return replace(hit, paste=pin_batches(loader, uses_trainer=_uses_trainer(evidence)))
     return hit if find_loading(evidence).height else replace(hit, action="Copy from pinned memory", paste=_FROM_PINNED)
 
 

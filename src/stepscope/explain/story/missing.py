@@ -7,12 +7,12 @@ import msgspec
 
 from stepscope.explain.commands import OWN_MODEL, write_command
 from stepscope.explain.experiments.attention_shapes import AttentionShape, find_attention_shape
-from stepscope.explain.questions.answers import say_list
 from stepscope.explain.story.commands import find_case
 from stepscope.explain.story.script import find_loop
 from stepscope.explain.story.sources import Materials
 from stepscope.findings import STAGES, Missing, Section
 from stepscope.spec import Case, ModelShape, Precision, for_precisions
+from stepscope.units import say_list
 
 Stage = Literal["profile", "memory", "precision", "attention"]
 NOT_MEASURED = "not-measured"  # the key of the section

@@ -9,7 +9,6 @@ from stepscope.explain.experiments.bench_tables import mfu_of
 from stepscope.explain.experiments.cases import say_extras
 from stepscope.explain.memory import MemoryProfile
 from stepscope.explain.model_names import describe_model, name_model
-from stepscope.explain.questions.answers import say_list
 from stepscope.explain.ranks.lateness import rank_numbers
 from stepscope.explain.ranks.rank_tables import label_ranks
 from stepscope.explain.statistics import summarise
@@ -25,7 +24,7 @@ from stepscope.explain.trace.run_labels import find_torch
 from stepscope.findings import Fact
 from stepscope.recording.rows.bench import NO_SIZES, ConfigSizes
 from stepscope.spec import Case, HuggingFace, ModelShape
-from stepscope.units import clip, count_noun, say_percent, say_size, say_time
+from stepscope.units import clip, count_noun, say_list, say_percent, say_size, say_time
 
 _MS = 1e6
 MOST_HEADLINE = 140  # characters: two lines of a page

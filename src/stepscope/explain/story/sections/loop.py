@@ -1,8 +1,8 @@
-"""The training loop: what its thread does in a step, next to the kernels of each part, and where it waits for the GPU."""
+"""The training loop: what its thread does in a step next to the kernels of each part, and its waits for the GPU."""
 
 from stepscope.explain.story.sources import Materials
-from stepscope.explain.trace.loop_tables import LOOP_TITLE, loop_table, syncs_table
-from stepscope.explain.trace.loop_time import INPUT_PARTS, SYNCHRONISATION, LoopTime, measure_loop
+from stepscope.explain.trace.loop.loop_tables import LOOP_TITLE, loop_table, syncs_table
+from stepscope.explain.trace.loop.loop_time import INPUT_PARTS, SYNCHRONISATION, LoopTime, measure_loop
 from stepscope.explain.trace.profile import Profile
 from stepscope.findings import Bars, Exhibit, Section
 from stepscope.units import count_noun, say_percent, say_time

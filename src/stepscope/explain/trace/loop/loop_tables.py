@@ -2,9 +2,9 @@
 
 import polars as pl
 
-from stepscope.explain.trace.loop_time import SYNCHRONISATION, LoopTime, find_timed_phases, measure_loop
+from stepscope.explain.trace.loop.loop_time import SYNCHRONISATION, LoopTime, measure_loop, scale_to_clock
+from stepscope.explain.trace.loop.waits import locate_waits
 from stepscope.explain.trace.profile import Profile
-from stepscope.explain.trace.waits import locate_waits
 from stepscope.findings import Cell, Column, Table
 from stepscope.units import count_noun
 
@@ -125,11 +125,9 @@ def find_syncs(profile: Profile) -> pl.DataFrame:
     steps = profile.steps
     window = (int(steps["start_ns"][0]), int(steps["end_ns"][-1])) if steps.height else profile.window
     waits = locate_waits(profile, window)
-    loop = measure_loop(profile)
-    timed = find_timed_phases(profile.recording, waits.select("process", "thread", ns="start_ns"))
-    scales = [loop.scale_of(phase) if loop else 1.0 for phase in timed.to_list()]
+    scales = scale_to_clock(profile, waits.select("process", "thread", ns="start_ns"))
     clipped = waits.with_columns(
-        ns=(pl.col("end_ns").clip(*window) - pl.col("start_ns").clip(*window)) * pl.Series(scales, dtype=pl.Float64),
+        ns=(pl.col("end_ns").clip(*window) - pl.col("start_ns").clip(*window)) * scales,
         call=pl.coalesce(pl.col("op_row"), -1 - pl.int_range(pl.len(), dtype=pl.Int64)),
     )
     grouped = clipped.group_by("line", "what", "phase").agg(

@@ -19,8 +19,8 @@ from stepscope.explain.trace.attribution.kernels import EVALUATE
 from stepscope.explain.trace.attribution.modules import is_module_call
 from stepscope.explain.trace.attribution.nesting import around, innermost
 from stepscope.explain.trace.attribution.phases import LOSS_OPS, named_ranges, step_ranges
+from stepscope.explain.trace.loop.waits import waiting_calls
 from stepscope.explain.trace.profile import Profile
-from stepscope.explain.trace.waits import waiting_calls
 from stepscope.recording.store import Recording
 
 # The ranges that PyTorch records around `next()` of a DataLoader.
@@ -134,7 +134,9 @@ def measure_loop(profile: Profile) -> LoopTime | None:
 def _order(keys: set[str]) -> list[str]:
     """Return parts in the order of a step; others by name before the last two."""
     known = list(LABELS)
-    return sorted(keys, key=lambda key: (known.index(key) if key in LABELS else known.index(SYNCHRONISATION) - 0.5, key))
+    return sorted(
+        keys, key=lambda key: (known.index(key) if key in LABELS else known.index(SYNCHRONISATION) - 0.5, key)
+    )
 
 
 def _find_timed(profile: Profile) -> dict[str, float] | None:
@@ -205,7 +207,7 @@ class _LoopEvents:
             losses=ops.filter(pl.col("name").str.contains(LOSS_OPS)),
             modules=ranges.filter(is_module_call()),
             traced=ops.filter(pl.col("sequence").is_not_null() & ~is_node),
-            engine=recording.ops.filter(inside & is_node).head(0 if says_backward else None),
+            engine=recording.ops.filter(inside & is_node & pl.lit(not says_backward)),
             default_input=_kind_of_loaders(profile),
         )
 
@@ -323,6 +325,13 @@ def find_timed_phases(recording: Recording, points: pl.DataFrame) -> pl.Series:
     """Return the phase of unprofiled steps that each moment belongs to, on any thread of its process."""
     ours = recording.ranges.filter(pl.col("name").is_in([f"{_OURS}{phase}" for phase in _TIMED]))
     return around(ours, "name", points, by_thread=False).str.strip_prefix(_OURS).fill_null(OTHER)
+
+
+def scale_to_clock(profile: Profile, points: pl.DataFrame) -> pl.Series:
+    """Return the clock's time at each moment as a multiple of the recorded one."""
+    loop = measure_loop(profile) if points.height else None
+    phases = find_timed_phases(profile.recording, points)
+    return pl.Series([loop.scale_of(phase) if loop else 1.0 for phase in phases.to_list()], dtype=pl.Float64)
 
 
 def _kind_of_loaders(profile: Profile) -> str:

@@ -5,6 +5,7 @@ import polars as pl
 from stepscope.explain.trace.attribution.nesting import around
 from stepscope.explain.trace.profile import Profile
 from stepscope.recording.store import Recording
+from stepscope.units import say_list
 
 
 def has_sources(recording: Recording) -> bool:
@@ -44,6 +45,5 @@ def name_lines(lines: pl.Series, weights: pl.Series, most: int = 2) -> str:
     known = pl.DataFrame({"line": lines, "weight": weights}).filter(pl.col("line").is_not_null())
     ranked = known.group_by("line").agg(pl.col("weight").sum()).sort("weight", "line", descending=[True, False])
     named = ranked["line"].to_list()
-    more = f" and {len(named) - most} more lines" if len(named) > most + 1 else ""
-    shown = named[: most if more else most + 1]
-    return (", ".join(shown) if more or len(shown) < 2 else f"{', '.join(shown[:-1])} and {shown[-1]}") + more
+    rest = len(named) - most
+    return say_list([*named[:most], f"{rest} more lines"] if rest > 1 else named)

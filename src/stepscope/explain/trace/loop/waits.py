@@ -4,8 +4,8 @@ import polars as pl
 
 from stepscope.explain.trace.attribution.nesting import around, innermost, look_up
 from stepscope.explain.trace.attribution.phases import named_ranges
+from stepscope.explain.trace.loop.source_lines import find_sources
 from stepscope.explain.trace.profile import Profile
-from stepscope.explain.trace.source_lines import find_sources
 from stepscope.recording.store import Recording
 
 SYNC_RANGE = "sync:"  # a range around a call that the user made to wait
@@ -47,6 +47,13 @@ def waiting_calls(recording: Recording, kernels: pl.DataFrame, window: tuple[int
     return recording.launches.filter(lasting & inside & ours).filter(blocking)
 
 
+def find_lines(recording: Recording, points: pl.DataFrame) -> pl.Series:
+    """Return the line of code that waits at each moment: that of the range around the wait, or of the operator."""
+    explicit = recording.ranges.filter(pl.col("name").str.starts_with(SYNC_RANGE))
+    line = around(explicit, "source_line", points)
+    return line.zip_with(line.is_not_null(), find_sources(recording, points))
+
+
 def locate_waits(profile: Profile, window: tuple[int, int]) -> pl.DataFrame:
     """Return the waits in a window with the operator that waits (`op_row`, `op`), `what` it is, its `line` of code and
     its `phase`. Calls of one operator, such as a copy and the wait for it, have one `op_row`."""
@@ -61,8 +68,7 @@ def locate_waits(profile: Profile, window: tuple[int, int]) -> pl.DataFrame:
         op_row=rows,
         op=look_up(recording.ops, "name", rows),
         told=told,
-        line=around(explicit, "source_line", points),
-        found=find_sources(recording, points),
+        line=find_lines(recording, points),
         named=named,
     )
     of_ops = profile.attribute_ops(rows)["phase"] if calls.height else named
@@ -72,7 +78,7 @@ def locate_waits(profile: Profile, window: tuple[int, int]) -> pl.DataFrame:
         "op_row",
         "op",
         what=pl.coalesce("told", _match("op", _OPERATORS), "copies", _match("name", _CALLS), "op", "name"),
-        line=pl.coalesce("line", "found"),
+        line="line",
         phase=pl.coalesce(of_ops, "named"),
     )
 
