@@ -16,7 +16,7 @@ from stepscope.explain.ranks.lateness import RankTimes
 from stepscope.explain.rules.replay import LONG_GAP_NS, Bools, Change, Floats, Replay
 from stepscope.explain.trace.attribution.nesting import innermost, look_up
 from stepscope.explain.trace.clock import Clock
-from stepscope.explain.trace.loop.loop_time import scale_to_clock
+from stepscope.explain.trace.loop.loop_time import LoopTime, measure_loop, scale_to_clock
 from stepscope.explain.trace.loop.waits import LEAST_WAIT_NS, find_lines, waiting_calls
 from stepscope.explain.trace.profile import Profile
 from stepscope.explain.trace.roofline import operator_calls
@@ -174,7 +174,7 @@ class StepEvidence:
             "op_row": look_up(ops, "op_row", row),
             "op": look_up(ops, "name", row),
             "line": find_lines(self.profile.recording, points),
-            "clock_ns": (calls["end_ns"] - calls["start_ns"]) * scale_to_clock(self.profile, points),
+            "clock_ns": (calls["end_ns"] - calls["start_ns"]) * scale_to_clock(self.profile, self.loop, points),
         }
         calls = calls.select("start_ns", "end_ns", kind=pl.lit("call"), **around)
         queued = self._queued_launches().with_columns(kind=pl.lit("queue"))
@@ -215,9 +215,28 @@ class StepEvidence:
         return result
 
     @cached_property
+    def loop(self) -> LoopTime | None:
+        """The time of the training loop, if the recording shows it."""
+        return measure_loop(self.profile)
+
+    @property
+    def timed_input_ns(self) -> float | None:
+        """How long unprofiled steps load input, if they say so: a profiler does not slow a wait for workers down."""
+        return self.loop.timed.get("input") if self.loop is not None and self.loop.timed is not None else None
+
+    @cached_property
     def computing_ns(self) -> float:
         """The time per step in which anything but communication runs."""
         return computing(self.kernels).total_ns / self.num_steps
+
+    @cached_property
+    def model_ns(self) -> float:
+        """The same without input, as far as it is part of the step: on a CPU, operators load input too, and a profiler
+        slows all of them down, so they take at most what unprofiled steps leave for them."""
+        if not self.profile.on_cpu:
+            return self.computing_ns
+        model = self.kernels.filter(pl.col("phase").fill_null("") != "input")
+        return min(computing(model).total_ns / self.num_steps, self.step_ns - (self.timed_input_ns or 0.0))
 
     def idle_ns(self, before: Bools) -> float:
         """Return the idle time per step before these kernels, by the clock."""

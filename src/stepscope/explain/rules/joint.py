@@ -110,7 +110,7 @@ def _computing_ns(evidence: StepEvidence, change: Change) -> float:
     """Return how long a step computes with a change: no fix saves more than the rest."""
     computes = (evidence.kernels["class"] != "communication").to_numpy()
     faster = float(change.time_ns[computes].sum()) / max(1.0, float(evidence.durations[computes].sum()))
-    return evidence.computing_ns * faster
+    return evidence.model_ns * faster
 
 
 def _scale(fix: _Fix, gain_ns: float, left: float) -> float:

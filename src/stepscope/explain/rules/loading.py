@@ -10,7 +10,7 @@ from stepscope.explain.rules.evidence import WORTH_SAYING, StepEvidence, ms
 from stepscope.explain.rules.loader_advice import LoadedInput, configure_loader, pin_batches, say_loader
 from stepscope.explain.rules.replay import Change, Floats, Ints
 from stepscope.explain.rules.rule import Hit, Rule, count_per_step, say_launching_lines
-from stepscope.explain.trace.loop.loop_time import COLLATE, FROM_WORKERS, IN_PROCESS, measure_loop
+from stepscope.explain.trace.loop.loop_time import COLLATE, FROM_WORKERS, IN_PROCESS
 from stepscope.recording.store import LoaderFacts
 
 # Ranges of PyTorch, names that people choose, and Python frames.
@@ -59,7 +59,7 @@ def find_input_stalls(evidence: StepEvidence) -> Hit | None:
     if stalled < WORTH_SAYING * evidence.step_ns:
         return None
     gain = None if on_cpu else evidence.gain(_without(evidence, loading, idle[:-1]))
-    saving = stalled if gain is None or _find_timed_ns(evidence) is not None else gain.step_ns
+    saving = stalled if gain is None or evidence.timed_input_ns is not None else gain.step_ns
     parts = {
         what: float(CoveredTime(ranges).between(starts, ends).sum()) / max(1.0, float(idle.sum()))
         for what, ranges in _parts(evidence, loading).items()
@@ -80,7 +80,7 @@ def find_input_stalls(evidence: StepEvidence) -> Hit | None:
     else:
         text += f"; {say_loader(loader)}"
         loaded = LoadedInput(
-            loader=loader, step_ns=evidence.step_ns, loading_ns=_find_timed_ns(evidence) or stalled, stalled_ns=stalled
+            loader=loader, step_ns=evidence.step_ns, loading_ns=evidence.timed_input_ns or stalled, stalled_ns=stalled
         )
         action, paste = configure_loader(loaded, on_cpu=on_cpu, uses_trainer=_uses_trainer(evidence))
     return Hit(title=title, evidence=text, saving_ns=saving, gain=gain, about_ns=stalled, action=action, paste=paste)
@@ -89,7 +89,7 @@ def find_input_stalls(evidence: StepEvidence) -> Hit | None:
 def _find_stalled(evidence: StepEvidence, loading: pl.DataFrame, idle_ns: float) -> float:
     """Return how long a step waits for input, by the clock. On a GPU, loading holds the step up while nothing runs: a
     loader that is done before the GPU is free costs nothing."""
-    on_cpu, timed_ns = evidence.profile.on_cpu, _find_timed_ns(evidence)
+    on_cpu, timed_ns = evidence.profile.on_cpu, evidence.timed_input_ns
     if timed_ns is not None:
         begin, stop = evidence.window
         loading_ns = float(CoveredTime(loading).between(np.array([begin]), np.array([stop])).sum())
@@ -98,12 +98,6 @@ def _find_stalled(evidence: StepEvidence, loading: pl.DataFrame, idle_ns: float)
     # What the profiler adds to the CPU's time is not saved.
     scale = min(1.0, evidence.step_ns / max(1, evidence.clock.profiled_ns)) if on_cpu else evidence.idle_scale
     return idle_ns / evidence.num_steps * scale
-
-
-def _find_timed_ns(evidence: StepEvidence) -> float | None:
-    """Return how long unprofiled steps load, if they say so: a profiler does not slow a wait for workers down."""
-    loop = measure_loop(evidence.profile)
-    return loop.timed.get("input") if loop is not None and loop.timed is not None else None
 
 
 def _find_loader(evidence: StepEvidence) -> LoaderFacts | None:

@@ -21,7 +21,7 @@ from stepscope.explain.story.opening import Opening, list_facts, name_rank, say_
 from stepscope.explain.story.phrases import shorten
 from stepscope.explain.story.sections.environment_facts import show_environment
 from stepscope.explain.story.sections.experiment_results import show_attention, show_precision
-from stepscope.explain.story.sections.loop import has_loop, show_loop
+from stepscope.explain.story.sections.loop import show_loop
 from stepscope.explain.story.sections.memory_peak import show_memory, show_saved
 from stepscope.explain.story.sections.ranks import show_ranks
 from stepscope.explain.story.sections.step_picture import draw_steps
@@ -103,7 +103,7 @@ def is_shown(key: str, materials: Materials) -> bool:
         case "ranks":
             return len(materials.ranks) > 1
         case "loop":
-            return has_loop(materials)
+            return materials.loop is not None
         case _:
             return True
 

@@ -1,8 +1,8 @@
 """The training loop: what its thread does in a step next to the kernels of each part, and its waits for the GPU."""
 
 from stepscope.explain.story.sources import Materials
-from stepscope.explain.trace.loop.loop_tables import LOOP_TITLE, loop_table, syncs_table
-from stepscope.explain.trace.loop.loop_time import INPUT_PARTS, SYNCHRONISATION, LoopTime, measure_loop
+from stepscope.explain.trace.loop.loop_tables import LOOP_TITLE, syncs_table, tabulate_loop
+from stepscope.explain.trace.loop.loop_time import INPUT_PARTS, SYNCHRONISATION, LoopTime
 from stepscope.explain.trace.profile import Profile
 from stepscope.findings import Bars, Exhibit, Section
 from stepscope.units import count_noun, say_percent, say_time
@@ -12,22 +12,15 @@ _NAMED = 3  # parts in the lead
 _SYNC_ROWS = 20
 
 
-def has_loop(materials: Materials) -> bool:
-    """Whether the page is about a training loop. A run of stepscope's own has a step without one."""
-    profile = materials.profile
-    return profile is not None and profile.recording.manifest.case is None and measure_loop(profile) is not None
-
-
 def show_loop(materials: Materials) -> Section:
-    profile = materials.profile
-    loop = measure_loop(profile) if profile is not None else None
-    if profile is None or loop is None:
-        return Section(key="loop", title="Training loop")
+    profile, loop = materials.profile, materials.loop
+    assert profile is not None, "only a profile has a loop"
+    assert loop is not None, "only a run with a loop has this section"
     exhibits = [
         Exhibit(key="loop-time", part=_draw(profile, loop)),
-        Exhibit(key="loop-table", part=loop_table(profile)),
+        Exhibit(key="loop-table", part=tabulate_loop(profile, loop)),
     ]
-    syncs = syncs_table(profile, top=_SYNC_ROWS)
+    syncs = syncs_table(profile, top=_SYNC_ROWS, loop=loop)
     if syncs.rows:
         exhibits.append(Exhibit(key="loop-syncs", part=syncs))
     return Section(key="loop", title="Training loop", lead=_say_loop(profile, loop), exhibits=tuple(exhibits))

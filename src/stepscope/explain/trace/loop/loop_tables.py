@@ -14,7 +14,10 @@ LOOP_TITLE, SYNCS_TITLE = "Time of the training loop", "Synchronizations"
 
 def loop_table(profile: Profile) -> Table:
     """Return what the thread of the loop does in a step, in the order of a step. The parts add up to the step."""
-    loop = measure_loop(profile)
+    return tabulate_loop(profile, measure_loop(profile))
+
+
+def tabulate_loop(profile: Profile, loop: LoopTime | None) -> Table:
     columns = [
         Column(key="part", label="part"),
         Column(key="cpu_ms", label="CPU ms", kind="ms"),
@@ -71,13 +74,14 @@ def _list_notes(profile: Profile, loop: LoopTime) -> list[str]:
     return notes
 
 
-def syncs_table(profile: Profile, *, top: int | None = None) -> Table:
-    """Return the places where the CPU waits for the GPU by line of code, the longest first."""
+def syncs_table(profile: Profile, *, top: int | None = None, loop: LoopTime | None = None) -> Table:
+    """Return the places where the CPU waits for the GPU by line of code, the longest first. `loop` is measured unless
+    it is given."""
     if profile.on_cpu:
         return _tabulate((), ("this recording is of a CPU, which does not wait for a GPU",))
     if profile.is_serialized:
         return _tabulate((), ("kernels ran one at a time: waits of the CPU are not recorded",))
-    grouped = find_syncs(profile)
+    grouped = find_syncs(profile, measure_loop(profile) if loop is None else loop)
     shown = grouped.head(top or grouped.height)
     clock = profile.clock
     rows = tuple(
@@ -120,12 +124,12 @@ def _tabulate(rows: tuple[tuple[Cell, ...], ...], notes: tuple[str, ...]) -> Tab
     )
 
 
-def find_syncs(profile: Profile) -> pl.DataFrame:
+def find_syncs(profile: Profile, loop: LoopTime | None) -> pl.DataFrame:
     """Return the waits of the CPU by line, what waits and phase: calls and `ns` per step by the clock, and `op`."""
     steps = profile.steps
     window = (int(steps["start_ns"][0]), int(steps["end_ns"][-1])) if steps.height else profile.window
     waits = locate_waits(profile, window)
-    scales = scale_to_clock(profile, waits.select("process", "thread", ns="start_ns"))
+    scales = scale_to_clock(profile, loop, waits.select("process", "thread", ns="start_ns"))
     clipped = waits.with_columns(
         ns=(pl.col("end_ns").clip(*window) - pl.col("start_ns").clip(*window)) * scales,
         call=pl.coalesce(pl.col("op_row"), -1 - pl.int_range(pl.len(), dtype=pl.Int64)),

@@ -196,11 +196,14 @@ class _LoopEvents:
         calls = pl.DataFrame(schema=recording.launches.schema)
         if not profile.on_cpu:
             calls = waiting_calls(recording, profile.kernels, window).filter(here)
+        loading = named.filter(pl.col("phase") == "input")
+        in_loader = innermost(loading, both.select(*_KEYS, ns="start_ns")).is_not_null()
+        of_loaders = both.filter(in_loader)
         return cls(
             named=named,
             loaders=both.filter(pl.col("name").str.contains(f"{IN_PROCESS}|{FROM_WORKERS}")),
-            collating=both.filter(pl.col("name").str.contains(COLLATE)),
-            pinning=both.filter(pl.col("name").str.contains(_PIN)),
+            collating=of_loaders.filter(pl.col("name").str.contains(COLLATE)),
+            pinning=of_loaders.filter(pl.col("name").str.contains(_PIN)),
             copying=_find_copies(profile, ops),
             waiting=calls,
             ops=ops,
@@ -307,7 +310,6 @@ class _LoopEvents:
         counts = {
             COPIES: self.copying.height,
             SYNCHRONISATION: _count_calls(self.waiting, self.ops),
-            "loss": _count_outermost(self.losses),
             "forward": _count_outermost(self.modules),
             "collate": _count_outermost(self.collating),
             "pin": _count_outermost(self.pinning),
@@ -327,9 +329,8 @@ def find_timed_phases(recording: Recording, points: pl.DataFrame) -> pl.Series:
     return around(ours, "name", points, by_thread=False).str.strip_prefix(_OURS).fill_null(OTHER)
 
 
-def scale_to_clock(profile: Profile, points: pl.DataFrame) -> pl.Series:
+def scale_to_clock(profile: Profile, loop: LoopTime | None, points: pl.DataFrame) -> pl.Series:
     """Return the clock's time at each moment as a multiple of the recorded one."""
-    loop = measure_loop(profile) if points.height else None
     phases = find_timed_phases(profile.recording, points)
     return pl.Series([loop.scale_of(phase) if loop else 1.0 for phase in phases.to_list()], dtype=pl.Float64)
 
