@@ -49,7 +49,9 @@ def find_launch_bound(evidence: StepEvidence) -> Hit | None:
     if evidence.is_compiled:
         share = np.where(share < 1, GRAPH_HOST_SHARE, 1.0)
     change = evidence.replay.unchanged()
-    change.host_share = np.where(_opens_step(evidence), 1.0, share)
+    # A launch that waits for a batch is late for another reason: see SS012.
+    loads = evidence.share_outside(find_loading(evidence)) < _MOSTLY
+    change.host_share = np.where(_opens_step(evidence) | loads, 1.0, share)
     late = evidence.replay.starved & (change.host_share < 1)
     gain = evidence.gain(change)
     if gain.step_ns < LEAST_IDLE * evidence.step_ns:
@@ -128,7 +130,7 @@ def find_synchronisation(evidence: StepEvidence) -> Hit | None:
         text += "; GradScaler waits to learn whether a gradient is infinite, before it updates the weights"
         action, paste = _without_scaler(evidence)
     else:
-        action, paste = _wait_less(by_op, trains=evidence.has_backward)
+        action, paste = _CLIP if phases == ["clipping"] else _wait_less(by_op, trains=evidence.has_backward)
     return Hit(title=title, evidence=text, saving_ns=gain.step_ns, gain=gain, action=action, paste=paste)
 
 
@@ -244,6 +246,11 @@ _ADVICE: dict[str, tuple[str, tuple[str, str]]] = {
         * 2,
     ),
 }
+_CLIP = (
+    "Clip gradients without reading their norm",
+    "norm = torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)  # without error_if_nonfinite=True\n"
+    "norms.append(norm)  # not norm.item(): torch.stack(norms).tolist() every 100 steps",
+)
 _FIND_WAITS = 'torch.cuda.set_sync_debug_mode("warn")  # prints a warning wherever the CPU waits'
 _RECORD_STACKS = (
     "with torch.profiler.profile(with_stack=True) as profiler:\n"

@@ -186,6 +186,8 @@ def read_page(report: Report, *, explains_step: bool, has_idle: bool) -> Iterato
     for key, part in parts_of(report):
         if key == "loop-time" and isinstance(part, Bars):
             yield exactly("step", math.fsum(column[0] or 0.0 for column in part.values) * 1e6, "loop's chart")
+        if key == "loop-syncs" and isinstance(part, Table):
+            yield from _read_syncs(part, "syncs on the page")
         if key == "loop-table" and isinstance(part, Table):
             yield from _read_loop(part, "loop's table on the page")
         if isinstance(part, Breakdown):
@@ -298,6 +300,7 @@ def read_explain(run: Run) -> Iterator[Statement]:
                 time = of_table(f"time of phase {row[0]}", row[place_of(table, "kernel_ms")], "table phases")
                 yield time.scaled(1e6)
     yield from _read_loop(make_part(profile, "loop"), "table loop")
+    yield from _read_syncs(make_part(profile, "syncs"), "table syncs")
     if len(run.ranks) > 1:
         yield from _read_ranks(next(one for one in page.tables if one.title == "Ranks"), profile.has_gaps)
 
@@ -322,12 +325,19 @@ def _read_loop(table: Table, where: str) -> Iterator[Statement]:
     """The parts, their total, and what belongs to a kernel's phase too."""
     for row in table.rows:
         yield of_table(f"CPU time of {row[0]}", row[place_of(table, "cpu_ms")], where)
+        if row[0] == "waiting for the GPU":  # all waits of these recordings are on the thread of the loop
+            yield of_table("waiting for the GPU", row[place_of(table, "cpu_ms")], where)
     *parts, total = column(table, "cpu_ms") or [0.0]
     if parts:
         yield exactly("step", math.fsum(parts) * 1e6, f"parts of {where}")
         yield exactly("step", total * 1e6, where)
     if parts and any(one.key == "gpu_ms" for one in table.columns):
         yield exactly("kernel time", math.fsum(column(table, "gpu_ms")[:-1]) * 1e6, f"parts of {where}")
+
+
+def _read_syncs(table: Table, where: str) -> Iterator[Statement]:
+    if table.rows:
+        yield exactly("waiting for the GPU", math.fsum(column(table, "wait_ms")), where)
 
 
 def _read_ranks(table: Table, has_idle: bool) -> Iterator[Statement]:

@@ -1,7 +1,7 @@
 """The training loop: what its thread does in a step next to the kernels of each part, and its waits for the GPU."""
 
 from stepscope.explain.story.sources import Materials
-from stepscope.explain.trace.loop.loop_tables import LOOP_TITLE, syncs_table, tabulate_loop
+from stepscope.explain.trace.loop.loop_tables import syncs_table, tabulate_loop
 from stepscope.explain.trace.loop.loop_time import INPUT_PARTS, SYNCHRONISATION, LoopTime
 from stepscope.explain.trace.profile import Profile
 from stepscope.findings import Bars, Exhibit, Section
@@ -51,7 +51,7 @@ def _draw(profile: Profile, loop: LoopTime) -> Bars:
     labels = ("CPU",) if profile.on_cpu else ("CPU", "GPU")
     columns = [(part.cpu_ns / _MS, part.device_ns / _MS)[: len(labels)] for part in loop.parts]
     return Bars(
-        title=LOOP_TITLE,
+        title="The step by part of the loop",
         kind="ms",
         labels=labels,
         series=tuple(part.label for part in loop.parts),
