@@ -91,13 +91,19 @@ def _find_stalled(evidence: StepEvidence, loading: pl.DataFrame, idle_ns: float)
     loader that is done before the GPU is free costs nothing."""
     on_cpu, timed_ns = evidence.profile.on_cpu, evidence.timed_input_ns
     if timed_ns is not None:
-        begin, stop = evidence.window
-        loading_ns = float(CoveredTime(loading).between(np.array([begin]), np.array([stop])).sum())
-        stalled = timed_ns * min(1.0, idle_ns / max(1.0, loading_ns))
-        return stalled if on_cpu else min(stalled, evidence.clock.idle_ns)
+        return timed_ns if on_cpu else min(timed_ns * _share_exposed(evidence, loading), evidence.clock.idle_ns)
     # What the profiler adds to the CPU's time is not saved.
     scale = min(1.0, evidence.step_ns / max(1, evidence.clock.profiled_ns)) if on_cpu else evidence.idle_scale
     return idle_ns / evidence.num_steps * scale
+
+
+def _share_exposed(evidence: StepEvidence, loading: pl.DataFrame) -> float:
+    """Return the share of the time of loading in which the GPU is idle. It does not count before the first kernel: a
+    recording begins with an idle GPU, whatever the steps before it left to do."""
+    starts, ends = _waiting(evidence)
+    covered = CoveredTime(loading)
+    loading_ns = float(covered.between(ends[:1], ends[-1:]).sum())
+    return float(covered.between(starts[1:], ends[1:]).sum()) / loading_ns if loading_ns else 1.0
 
 
 def _find_loader(evidence: StepEvidence) -> LoaderFacts | None:
