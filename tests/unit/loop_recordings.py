@@ -50,17 +50,13 @@ def record_loop(plan: LoopPlan, **facts: Any) -> Recording:
         **{"batch_size": 8, "num_workers": plan.num_workers, "batches_per_step": plan.micro_batches}
         | (plan.loader or {}),
     )
-    loop = LoopFacts(
-        script="train.py",
-        found_by="optimizer steps",
-        **{
-            "backwards_per_step": plan.micro_batches,
-            "optimizers": ("AdamW",),
-            "loaders": (loader,),
-            "steps_seen": 13,
-        }
-        | facts,
-    )
+    found: dict[str, Any] = {
+        "backwards_per_step": plan.micro_batches,
+        "optimizers": ("AdamW",),
+        "loaders": (loader,),
+        "steps_seen": 13,
+    }
+    loop = LoopFacts(script="train.py", found_by="optimizer steps", **(found | facts))
     here = HERE if not plan.on_cpu else None
     return _with_unprofiled(timeline.record(loop=loop, environment=here, command="stepscope run train.py"), plan)
 

@@ -47,7 +47,7 @@ def test_unprofiled_input_counts_even_if_no_profiled_step_loads() -> None:
     assert parts_of(make_profile(replace(recording, ranges=ranges)))["input"] == pytest.approx(800, rel=0.01)
 
 
-def test_workers_and_collating_are_told_apart() -> None:
+def test_workers_and_collating_are_separate_parts() -> None:
     assert WORKERS in parts_of(profile_loop(LoopPlan(num_workers=2)))
     parts = parts_of(profile_loop(LoopPlan(collating_us=100, unprofiled=None)))
     assert parts["collate"] == pytest.approx(200, rel=0.01)

@@ -45,9 +45,9 @@ def test_environment_has_the_facts_of_the_loop() -> None:
     exhibits = {one.key: one.part for one in section(page_of(), "environment").exhibits}
     table = exhibits["environment-loop"]
     assert isinstance(table, Table)
-    assert dict(table.rows)["steps found by"] == "optimizer steps"  # type: ignore[arg-type]
-    loader = dict(table.rows)["DataLoader"]  # type: ignore[arg-type]
-    assert loader == "TokenDataset with batch_size=8, num_workers=0; 2 batches per step"
+    facts = {row[0]: row[1] for row in table.rows}
+    assert facts["steps found by"] == "optimizer steps"
+    assert facts["DataLoader"] == "TokenDataset with batch_size=8, num_workers=0; 2 batches per step"
 
 
 def test_what_is_missing_is_explained_for_a_script() -> None:

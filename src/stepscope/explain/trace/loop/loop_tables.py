@@ -78,7 +78,7 @@ def syncs_table(profile: Profile, *, top: int | None = None, loop: LoopTime | No
     """Return the places where the CPU waits for the GPU by line of code, the longest first. `loop` is measured unless
     it is given."""
     if profile.on_cpu:
-        return _tabulate((), ("this recording is of a CPU, which does not wait for a GPU",))
+        return _tabulate((), ("the model ran on a CPU, which does not wait for a GPU",))
     if profile.is_serialized:
         return _tabulate((), ("kernels ran one at a time: waits of the CPU are not recorded",))
     grouped = find_syncs(profile, measure_loop(profile) if loop is None else loop)

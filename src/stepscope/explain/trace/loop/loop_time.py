@@ -313,8 +313,8 @@ class _LoopEvents:
             "forward": _count_outermost(self.modules),
             "collate": _count_outermost(self.collating),
             "pin": _count_outermost(self.pinning),
-            WORKERS: self.loaders["name"].str.contains(FROM_WORKERS).sum(),
-            PROCESS: self.loaders["name"].str.contains(IN_PROCESS).sum(),
+            WORKERS: self.loaders.filter(pl.col("name").str.contains(FROM_WORKERS)).height,
+            PROCESS: self.loaders.filter(pl.col("name").str.contains(IN_PROCESS)).height,
         }
         for (phase,), ranges in self.named.partition_by("phase", as_dict=True).items():
             ours = ranges.filter(pl.col("name") == f"{_OURS}{phase}")
@@ -338,8 +338,8 @@ def scale_to_clock(profile: Profile, loop: LoopTime | None, points: pl.DataFrame
 def _kind_of_loaders(profile: Profile) -> str:
     """Return the part of input if PyTorch's own ranges do not say it: by how the loaders are configured."""
     loop = profile.recording.manifest.loop
-    has_workers = {one.num_workers > 0 for one in loop.loaders} if loop else set()
-    return {(True,): WORKERS, (False,): PROCESS}.get(tuple(has_workers), "input")
+    kinds = {WORKERS if one.num_workers else PROCESS for one in loop.loaders} if loop else set()
+    return kinds.pop() if len(kinds) == 1 else "input"
 
 
 def _find_copies(profile: Profile, ops: pl.DataFrame) -> pl.DataFrame:
