@@ -20,7 +20,7 @@ def first(plan: LoopPlan) -> Finding:
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_input_that_takes_a_third_of_the_step_comes_first(on_cpu: bool, num_workers: int) -> None:
     """Small kernels on a slow CPU: compiling would save more."""
-    loading_us = 330 if on_cpu else 2_400
+    loading_us = 330 if on_cpu else 1_300
     plan = LoopPlan(
         on_cpu=on_cpu,
         num_workers=num_workers,
