@@ -40,6 +40,12 @@ def test_unprofiled_phases_win_and_the_rest_is_scaled() -> None:
         assert unprofiled[part] == pytest.approx(0.8 * profiled[part], rel=0.01)
 
 
+def test_parts_are_those_of_the_clock() -> None:
+    """Slower unprofiled steps are not the clock: the page is about profiled ones."""
+    profiled, slower = (parts_of(profile_loop(LoopPlan(unprofiled=factor))) for factor in (None, 1.4))
+    assert slower == pytest.approx(profiled)
+
+
 def test_unprofiled_input_counts_even_if_no_profiled_step_loads() -> None:
     """A batch that was loaded before the recording began."""
     recording = record_loop(LoopPlan())

@@ -88,22 +88,26 @@ def find_input_stalls(evidence: StepEvidence) -> Hit | None:
 
 def _find_stalled(evidence: StepEvidence, loading: pl.DataFrame, idle_ns: float) -> float:
     """Return how long a step waits for input, by the clock. On a GPU, loading holds the step up while nothing runs: a
-    loader that is done before the GPU is free costs nothing."""
-    on_cpu, timed_ns = evidence.profile.on_cpu, evidence.timed_input_ns
+    loader that is done before the GPU is free costs nothing. What the profiler adds to the CPU's time is not saved."""
+    timed_ns, clock = evidence.timed_input_ns, evidence.clock
+    if evidence.profile.on_cpu:
+        scale = min(1.0, evidence.step_ns / max(1, clock.profiled_ns))
+        return idle_ns / evidence.num_steps * scale if timed_ns is None else timed_ns
+    share = _share_exposed(evidence, loading)
     if timed_ns is not None:
-        return timed_ns if on_cpu else min(timed_ns * _share_exposed(evidence, loading), evidence.clock.idle_ns)
-    # What the profiler adds to the CPU's time is not saved.
-    scale = min(1.0, evidence.step_ns / max(1, evidence.clock.profiled_ns)) if on_cpu else evidence.idle_scale
-    return idle_ns / evidence.num_steps * scale
+        return min(timed_ns * (1.0 if share is None else share), clock.idle_ns)
+    if share is not None and clock.has_steps:
+        idle_ns = share * CoveredTime(loading).between(*(np.array([one]) for one in evidence.window))[0]
+    return min(float(idle_ns) / evidence.num_steps * evidence.idle_scale, clock.idle_ns)
 
 
-def _share_exposed(evidence: StepEvidence, loading: pl.DataFrame) -> float:
-    """Return the share of the time of loading in which the GPU is idle. It does not count before the first kernel: a
-    recording begins with an idle GPU, whatever the steps before it left to do."""
+def _share_exposed(evidence: StepEvidence, loading: pl.DataFrame) -> float | None:
+    """Return the share of the time of loading in which the GPU is idle; None if nothing is loaded after the first
+    kernel. Before it, loading does not count: a recording begins with an idle GPU, whatever was running until then."""
     starts, ends = _waiting(evidence)
     covered = CoveredTime(loading)
     loading_ns = float(covered.between(ends[:1], ends[-1:]).sum())
-    return float(covered.between(starts[1:], ends[1:]).sum()) / loading_ns if loading_ns else 1.0
+    return float(covered.between(starts[1:], ends[1:]).sum()) / loading_ns if loading_ns else None
 
 
 def _find_loader(evidence: StepEvidence) -> LoaderFacts | None:

@@ -90,6 +90,8 @@ def command_for(materials: Materials, stage: Stage) -> str:
     match stage:
         case "profile":
             return f"stepscope profile {OWN_MODEL}"
+        case "memory" if materials.profile is not None and materials.profile.on_cpu:
+            return f"stepscope memory {OWN_MODEL}"
         case "memory":
             return (
                 'torch.cuda.memory._record_memory_history(); step(); torch.cuda.memory._dump_snapshot("memory.pickle")'

@@ -4,9 +4,9 @@ Every moment of that thread belongs to one part. A wait for the GPU counts as sy
 copy to the GPU as a copy. Then the innermost range that names a part decides, then loss operators, module calls and
 operators that could need a gradient, as in `attribution.phases`. The rest is `other`: Python between the parts.
 
-The parts add up to the step of `Profile.clock`. A profiler slows Python down much more than it slows a wait, so if
-unprofiled steps were timed by phase, each phase has its unprofiled time, and the parts inside share it as they did
-while profiled.
+The parts add up to the step of `Profile.clock`. A profiler slows Python down much more than it slows a wait, so if the
+clock is that of unprofiled steps, timed by phase, each phase has its unprofiled time, and the parts inside share it as
+they did while profiled.
 """
 
 from collections.abc import Iterator
@@ -140,8 +140,11 @@ def _order(keys: set[str]) -> list[str]:
 
 
 def _find_timed(profile: Profile) -> dict[str, float] | None:
-    """Return the mean time of each phase of the unprofiled steps, if they are those of a loop."""
+    """Return the mean time of each phase of the unprofiled steps, if they are the clock and those of a loop. If
+    profiled steps are the clock, everything else on a page is about these."""
     steps = profile.recording.steps
+    if profile.clock.kind != "unprofiled":
+        return None
     if not (steps["phase"] == OTHER).any() or not steps["phase"].is_in(list(_TIMED)).all():
         return None
     sums = steps.group_by("phase", maintain_order=True).agg(pl.col("duration_ns").sum())
