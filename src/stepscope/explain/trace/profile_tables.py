@@ -347,7 +347,8 @@ _COLUMNS = (
 def overhead_table(manifest: Manifest) -> Table:
     """Return the step time unprofiled, profiled, and profiled with annotations; rows that were not timed are left
     out."""
-    assert manifest.case is not None, "only stepscope's own recordings have a case"
+    script = manifest.loop.script if manifest.loop is not None else ""
+    name = describe_case(manifest.case) if manifest.case is not None else script
     assert manifest.overhead is not None, "stepscope's own recordings have an overhead"
     cost = manifest.overhead
     timed = [("unprofiled", cost.plain_ns), ("profiled", cost.recorded_ns), ("profiled, annotated", cost.annotated_ns)]
@@ -359,7 +360,7 @@ def overhead_table(manifest: Manifest) -> Table:
     )
     doubts = tuple(f"{doubt.code}: {doubt.text}" for doubt in manifest.doubts)
     return Table(
-        title=f"{describe_case(manifest.case)}, {manifest.device}: profiling overhead, median step in ms",
+        title=f"{name}, {manifest.device}: profiling overhead, median step in ms",
         columns=_COLUMNS,
         rows=rows,
         notes=(*manifest.notes, *doubts),

@@ -6,6 +6,7 @@ from stepscope.explain.story import Materials, tell
 from stepscope.explain.story.run import list_advice
 from stepscope.findings import Bars, Lanes, Report, Table
 from stepscope.render.site import write_site
+from tests.unit.explain.story.random_recordings import build_loop
 from tests.unit.explain.story.story_materials import all_there, not_measured, section
 from tests.unit.loop_recordings import LoopPlan, profile_loop
 
@@ -80,3 +81,10 @@ def test_phases_of_a_loop_are_in_order() -> None:
 
 def test_page_is_written() -> None:
     assert "waiting for the GPU" in write_site(page_of())
+
+
+def test_explain_shows_the_loop_first() -> None:
+    run, _ = build_loop(LoopPlan())
+    tables = [table.title for table in run.page(overhead=True).tables]
+    assert tables[0] == "Time of the training loop"
+    assert tables[-1].startswith("train.py, ")
