@@ -371,7 +371,9 @@ class Run:
             from stepscope.explain.memory.memory_tables import memory_page
 
             return memory_page(self.memory)
+        has_loop = self.profile.recording.manifest.loop is not None
         tables = [
+            *([profile_tables.make_part(self.profile, "loop")] if has_loop else []),
             profile_tables.classes_table(self.profile),
             profile_tables.phases_table(self.profile),
             profile_tables.kernels_table(self.profile, top=_ON_A_PAGE),

@@ -22,6 +22,7 @@ from stepscope.explain.rules import (
     remarks,
     step,
     tiles,
+    training_loop,
 )
 from stepscope.explain.rules.evidence import StepEvidence
 from stepscope.explain.rules.joint import join, rank
@@ -32,7 +33,10 @@ from stepscope.files import decode as decode_file
 from stepscope.files import read_plain, write_atomically
 from stepscope.findings import Column, Finding, Table
 
-_MODULES = (host, loading, fusion, naive_attention, gemm, tiles, step, copies, communication, late_rank, remarks)
+_MODULES = (
+    *(host, loading, fusion, naive_attention, gemm, tiles, step, copies),
+    *(communication, late_rank, training_loop, remarks),
+)
 RULES: dict[str, Rule] = {
     rule.code: rule for rule in sorted((rule for one in _MODULES for rule in one.RULES), key=lambda rule: rule.code)
 }

@@ -7,7 +7,10 @@ Codes are stable: a code never changes its meaning.
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import polars as pl
+
 from stepscope.explain.rules.evidence import WORTH_SAYING, Gain, StepEvidence, ms
+from stepscope.explain.trace.loop.source_lines import launch_sources, name_lines
 from stepscope.explain.trace.profile import Profile
 from stepscope.findings import Copyable
 from stepscope.recording.store import Manifest
@@ -81,6 +84,16 @@ def settle(evidence: StepEvidence, gain: Gain, text: str, *, title: str) -> Hit 
     elif gain.gpu_ns and gain.step_ns > 1.5 * gain.gpu_ns:
         text += "; most of the saving is CPU time, because there are fewer kernels to launch"
     return Hit(title=title, evidence=text, saving_ns=gain.step_ns, gain=gain)
+
+
+def say_lines(lines: pl.Series, weights: pl.Series) -> str:
+    """Return `, at train.py:42`, or nothing if the recording has no lines of code."""
+    named = name_lines(lines, weights)
+    return f", at {named}" if named else ""
+
+
+def say_launching_lines(evidence: StepEvidence, kernels: pl.DataFrame) -> str:
+    return say_lines(launch_sources(evidence.profile, kernels), kernels["time_ns"])
 
 
 def count_per_step(evidence: StepEvidence, count: int, noun: str, plural: str = "") -> str:

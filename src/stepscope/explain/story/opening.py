@@ -9,13 +9,13 @@ from stepscope.explain.experiments.bench_tables import mfu_of
 from stepscope.explain.experiments.cases import say_extras
 from stepscope.explain.memory import MemoryProfile
 from stepscope.explain.model_names import describe_model, name_model
-from stepscope.explain.questions.answers import say_list
 from stepscope.explain.ranks.lateness import rank_numbers
 from stepscope.explain.ranks.rank_tables import label_ranks
 from stepscope.explain.statistics import summarise
 from stepscope.explain.story.bounds import Shares
 from stepscope.explain.story.commands import find_case, find_strangers
 from stepscope.explain.story.phrases import name_step, say_started
+from stepscope.explain.story.script import find_loop, find_model_class, name_script
 from stepscope.explain.story.sections.environment_facts import find_environment
 from stepscope.explain.story.sources import Materials
 from stepscope.explain.trace.profile import kernel_word
@@ -24,7 +24,7 @@ from stepscope.explain.trace.run_labels import find_torch
 from stepscope.findings import Fact
 from stepscope.recording.rows.bench import NO_SIZES, ConfigSizes
 from stepscope.spec import Case, HuggingFace, ModelShape
-from stepscope.units import clip, count_noun, say_percent, say_size, say_time
+from stepscope.units import clip, count_noun, say_list, say_percent, say_size, say_time
 
 _MS = 1e6
 MOST_HEADLINE = 140  # characters: two lines of a page
@@ -104,10 +104,21 @@ class Opening:
 def title_of(materials: Materials) -> str:
     case = find_case(materials)
     if case is None:
-        return _count_ranks(materials) or clip(materials.name, _MOST_TITLE)
+        return clip(_title_script(materials) or _count_ranks(materials) or materials.name, _MOST_TITLE)
     workload = case.workload
     words = (f"{name_model(workload.model)}: {name_step(workload)}", workload.precision, *say_extras(workload))
     return clip(", ".join(words), _MOST_TITLE)
+
+
+def _title_script(materials: Materials) -> str:
+    """Return `train.py: GPT, training step, 4 ranks`; empty if the run is not a script."""
+    loop = find_loop(materials)
+    if loop is None:
+        return ""
+    passes = loop.backwards_per_step
+    micro = f"{count_noun(round(passes, 2), 'micro-batch', 'micro-batches')} per step" if passes > 1 else ""
+    words = (find_model_class(materials), "training step", micro, _count_ranks(materials))
+    return f"{loop.script}: {', '.join(word for word in words if word)}"
 
 
 def subtitle_of(materials: Materials) -> str:
@@ -170,7 +181,8 @@ def say_run(opening: Opening) -> str:
 def _name_run(opening: Opening) -> tuple[str, ...]:
     """Names for the run, the longest first."""
     if opening.case is None:
-        return (_count_ranks(opening.materials) or clip(opening.materials.name, _MOST_FILE),)
+        script = tuple(clip(name, _MOST_FILE) for name in name_script(opening.materials))
+        return script or (_count_ranks(opening.materials) or clip(opening.materials.name, _MOST_FILE),)
     model = opening.case.workload.model
     return describe_model(model, parameters=opening.parameters, sizes=opening.sizes), name_model(model)
 

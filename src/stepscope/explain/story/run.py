@@ -21,6 +21,7 @@ from stepscope.explain.story.opening import Opening, list_facts, name_rank, say_
 from stepscope.explain.story.phrases import shorten
 from stepscope.explain.story.sections.environment_facts import show_environment
 from stepscope.explain.story.sections.experiment_results import show_attention, show_precision
+from stepscope.explain.story.sections.loop import show_loop
 from stepscope.explain.story.sections.memory_peak import show_memory, show_saved
 from stepscope.explain.story.sections.ranks import show_ranks
 from stepscope.explain.story.sections.step_picture import draw_steps
@@ -80,9 +81,10 @@ def _write(answers: Sequence[Answer]) -> tuple[Question, ...]:
 
 # --- The page ---------------------------------------------------------------------------------------------------------
 
-# In the order of the page. Only a run with several ranks has `ranks`.
+# In the order of the page. `is_shown` knows which of them a run has.
 SECTIONS: dict[str, Callable[[Materials], Section]] = {
     "ranks": show_ranks,
+    "loop": show_loop,
     "timeline": show_timeline,
     "time": show_time,
     "roofline": show_roofline,
@@ -95,10 +97,21 @@ SECTIONS: dict[str, Callable[[Materials], Section]] = {
 }
 
 
+def is_shown(key: str, materials: Materials) -> bool:
+    """Whether a run has a section: `ranks` only with several, `loop` only if it is that of a training loop."""
+    match key:
+        case "ranks":
+            return len(materials.ranks) > 1
+        case "loop":
+            return materials.loop is not None
+        case _:
+            return True
+
+
 def tell(materials: Materials) -> Report:
     materials = share_peaks(materials)
     opening = Opening(materials)
-    shown = [show for key, show in SECTIONS.items() if key != "ranks" or len(materials.ranks) > 1]
+    shown = [show for key, show in SECTIONS.items() if is_shown(key, materials)]
     return Report(
         title=title_of(materials),
         subtitle=subtitle_of(materials),

@@ -21,6 +21,7 @@ from stepscope.explain.rules import find_once
 from stepscope.explain.statistics import Statistics
 from stepscope.explain.story.bounds import Shares
 from stepscope.explain.trace.clock import Clock
+from stepscope.explain.trace.loop.loop_time import LoopTime, measure_loop
 from stepscope.explain.trace.profile import Profile
 from stepscope.findings import Finding, Missing
 from stepscope.hardware import Hardware
@@ -99,6 +100,13 @@ class Materials:
             return self.clock.step_samples
         row = self.timed_row
         return tuple(map(Fraction, row.measurement.step_ns)) if row and row.measurement else ()
+
+    @cached_property
+    def loop(self) -> LoopTime | None:
+        """The time of the training loop; None for a run of stepscope's own, which has a step without one."""
+        if self.profile is None or self.profile.recording.manifest.case is not None:
+            return None
+        return measure_loop(self.profile)
 
     @cached_property
     def findings(self) -> tuple[Finding, ...]:

@@ -19,6 +19,7 @@ from stepscope.recording.rows.bench import BenchRow
 from stepscope.recording.store import Overhead, Recording
 from stepscope.spec import build_case
 from tests.unit.explain.story.story_materials import CASE, HERE, small_row
+from tests.unit.loop_recordings import LoopPlan, record_loop
 from tests.unit.recordings import (
     ADD,
     ALL_REDUCE,
@@ -127,7 +128,33 @@ def plans() -> st.SearchStrategy[Plan]:
     )
 
 
+def loop_plans() -> st.SearchStrategy[LoopPlan]:
+    times = st.sampled_from((0, 13, 250, 2_300))
+    return st.builds(
+        LoopPlan,
+        on_cpu=st.booleans(),
+        steps=st.sampled_from((1, 2, 3)),
+        micro_batches=st.sampled_from((1, 2, 4)),
+        loading_us=times,
+        collating_us=st.sampled_from((0, 0, 40)),
+        num_workers=st.sampled_from((0, 2)),
+        kernel_us=st.sampled_from((2, 20, 300)),
+        host_us=st.sampled_from((5, 30)),
+        logging_us=times,
+        checkpoint_us=st.sampled_from((0, 0, 700)),
+        reads_loss=st.booleans(),
+        waits=st.booleans(),
+        unprofiled=st.sampled_from((None, 0.3, 0.8, 1.0, 1.4)),
+    )
+
+
 # --- Building ---------------------------------------------------------------------------------------------------------
+
+
+def build_loop(plan: LoopPlan) -> tuple[Run, Materials]:
+    """The same for a script that `stepscope run` recorded."""
+    run = Run([Opened(Path("loop"), record_loop(plan), None)])
+    return run, Materials(name="loop", profile=run.profile)
 
 
 def build(plan: Plan, name: str = "run") -> tuple[Run, Materials]:

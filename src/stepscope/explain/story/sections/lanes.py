@@ -16,8 +16,9 @@ import polars as pl
 from stepscope.explain.story.sections.breakdown import MOST_DESCRIBED, label_layers
 from stepscope.explain.story.sections.spans import NONE, Ints, Stretches, fit, join_runs, lay_out
 from stepscope.explain.trace.attribution.names import cut_name, describe_kernel
-from stepscope.explain.trace.attribution.nesting import around, innermost, look_up
+from stepscope.explain.trace.attribution.nesting import innermost, look_up
 from stepscope.explain.trace.attribution.phases import named_ranges, step_ranges
+from stepscope.explain.trace.loop.source_lines import launch_sources
 from stepscope.explain.trace.profile import Profile
 from stepscope.explain.trace.roofline import shorten_shapes
 from stepscope.findings import Lanes, Spans, Track
@@ -121,15 +122,12 @@ def _cut_out(kernels: pl.DataFrame, window: tuple[int, int]) -> pl.DataFrame:
 
 
 def _find_origins(profile: Profile, kernels: pl.DataFrame) -> pl.DataFrame:
-    """Add what launched each kernel: `call`, the operator with its shapes, and `source`, the line of Python if the
+    """Add what launched each kernel: `call`, the operator with its shapes, and `source`, the line of code if the
     recording has it. The module is there already."""
     shapes = look_up(profile.recording.ops, "shapes", kernels["op_row"]).map_elements(shorten_shapes, pl.String)
-    frames = profile.recording.ranges.filter(pl.col("source") == "python")
-    source = around(frames, "name", kernels.select("process", "thread", ns="launch_ns"))
     return kernels.with_columns(
         call=pl.concat_str("op", shapes, separator=" ", ignore_nulls=True).replace("", None),
-        # The profiler writes `optimizer.py(939): step`.
-        source=source.str.replace(r"\((\d+)\): ", ":$1 "),
+        source=launch_sources(profile, kernels),
     )
 
 
