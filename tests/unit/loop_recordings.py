@@ -12,7 +12,8 @@ import polars as pl
 
 from stepscope.explain.trace.profile import Profile, make_profile
 from stepscope.recording import tables
-from stepscope.recording.store import LoaderFacts, LoopFacts, Overhead, Recording
+from stepscope.recording.rows.loop_run import LoaderFacts, LoopFacts
+from stepscope.recording.store import Overhead, Recording
 from tests.unit.explain.story.story_materials import HERE
 from tests.unit.recordings import ADD, BF16, FOREACH, GEMM_BF16, TO_DEVICE, TO_HOST, Timeline
 

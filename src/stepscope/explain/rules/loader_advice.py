@@ -3,7 +3,7 @@
 import math
 from dataclasses import dataclass
 
-from stepscope.recording.store import LoaderFacts
+from stepscope.recording.rows.loop_run import LoaderFacts
 
 _FEWEST, _MOST_WORKERS = 2, 16
 _SPARE = 1.25  # workers are not equally fast, and share their cores

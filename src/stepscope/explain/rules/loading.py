@@ -11,7 +11,7 @@ from stepscope.explain.rules.loader_advice import LoadedInput, configure_loader,
 from stepscope.explain.rules.replay import Change, Floats, Ints
 from stepscope.explain.rules.rule import Hit, Rule, count_per_step, say_launching_lines
 from stepscope.explain.trace.loop.loop_time import COLLATE, FROM_WORKERS, IN_PROCESS
-from stepscope.recording.store import LoaderFacts
+from stepscope.recording.rows.loop_run import LoaderFacts
 
 # Ranges of PyTorch, names that people choose, and Python frames.
 _INPUT = (

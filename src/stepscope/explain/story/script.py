@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from stepscope.explain.rules.loader_advice import say_loader
 from stepscope.explain.story.sources import Materials
 from stepscope.findings import Column, Table
-from stepscope.recording.store import LoopFacts
+from stepscope.recording.rows.loop_run import LoopFacts
 from stepscope.units import count_noun
 
 _ROOT = r"^module:\((\w+)\)$"
