@@ -295,13 +295,20 @@ def _summarize_step(report: Report) -> str:
     return f"{'step' if is_step else 'trace'}: {'; '.join(told)}"
 
 
+def _say_saving(finding: Finding) -> str:
+    if finding.saving_bytes is not None:
+        alone = "" if finding.is_enough else ", not enough alone"
+        return f" (−{format_value('bytes', finding.saving_bytes)}{alone})"
+    return "" if finding.saving_ms is None else f" (−{format_value('ms', finding.saving_ms)})"
+
+
 def _summarize_findings(advice: tuple[Advice, ...] | None) -> str:
     if advice is None:
         return "findings: none, this run has no kernel trace"
     cards = [one.finding for one in advice if not one.finding.is_remark]
     if not cards:
         return "findings: none"
-    savings = ["" if one.saving_ms is None else f" (−{format_value('ms', one.saving_ms)})" for one in cards]
+    savings = [_say_saving(one) for one in cards]
     named = [f"{one.title}{saving}" for one, saving in zip(cards, savings, strict=True)][:_ON_A_PAGE]
     more = f"; {len(cards) - len(named)} more" if len(cards) > len(named) else ""
     joint, num_joint = joint_saving(cards), sum(one.joint_ns is not None for one in cards)

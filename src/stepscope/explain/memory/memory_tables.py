@@ -66,9 +66,11 @@ def _say_cached(allocated: int, reserved: int | None) -> str:
     return f" ({say_bytes(reserved)} reserved, {say_bytes(reserved - allocated)} of it cached)"
 
 
-def categories_table(profile: MemoryProfile) -> Table:
-    """Bytes by category at the peak; they add up to it."""
-    event, peak = profile.peak_event, profile.peak_bytes
+def categories_table(profile: MemoryProfile, *, event: int | None = None) -> Table:
+    """Bytes by category at the peak, or after an event; they add up to it."""
+    title = "Peak memory by category" if event is None else "Memory held by category"
+    event = profile.peak_event if event is None else event
+    peak = profile.allocated_at(event)
     rows: list[tuple[Cell, ...]] = [
         (name, size, size / peak if peak else None) for name, size in profile.categories_at(event) if size
     ]
@@ -80,7 +82,7 @@ def categories_table(profile: MemoryProfile) -> Table:
     if reserved is not None and event >= 0:
         notes.append(_say_fragments(profile, event, int(reserved[event])))
     return Table(
-        title="Peak memory by category",
+        title=title,
         columns=(Column(key="category", label="category"), _SIZE, _SHARE),
         rows=tuple(rows),
         notes=tuple(notes),
@@ -97,17 +99,19 @@ def _say_fragments(profile: MemoryProfile, event: int, reserved: int) -> str:
     )
 
 
-def modules_table(profile: MemoryProfile, *, top: int) -> Table:
-    return _by(profile, "module", "Peak memory by module", top)
+def modules_table(profile: MemoryProfile, *, top: int, event: int | None = None) -> Table:
+    return _by(profile, "module", top, event)
 
 
-def layers_table(profile: MemoryProfile, *, top: int) -> Table:
-    return _by(profile, "layer", "Peak memory by layer", top)
+def layers_table(profile: MemoryProfile, *, top: int, event: int | None = None) -> Table:
+    return _by(profile, "layer", top, event)
 
 
-def _by(profile: MemoryProfile, column: str, title: str, top: int) -> Table:
-    peak = profile.peak_bytes
-    found = profile.share_at(profile.peak_event, column)
+def _by(profile: MemoryProfile, column: str, top: int, event: int | None) -> Table:
+    title = f"{'Peak memory' if event is None else 'Memory held'} by {column}"
+    event = profile.peak_event if event is None else event
+    peak = profile.allocated_at(event)
+    found = profile.share_at(event, column)
     rest = sum(size for _, size in found[top:])
     rows: list[tuple[Cell, ...]] = [(name, size, size / peak if peak else None) for name, size in found[:top]]
     if rest:
@@ -168,11 +172,11 @@ def steps_table(profile: MemoryProfile) -> Table:
     )
 
 
-def largest_table(profile: MemoryProfile, *, top: int) -> Table:
-    """The largest allocations at the peak."""
-    rows = tuple(_describe(one) for one in profile.largest_at(profile.peak_event, top))
+def largest_table(profile: MemoryProfile, *, top: int, event: int | None = None) -> Table:
+    """The largest allocations at the peak, or after an event."""
+    rows = tuple(_describe(one) for one in profile.largest_at(profile.peak_event if event is None else event, top))
     return Table(
-        title="Largest allocations at the peak",
+        title="Largest allocations at the peak" if event is None else "Largest tensors held",
         columns=(
             _SIZE,
             Column(key="category", label="category"),

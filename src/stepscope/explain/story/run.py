@@ -13,6 +13,7 @@ from stepscope.explain.commands import write_command
 from stepscope.explain.memory.answers import answer_memory
 from stepscope.explain.questions import Answer, answer
 from stepscope.explain.rules import RULES
+from stepscope.explain.rules.out_of_memory import find_fixes
 from stepscope.explain.rules.rule import THROUGHPUT
 from stepscope.explain.story.commands import list_commands
 from stepscope.explain.story.measured import add_measured, find_measured
@@ -22,6 +23,7 @@ from stepscope.explain.story.phrases import shorten
 from stepscope.explain.story.sections.environment_facts import show_environment
 from stepscope.explain.story.sections.experiment_results import show_attention, show_precision
 from stepscope.explain.story.sections.memory_peak import show_memory, show_saved
+from stepscope.explain.story.sections.out_of_memory import show_out_of_memory
 from stepscope.explain.story.sections.ranks import show_ranks
 from stepscope.explain.story.sections.step_picture import draw_steps
 from stepscope.explain.story.sections.step_time import show_roofline, show_time, show_timeline
@@ -80,8 +82,9 @@ def _write(answers: Sequence[Answer]) -> tuple[Question, ...]:
 
 # --- The page ---------------------------------------------------------------------------------------------------------
 
-# In the order of the page. Only a run with several ranks has `ranks`.
+# In the order of the page; `choose_sections` has those that a page leaves out.
 SECTIONS: dict[str, Callable[[Materials], Section]] = {
+    "oom": show_out_of_memory,
     "ranks": show_ranks,
     "timeline": show_timeline,
     "time": show_time,
@@ -95,10 +98,19 @@ SECTIONS: dict[str, Callable[[Materials], Section]] = {
 }
 
 
+def choose_sections(*runs: Materials) -> list[str]:
+    """The sections of a page. Only a run with several ranks has `ranks`, and only one that ran out of memory `oom`."""
+    is_left_out = {
+        "ranks": all(len(one.ranks) < 2 for one in runs),
+        "oom": all(one.out_of_memory is None for one in runs),
+    }
+    return [key for key in SECTIONS if not is_left_out.get(key)]
+
+
 def tell(materials: Materials) -> Report:
     materials = share_peaks(materials)
     opening = Opening(materials)
-    shown = [show for key, show in SECTIONS.items() if key != "ranks" or len(materials.ranks) > 1]
+    shown = [SECTIONS[key] for key in choose_sections(materials)]
     return Report(
         title=title_of(materials),
         subtitle=subtitle_of(materials),
@@ -118,11 +130,18 @@ _SHELL = re.compile(r"(?:[A-Z_]+=\S+ )*(?:stepscope|torchrun) ")
 
 
 def list_advice(materials: Materials) -> tuple[Advice, ...] | None:
-    """The findings with what to copy: what this page measured, and what the profile shows. None without either."""
-    profile, measured = materials.profile, find_measured(materials)
-    if profile is None and not measured:
+    """The findings with what to copy: what would have fit if memory ran out, what this page measured, and what the
+    profile shows. None without any of them."""
+    profile, measured, oom = materials.profile, find_measured(materials), materials.out_of_memory
+    if profile is None and not measured and oom is None:
         return None
-    return tuple(advise(finding, profile) for finding in add_measured(materials.findings, measured))
+    fitting = () if oom is None else tuple(map(_advise_on_memory, find_fixes(oom)))
+    return (*fitting, *(advise(finding, profile) for finding in add_measured(materials.findings, measured)))
+
+
+def _advise_on_memory(finding: Finding) -> Advice:
+    fixes = (Copyable(label="in your own code", text=finding.fix),) if finding.fix else ()
+    return Advice(finding=finding, fixes=fixes)
 
 
 def advise(finding: Finding, profile: Profile | None) -> Advice:
