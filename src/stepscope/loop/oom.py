@@ -147,7 +147,7 @@ class OomWatch(AbstractContextManager["OomWatch"]):
             total_bytes=total,
             limit_bytes=limit if limit < total else None,
         )
-        content[KEY] = msgspec.to_builtins(_label(here, owners, facts))
+        content[KEY] = msgspec.to_builtins(_label(f"cuda:{device}", owners, facts))
         self.folder.mkdir(parents=True, exist_ok=True)
         path = self.folder / f"{_name_file(len(self.snapshots))}.pickle"
         write_atomically(path, pickle.dumps(content, protocol=4))
@@ -247,9 +247,9 @@ def _of_device(snapshot: dict[str, Any], device: int) -> dict[str, Any]:
     return {**snapshot, "segments": segments, "device_traces": traces}
 
 
-def _label(device: torch.device, owners: Owners, facts: OutOfMemoryFacts) -> MemoryLabels:
+def _label(device: str, owners: Owners, facts: OutOfMemoryFacts) -> MemoryLabels:
     return MemoryLabels(
-        device=str(device),
+        device=device,
         # All facts are about the end: no event comes after the only mark.
         marks=(Mark(opens=True, kind="phase", value="out of memory", time_ns=time.time_ns()),),
         operators=(),
@@ -268,7 +268,7 @@ def _gather_facts(device: torch.device, frames: list[FrameType], owners: Owners,
         asked_bytes=0,
         free_bytes=0,
         device_name=torch.cuda.get_device_name(device),
-        torch=torch.__version__,
+        torch=str(torch.__version__),
         script=Path(sys.argv[0]).name if sys.argv and sys.argv[0] else "",
         stack="\n".join(f"{shorten_path(file)}:{line} {name}" for file, line, name in lines),
         line=f"{_relative(own[0][0])}:{own[0][1]}" if own else "",

@@ -291,7 +291,7 @@ class _NodeModules:
         before = after - 1
         if before < 0:
             return None
-        if after == len(self._numbers):
+        if after == len(self._numbers) or self._paths[after] == self._paths[0]:  # the next pass begins
             return self._paths[before].rpartition(".")[0] or LOSS
         return _common(self._paths[before], self._paths[after])
 

@@ -170,7 +170,7 @@ def sum_over_events(rows: pl.DataFrame, num_events: int) -> Bytes:
 def make_memory_profile(recording: Recording) -> MemoryProfile:
     """Build the profile of the device that ran out of memory or has the highest peak, if the recording has several."""
     facts, allocations = recording.manifest.memory, recording.allocations
-    if facts is None or not allocations.height:
+    if facts is None or not (allocations.height or facts.oom):
         raise StepscopeError(
             f"the recording has no memory data: `{recording.manifest.file}`",
             detail="it contains no allocations" if facts else "memory was not recorded",

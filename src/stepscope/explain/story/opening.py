@@ -174,6 +174,8 @@ def say_run(opening: Opening) -> str:
 
 def _name_run(opening: Opening) -> tuple[str, ...]:
     """Names for the run, the longest first."""
+    if opening.materials.out_of_memory is not None:
+        return ()  # the headline names the line
     if opening.case is None:
         return (_count_ranks(opening.materials) or clip(opening.materials.name, _MOST_FILE),)
     model = opening.case.workload.model

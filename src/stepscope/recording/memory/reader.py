@@ -20,7 +20,14 @@ from stepscope.recording import tables
 from stepscope.recording.memory.allocator import Replayed, replay
 from stepscope.recording.memory.allocator_start import SMALL
 from stepscope.recording.memory.labels import NOBODY, SCHEMA, MemoryLabels, OutOfMemoryFacts
-from stepscope.recording.memory.snapshot import Snapshot, Trace, read_segments, read_snapshot
+from stepscope.recording.memory.snapshot import (
+    EVENT_SCHEMA,
+    AllocatorSettings,
+    Snapshot,
+    Trace,
+    read_segments,
+    read_snapshot,
+)
 from stepscope.recording.store import Manifest, MemoryFacts, Recording
 from stepscope.recording.validation import Repairs, repair
 from stepscope.units import count_noun
@@ -43,6 +50,7 @@ _KEEPERS = r"mm|matmul|linear|conv|attention"
 _TOLD = ("category", "name", "shape", "dtype")
 _LENT = ("module", "op", "category", "name", "shape", "dtype", "stack")
 _PIECE = 20 << 20  # bytes of an expandable segment of large blocks that are mapped at once
+_EMPTY = Trace(device=0, events=pl.DataFrame(schema=EVENT_SCHEMA), segments_at_end=(), settings=AllocatorSettings())
 _DIGITS = 10  # the number of a step, mark or operator has fewer digits
 # Frames of the recorder and of PyTorch's module calls, which appear between the frames of the user's code.
 _OUR_FRAMES = (
@@ -131,11 +139,10 @@ def _stacks_table(stacks: tuple[str, ...]) -> pl.DataFrame:
 
 
 def _read_ours(path: Path, snapshot: Snapshot, labels: MemoryLabels) -> Recording:
+    trace = snapshot.traces[0] if snapshot.traces else _EMPTY
     # Out of memory, the state at that moment is enough.
-    empty = not snapshot.traces or not (snapshot.traces[0].events.height or labels.oom)
-    if empty:
+    if not trace.events.height and labels.oom is None:
         raise StepscopeError(f"`{path}` has stepscope labels but no events", hint="stepscope memory")
-    trace = snapshot.traces[0]
     replayed = None
     if labels.device != "cpu":
         start = labels.segments_at_start
@@ -324,10 +331,10 @@ def _pair(trace: Trace, labels: MemoryLabels) -> pl.DataFrame:
 
 def _label(allocations: pl.DataFrame, timeline: _Timeline, labels: MemoryLabels) -> pl.DataFrame:
     started = allocations["start_event"]
-    at = started.fill_null(0).to_numpy()
+    at = started.fill_null(-1).to_numpy()  # -1 selects what is appended
     known = started.is_not_null()
-    marks = pl.Series("mark", timeline.marks[at]).set(~known, None)
-    operators = pl.Series("operator", timeline.operators[at]).set(~known, NOBODY)
+    marks = pl.Series("mark", np.append(timeline.marks, NOBODY)[at]).set(~known, None)
+    operators = pl.Series("operator", np.append(timeline.operators, NOBODY)[at])
     frame = allocations.with_row_index("row").with_columns(marks, operators)
     frame = frame.join(timeline.states, on="mark", how="left", maintain_order="left")
     named = pl.DataFrame(
@@ -341,7 +348,8 @@ def _label(allocations: pl.DataFrame, timeline: _Timeline, labels: MemoryLabels)
     is_communication = pl.any_horizontal(*(pl.col("op").str.starts_with(prefix) for prefix in _COMMUNICATION))
     is_kept = pl.col("end_event").is_null() & (pl.col("step") == 0) & pl.col("op").str.contains(_KEEPERS)
     # No known owner, but still alive after its step.
-    stays = pl.col("end_event").is_null() & (pl.col("step") < timeline.states["step"].max())
+    last_step = pl.lit(timeline.states["step"].max(), dtype=pl.Int32)
+    stays = pl.col("end_event").is_null() & (pl.col("step") < last_step)
     otherwise = (
         pl.when(pl.col("start_event").is_null())
         .then(pl.lit("other"))
