@@ -258,7 +258,7 @@ def _write_joint(cards: Sequence[Finding]) -> list[str]:
 def _name_finding(finding: Finding) -> str:
     """Return the title with the saving, and with what it adds to the joint saving if that differs."""
     if not finding.saving_ns and not finding.joint_ns:
-        return finding.title
+        return finding.title + _say_saving(finding)
     share = f", {format_value('share', finding.share)}" if finding.share else ""
     saved = f"saves about {finding.saving_ns / 1e6:,.2f} ms{share}" if finding.saving_ns else "saves nothing alone"
     adds = f"{(finding.joint_ns or 0) / 1e6:,.2f}"

@@ -1,6 +1,6 @@
 """The tables of a memory profile: the page for the terminal, and each of its parts."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 
 import numpy as np
@@ -11,8 +11,10 @@ from stepscope.errors import StepscopeError
 from stepscope.explain.experiments.cases import describe_case
 from stepscope.explain.memory.categories import name_place
 from stepscope.explain.memory.memory_profile import UNKNOWN, MemoryProfile
+from stepscope.explain.memory.out_of_memory import OutOfMemory, find_out_of_memory, request_table, say_failure
 from stepscope.explain.memory.saved import saved_and_predicted, saved_by_module
 from stepscope.explain.memory.timeline import label_of, say_shape, say_when
+from stepscope.explain.rules.out_of_memory import find_fixes
 from stepscope.findings import Cell, Column, Page, Table
 from stepscope.recording.rows.memory_summary import Allocation, MemorySummary
 from stepscope.spec import ModelShape
@@ -26,11 +28,26 @@ _SHARE = Column(key="share", label="share", kind="share")
 
 
 def memory_page(profile: MemoryProfile) -> Page:
+    oom = find_out_of_memory(profile)
+    if oom is not None:
+        return _failure_page(oom)
     tables = [categories_table(profile), phases_table(profile), largest_table(profile, top=_ON_A_PAGE)]
     leaks = leaks_table(profile)
     if leaks.rows:
         tables.append(leaks)
     return Page(headline=headline(profile), tables=tuple(tables), findings=None)
+
+
+def _failure_page(oom: OutOfMemory) -> Page:
+    profile, event = oom.profile, oom.event
+    tables = (
+        request_table(oom),
+        categories_table(profile, event=event),
+        modules_table(profile, top=_ON_A_PAGE, event=event),
+        largest_table(profile, top=_ON_A_PAGE, event=event),
+    )
+    shown = tuple(table for table in tables if table.rows)
+    return Page(headline=f"{say_failure(oom)}\n{headline(profile)}", tables=shown, findings=find_fixes(oom))
 
 
 def headline(profile: MemoryProfile) -> str:
@@ -174,9 +191,11 @@ def steps_table(profile: MemoryProfile) -> Table:
 
 def largest_table(profile: MemoryProfile, *, top: int, event: int | None = None) -> Table:
     """The largest allocations at the peak, or after an event."""
-    rows = tuple(_describe(one) for one in profile.largest_at(profile.peak_event if event is None else event, top))
+    found = profile.largest_at(profile.peak_event if event is None else event, top)
+    if event is not None:
+        return _largest_held(found)
     return Table(
-        title="Largest allocations at the peak" if event is None else "Largest tensors held",
+        title="Largest allocations at the peak",
         columns=(
             _SIZE,
             Column(key="category", label="category"),
@@ -188,7 +207,33 @@ def largest_table(profile: MemoryProfile, *, top: int, event: int | None = None)
             Column(key="name", label="name", detail=True),
             Column(key="stack", label="stack", detail=True),
         ),
-        rows=rows,
+        rows=tuple(map(_describe, found)),
+    )
+
+
+def _largest_held(found: Sequence[Allocation]) -> Table:
+    """What was alive at one moment: the line that allocated it says more than when that was."""
+    return Table(
+        title="Largest tensors held",
+        columns=(
+            _SIZE,
+            Column(key="category", label="category"),
+            Column(key="what", label="tensor"),
+            Column(key="shape", label="shape"),
+            Column(key="line", label="allocated at"),
+            Column(key="stack", label="stack", detail=True),
+        ),
+        rows=tuple(
+            (
+                one.bytes,
+                one.category,
+                label_of(one, one.module),
+                say_shape(one) or None,
+                name_place(one.stack) or None,
+                one.stack.replace("\n", " < ") or None,
+            )
+            for one in found
+        ),
     )
 
 
@@ -319,13 +364,38 @@ def saved_table(profile: MemoryProfile) -> Table:
     return saved_and_predicted(saved, activations_of(case.workload))
 
 
-PARTS = ("categories", "phases", "steps", "modules", "layers", "largest", "freed", "leaks", "saved")
+def fixes_table(profile: MemoryProfile) -> Table:
+    """What would have fit if memory ran out."""
+    oom = find_out_of_memory(profile)
+    if oom is None:
+        raise StepscopeError("memory did not run out in this recording", hint="stepscope explain FILE --table largest")
+    return Table(
+        title="Findings",
+        columns=(
+            Column(key="code", label="code"),
+            Column(key="title", label="finding"),
+            Column(key="saving_bytes", label="saves", kind="bytes"),
+            Column(key="is_enough", label="enough alone"),
+            Column(key="action", label="what to do"),
+            Column(key="evidence", label="evidence", detail=True),
+            Column(key="fix", label="fix", detail=True),
+        ),
+        rows=tuple(
+            (one.code, one.title, one.saving_bytes, _ENOUGH[one.is_enough], one.action, one.evidence, one.fix)
+            for one in find_fixes(oom)
+        ),
+    )
+
+
+_ENOUGH = {True: "yes", False: "no", None: None}
+PARTS = ("categories", "phases", "steps", "modules", "layers", "largest", "freed", "leaks", "saved", "findings")
 _WHOLE: dict[str, Callable[[MemoryProfile], Table]] = {
     "categories": categories_table,
     "phases": phases_table,
     "steps": steps_table,
     "leaks": leaks_table,
     "saved": saved_table,
+    "findings": fixes_table,
 }
 _RANKED = {"modules": modules_table, "layers": layers_table, "largest": largest_table, "freed": freed_table}
 

@@ -20,7 +20,6 @@ _LEAST_OLD = 0.01  # of the held memory
 _LEAST_UNUSED = 0.05  # of the capacity
 _LEAST_STATE = 0.05
 _LEAST_SHARE = 0.02  # of a batch
-_MOST_PARTS = 1024
 _MOSTLY = 0.5
 _VOCABULARY = 4096  # a last dimension of at least this size may be one
 _CHUNKS = 8
@@ -152,13 +151,14 @@ def find_batch(oom: OutOfMemory) -> MemoryHit | None:
     if share < _LEAST_SHARE:
         return None
     parts = max(2, math.ceil(1 / share))
-    if parts > _MOST_PARTS:
-        return None
     text = (
         f"activations and temporaries of a whole step need {say_size(oom.batch_bytes)} and everything else "
-        f"{say_size(oom.fixed_bytes)}; {say_size(USABLE * oom.capacity_bytes)} is usable, so "
-        f"{say_percent(share)} of the batch fits at a time"
+        f"{say_size(oom.fixed_bytes)}, of {say_size(USABLE * oom.capacity_bytes)} that is usable"
     )
+    if room >= oom.batch_bytes:
+        text += f"; that fits, but not in the free blocks, and {say_size(oom.need_bytes)} is lacking"
+    else:
+        text += f"; so {say_percent(share)} of the batch fits at a time"
     return MemoryHit(
         title=f"{count_noun(parts, 'micro-batch', 'micro-batches')} with accumulated gradients would fit",
         evidence=text,
