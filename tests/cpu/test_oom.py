@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import stepscope
 from stepscope.errors import StepscopeError
 from stepscope.explain.memory import MemoryProfile, make_memory_profile
-from stepscope.explain.memory.out_of_memory import OutOfMemory, find_out_of_memory
+from stepscope.explain.memory.out_of_memory import MemoryFailure, find_out_of_memory
 from stepscope.explain.rules.out_of_memory import find_fixes
 from stepscope.explain.story.run import tell
 from stepscope.explain.story.sources import Materials
@@ -84,7 +84,7 @@ def read(path: Path) -> MemoryProfile:
     return make_memory_profile(reader.read(path))
 
 
-def explain(path: Path) -> OutOfMemory:
+def explain(path: Path) -> MemoryFailure:
     found = find_out_of_memory(read(path))
     assert found is not None
     return found

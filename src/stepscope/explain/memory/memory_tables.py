@@ -11,7 +11,13 @@ from stepscope.errors import StepscopeError
 from stepscope.explain.experiments.cases import describe_case
 from stepscope.explain.memory.categories import name_place
 from stepscope.explain.memory.memory_profile import UNKNOWN, MemoryProfile
-from stepscope.explain.memory.out_of_memory import OutOfMemory, find_out_of_memory, request_table, say_failure
+from stepscope.explain.memory.out_of_memory import (
+    MemoryFailure,
+    find_out_of_memory,
+    request_table,
+    say_failure,
+    say_rest_of_step,
+)
 from stepscope.explain.memory.saved import saved_and_predicted, saved_by_module
 from stepscope.explain.memory.timeline import label_of, say_shape, say_when
 from stepscope.explain.rules.out_of_memory import find_fixes
@@ -38,7 +44,7 @@ def memory_page(profile: MemoryProfile) -> Page:
     return Page(headline=headline(profile), tables=tuple(tables), findings=None)
 
 
-def _failure_page(oom: OutOfMemory) -> Page:
+def _failure_page(oom: MemoryFailure) -> Page:
     profile, event = oom.profile, oom.event
     tables = (
         request_table(oom),
@@ -47,7 +53,8 @@ def _failure_page(oom: OutOfMemory) -> Page:
         largest_table(profile, top=_ON_A_PAGE, event=event),
     )
     shown = tuple(table for table in tables if table.rows)
-    return Page(headline=f"{say_failure(oom)}\n{headline(profile)}", tables=shown, findings=find_fixes(oom))
+    lines = (say_failure(oom), say_rest_of_step(oom), headline(profile))
+    return Page(headline="\n".join(line for line in lines if line), tables=shown, findings=find_fixes(oom))
 
 
 def headline(profile: MemoryProfile) -> str:
@@ -367,8 +374,6 @@ def saved_table(profile: MemoryProfile) -> Table:
 def fixes_table(profile: MemoryProfile) -> Table:
     """What would have fit if memory ran out."""
     oom = find_out_of_memory(profile)
-    if oom is None:
-        raise StepscopeError("memory did not run out in this recording", hint="stepscope explain FILE --table largest")
     return Table(
         title="Findings",
         columns=(
@@ -382,8 +387,9 @@ def fixes_table(profile: MemoryProfile) -> Table:
         ),
         rows=tuple(
             (one.code, one.title, one.saving_bytes, _ENOUGH[one.is_enough], one.action, one.evidence, one.fix)
-            for one in find_fixes(oom)
+            for one in (find_fixes(oom) if oom is not None else ())
         ),
+        notes=() if oom is not None else ("memory did not run out in this recording",),
     )
 
 

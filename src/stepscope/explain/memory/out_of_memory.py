@@ -25,7 +25,7 @@ _MOST_FRAMES = 15
 
 
 @dataclass(frozen=True)
-class OutOfMemory:
+class MemoryFailure:
     """The memory of a process at the moment of the failure."""
 
     profile: MemoryProfile
@@ -151,23 +151,23 @@ class OutOfMemory:
         return round(max(lacking, self.facts.asked_bytes - self.room_bytes, 0))
 
 
-def find_out_of_memory(profile: MemoryProfile) -> OutOfMemory | None:
+def find_out_of_memory(profile: MemoryProfile) -> MemoryFailure | None:
     """None if memory did not run out while the history was recorded."""
     facts = profile.recording.manifest.memory
-    return OutOfMemory(profile, facts.oom) if facts is not None and facts.oom is not None else None
+    return MemoryFailure(profile, facts.oom) if facts is not None and facts.oom is not None else None
 
 
 # --- In words ---------------------------------------------------------------------------------------------------------
 
 
-def say_failure(oom: OutOfMemory) -> str:
+def say_failure(oom: MemoryFailure) -> str:
     """Return `CUDA ran out of memory at train.py:42: asked for 2 GiB, 1.31 GiB free of 140 GiB; 96.2 GiB held, 71% of
     it activations`."""
     where = f" at {oom.place}" if oom.place else ""
     return f"CUDA ran out of memory{where}: {_say_request(oom)}; {_say_held(oom)}"
 
 
-def _say_request(oom: OutOfMemory) -> str:
+def _say_request(oom: MemoryFailure) -> str:
     facts = oom.facts
     limit = facts.limit_bytes if facts.limit_bytes is not None else facts.total_bytes
     allowed = " allowed" if facts.limit_bytes is not None else ""
@@ -175,14 +175,14 @@ def _say_request(oom: OutOfMemory) -> str:
     return f"asked for {say_size(facts.asked_bytes)}, {say_size(oom.room_bytes)} free{of}"
 
 
-def _say_held(oom: OutOfMemory) -> str:
+def _say_held(oom: MemoryFailure) -> str:
     if not oom.held_bytes:
         return "PyTorch held nothing"
     name, size = max(oom.categories.items(), key=lambda one: one[1])
     return f"{say_size(oom.held_bytes)} held, {say_percent(size / oom.held_bytes)} of it {name}"
 
 
-def say_rest_of_step(oom: OutOfMemory) -> str:
+def say_rest_of_step(oom: MemoryFailure) -> str:
     """What the step would still have needed; empty if nothing is known to be missing."""
     parts = []
     if oom.is_growing:
@@ -200,7 +200,7 @@ def say_rest_of_step(oom: OutOfMemory) -> str:
 # --- Tables -----------------------------------------------------------------------------------------------------------
 
 
-def request_table(oom: OutOfMemory) -> Table:
+def request_table(oom: MemoryFailure) -> Table:
     """The device's memory at the failure."""
     facts = oom.facts
     rows: list[tuple[Cell, ...]] = [
@@ -221,11 +221,10 @@ def request_table(oom: OutOfMemory) -> Table:
             Column(key="note", label="note"),
         ),
         rows=tuple(row for row in rows if row[1] is not None),
-        notes=tuple(note for note in (say_rest_of_step(oom),) if note),
     )
 
 
-def lines_table(oom: OutOfMemory, *, top: int) -> Table:
+def lines_table(oom: MemoryFailure, *, top: int) -> Table:
     """Memory by the user's line that allocated it; empty without stacks."""
     sizes: dict[str, int] = {}
     for stack, size in oom.alive.group_by("stack").agg(pl.col("bytes").sum()).iter_rows():
@@ -248,7 +247,7 @@ def lines_table(oom: OutOfMemory, *, top: int) -> Table:
     )
 
 
-def stack_table(oom: OutOfMemory) -> Table:
+def stack_table(oom: MemoryFailure) -> Table:
     """The stack of the failed request, innermost frame first."""
     frames = oom.facts.stack.splitlines()
     more = (f"{len(frames) - _MOST_FRAMES} more frames",) if len(frames) > _MOST_FRAMES else ()

@@ -9,7 +9,7 @@ import math
 
 import polars as pl
 
-from stepscope.explain.memory.out_of_memory import USABLE, OutOfMemory
+from stepscope.explain.memory.out_of_memory import USABLE, MemoryFailure
 from stepscope.explain.rules.rule import MemoryHit, Rule
 from stepscope.explain.trace.attribution.modules import number_layers
 from stepscope.explain.trace.profile import Profile
@@ -31,7 +31,7 @@ _NOT_OWNED = ("activations", "temporaries", "other")
 _MULTI_TENSOR = ("_multi_tensor_", "_foreach_")
 
 
-def find_fixes(oom: OutOfMemory) -> tuple[Finding, ...]:
+def find_fixes(oom: MemoryFailure) -> tuple[Finding, ...]:
     """Return what applies: fixes that are enough alone, the least intrusive first, then the others by their savings."""
     found = []
     for rule in RULES:
@@ -45,7 +45,7 @@ def _rank(finding: Finding) -> tuple[bool, int, str]:
     return (not finding.is_enough, 0 if finding.is_enough else -(finding.saving_bytes or 0), finding.code)
 
 
-def _make_finding(oom: OutOfMemory, rule: Rule, hit: MemoryHit) -> Finding:
+def _make_finding(oom: MemoryFailure, rule: Rule, hit: MemoryHit) -> Finding:
     saved = None if hit.saving_bytes is None else round(hit.saving_bytes)
     is_enough = None if saved is None else saved >= oom.need_bytes
     lacking = "" if saved is None or is_enough else f"; {say_size(oom.need_bytes - saved)} short of what a step needs"
@@ -63,7 +63,7 @@ def _make_finding(oom: OutOfMemory, rule: Rule, hit: MemoryHit) -> Finding:
 # --- Checks -----------------------------------------------------------------------------------------------------------
 
 
-def find_old_graphs(oom: OutOfMemory) -> MemoryHit | None:
+def find_old_graphs(oom: MemoryFailure) -> MemoryHit | None:
     facts = oom.facts
     if facts.old_graph_bytes < max(1, _LEAST_OLD * oom.held_bytes):
         return None
@@ -75,7 +75,7 @@ def find_old_graphs(oom: OutOfMemory) -> MemoryHit | None:
     )
 
 
-def find_fragmentation(oom: OutOfMemory) -> MemoryHit | None:
+def find_fragmentation(oom: MemoryFailure) -> MemoryHit | None:
     facts, unused = oom.facts, oom.unused_bytes
     if facts.has_expandable_segments or not facts.movable_bytes or unused is None:
         return None
@@ -92,7 +92,7 @@ def find_fragmentation(oom: OutOfMemory) -> MemoryHit | None:
     return MemoryHit(title=title, evidence=text, saving_bytes=facts.movable_bytes)
 
 
-def find_kept_gradients(oom: OutOfMemory) -> MemoryHit | None:
+def find_kept_gradients(oom: MemoryFailure) -> MemoryHit | None:
     gradients = oom.categories["gradients"]
     if oom.phase != "forward" or not gradients:
         return None
@@ -103,7 +103,7 @@ def find_kept_gradients(oom: OutOfMemory) -> MemoryHit | None:
     )
 
 
-def find_update_temporaries(oom: OutOfMemory) -> MemoryHit | None:
+def find_update_temporaries(oom: MemoryFailure) -> MemoryHit | None:
     if oom.phase != "optimizer" or not any(word in oom.facts.stack for word in _MULTI_TENSOR):
         return None
     saved = oom.categories["temporaries"] + oom.facts.asked_bytes
@@ -111,7 +111,7 @@ def find_update_temporaries(oom: OutOfMemory) -> MemoryHit | None:
     return MemoryHit(evidence=text, saving_bytes=saved)
 
 
-def find_logits(oom: OutOfMemory) -> MemoryHit | None:
+def find_logits(oom: MemoryFailure) -> MemoryHit | None:
     kept = oom.alive.filter(
         pl.col("category").is_in(["activations", "temporaries", "other"]) & _last_dim().is_not_null()
     )
@@ -142,7 +142,7 @@ def _last_dim() -> pl.Expr:
     return pl.col("shape").str.extract(r",\s*(\d+)\]$").cast(pl.Int64)
 
 
-def find_batch(oom: OutOfMemory) -> MemoryHit | None:
+def find_batch(oom: MemoryFailure) -> MemoryHit | None:
     """How many micro-batches fit, from what grows with the batch and what does not."""
     room = USABLE * oom.capacity_bytes - oom.fixed_bytes
     if oom.phase == "optimizer" or oom.batch_bytes <= 0:
@@ -167,7 +167,7 @@ def find_batch(oom: OutOfMemory) -> MemoryHit | None:
     )
 
 
-def find_wide_activations(oom: OutOfMemory) -> MemoryHit | None:
+def find_wide_activations(oom: MemoryFailure) -> MemoryHit | None:
     kept = oom.alive.filter((pl.col("category") == "activations") & pl.col("dtype").is_not_null())
     wide = int(kept.filter(pl.col("dtype") == "float32")["bytes"].sum())
     total = int(kept["bytes"].sum())
@@ -184,7 +184,7 @@ def find_wide_activations(oom: OutOfMemory) -> MemoryHit | None:
     return MemoryHit(evidence=text, saving_bytes=saved)
 
 
-def find_checkpointing(oom: OutOfMemory) -> MemoryHit | None:
+def find_checkpointing(oom: MemoryFailure) -> MemoryHit | None:
     kept = oom.alive.filter(pl.col("category") == "activations")
     is_used = kept["name"].drop_nulls().str.starts_with("checkpoint.").any()
     layers = oom.num_layers
@@ -201,7 +201,7 @@ def find_checkpointing(oom: OutOfMemory) -> MemoryHit | None:
     return MemoryHit(evidence=text, saving_bytes=saved)
 
 
-def _block_input_bytes(oom: OutOfMemory) -> float | None:
+def _block_input_bytes(oom: MemoryFailure) -> float | None:
     """The median size of what a layer saves first, which is its input; None if that was not recorded."""
     saved = oom.profile.recording.saved.filter((pl.col("kind") == "activation") & pl.col("module").is_not_null())
     if not saved.height:
@@ -211,7 +211,7 @@ def _block_input_bytes(oom: OutOfMemory) -> float | None:
     return float(firsts) if isinstance(firsts, int | float) else None
 
 
-def find_large_state(oom: OutOfMemory) -> MemoryHit | None:
+def find_large_state(oom: MemoryFailure) -> MemoryHit | None:
     state, ranks = oom.state_bytes, oom.facts.world_size
     kept = oom.alive.filter((pl.col("category") == "optimizer state") & (pl.col("bytes") > _BYTES_FP32))
     is_wide = not kept.height or (kept["dtype"] == "float32").any()
@@ -232,7 +232,7 @@ def find_large_state(oom: OutOfMemory) -> MemoryHit | None:
     return MemoryHit(title=title, evidence=text, saving_bytes=state * _QUANTIZED)
 
 
-def find_others(oom: OutOfMemory) -> MemoryHit | None:
+def find_others(oom: MemoryFailure) -> MemoryHit | None:
     outside, total = oom.outside_bytes, oom.facts.total_bytes
     if outside is None or total is None or outside < max(_OUTSIDE_BYTES, _LEAST_OUTSIDE * total):
         return None

@@ -7,7 +7,7 @@ Codes are stable: a code never changes its meaning.
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from stepscope.explain.memory.out_of_memory import OutOfMemory
+from stepscope.explain.memory.out_of_memory import MemoryFailure
 from stepscope.explain.rules.evidence import WORTH_SAYING, Gain, StepEvidence, ms
 from stepscope.explain.trace.profile import Profile
 from stepscope.findings import Copyable
@@ -57,7 +57,7 @@ class Rule:
     title: str  # what is wrong, without numbers
     action: str  # what to do in one's own code, as an imperative
     check: Callable[[StepEvidence], Hit | None] = _find_nothing
-    check_memory: Callable[[OutOfMemory], MemoryHit | None] | None = None  # if memory ran out
+    check_memory: Callable[[MemoryFailure], MemoryHit | None] | None = None  # if memory ran out
     meaning: str
     seen: str  # the data and threshold that the check uses
     saving: str  # how the saving is estimated, and how accurate the estimate is

@@ -48,7 +48,7 @@ def answer_questions(materials: Materials) -> Section:
         asked.append(("questions-time", "Time", answer([materials.profile])))
     if materials.memory is not None:
         of_this_run = tuple(one for one in answer_memory(materials.memory) if one.key not in _OF_NO_RUN)
-        asked.append(("questions-memory", "Memory", of_this_run))
+        asked += [("questions-memory", "Memory", of_this_run)] if of_this_run else []
     if not asked:
         return Section(
             key=key,

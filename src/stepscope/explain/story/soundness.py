@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from stepscope.explain.experiments.attention_tables import DOUBTS
 from stepscope.explain.experiments.bench_tables import PHASES
 from stepscope.explain.experiments.cases import describe_case, limit_notes
-from stepscope.explain.memory.out_of_memory import OutOfMemory
+from stepscope.explain.memory.out_of_memory import MemoryFailure
 from stepscope.explain.statistics import Statistics, summarise
 from stepscope.explain.story.commands import find_strangers
 from stepscope.explain.story.opening import Opening
@@ -46,7 +46,7 @@ def judge(opening: Opening) -> Soundness:
     return Soundness(verdict="sound", sentence=_say_sound(opening), details=details)
 
 
-def _say_moment(oom: OutOfMemory) -> str:
+def _say_moment(oom: MemoryFailure) -> str:
     if oom.facts.total_bytes is not None:
         return "The snapshot was taken when the request failed, before anything was freed."
     return "The memory at the failed request is that of the allocator's history."

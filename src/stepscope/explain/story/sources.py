@@ -16,7 +16,7 @@ import msgspec
 
 from stepscope.explain.experiments.bench_tables import step_ms
 from stepscope.explain.memory import MemoryProfile
-from stepscope.explain.memory.out_of_memory import OutOfMemory, find_out_of_memory
+from stepscope.explain.memory.out_of_memory import MemoryFailure, find_out_of_memory
 from stepscope.explain.ranks.lateness import RankTimes, match_ranks
 from stepscope.explain.rules import find_once
 from stepscope.explain.statistics import Statistics
@@ -59,7 +59,7 @@ class Materials:
         return match_ranks(self.ranks) if len(self.ranks) > 1 else None
 
     @cached_property
-    def out_of_memory(self) -> OutOfMemory | None:
+    def out_of_memory(self) -> MemoryFailure | None:
         """The request for memory that failed, if one did."""
         profile = self.oom or self.memory
         return None if profile is None else find_out_of_memory(profile)
