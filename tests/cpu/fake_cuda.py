@@ -77,8 +77,12 @@ def _segment(address: int, size: int, state: str) -> dict[str, Any]:
 
 @pytest.fixture
 def cuda(monkeypatch: pytest.MonkeyPatch) -> FakeCuda:
+    return install(monkeypatch)
+
+
+def install(monkeypatch: pytest.MonkeyPatch) -> FakeCuda:
     fake = FakeCuda()
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(torch.cuda, "get_allocator_backend", lambda: "native")
     monkeypatch.setattr(torch.cuda, "_lazy_call", lambda call: call())
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _device: (fake.free, fake.total))

@@ -1,7 +1,10 @@
 """`explain_oom` with a stand-in for CUDA: what it records, what it leaves to the script, and what it removes again."""
 
 import gc
+import os
+import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -171,7 +174,7 @@ def test_a_second_call_returns_the_same_watch_and_one_observer_is_enough(
 def test_without_cuda_nothing_happens_and_the_watch_says_why(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     with stepscope.explain_oom() as watch:
         assert watch.reason == "CUDA is not available"
         assert not watch.is_active
@@ -337,6 +340,44 @@ def test_the_page_and_the_recording_are_written_next_to_the_snapshot(
     assert again.sentence == tell(Materials(name="oom.pickle", memory=make_memory_profile(recording))).sentence
     assert again.sentence.startswith("CUDA ran out of memory at tests/cpu/fake_cuda.py:")
     assert (loss.grad_fn, optimizer.state) != (None, None)
+
+
+SCRIPT = """
+import os, pytest, torch, stepscope
+from tests.cpu.fake_cuda import install
+cuda = install(pytest.MonkeyPatch())
+stepscope.explain_oom("run")
+weights = torch.ones(1000)
+{ending}
+"""
+ENDINGS = {
+    "uncaught": ("cuda.run_out(1 << 30)", 1),
+    "own exit code": ("try:\n    cuda.run_out(1 << 30)\nexcept torch.OutOfMemoryError:\n    raise SystemExit(7)", 7),
+    "killed": ("try:\n    cuda.run_out(1 << 30)\nexcept torch.OutOfMemoryError:\n    os._exit(9)", 9),
+}
+
+
+@pytest.mark.parametrize("ending", ENDINGS)
+def test_a_script_keeps_its_exit_code_and_the_page_outlives_it(ending: str, tmp_path: Path) -> None:
+    code, expected = ENDINGS[ending]
+    (tmp_path / "train.py").write_text(SCRIPT.format(ending=code))
+    root = Path(__file__).parents[2]
+    path = os.pathsep.join([str(root / "src"), str(root)])
+    command = [sys.executable, "train.py"]
+    environment = {**os.environ, "PYTHONPATH": path}
+    # Without a pipe for its errors, nothing here waits for the child.
+    with (tmp_path / "errors").open("wb") as errors:
+        done = subprocess.run(command, cwd=tmp_path, env=environment, stderr=errors, check=False, timeout=300)
+    assert done.returncode == expected
+    page = tmp_path / "run/oom.html"
+    waited_until = time.monotonic() + 120
+    while "what would fit" not in (tmp_path / "errors").read_text() and time.monotonic() < waited_until:
+        time.sleep(0.1)
+    said = (tmp_path / "errors").read_text()
+    assert "what would fit: run/oom.html" in said
+    assert ("OutOfMemoryError: CUDA out of memory. Tried to allocate a lot." in said) == (ending == "uncaught")
+    assert "train.py: out of memory" in page.read_text()
+    assert (tmp_path / "run/oom/manifest.json").is_file()
 
 
 def test_fixes_that_are_enough_come_first(cuda: FakeCuda, watch: OomWatch) -> None:

@@ -190,7 +190,8 @@ def _observe(device: int, asked: int, limit: int, free: int) -> None:
 
 
 def _find_reason() -> str:
-    if not torch.cuda.is_available():
+    # Not `is_available`, which calls the driver: a process that forks later could then not use CUDA in its children.
+    if not torch.cuda.device_count():
         return "CUDA is not available"
     if torch.cuda.get_allocator_backend() != "native":
         return "the allocator `cudaMallocAsync` has no observers"
