@@ -44,7 +44,8 @@ class Block(nn.Module):
         q, k, v = split.permute(2, 0, 3, 1, 4)
         attended = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         x_BTD = x_BTD + self.project(attended.transpose(1, 2).reshape(B, T, D))
-        return x_BTD + self.down(F.gelu(self.up(self.norm_mlp(x_BTD))))
+        changed_BTD: Tensor = self.down(F.gelu(self.up(self.norm_mlp(x_BTD))))
+        return x_BTD + changed_BTD
 
 
 class GPT(nn.Module):

@@ -47,7 +47,8 @@ class FakeCuda:
         return {"segments": used + free, "device_traces": [[]], "allocator_settings": {"expandable_segments": False}}
 
     def allocated(self) -> int:
-        return sum(one["total_size"] for one in self.snapshot()["segments"]) - sum(self.free_blocks)
+        reserved: int = sum(one["total_size"] for one in self.snapshot()["segments"])
+        return reserved - sum(self.free_blocks)
 
     def _set_history(self, enabled: str | None, **settings: Any) -> None:
         self.is_recording = enabled is not None

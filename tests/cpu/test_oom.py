@@ -5,7 +5,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -42,7 +42,8 @@ class Block(nn.Module):
         self.down = nn.Linear(4 * WIDTH, WIDTH)
 
     def forward(self, x: Tensor) -> Tensor:
-        return x + self.down(F.gelu(self.up(self.norm(x))))
+        changed: Tensor = self.down(F.gelu(self.up(self.norm(x))))
+        return x + changed
 
 
 class Model(nn.Module):
@@ -52,7 +53,7 @@ class Model(nn.Module):
         self.blocks = nn.ModuleList(Block() for _ in range(LAYERS))
         self.head = nn.Linear(WIDTH, VOCABULARY, bias=False)
         self.fail_in: int | None = None
-        self.on_failure = lambda: None
+        self.on_failure: Callable[[], object] = bool
 
     def forward(self, tokens: Tensor) -> Tensor:
         x = self.embedding(tokens)
@@ -110,7 +111,7 @@ def test_the_snapshot_says_what_was_asked_for_and_where(cuda: FakeCuda, watch: O
     assert facts.device_name == "Fake GPU"
 
 
-def test_a_limit_of_the_process_is_told_apart_from_the_device(cuda: FakeCuda, watch: OomWatch) -> None:
+def test_a_limit_of_the_process_differs_from_the_device(cuda: FakeCuda, watch: OomWatch) -> None:
     with pytest.raises(torch.OutOfMemoryError):
         cuda.run_out(2 * GIB, limit=3 * GIB)
     assert explain(watch.snapshots[0]).facts.limit_bytes == 3 * GIB
@@ -147,11 +148,9 @@ def test_uninstalling_leaves_nothing_behind(cuda: FakeCuda, watch: OomWatch) -> 
     from torch.optim.optimizer import _global_optimizer_post_hooks
 
     hooks = len(_global_optimizer_post_hooks)
-    assert watch.is_active
-    assert cuda.is_recording
+    assert (watch.is_active, cuda.is_recording) == (True, True)
     watch.uninstall()
-    assert not watch.is_active
-    assert not cuda.is_recording
+    assert (watch.is_active, cuda.is_recording) == (False, False)
     assert len(_global_optimizer_post_hooks) == hooks - 1
     with pytest.raises(torch.OutOfMemoryError):
         cuda.run_out(GIB)
@@ -339,7 +338,8 @@ def test_the_page_and_the_recording_are_written_next_to_the_snapshot(
     again = stepscope.report(watch.folder / "oom").report
     assert again.sentence == tell(Materials(name="oom.pickle", memory=make_memory_profile(recording))).sentence
     assert again.sentence.startswith("CUDA ran out of memory at tests/cpu/fake_cuda.py:")
-    assert (loss.grad_fn, optimizer.state) != (None, None)
+    assert loss.grad_fn is not None
+    assert not optimizer.state
 
 
 SCRIPT = """
@@ -393,7 +393,7 @@ def test_fixes_that_are_enough_come_first(cuda: FakeCuda, watch: OomWatch) -> No
     assert loss.grad_fn is not None
 
 
-def test_a_snapshot_that_is_no_snapshot_is_refused(tmp_path: Path) -> None:
+def test_a_file_that_is_not_a_snapshot_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "oom.pickle"
     path.write_bytes(b"nonsense")
     with pytest.raises(StepscopeError):

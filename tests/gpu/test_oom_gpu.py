@@ -104,7 +104,7 @@ def test_a_failure_on_the_thread_of_autograd_names_the_call_of_backward(watch: O
             return grads[0] + torch.empty(4 * GIB, dtype=torch.uint8, device="cuda")[0]
 
     x = torch.ones(8, device="cuda", requires_grad=True)
-    loss = Greedy.apply(x).sum()
+    loss = Greedy.apply(x).sum()  # type: ignore[no-untyped-call]
     with pytest.raises(torch.OutOfMemoryError):
         loss.backward()
     found = explain(watch)
@@ -112,7 +112,7 @@ def test_a_failure_on_the_thread_of_autograd_names_the_call_of_backward(watch: O
     assert found.facts.line.startswith("tests/gpu/test_oom_gpu.py:")
 
 
-def test_a_request_that_succeeds_after_freeing_the_cache_is_no_failure(watch: OomWatch) -> None:
+def test_a_request_that_succeeds_after_freeing_the_cache_is_not_a_failure(watch: OomWatch) -> None:
     cached = take(3 * GIB // 2)
     del cached
     kept = take(7 * GIB // 4)  # fits only once the cached segment is returned

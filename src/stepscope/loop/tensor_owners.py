@@ -3,8 +3,8 @@
 Every tensor, module and optimizer that Python can reach is known to the garbage collector. Parameters, gradients and
 optimizer states get their names from modules and optimizers. The graphs below all tensors hold the activations, and
 show their modules: a node that uses a parameter belongs to the module of the parameter, and a node between two of those
-in the order of the forward pass belongs to the innermost module around both. Nothing here launches a kernel or
-allocates device memory.
+in the order of the forward pass belongs to the innermost module around both. Nothing here runs on the device or
+allocates its memory.
 
 What C++ alone holds (gradients on their way through the backward pass, workspaces) has no owner here.
 """

@@ -247,7 +247,7 @@ def test_old_graphs_are_a_leak(tmp_path: Path) -> None:
 
 def test_fragmentation_that_expandable_segments_would_solve(tmp_path: Path) -> None:
     tensors = layers(2, 2, 100)
-    request = {"asked_bytes": 150 * MIB, "free_bytes": 30 * MIB, "stack": BACKWARD}
+    request: dict[str, Any] = {"asked_bytes": 150 * MIB, "free_bytes": 30 * MIB, "stack": BACKWARD}
     found = fail(tmp_path, tensors, free_blocks=(85, 85), **request)
     one = require(found, "SS102")
     assert one.is_enough

@@ -1,7 +1,7 @@
 """A request for memory that failed: how much was missing, and what the rest of the step would have needed.
 
-The step is not over when memory runs out. In the first forward pass there are no gradients and no optimizer state yet,
-and the later layers have not saved anything. A change that only makes room for the failed request would fail a moment
+The step is not over when memory runs out. The first forward pass has neither gradients nor optimizer state yet, and
+the later layers have not saved anything. A change that only makes room for the failed request would fail a moment
 later, so what must be saved (`need_bytes`) is measured against the whole step: activations are extrapolated to all
 layers, and missing optimizer states are added.
 """
