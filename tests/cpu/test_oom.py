@@ -21,7 +21,6 @@ from stepscope.explain.rules.out_of_memory import find_fixes
 from stepscope.explain.story.run import tell
 from stepscope.explain.story.sources import Materials
 from stepscope.jobs.oom import explain_snapshot
-from stepscope.loop import oom
 from stepscope.loop.oom import OomWatch, Place
 from stepscope.loop.tensor_owners import clean_name, find_owners
 from stepscope.recording import store
@@ -398,4 +397,3 @@ def test_a_file_that_is_not_a_snapshot_is_refused(tmp_path: Path) -> None:
     path.write_bytes(b"nonsense")
     with pytest.raises(StepscopeError):
         explain_snapshot(path)
-    assert oom._MOST_PAGES > oom._AT_ONCE

@@ -23,7 +23,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any, NamedTuple
@@ -134,7 +134,7 @@ class OomWatch(AbstractContextManager["OomWatch"]):
 
     def _write(self, device: int, asked: int, limit: int, free: int) -> Path:
         here = _device(device)
-        content = _of_device(torch.cuda.memory._snapshot(), device)
+        content = of_device(torch.cuda.memory._snapshot(), device)
         frames = _user_frames()
         owners = find_owners(here, frames, mark=0)
         facts = _gather_facts(here, frames, owners, self.locate() if self.locate else Place())
@@ -183,6 +183,19 @@ def explain_oom(out: str | os.PathLike[str] | None = None) -> OomWatch:
     return watch
 
 
+@contextmanager
+def paused_stacks() -> Iterator[None]:
+    """Leave the allocator's history to someone else. A request that fails meanwhile is still explained."""
+    watch = _active
+    if watch is not None:
+        watch._history.stop()
+    try:
+        yield
+    finally:
+        if watch is not None and watch.is_active:
+            watch._history.start()
+
+
 def _observe(device: int, asked: int, limit: int, free: int) -> None:
     """PyTorch's observer. `limit` is the memory of the device, or what this process may use of it."""
     if _active is not None:
@@ -210,7 +223,7 @@ class _StackHistory:
         if torch._C._cuda_isHistoryEnabled():
             return  # the script records its own
         self._hook = register_optimizer_step_post_hook(self._after_step)
-        self._switch(on=True)
+        self._switch(on=self._is_wanted())
 
     def stop(self) -> None:
         if self._hook is not None:
@@ -220,9 +233,12 @@ class _StackHistory:
 
     def _after_step(self, *_: object) -> None:
         self._num_steps += 1
-        wanted = self._num_steps < _FIRST_STEPS or self._num_steps % _EVERY == 0
+        wanted = self._is_wanted()
         if wanted != self._is_on:
             self._switch(on=wanted)
+
+    def _is_wanted(self) -> bool:
+        return self._num_steps < _FIRST_STEPS or self._num_steps % _EVERY == 0
 
     def _switch(self, *, on: bool) -> None:
         if on:
@@ -239,10 +255,10 @@ def _device(number: int) -> torch.device:
 # --- The snapshot -----------------------------------------------------------------------------------------------------
 
 
-def _of_device(snapshot: dict[str, Any], device: int) -> dict[str, Any]:
+def of_device(snapshot: dict[str, Any], device: int, *, keeps_metadata: bool = False) -> dict[str, Any]:
     """The snapshot without the other devices, whose memory has no labels."""
     traces = [trace if place == device else [] for place, trace in enumerate(snapshot["device_traces"])]
-    for entry in traces[device]:
+    for entry in () if keeps_metadata or device >= len(traces) else traces[device]:
         entry.pop("user_metadata", None)  # of others: ours is a number of a mark
     segments = [segment for segment in snapshot["segments"] if segment["device"] == device]
     return {**snapshot, "segments": segments, "device_traces": traces}
