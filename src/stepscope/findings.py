@@ -83,6 +83,9 @@ class Finding(msgspec.Struct, frozen=True, kw_only=True):
     also: "tuple[Finding, ...]" = ()
     is_measured: bool = False  # saving_ns was measured with the fix, not estimated
     unit: Literal["step", "trace"] = "step"  # what savings and shares refer to: the trace, if it has no marked steps
+    # Out of memory: what the fix saves of it, and whether that alone is enough. None without an estimate.
+    saving_bytes: int | None = None
+    is_enough: bool | None = None
 
     @property
     def is_remark(self) -> bool:

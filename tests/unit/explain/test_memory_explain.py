@@ -392,7 +392,7 @@ def test_phases_of_an_accumulated_step_name_its_micro_batches(ours: MemoryProfil
     assert "3 micro-batches" in note
 
 
-@pytest.mark.parametrize("name", PARTS)
+@pytest.mark.parametrize("name", [name for name in PARTS if name != "findings"])
 def test_every_part_is_a_table(ours: MemoryProfile, name: str) -> None:
     table = make_part(ours, name, top=3)
     assert table.title

@@ -19,6 +19,7 @@ from stepscope.explain.rules import (
     host,
     loading,
     naive_attention,
+    out_of_memory,
     remarks,
     step,
     tiles,
@@ -35,7 +36,7 @@ from stepscope.findings import Column, Finding, Table
 
 _MODULES = (
     *(host, loading, fusion, naive_attention, gemm, tiles, step, copies),
-    *(communication, late_rank, training_loop, remarks),
+    *(communication, late_rank, training_loop, remarks, out_of_memory),
 )
 RULES: dict[str, Rule] = {
     rule.code: rule for rule in sorted((rule for one in _MODULES for rule in one.RULES), key=lambda rule: rule.code)

@@ -1,4 +1,4 @@
-"""A rule: a check for something that costs time, what it means and how to fix it.
+"""A rule: a check for something that costs time or memory, what it means and how to fix it.
 
 `stepscope rule CODE`, docs/rule.md (`tools/rule_docs.py`), findings and the cards of a report all read this one object.
 Codes are stable: a code never changes its meaning.
@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 import polars as pl
 
+from stepscope.explain.memory.out_of_memory import MemoryFailure
 from stepscope.explain.rules.evidence import WORTH_SAYING, Gain, StepEvidence, ms
 from stepscope.explain.trace.loop.source_lines import launch_sources, name_lines
 from stepscope.explain.trace.profile import Profile
@@ -39,11 +40,27 @@ class Hit:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryHit:
+    """What a check found when memory ran out. `saving_bytes` is how much less the step would need with the fix, None if
+    that is unknown. `title` and `paste` replace the rule's."""
+
+    title: str = ""
+    evidence: str
+    saving_bytes: float | None = None
+    paste: str = ""
+
+
+def _find_nothing(_evidence: StepEvidence) -> None:
+    """The check of a rule that is not about time."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Rule:
     code: str
     title: str  # what is wrong, without numbers
     action: str  # what to do in one's own code, as an imperative
-    check: Callable[[StepEvidence], Hit | None]
+    check: Callable[[StepEvidence], Hit | None] = _find_nothing
+    check_memory: Callable[[MemoryFailure], MemoryHit | None] | None = None  # if memory ran out
     meaning: str
     seen: str  # the data and threshold that the check uses
     saving: str  # how the saving is estimated, and how accurate the estimate is

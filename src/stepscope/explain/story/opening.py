@@ -1,5 +1,6 @@
 """The first screen: what ran, the headline, and the few numbers that matter."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -8,6 +9,7 @@ import msgspec
 from stepscope.explain.experiments.bench_tables import mfu_of
 from stepscope.explain.experiments.cases import say_extras
 from stepscope.explain.memory import MemoryProfile
+from stepscope.explain.memory.out_of_memory import say_failure
 from stepscope.explain.model_names import describe_model, name_model
 from stepscope.explain.ranks.lateness import rank_numbers
 from stepscope.explain.ranks.rank_tables import label_ranks
@@ -103,6 +105,9 @@ class Opening:
 
 def title_of(materials: Materials) -> str:
     case = find_case(materials)
+    if case is None and materials.out_of_memory is not None:
+        script = materials.out_of_memory.facts.script or materials.name
+        return f"{clip(script, _MOST_FILE)}: out of memory"
     if case is None:
         return clip(_title_script(materials) or _count_ranks(materials) or materials.name, _MOST_TITLE)
     workload = case.workload
@@ -180,6 +185,8 @@ def say_run(opening: Opening) -> str:
 
 def _name_run(opening: Opening) -> tuple[str, ...]:
     """Names for the run, the longest first."""
+    if opening.materials.out_of_memory is not None:
+        return ()  # the headline names the line
     if opening.case is None:
         script = tuple(clip(name, _MOST_FILE) for name in name_script(opening.materials))
         return script or (_count_ranks(opening.materials) or clip(opening.materials.name, _MOST_FILE),)
@@ -190,6 +197,8 @@ def _name_run(opening: Opening) -> tuple[str, ...]:
 def say_what_matters(opening: Opening) -> str:
     """The headline without the model."""
     materials = opening.materials
+    if materials.out_of_memory is not None:
+        return say_failure(materials.out_of_memory)
     failed = _say_failure(materials)
     if failed:
         return failed
@@ -272,13 +281,31 @@ def say_peak(memory: MemoryProfile) -> str:
 
 def list_facts(opening: Opening) -> tuple[Fact, ...]:
     """Those of one rank name it."""
-    found = (_step(opening), _memory(opening), _bound(opening), _mfu(opening), _busy(opening), _tokens(opening))
+    found = (
+        *_out_of_memory(opening),
+        _step(opening),
+        _memory(opening),
+        _bound(opening),
+        _mfu(opening),
+        _busy(opening),
+        _tokens(opening),
+    )
     rank = name_rank(opening.materials)
     return tuple(
         msgspec.structs.replace(fact, note=f"{fact.note}; {rank}") if rank else fact
         for fact in found
         if fact is not None
     )
+
+
+def _out_of_memory(opening: Opening) -> Iterator[Fact]:
+    oom = opening.materials.out_of_memory
+    if oom is None:
+        return
+    where = f"{oom.phase}, {oom.place}" if oom.phase and oom.place else oom.phase or oom.place
+    yield Fact(key="asked", label="asked for", value=oom.facts.asked_bytes, kind="bytes", note=where)
+    yield Fact(key="free", label="free", value=oom.room_bytes, kind="bytes", note="that CUDA could still give")
+    yield Fact(key="held", label="held by tensors", value=oom.held_bytes, kind="bytes", note="when the request failed")
 
 
 def _step(opening: Opening) -> Fact | None:

@@ -16,6 +16,7 @@ import msgspec
 
 from stepscope.explain.experiments.bench_tables import step_ms
 from stepscope.explain.memory import MemoryProfile
+from stepscope.explain.memory.out_of_memory import MemoryFailure, find_out_of_memory
 from stepscope.explain.ranks.lateness import RankTimes, match_ranks
 from stepscope.explain.rules import find_once
 from stepscope.explain.statistics import Statistics
@@ -46,6 +47,7 @@ class Materials:
     profile: Profile | None = None
     ranks: tuple[Profile, ...] = ()
     memory: MemoryProfile | None = None
+    oom: MemoryProfile | None = None  # of the moment at which memory ran out, if that is not `memory`
     bench: tuple[BenchRow, ...] = ()
     precision: PrecisionReport | None = None
     attention: tuple[AttentionRow, ...] = ()
@@ -56,6 +58,12 @@ class Materials:
     def rank_times(self) -> RankTimes | None:
         """When the ranks arrived at their collectives; None for a single rank, or if none can be matched."""
         return match_ranks(self.ranks) if len(self.ranks) > 1 else None
+
+    @cached_property
+    def out_of_memory(self) -> MemoryFailure | None:
+        """The request for memory that failed, if one did."""
+        profile = self.oom or self.memory
+        return None if profile is None else find_out_of_memory(profile)
 
     @property
     def timed_row(self) -> BenchRow | None:

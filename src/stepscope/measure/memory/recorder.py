@@ -268,7 +268,7 @@ class _OnCuda(_Recorder):
     def write(self, path: Path) -> None:
         allocated, reserved = self._peaks
         self._snapshot[KEY] = self.labels(
-            segments_at_start=[_without_frames(segment) for segment in self._start],
+            segments_at_start=[without_frames(segment) for segment in self._start],
             allocator_peak_bytes=allocated,
             allocator_peak_reserved_bytes=reserved,
         )
@@ -364,7 +364,7 @@ def _block(address: int, size: int) -> dict[str, object]:
     return {"address": address, "total_size": size, "stream": 0, "segment_type": "large", "blocks": [block]}
 
 
-def _without_frames(segment: dict[str, Any]) -> dict[str, object]:
+def without_frames(segment: dict[str, Any]) -> dict[str, object]:
     blocks = [{key: value for key, value in block.items() if key != "frames"} for block in segment["blocks"]]
     return {**{key: value for key, value in segment.items() if key != "frames"}, "blocks": blocks}
 

@@ -11,7 +11,7 @@ random generator states that a checkpoint also keeps (5 kB each on the CPU) are 
 """
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from types import CellType, FunctionType
@@ -85,10 +85,15 @@ class Holder:
     op: str
 
 
-def held_tensors(root: Any) -> Iterator[tuple[Holder, str, Tensor]]:
-    """Yield every tensor that the graph below a node holds, with its holder and role."""
+def held_tensors(*roots: Any) -> Iterator[tuple[Holder, str, Tensor]]:
+    """Yield every tensor that the graph below some nodes holds, with its holder and role."""
+    yield from tensors_of(visit(*roots))
+
+
+def tensors_of(nodes: Iterable[Any]) -> Iterator[tuple[Holder, str, Tensor]]:
+    """Yield every tensor that these nodes hold. A node that backward has passed holds none."""
     frames: set[int] = set()
-    for node in _visit(root):
+    for node in nodes:
         holder = Holder(node._sequence_nr(), node.name().rpartition("::")[2])
         for argument, raw in _raw_tensors(node):
             # If a hook has packed it, the tensor inside (moved to the CPU, or smaller) is what is held.
@@ -98,11 +103,12 @@ def held_tensors(root: Any) -> Iterator[tuple[Holder, str, Tensor]]:
         yield from ((holder, f"ctx.{name}", tensor) for name, tensor in _tensors_in(getattr(node, "__dict__", {})))
 
 
-def _visit(root: Any) -> list[Any]:
-    """Yield every node below `root` once, in forward order. The list keeps the nodes' Python wrappers alive, so that
+def visit(*roots: Any) -> list[Any]:
+    """Return every node below `roots` once, in forward order. The list keeps the nodes' Python wrappers alive, so that
     their ids stay unique.
     """
-    found, waiting = {id(root): root}, [root]
+    found = {id(root): root for root in roots}
+    waiting = list(found.values())
     while waiting:
         for node, _ in waiting.pop().next_functions:
             if node is not None and id(node) not in found:
