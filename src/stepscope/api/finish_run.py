@@ -26,7 +26,7 @@ def finish_run(folder: Path, rank: int) -> None:
         return
     missing = _wait_for_ranks(folder, facts.world_size)
     if missing:
-        tell(f"{missing} of {facts.world_size} ranks have recorded nothing; the page is about the others")
+        tell(f"{missing} of {facts.world_size} ranks recorded nothing; the page shows the others")
     page = report(folder, (folder / facts.page).resolve(), force=True, command=facts.command)
     for line in summarize_report(page.report):
         tell(line)

@@ -30,8 +30,8 @@ T = TypeVar("T")
 
 
 class Recorder:
-    """Records some steps of the loop inside this context. Steps are found by themselves, as `stepscope run` finds them,
-    or marked by calling `step` at the end of each. `page` is there after the context."""
+    """Records some steps of the loop inside this context. Steps are found as `stepscope run` finds them, or marked by
+    calling `step` at the end of each. The page exists after the context."""
 
     def __init__(self, place: RunPlace, *, steps: int, skip: int, sources: bool, force: bool, found_by: str) -> None:
         self._place = place
@@ -60,11 +60,13 @@ class Recorder:
     def step(self) -> None:
         """Mark the end of a step. Costs about a microsecond while nothing is recorded."""
         if self._recorder is None:
-            raise RuntimeError("recorder.step() needs the context: with stepscope.record(DIR) as recorder")
+            raise RuntimeError(
+                "the recorder has not started: call step() inside `with stepscope.record(DIR) as recorder:`"
+            )
         self._recorder.step("recorder.step()")
 
     def finish(self) -> None:
-        """End the recording and wait for the page. Ctrl-C stops waiting."""
+        """End the recording and wait for the page. Ctrl-C skips it."""
         if self._recorder is None:
             return
         self._recorder.finish()
@@ -86,10 +88,11 @@ def record(
 ) -> Recorder:
     """Return a context that records some steps of the training loop inside it and writes a page about them.
 
-    `steps` steps are recorded, after `skip` others in which the loop warms up.
+    It skips `skip` warm-up steps, times a few more, and records `steps`. `sources` records one more step for source
+    lines.
 
-    `out` is a directory for recordings and page, or an .html file (default: `report.html`). `sources` records one more
-    step for source lines. The directory of an earlier run is replaced by the same command, or with `force`.
+    `out` is a directory for the page and the recordings, or an .html file (default: `report.html`). The same program
+    replaces its own earlier run; `force` replaces that of another.
     """
     return make_recorder(out, steps=steps, skip=skip, sources=sources, force=force)
 

@@ -20,7 +20,7 @@ from stepscope.errors import Exit, StepscopeError
 # In the order of `--help`, each with its line there. A verb is a function in the module of the same name.
 VERBS = {
     "report": "Write one HTML page about a model, a trace or two runs.",
-    "run": "Record a few steps of your own training script, unchanged.",
+    "run": "Record a few steps of your training script, without changing it.",
     "bench": "Time forward, backward and optimizer over a grid of settings.",
     "profile": "Record a few training steps, kernel by kernel.",
     "memory": "Show where memory goes and when it peaks.",

@@ -21,26 +21,30 @@ def run(
     script: Annotated[
         list[str], typer.Argument(metavar="SCRIPT ARGUMENTS…", help="The script, followed by its own arguments.")
     ],
-    module: Annotated[bool, typer.Option("-m", help="SCRIPT is a module, as with `python -m`.")] = False,
-    steps: Annotated[int, typer.Option(metavar="N", min=1, max=1000, help="Steps to record.")] = 3,
-    skip: Annotated[int, typer.Option(metavar="N", min=0, help="Steps to skip first, while the script warms up.")] = 10,
+    module: Annotated[bool, typer.Option("-m", help="Run SCRIPT as a module, like `python -m`.")] = False,
+    steps: Annotated[int, typer.Option(metavar="N", min=1, max=1000, help="Number of steps to record.")] = 3,
+    skip: Annotated[int, typer.Option(metavar="N", min=0, help="Number of warm-up steps to skip first.")] = 10,
     out: Annotated[
         Path | None,
         typer.Option(
             metavar="FILE.html|DIR",
-            help="The page, or a directory for page and recordings.  [default: report.html, and runs/run/SCRIPT]",
+            help="The page, or a directory for page and recordings.  [default: report.html and runs/run/SCRIPT]",
         ),
     ] = None,
     stop: Annotated[bool, typer.Option("--stop", help="End the script after the recording.")] = False,
     sources: Annotated[
-        bool, typer.Option("--sources/--no-sources", help="Record one more step for source lines.")
+        bool, typer.Option("--sources/--no-sources", help="Record one more step, with Python stacks, for source lines.")
     ] = True,
-    force: Annotated[bool, typer.Option("--force", help="Replace an earlier run or another file at --out.")] = False,
+    force: Annotated[
+        bool, typer.Option("--force", help="Replace the run of another command, or any other file, at --out.")
+    ] = False,
 ) -> None:
-    """Run a training script and write a page about a few of its steps. The script needs no changes.
+    """Run a training script, record a few of its steps, and write a page about them. The script needs no changes.
 
-    Steps are found by what every training loop does, whatever library it uses. The script runs on afterwards, and its
-    exit status is that of this command. For several ranks: torchrun --nproc-per-node 8 -m stepscope run train.py
+    Steps are found by optimizer steps and backward passes, whatever library is on top. Put options before the script;
+    what follows it belongs to the script. The script then continues, and this command exits with its status.
+
+    Several ranks: torchrun --nproc-per-node 8 -m stepscope run train.py
     """
     target, *arguments = script
     _require_target(target, is_module=module)
@@ -55,7 +59,7 @@ def run(
             world_size=int(os.environ.get("WORLD_SIZE", "1")),
             force=force,
         )
-    limit_instructions()  # a script that crashes on this CPU would end here, too
+    limit_instructions()  # a script that would crash on this CPU must not
     _become(msgspec.structs.replace(request, folder=str(place.folder), page=str(place.page)), arguments)
 
 

@@ -49,7 +49,7 @@ Tell = Callable[[str], None]
 Moment = Literal["step", "between operators"]
 Stage = Generator[None, Moment, None]
 _LEAST_TIMED, _MOST_TIMED = 3, 8
-_OTHER_PROFILER = "another profiler was active in this process, so steps were recorded only while it was not"
+_OTHER_PROFILER = "another profiler was active in this process; steps were recorded only while it was inactive"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -401,12 +401,12 @@ class LoopRecorder:
         if self._marked_by or seen:
             if self._kept.notes:
                 return (
-                    "nothing was recorded: another profiler was active until the end. For a page about its trace: "
-                    "torch.profiler.profile(on_trace_ready=stepscope.trace_handler(DIR))"
+                    "nothing was recorded: another profiler was active until the end. For a page about its trace, pass "
+                    "`on_trace_ready=stepscope.trace_handler(DIR)` to torch.profiler.profile"
                 )
             short = RecordingPlan(skip=LEAST_STEPS, steps=1, sources=self.plan.sources)
-            fewer = f"; with --skip {short.skip} --steps 1, {short.total} are enough" if short.total < needed else ""
-            return f"nothing was recorded: the script ran {count_noun(seen, 'step')}, and {needed} are needed{fewer}"
+            fewer = f" ({short.total} with --skip {short.skip} --steps 1)" if short.total < needed else ""
+            return f"nothing was recorded: the script ran {count_noun(seen, 'step')}; {needed} are needed{fewer}"
         saw = [
             count_noun(count, noun, plural)
             for count, noun, plural in (
@@ -419,7 +419,7 @@ class LoopRecorder:
         found = " and ".join(saw) if saw else "no optimizer, backward pass or DataLoader"
         return (
             f"no training steps found: saw {found}. "
-            "Mark the steps yourself: `with stepscope.record(DIR) as recorder:` and `recorder.step()` after each"
+            "Mark them in your code: `with stepscope.record(DIR) as recorder:`, and `recorder.step()` after each step"
         )
 
     def _live_optimizers(self) -> list[Optimizer]:

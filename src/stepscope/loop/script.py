@@ -45,7 +45,7 @@ class ScriptRequest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ScriptStopped(SystemExit):
-    """Ends the script after the recording, as `--stop` asks for."""
+    """Ends the script after the recording, for `--stop`."""
 
 
 class ScriptRun:
@@ -72,7 +72,8 @@ class ScriptRun:
             self._finish()
             raise
         except BaseException as error:  # noqa: BLE001  # the script's own error, shown as Python would
-            sys.excepthook(type(error), error, _own_part(error))
+            error.__traceback__ = _own_part(error)  # this is what Python prints, and not the argument
+            sys.excepthook(type(error), error, error.__traceback__)
             status = 1
         finally:
             os._exit = exit_at_once
@@ -127,7 +128,7 @@ class ScriptRun:
             return
         recorder.finish()
         if recorder.finisher is not None and recorder.finisher.is_running:
-            tell("writing the page; Ctrl-C to stop")
+            tell("waiting for the page; press Ctrl-C to skip it")
             recorder.finisher.wait()
 
 
@@ -196,7 +197,7 @@ class _Calling(Loader):
 
     def exec_module(self, module: ModuleType) -> None:
         assert module.__spec__ is not None
-        module.__spec__.loader = module.__loader__ = self._loader  # as if nobody had watched
+        module.__spec__.loader = module.__loader__ = self._loader  # as without this wrapper
         self._loader.exec_module(module)
         self._call()
 
