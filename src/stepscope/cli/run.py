@@ -59,7 +59,7 @@ def run(
             world_size=int(os.environ.get("WORLD_SIZE", "1")),
             force=force,
         )
-    limit_instructions()  # a script that would crash on this CPU must not
+    limit_instructions()  # before torch is loaded, which may use instructions that this CPU forbids
     _become(msgspec.structs.replace(request, folder=str(place.folder), page=str(place.page)), arguments)
 
 
