@@ -1,5 +1,7 @@
 """Rules about the loop around the model: gradients that are filled with zeros, checkpoints and skipped updates."""
 
+from dataclasses import replace
+
 import polars as pl
 
 from stepscope.explain.rules.evidence import WORTH_SAYING, StepEvidence, ms
@@ -23,6 +25,9 @@ def find_zeroed_gradients(evidence: StepEvidence) -> Hit | None:
     if not zeroing.height:
         return None
     gain = evidence.gain_of(evidence.durations, evidence.mark(zeroing))
+    if evidence.profile.on_cpu:  # the step has no other work meanwhile
+        scale = min(1.0, evidence.step_ns / max(1.0, evidence.clock.profiled_ns))
+        gain = replace(gain, step_ns=max(gain.step_ns, gain.gpu_ns * scale))
     time = f"{ms(evidence.per_step(zeroing))} of {device_word(evidence.profile)} time"
     text = f"`zero_grad` takes {time} to fill gradients with zeros{say_launching_lines(evidence, zeroing)}"
     count = count_per_step(evidence, zeroing.height, kernel_word(evidence.profile))
@@ -71,7 +76,8 @@ RULES = (
         meaning="""Gradients are kept and filled with zeros, and backward adds to them. Without them, backward writes
             its first result: one pass over all gradients less to write, and one less to read.""",
         seen="Kernels that fill memory, launched inside the range that PyTorch records around `zero_grad`.",
-        saving="The recording is replayed without these kernels. What backward saves by not adding is not counted.",
+        saving="""The recording is replayed without these kernels; on a CPU, it is their time. What backward saves by
+            not adding is not counted.""",
         builtin="not needed: its gradients are freed",
         own=("optimizer.zero_grad()  # set_to_none=True is the default",),
         on_cpu=True,
