@@ -152,6 +152,7 @@ def test_gradients_filled_with_zeros_on_a_cpu() -> None:
         with timeline.step():
             for _ in range(10):
                 timeline.compute("aten::mm", 100)
+            timeline.compute("aten::add", 2)
             with timeline.range("Optimizer.zero_grad#AdamW.zero_grad"):
                 timeline.compute("aten::zero_", 80)
     finding = found(timeline.profile(device="AMD EPYC"), "SS027")

@@ -1,7 +1,5 @@
 """Rules about the loop around the model: gradients that are filled with zeros, checkpoints and skipped updates."""
 
-from dataclasses import replace
-
 import polars as pl
 
 from stepscope.explain.rules.evidence import WORTH_SAYING, StepEvidence, ms
@@ -25,18 +23,24 @@ def find_zeroed_gradients(evidence: StepEvidence) -> Hit | None:
     if not zeroing.height:
         return None
     gain = evidence.gain_of(evidence.durations, evidence.mark(zeroing))
-    if evidence.profile.on_cpu:  # the step has no other work meanwhile
-        scale = min(1.0, evidence.step_ns / max(1.0, evidence.clock.profiled_ns))
-        gain = replace(gain, step_ns=max(gain.step_ns, gain.gpu_ns * scale))
     time = f"{ms(evidence.per_step(zeroing))} of {device_word(evidence.profile)} time"
     text = f"`zero_grad` takes {time} to fill gradients with zeros{say_launching_lines(evidence, zeroing)}"
     count = count_per_step(evidence, zeroing.height, kernel_word(evidence.profile))
-    return settle(evidence, gain, text, title=f"`zero_grad(set_to_none=False)` fills gradients with zeros: {count}")
+    title = f"`zero_grad(set_to_none=False)` fills gradients with zeros: {count}"
+    if not evidence.profile.on_cpu:
+        return settle(evidence, gain, text, title=title)
+    # An operator of a CPU takes the time of the step itself.
+    saving = gain.gpu_ns * min(1.0, evidence.step_ns / max(1.0, evidence.clock.profiled_ns))
+    return Hit(title=title, evidence=text, saving_ns=saving, gain=gain) if _is_worth(evidence, saving) else None
+
+
+def _is_worth(evidence: StepEvidence, time_ns: float) -> bool:
+    return time_ns >= WORTH_SAYING * evidence.step_ns
 
 
 def find_checkpoints(evidence: StepEvidence) -> Hit | None:
     time_ns = evidence.loop.time_of("checkpoint") if evidence.loop is not None else 0.0
-    if time_ns < WORTH_SAYING * evidence.step_ns:
+    if not _is_worth(evidence, time_ns):
         return None
     saved = evidence.profile.recording.ranges.filter(pl.col("name") == _CHECKPOINT)
     steps = evidence.profile.steps.with_columns(process=pl.lit(0), thread=pl.lit(0))
