@@ -25,7 +25,7 @@ from stepscope.findings import Missing
 from stepscope.jobs.experiments.sweep import RESULTS_NAME
 from stepscope.jobs.report import stages
 from stepscope.jobs.report.data import is_data, read_state
-from stepscope.loop.place import MEMORY_FOLDER, is_run
+from stepscope.loop.place import MEMORY_FOLDER, OOM_FOLDER, is_run
 from stepscope.recording.rows import attention_case, bench, memory_summary, precision_report
 from stepscope.recording.rows.attention_case import AttentionRow
 from stepscope.recording.rows.bench import BenchRow, CaseRow
@@ -96,6 +96,8 @@ def _list_parts(source: Path | Run) -> list[Path | Run]:
     """The directory of `stepscope run` has its ranks, and may have a recording of memory."""
     if isinstance(source, Run) or not is_run(source):
         return [source]
+    if expand_ranks([source]) == [source] and is_recording(source / OOM_FOLDER):
+        return [source / OOM_FOLDER]  # it ran out of memory before anything else was recorded
     return [source, *([source / MEMORY_FOLDER] if is_recording(source / MEMORY_FOLDER) else [])]
 
 

@@ -125,10 +125,7 @@ class ScriptRun:
         if recorder is None:
             tell("nothing was recorded: the script did not import torch")
             return
-        recorder.finish()
-        if recorder.finisher is not None and recorder.finisher.is_running:
-            tell("writing the page; Ctrl-C to stop")
-            recorder.finisher.wait()
+        recorder.end()
 
 
 def _stop() -> None:
