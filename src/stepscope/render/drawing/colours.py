@@ -84,6 +84,7 @@ _KNOWN: dict[str, Pair] = {
     "backward": ("#6b82a1", "#8fa9cb"),
     "input": ("#d3dbe6", "#46566c"),
     "warm-up": ("#d3dbe6", "#46566c"),
+    "waiting": _pale(_VERMILION),
     "GPU idle": _pale(_GREY),
     "A": _GREY,
     "B": _BLUE,
