@@ -20,7 +20,6 @@ from stepscope.errors import StepscopeError
 from stepscope.explain.experiments.cases import describe_case
 from stepscope.explain.story.commands import find_case
 from stepscope.explain.story.sources import Materials
-from stepscope.explain.trace.profile import Profile
 from stepscope.findings import Missing
 from stepscope.jobs.experiments.sweep import RESULTS_NAME
 from stepscope.jobs.report import stages

@@ -42,10 +42,10 @@ from stepscope.recording.store import Recording
 if TYPE_CHECKING:
     import polars as pl
 
-    from stepscope.explain.ranks.activity import RankActivity
     from stepscope.explain.memory import MemoryProfile
     from stepscope.explain.memory.timeline import By as StackedBy
     from stepscope.explain.questions import Answer
+    from stepscope.explain.ranks.activity import RankActivity
     from stepscope.explain.trace.bounded import BoundedProfile
     from stepscope.explain.trace.compare import By, ProfileComparison
     from stepscope.recording.rows.memory_summary import MemorySummary

@@ -125,9 +125,7 @@ def _follow(orders: Sequence[_Order], failed: threading.Event) -> Iterator[RankA
 def _receive(stream: IO[bytes], order: _Order) -> RankActivity | _Refusal:
     header = stream.read(_LENGTH.size)
     if len(header) < _LENGTH.size:
-        return _Refusal(
-            f"a process that reads `{order.path}` exited early", "it was killed, or ran out of memory", ""
-        )
+        return _Refusal(f"a process that reads `{order.path}` exited early", "it was killed, or ran out of memory", "")
     has_failed, length = _LENGTH.unpack(header)
     content = stream.read(length)
     return msgspec.json.decode(content, type=_Refusal) if has_failed else decode(content)

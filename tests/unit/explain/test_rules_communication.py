@@ -4,14 +4,14 @@ from typing import Any
 
 import pytest
 
-from stepscope.explain.ranks.lateness import match_ranks
+from stepscope.explain.ranks.matching import match_ranks
 from stepscope.explain.rules import find
 from stepscope.explain.rules.evidence import StepEvidence
 from stepscope.explain.rules.strategies.communication import Communication
 from stepscope.explain.trace.profile import Profile
 from stepscope.findings import Finding, joint_saving
 from tests.unit.explain.test_rules_host import found, saving_us
-from tests.unit.rank_recordings import Rank, record_ranks
+from tests.unit.rank_recordings import Rank, record_ranks, reduce_ranks
 from tests.unit.recordings import ADD, ALL_REDUCE, GEMM_BF16, STREAM, TO_DEVICE, TO_DEVICE_PINNED, Timeline
 
 ALL_GATHER = "ncclDevKernel_AllGather_RING_LL(ncclDevKernelArgsStorage<4096ul>)"
@@ -313,7 +313,7 @@ def test_slow_link_is_named_with_its_bandwidth() -> None:
 
 
 def findings_of(profiles: list[Profile], shown: int = 0) -> dict[str, Finding]:
-    return {one.code: one for one in find(profiles[shown], match_ranks(profiles))}
+    return {one.code: one for one in find(profiles[shown], match_ranks(reduce_ranks(profiles)))}
 
 
 def test_late_rank_is_a_finding_on_the_page_of_every_rank() -> None:
@@ -321,7 +321,7 @@ def test_late_rank_is_a_finding_on_the_page_of_every_rank() -> None:
     profiles = record_ranks([Rank(compute_us=[100.0] * 12), late, Rank(compute_us=[100.0] * 12)])
     for shown in range(3):
         finding = findings_of(profiles, shown)["SS030"]
-        assert find(profiles[shown], match_ranks(profiles))[0] == finding
+        assert find(profiles[shown], match_ranks(reduce_ranks(profiles)))[0] == finding
         assert "rank 1" in finding.title
         assert "CPU" in finding.evidence
         assert "trace_rank1.json.gz" in finding.action
@@ -385,7 +385,7 @@ def test_late_rank_counts_its_own_delay_once(is_loading: bool) -> None:
     """On the page of the late rank, its idle time and the waits of the others are the same time."""
     late = Rank(compute_us=[100.0] * 12, idle_us=[1302.0] * 12, is_loading=is_loading)
     profiles = record_ranks([Rank(compute_us=[100.0] * 12), late])
-    findings = find(profiles[1], match_ranks(profiles))
+    findings = find(profiles[1], match_ranks(reduce_ranks(profiles)))
     total = joint_saving(findings)
     assert total is not None
     assert total.saving_ns <= 4 * 1_310_000

@@ -38,6 +38,7 @@ _PLACES = {
     "bucket": pl.Int32,  # its number among those of its step, kind and group
     "buckets": pl.Int32,
 }
+_OF_MODEL = ("input", "forward", "loss", "backward", "optimizer")  # phases
 _WORK = ("name", "shape", "count", "time_ns")
 
 
@@ -206,14 +207,17 @@ def _of_loop(recording: Recording, frame: pl.DataFrame) -> pl.DataFrame:
 
 
 def _host_ranges(recording: Recording) -> pl.DataFrame:
-    """The longest ranges that say what the CPU does: phases other than those of the model, synchronizations, and the
-    user's own."""
+    """The longest ranges that say what the CPU does besides running the model: phases such as logging,
+    synchronizations, and the user's own."""
     ranges = _of_loop(recording, recording.ranges.filter(pl.col("source") != "python"))
     about = r"^(?:module:|part:|step:|ProfilerStep#|Optimizer\.|nccl:|gloo:|DistributedDataParallel|FSDP|torch/)"
     lasting = pl.col("end_ns") - pl.col("start_ns")
-    kept = ranges.filter((lasting >= _LEAST_RANGE_NS) & (pl.col("source") != "module") & ~pl.col("name").str.contains(about))
+    kept = ranges.filter(
+        (lasting >= _LEAST_RANGE_NS) & (pl.col("source") != "module") & ~pl.col("name").str.contains(about)
+    )
     phase = named_ranges(kept).select("name", "source", "phase").unique(["name", "source"])
     named = kept.join(phase, on=["name", "source"], how="left", maintain_order="left")
+    named = named.filter(~pl.col("phase").is_in(_OF_MODEL).fill_null(value=False))
     told = pl.when(pl.col("name").str.starts_with("sync:")).then("name").otherwise(pl.coalesce("phase", "name"))
     longest = named.with_columns(name=told).sort(lasting, "start_ns", descending=[True, False]).head(_MOST_KEPT)
     return longest.sort("start_ns").select("start_ns", "end_ns", "name", "source_line")
@@ -232,7 +236,8 @@ def _find_pauses(ops: pl.DataFrame, window: tuple[int, int]) -> pl.DataFrame:
     # Operators of the backward pass have lines too, but an inner operator may not: the last known line counts.
     source = ordered["source"].forward_fill().gather(holes.tolist())
     found = pl.DataFrame(
-        {"start_ns": reached[holes], "end_ns": starts[holes + 1], "after": before["name"], "source": source}, schema=empty
+        {"start_ns": reached[holes], "end_ns": starts[holes + 1], "after": before["name"], "source": source},
+        schema=empty,
     )
     lasting = pl.col("end_ns") - pl.col("start_ns")
     return found.sort(lasting, "start_ns", descending=[True, False]).head(_MOST_KEPT).sort("start_ns")

@@ -1,8 +1,8 @@
 """The activity of a rank as bytes: kept next to its recording, and sent between processes.
 
-It is written where the rank ran, with the recording, so that a page over hundreds of ranks reads these files and not the
-recordings. The name has a digest of the code, because another version of the code may compute something else: such a
-file is not read, and the activity is computed again from the recording.
+It is written where the rank ran, with the recording, so that a page over hundreds of ranks reads these files and not
+the recordings. The name has a digest of the code, because another version of the code may compute something else: such
+a file is not read, and the activity is computed again from the recording.
 """
 
 import hashlib

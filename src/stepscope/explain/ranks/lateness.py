@@ -19,6 +19,8 @@ from stepscope.explain.ranks.activity import RankActivity
 from stepscope.explain.ranks.collectives import Floats, Ints
 from stepscope.explain.ranks.reasons import HostCause, Reason, WorkDifference, compare_work, find_host_cause
 
+_NOTABLE = 0.1  # of all waiting for single ranks
+_MOST_OTHERS = 3
 NEVER = -1  # the place of a collective on a rank that took no part
 
 
@@ -43,7 +45,7 @@ class RankLateness:
 
 @dataclass(frozen=True, kw_only=True)
 class Straggler:
-    """The rank that the others wait for most; times over the whole recording. `reasons` says how much of `late_ns` it
+    """A rank that the others wait for; times over the whole recording. `reasons` says how much of `late_ns` it
     did more work than the others, ran the same work slower, waited for input, or was idle otherwise."""
 
     lateness: RankLateness
@@ -198,12 +200,23 @@ class RankTimes:
         worst = max(self.lateness, key=lambda one: (one.late_ns, -one.rank), default=None)
         if worst is None or worst.late_ns <= 0:
             return None
+        return self._explain(self.lateness.index(worst))
+
+    @cached_property
+    def others_late(self) -> tuple[Straggler, ...]:
+        """The ranks other than `straggler` for which the others wait notably long, the latest first."""
         total = sum(one.late_ns for one in self.lateness)
-        column = self.lateness.index(worst)
+        worst = self.straggler.lateness if self.straggler is not None else None
+        late = [one for one in self.lateness if one is not worst and one.late_ns > _NOTABLE * total]
+        latest = sorted(late, key=lambda one: (-one.late_ns, one.rank))[:_MOST_OTHERS]
+        return tuple(self._explain(self.lateness.index(one)) for one in latest)
+
+    def _explain(self, column: int) -> Straggler:
+        late = self.lateness[column]
         return Straggler(
-            lateness=worst,
+            lateness=late,
             reasons=self._total_reasons(column),
-            share=worst.late_ns / total,
+            share=late.late_ns / sum(one.late_ns for one in self.lateness),
             work=self._compare_work(column),
             cause=find_host_cause(self.ranks[column], *self._since_previous(self._late_rows(column), column)),
         )

@@ -99,7 +99,9 @@ def find_host_cause(rank: RankActivity, since: Ints, until: Ints) -> HostCause |
     lengths = host["end_ns"] - host["start_ns"]
     busy = pl.Series(ran.between(host["start_ns"].to_numpy(), host["end_ns"].to_numpy()), dtype=pl.Float64)
     by_name = host.with_columns(length=lengths, idle=lengths - busy).group_by("name", maintain_order=True)
-    covering = by_name.agg(pl.col("length", "idle").sum(), longest=pl.col("length").max(), line=pl.col("source_line").first())
+    covering = by_name.agg(
+        pl.col("length", "idle").sum(), longest=pl.col("length").max(), line=pl.col("source_line").first()
+    )
     covering = covering.filter(pl.col("idle") > _MOST * idle_ns)
     if covering.height:
         # Ranges are nested: the shortest that covers the time says most.

@@ -39,8 +39,8 @@ _Described = TypeVar("_Described", BenchRow, AttentionRow, Manifest)
 @dataclass(frozen=True, kw_only=True)
 class Materials:
     """`bench` starts with the row of the run itself; other rows are variants, such as other precisions. `ranks` has all
-    ranks if there are several; `profile` is the one at place `shown`. `absent` is keyed by stage: bench, profile, memory, precision,
-    attention."""
+    ranks if there are several; `profile` is the one at place `shown`. `absent` is keyed by stage: bench, profile,
+    memory, precision, attention."""
 
     name: str  # the case in a few words, or the file
     command: str = ""  # repeats this run

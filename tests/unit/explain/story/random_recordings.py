@@ -19,6 +19,7 @@ from stepscope.recording.rows.bench import BenchRow
 from stepscope.recording.store import Overhead, Recording
 from stepscope.spec import build_case
 from tests.unit.explain.story.story_materials import CASE, HERE, small_row
+from tests.unit.rank_recordings import reduce_ranks
 from tests.unit.recordings import (
     ADD,
     ALL_REDUCE,
@@ -133,12 +134,12 @@ def plans() -> st.SearchStrategy[Plan]:
 def build(plan: Plan, name: str = "run") -> tuple[Run, Materials]:
     """The run as `explain` reads it, and everything that its page knows."""
     recordings = [_record(plan, name, rank) for rank in range(plan.ranks)]
-    run = Run([Opened(Path(f"{name}-{rank}"), one, None) for rank, one in enumerate(recordings)])
+    run = Run([Opened.of(Path(f"{name}-{rank}"), one) for rank, one in enumerate(recordings)])
     profiles = tuple(rank.profile for rank in run.ranks)
     materials = Materials(
         name=name,
         profile=profiles[0],
-        ranks=profiles if len(profiles) > 1 else (),
+        ranks=reduce_ranks(profiles) if len(profiles) > 1 else (),
         bench=_time(plan, run) if plan.timed is not None else (),
     )
     return run, materials

@@ -84,7 +84,9 @@ class Communication:
     def waited_ns(self) -> float:
         """The part of `exposed_ns` in which this rank waits for a later one, as far as their traces were given."""
         times = self.evidence.rank_times
-        return min(times.exposed_wait_ns(self.evidence.profile.recording.manifest.rank), self.exposed_ns) if times else 0.0
+        return (
+            min(times.exposed_wait_ns(self.evidence.profile.recording.manifest.rank), self.exposed_ns) if times else 0.0
+        )
 
     @property
     def own_ns(self) -> float:

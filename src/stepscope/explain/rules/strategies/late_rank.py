@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 from stepscope.explain.ranks.activity import RankActivity
 from stepscope.explain.ranks.lateness import RankLateness, RankTimes, Straggler
+from stepscope.explain.ranks.rank_tables import REASONS
 from stepscope.explain.ranks.reasons import WorkDifference
 from stepscope.explain.rules.evidence import Gain, StepEvidence, ms
 from stepscope.explain.rules.rule import Hit, Rule
@@ -28,8 +29,8 @@ def find_late_rank(evidence: StepEvidence) -> Hit | None:
         return _blame_rank(evidence, times, straggler, alone)
     if total < LEAST_EXPOSED * evidence.step_ns:
         return None
-    latest = sorted(times.lateness, key=lambda one: (-one.late_ns, one.rank))[:_MOST_NAMED]
-    ranks = ", ".join(f"rank {one.rank} for {ms(one.per_step(one.late_ns))}" for one in latest if one.late_ns)
+    latest = (straggler, *times.others_late)[:_MOST_NAMED]
+    ranks = ", ".join(_say_one(one) for one in latest)
     return Hit(
         title=f"Ranks wait for each other {ms(total)} {evidence.clock.say_per_step}",
         evidence=f"no rank is late most of the time: {evidence.clock.say_per_step}, the others wait for {ranks}",
@@ -67,6 +68,7 @@ _IN_BACKGROUND = (
     "writer = concurrent.futures.ThreadPoolExecutor(1)  # logging and saving while the device computes\n"
     "writer.submit(log, {name: value.detach().clone() for name, value in metrics.items()})"
 )
+_LESS_OFTEN = "if step % 100 == 0:\n    print(loss.item())  # waits for the device"
 _COLLECT = (
     "gc.disable()  # Python collects garbage at a different moment on each rank, and the others wait\n"
     "if step % 100 == 0:\n"
@@ -76,13 +78,14 @@ _COLLECT = (
 
 def _blame_rank(evidence: StepEvidence, times: RankTimes, straggler: Straggler, caused: float) -> Hit:
     late = straggler.lateness
-    advice = _advise(evidence, times.ranks[times.lateness.index(late)], straggler)
+    advice = _advise(times.ranks[times.lateness.index(late)], straggler)
     share = straggler.reasons[straggler.reason] / max(1.0, late.late_ns)
     text = f"{_say_late(evidence, late)}; {say_percent(share)} of that time {advice.why}"
     least = min(times.lateness, key=lambda one: (one.waited_ns, one.rank))
     if least is late:
         waits = f"It waits least for others: {ms(late.per_step(late.waited_ns))} {evidence.clock.say_per_step}"
         text += f". {waits if late.waited_ns > _LEAST_SAID * late.late_ns else 'It hardly ever waits for others'}"
+    text += _say_others(evidence, times)
     is_own = late.rank == evidence.profile.recording.manifest.rank
     return Hit(
         title=f"The other ranks wait for rank {late.rank}: {ms(caused)} {evidence.clock.say_per_step}",
@@ -102,7 +105,7 @@ class _LateAdvice:
     paste: str
 
 
-def _advise(evidence: StepEvidence, own: RankActivity, straggler: Straggler) -> _LateAdvice:
+def _advise(own: RankActivity, straggler: Straggler) -> _LateAdvice:
     rank = f"rank {straggler.lateness.rank}"
     match straggler.reason:
         case "work":
@@ -117,7 +120,7 @@ def _advise(evidence: StepEvidence, own: RankActivity, straggler: Straggler) -> 
         case "input":
             return _advise_about_input(rank, own)
         case "host":
-            return _advise_about_host(evidence, own, straggler)
+            return _advise_about_host(own, straggler)
 
 
 def _advise_about_clock(rank: str, work: WorkDifference, *, on_cpu: bool) -> _LateAdvice:
@@ -153,15 +156,15 @@ def _advise_about_input(rank: str, own: RankActivity) -> _LateAdvice:
     )
 
 
-def _advise_about_host(evidence: StepEvidence, own: RankActivity, straggler: Straggler) -> _LateAdvice:
+def _advise_about_host(own: RankActivity, straggler: Straggler) -> _LateAdvice:
     rank, cause, file = f"rank {straggler.lateness.rank}", straggler.cause, own.manifest.file
     why = "it runs no operators" if own.on_cpu else "its GPU is idle, because its CPU launches late"
     at = f" at `{cause.line}`" if cause is not None and cause.line else ""
     if cause is not None and cause.during:
         return _LateAdvice(
             why=f"{why}: it is in `{cause.during}`{at}, for up to {ms(cause.longest_ns)}",
-            action=f"Shorten `{cause.during}` on {rank}, or run it while the device computes",
-            paste=_COLLECT if cause.during.startswith("sync:") else _IN_BACKGROUND,
+            action=f"Shorten `{cause.during}` on {rank}, run it less often, or while the device computes",
+            paste=_LESS_OFTEN if cause.during.startswith("sync:") else _IN_BACKGROUND,
         )
     if cause is not None:
         why += f": no operator follows `{cause.after}`{at} for up to {ms(cause.longest_ns)}"
@@ -172,6 +175,19 @@ def _advise_about_host(evidence: StepEvidence, own: RankActivity, straggler: Str
         "all ranks at once",
         paste=_COLLECT,
     )
+
+
+def _say_one(one: Straggler) -> str:
+    late = one.lateness
+    return f"rank {late.rank} for {ms(late.per_step(late.late_ns))} ({REASONS[one.reason]})"
+
+
+def _say_others(evidence: StepEvidence, times: RankTimes) -> str:
+    """The next ranks that the others wait for; empty if there are none."""
+    if not times.others_late:
+        return ""
+    ranks = ", ".join(_say_one(one) for one in times.others_late)
+    return f". {evidence.clock.say_per_step.capitalize()}, the others also wait for {ranks}"
 
 
 def _say_late(evidence: StepEvidence, late: RankLateness) -> str:

@@ -1,8 +1,8 @@
 """One step of several ranks on one clock: what each computes, when it waits for which rank, and when it is idle.
 
 Clocks are aligned by the ends of collectives. Each rank has one track, with one thing at a time: computing by phase,
-then waiting for a later rank, communication, and input. What is left is idle. A page shows a few ranks: the latest ones,
-the extremes and a sample.
+then waiting for a later rank, communication, and input. What is left is idle. A page shows a few ranks: the latest
+ones, the extremes and a sample.
 """
 
 from collections.abc import Sequence
@@ -23,7 +23,9 @@ _MOST_SPANS = 8_000
 _COMMUNICATION, _INPUT, _WAITING, _OTHER = "communication", "input", "waiting", "computing"
 
 
-def choose_ranks(ranks: Sequence[RankActivity], times: RankTimes | None, shown: int, most: int = MOST_RANKS) -> list[int]:
+def choose_ranks(
+    ranks: Sequence[RankActivity], times: RankTimes | None, shown: int, most: int = MOST_RANKS
+) -> list[int]:
     """Return the places of at most `most` ranks, in order: the one that the page is about, those that the others wait
     for most, the extremes, and an even sample."""
     if len(ranks) <= most:

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 
 import msgspec
 
+from stepscope.explain.questions.answers import say_list
 from stepscope.explain.ranks.activity import RankActivity
 from stepscope.explain.ranks.lateness import RankTimes
 from stepscope.explain.ranks.matching import rank_numbers
@@ -52,7 +53,9 @@ def _say_ranks(ranks: Sequence[RankActivity], times: RankTimes | None) -> str:
     if times.straggler is None or times.straggler.share <= 0.5:
         return said
     late, why = times.straggler.lateness, REASONS[times.straggler.reason]
-    return f"{said} The others wait for rank {late.rank} ({why}): {say_time(late.late_ns)} in the recording."
+    said += f" The others wait for rank {late.rank} ({why}): {say_time(late.late_ns)} in the recording."
+    next_ = [f"rank {one.lateness.rank} ({REASONS[one.reason]})" for one in times.others_late]
+    return f"{said} They also wait for {say_list(next_)}." if next_ else said
 
 
 def tell_ranks(ranks: Sequence[RankActivity], times: RankTimes | None, shown: int = 0) -> tuple[Exhibit, ...]:
@@ -76,7 +79,9 @@ def tell_ranks(ranks: Sequence[RankActivity], times: RankTimes | None, shown: in
     )
     table = ranks_table(ranks, times, listed)
     if len(listed) < len(ranks):
-        table = msgspec.structs.replace(table, notes=(*table.notes, *say_chosen(len(listed), len(ranks)), "all ranks: --table ranks"))
+        table = msgspec.structs.replace(
+            table, notes=(*table.notes, *say_chosen(len(listed), len(ranks)), "all ranks: --table ranks")
+        )
     exhibits = [Exhibit(key="ranks-time", part=bars), Exhibit(key="ranks-table", part=table)]
     if times is not None:
         lanes = draw_ranks(times, labels, shown)
