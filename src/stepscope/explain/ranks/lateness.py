@@ -270,8 +270,9 @@ class RankTimes:
         return starts[np.maximum(0, places - 1)], starts[places]
 
     def late_collectives(self, top: int) -> "tuple[LateCollective, ...]":
-        """Return the collectives that kept the others waiting longest, the worst first."""
-        chosen = np.argsort(-self.margin_ns, kind="stable")[:top]
+        """Return the collectives that kept the others waiting longest, the worst first. Time for which a rank is late to
+        several at once counts for the first."""
+        chosen = np.argsort(-self._alone_ns, kind="stable")[:top]
         first = float(np.nanmin(self.arrival_ns)) if len(chosen) else 0.0
         return tuple(self._tell_late(row, first) for row in chosen.tolist())
 
@@ -286,7 +287,7 @@ class RankTimes:
         others = [place for place in range(len(self.ranks)) if place != column and not np.isnan(waited[place])]
         return LateCollective(
             rank=rank.rank,
-            late_ns=float(self.margin_ns[row]),
+            late_ns=float(self._alone_ns[row]),
             waits={number: float(waited[place]) for place in others if (number := self.ranks[place].rank) is not None},
             reason=reason if float(parts[reason][0]) else None,
             moment_ns=float(self.arrival_ns[row, column]) - first_ns,

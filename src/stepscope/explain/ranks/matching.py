@@ -17,6 +17,7 @@ _MOST_SHIFTED = 2000  # collectives by which one recording may begin later than 
 _ALIKE = 0.95  # of the collectives that two recordings share
 _UNKNOWN = -1
 _FEW_NS = 50_000  # within this, two ways to match are equally good
+_SAME_STEP = 0.25  # of a step: the same for ways that match steps of the same number
 
 
 def rank_numbers(ranks: Sequence[RankActivity]) -> tuple[int, ...] | None:
@@ -54,12 +55,14 @@ def _match_group(ranks: Sequence[RankActivity], group: str) -> Ints:
     base = max(range(len(frames)), key=lambda column: (frames[column].height, -column))
     places = np.full((frames[base].height, len(ranks)), NEVER, np.int64)
     places[:, base] = frames[base]["place"].to_numpy()
+    longest = _Sequence(frames[base])
     for column, frame in enumerate(frames):
         if column == base or not frame.height:
             continue
-        shift = _find_shift(_Sequence(frames[base]), _Sequence(frame))
+        other = _Sequence(frame)
+        shift = _find_shift(longest, other)
         if shift is not None:
-            ours, theirs, equal = _overlap(_Sequence(frames[base]), _Sequence(frame), shift)
+            ours, theirs, equal = _overlap(longest, other, shift)
             places[ours, column] = np.where(equal, frame["place"].to_numpy()[theirs], NEVER)
     return places
 
@@ -72,6 +75,8 @@ class _Sequence:
         self.bytes = frame["message_bytes"].fill_null(_UNKNOWN).to_numpy()
         self.steps = frame["step"].cast(pl.Int64).fill_null(_UNKNOWN).to_numpy()
         self.ends = frame["end_ns"].to_numpy()
+        steps = len(np.unique(self.steps))
+        self.step_ns = float(self.ends[-1] - self.ends[0]) / steps if len(self.ends) else 0.0
 
 
 def _overlap(a: _Sequence, b: _Sequence, shift: int) -> tuple[slice, slice, Bools]:
@@ -100,7 +105,8 @@ def _find_shift(a: _Sequence, b: _Sequence) -> int | None:
     if not possible:
         return None
     closest = min(possible)[0]
-    good = [one for one in possible if one[0] <= 2 * closest + _FEW_NS]
+    # On a busy CPU, the ends of a collective are milliseconds apart: where step numbers agree, that does not matter.
+    good = [one for one in possible if one[0] <= 2 * closest + (_FEW_NS if one[1] else _SAME_STEP * a.step_ns)]
     return min(good, key=lambda one: (one[1], one[0], one[2], one[3]))[3]
 
 

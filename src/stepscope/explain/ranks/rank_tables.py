@@ -15,7 +15,7 @@ from stepscope.units import count_noun
 
 _MS = 1e6
 _MOST_NAMED = 3  # ranks that waited for one collective
-_BALANCED = 1.02  # times the mean
+_LEAST_IMBALANCE = 0.02  # of the step
 REASONS: dict[Reason, str] = {
     "work": "more work",
     "clock": "slower at the same work",
@@ -81,10 +81,13 @@ def compute_ratios(ranks: Sequence[RankActivity]) -> tuple[float, ...]:
 
 
 def say_imbalance(ranks: Sequence[RankActivity]) -> str:
-    """Return which rank computes longest; empty if they are balanced."""
+    """Return which rank computes longest; empty if that hardly matters for the step."""
     ratios = compute_ratios(ranks)
     most = max(ratios)
-    return f"{label_ranks(ranks)[ratios.index(most)]} computes {most:.2f}× the mean" if most > _BALANCED else ""
+    place = ratios.index(most)
+    longer_ns = ranks[place].computed_ns * (1 - 1 / max(1.0, most))
+    matters = longer_ns > _LEAST_IMBALANCE * ranks[place].step_ns
+    return f"{label_ranks(ranks)[place]} computes {most:.2f}× the mean" if matters else ""
 
 
 def ranks_table(ranks: Sequence[RankActivity], times: RankTimes | None, shown: Sequence[int] | None = None) -> Table:
@@ -172,7 +175,8 @@ def late_table(times: RankTimes, *, top: int | None = None) -> Table:
     )
     notes = [
         f"of {count_noun(len(times.margin_ns), 'matched collective')}; clocks aligned by the ends of collectives",
-        "late: after the last but one; bucket: its place among the collectives of its kind in the step",
+        "late: after the last but one, counted once if it is late to several; bucket: its place among the collectives of "
+        "its kind in the step",
     ]
     if any(one.reason is None for one in late):
         notes.append("late before: it did nothing longer than the others since the collective before")
