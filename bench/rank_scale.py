@@ -52,7 +52,11 @@ def simulate(*, layers: int, steps: int) -> list[dict[str, Any]]:
         for phase in ("forward", "backward"):
             for layer in range(layers):
                 work += [
-                    {"do": "compute", "name": f"nvjet_tst_{64 << (place % 3)}x256_64x4_1x2_h_bz_coopA_NNT", "phase": phase}
+                    {
+                        "do": "compute",
+                        "name": f"nvjet_tst_{64 << (place % 3)}x256_64x4_1x2_h_bz_coopA_NNT",
+                        "phase": phase,
+                    }
                     | {"us": 40 + 15 * (place % 5) + 40 * (phase == "backward")}
                     for place in range(12)
                 ]
@@ -73,7 +77,9 @@ def read_work(path: Path, steps: int) -> list[dict[str, Any]]:
         if "nccl" in row["name"].lower():
             one.append({"do": "reduce", "bytes": row["bytes"] or 1 << 20, "us": min(us, 500)})
         else:
-            one.append({"do": "compute", "name": row["name"], "phase": "forward" if place < half else "backward", "us": us})
+            one.append(
+                {"do": "compute", "name": row["name"], "phase": "forward" if place < half else "backward", "us": us}
+            )
     if not any(item["do"] == "reduce" for item in one):
         raise SystemExit(f"{path} has no collectives")
     return one * steps
@@ -108,13 +114,18 @@ def play(work: list[dict[str, Any]], ranks: list[Rank]) -> list[Recording]:
     return [_record(ran, one, begin[:, at], end[:, at], mark[:, at], len(ranks)) for at, one in enumerate(ranks)]
 
 
-def _record(work: list[dict[str, Any]], rank: Rank, starts: np.ndarray, ends: np.ndarray, marks: np.ndarray, world: int) -> Recording:
+def _record(
+    work: list[dict[str, Any]], rank: Rank, starts: np.ndarray, ends: np.ndarray, marks: np.ndarray, world: int
+) -> Recording:
     shift = EPOCH_NS + rank.offset_ns
     reduces = [item["do"] == "reduce" for item in work]
     count = len(work)
     kernels = pl.DataFrame(
         {
-            "name": ["ncclDevKernel_AllReduce_Sum_bf16_RING_LL" if one else item["name"] for one, item in zip(reduces, work, strict=True)],
+            "name": [
+                "ncclDevKernel_AllReduce_Sum_bf16_RING_LL" if one else item["name"]
+                for one, item in zip(reduces, work, strict=True)
+            ],
             "start_ns": starts + shift,
             "end_ns": ends + shift,
             "kind": ["kernel"] * count,
@@ -140,7 +151,10 @@ def _record(work: list[dict[str, Any]], rank: Rank, starts: np.ndarray, ends: np
     runs = runs.group_by(pl.col("phase").rle_id().alias("run"), maintain_order=True)
     named = runs.agg(pl.col("phase", "start_ns").first(), pl.col("end_ns").last())
     rows = [(f"phase:{phase}", start, end) for _, phase, start, end in named.iter_rows()]
-    rows += [(f"step:{place}", int(marks[place] + shift), int(marks[place + 1] + shift) - 1) for place in range(len(marks) - 1)]
+    rows += [
+        (f"step:{place}", int(marks[place] + shift), int(marks[place + 1] + shift) - 1)
+        for place in range(len(marks) - 1)
+    ]
     ranges = pl.DataFrame(
         {
             "name": [name for name, _, _ in rows],
@@ -166,12 +180,25 @@ def write_trace(recording: Recording, path: Path) -> None:
     """Write a recording as a trace of PyTorch's profiler."""
     events: list[dict[str, Any]] = []
     for row in recording.kernels.iter_rows(named=True):
-        args = {"device": 0, "stream": row["stream"], "correlation": row["correlation"], "grid": [row["grid_x"] or 1, 1, 1], "block": [128, 1, 1]}
+        args = {
+            "device": 0,
+            "stream": row["stream"],
+            "correlation": row["correlation"],
+            "grid": [row["grid_x"] or 1, 1, 1],
+            "block": [128, 1, 1],
+        }
         if row["collective"]:
-            args |= {"Collective name": "allreduce", "In msg nelems": row["bytes"] // 2, "Out msg nelems": row["bytes"] // 2}
+            args |= {
+                "Collective name": "allreduce",
+                "In msg nelems": row["bytes"] // 2,
+                "Out msg nelems": row["bytes"] // 2,
+            }
             args |= {"dtype": "BFloat16", "Group size": row["group_size"], "Process Group Name": "0"}
         events.append(_event("kernel", row, 0, row["stream"], args))
-    events += [_event("cuda_runtime", row, 1, 1, {"correlation": row["correlation"]}) for row in recording.launches.iter_rows(named=True)]
+    events += [
+        _event("cuda_runtime", row, 1, 1, {"correlation": row["correlation"]})
+        for row in recording.launches.iter_rows(named=True)
+    ]
     events += [_event("user_annotation", row, 1, 1, {}) for row in recording.ranges.iter_rows(named=True)]
     manifest = recording.manifest
     document = {
@@ -186,7 +213,16 @@ def write_trace(recording: Recording, path: Path) -> None:
 
 def _event(category: str, row: dict[str, Any], process: int, thread: int, args: dict[str, Any]) -> dict[str, Any]:
     start, length = row["start_ns"] - EPOCH_NS, row["end_ns"] - row["start_ns"]
-    return {"ph": "X", "cat": category, "name": row["name"], "pid": process, "tid": thread, "ts": start / 1000, "dur": length / 1000, "args": args}
+    return {
+        "ph": "X",
+        "cat": category,
+        "name": row["name"],
+        "pid": process,
+        "tid": thread,
+        "ts": start / 1000,
+        "dur": length / 1000,
+        "args": args,
+    }
 
 
 def watch(command: list[str], cwd: Path) -> tuple[float, float, int]:
@@ -214,7 +250,9 @@ def watch(command: list[str], cwd: Path) -> tuple[float, float, int]:
 
 def _family(pid: int) -> list[int]:
     try:
-        children = [int(one) for file in Path(f"/proc/{pid}/task").glob("*/children") for one in file.read_text().split()]
+        children = [
+            int(one) for file in Path(f"/proc/{pid}/task").glob("*/children") for one in file.read_text().split()
+        ]
     except OSError:
         return []
     return [pid, *(one for child in children for one in _family(child))]
@@ -239,7 +277,11 @@ def main() -> None:
     parser.add_argument("--raw", action="store_true", help="write traces instead of recordings")
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results/rank_scale.jsonl")
     options = parser.parse_args()
-    work = read_work(options.trace, options.steps) if options.trace else simulate(layers=options.layers, steps=options.steps)
+    work = (
+        read_work(options.trace, options.steps)
+        if options.trace
+        else simulate(layers=options.layers, steps=options.steps)
+    )
     late, slow = (round(share * options.ranks) for share in (LATE, SLOW))
     random = np.random.default_rng(1)
     ranks = [
@@ -258,7 +300,18 @@ def main() -> None:
                 save_rank(recording, run / f"rank-{recording.manifest.rank}")
             saved_s += time.monotonic() - began
         page = folder / "report.html"
-        command = [sys.executable, "-P", "-m", "stepscope", "report", str(run), "--no-cache", "--out", str(page), "--force"]
+        command = [
+            sys.executable,
+            "-P",
+            "-m",
+            "stepscope",
+            "report",
+            str(run),
+            "--no-cache",
+            "--out",
+            str(page),
+            "--force",
+        ]
         wall, cpu, peak = watch(command, folder)
         text = page.read_text()
         row = {

@@ -179,7 +179,10 @@ def late_table(times: RankTimes, *, top: int | None = None) -> Table:
         "its kind in the step",
     ]
     if any(one.reason is None for one in late):
-        notes.append("late before: it did nothing longer than the others since the collective before")
+        notes.append(
+            "late before: since the collective before, or since the recording began, it did nothing longer than the "
+            "others"
+        )
     if rest:
         notes.append(f"{count_noun(rest, 'more row')}: --table collectives --top {len(times.margin_ns)}")
     return Table(

@@ -1,8 +1,8 @@
 """One step of several ranks on one clock: what each computes, when it waits for which rank, and when it is idle.
 
 Clocks are aligned by the ends of collectives. Each rank has one track, with one thing at a time: computing by phase,
-then waiting for a later rank, communication, and input. What is left is idle. A page shows a few ranks: the latest
-ones, the extremes and a sample.
+then waiting for a later rank, communication, input, and what the CPU does. The rest is idle. A page shows a few ranks:
+the latest ones, the extremes and a sample.
 """
 
 from collections.abc import Sequence
@@ -20,7 +20,8 @@ from stepscope.findings import Lanes
 MOST_RANKS = 16
 _LATEST = 3
 _MOST_SPANS = 8_000
-_COMMUNICATION, _INPUT, _WAITING, _OTHER = "communication", "input", "waiting", "computing"
+_COMMUNICATION, _INPUT, _WAITING, _HOST = "communication", "input", "waiting", "CPU"
+_SHORTEST_GAP = 0.0005  # of the step: a shorter one does not separate two stretches of the same kind
 
 
 def choose_ranks(
@@ -55,19 +56,14 @@ def say_chosen(shown: int, everyone: int) -> list[str]:
 
 
 def draw_ranks(times: RankTimes, labels: Sequence[str], shown: int) -> Lanes | None:
-    """Return one step of several ranks; None if the rank at place `shown` has no matched step."""
+    """Return one step of several ranks, as long as that of the rank at place `shown`; None if its clock is unknown."""
     chosen = choose_ranks(times.ranks, times, shown)
     step = _choose_step(times.ranks[shown])
-    windows = [_find_window(times, place, step) for place in chosen]
-    known = [window for window in windows if window is not None]
-    if not known:
+    matched = [place for place in chosen if (times.places[:, place] != NEVER).any()]
+    if shown not in matched:  # its clock is unknown
         return None
-    begin, end = min(start for start, _ in known), max(stop for _, stop in known)
-    lanes = [
-        _draw_rank(times, place, labels[place], begin, end)
-        for place, window in zip(chosen, windows, strict=True)
-        if window is not None
-    ]
+    begin, end = times.common_clock(np.array(times.ranks[shown].extent.windows[step]), shown).tolist()
+    lanes = [_draw_rank(times, place, labels[place], begin, end) for place in matched]
     fitted, cell = fit_lanes(lanes, _MOST_SPANS)
     steps = times.ranks[shown].clock.num_steps
     notes = [
@@ -90,46 +86,42 @@ def _choose_step(rank: RankActivity) -> int:
     return lengths.index(median)
 
 
-def _find_window(times: RankTimes, place: int, step: int) -> tuple[float, float] | None:
-    """When a rank ran a step, on the common clock; None if it did not, or its clock is unknown."""
-    windows = times.ranks[place].extent.windows
-    if step >= len(windows) or (times.places[:, place] == NEVER).all():
-        return None
-    start, end = times.common_clock(np.array(windows[step]), place).tolist()
-    return start, end
-
-
 def _draw_rank(times: RankTimes, place: int, label: str, begin: float, end: float) -> Lane:
-    rank = times.ranks[place]
+    rank, waits = times.ranks[place], times.waits_of(place)
     start, stop = times.own_clock(np.array([begin, end]), place).tolist()
-    waits = times.waits_of(place)
-    edges = [rank.computes, rank.running, rank.loading, waits, rank.phases]
+    host = rank.host.filter((pl.col("end_ns") > start) & (pl.col("start_ns") < stop))
+    edges = [rank.computes, rank.running, rank.loading, waits, rank.phases, host]
     moments = np.unique(np.concatenate([[start, stop], *(_edges(frame) for frame in edges)]).astype(np.int64))
     moments = moments[(moments >= start) & (moments <= stop)]
     at = moments[:-1]
-    phases = ["other" if name is None else name for name in rank.phases["phase"].to_list()]
-    names = [*dict.fromkeys(phases), _COMMUNICATION, _INPUT, *dict.fromkeys(waits["name"].to_list()), _OTHER]
-    numbers = {name: number for number, name in enumerate(names)}
-    phase = np.array([numbers[name] for name in phases] + [numbers[_OTHER]])
-    waiting = np.array([numbers[name] for name in waits["name"].to_list()] + [NONE])
+    names: dict[tuple[str, str], int] = {}  # name and group
     found = np.full(len(at), NONE, np.int64)
-    # In this order: what comes later matters more.
-    found[_inside(rank.loading, at) >= 0] = numbers[_INPUT]
-    found[_inside(rank.running, at) >= 0] = numbers[_COMMUNICATION]
+
+    def number(name: str, group: str) -> int:
+        return names.setdefault((name, group), len(names))
+
+    # What comes later matters more; inner ranges begin later.
+    for name, first, last in host.select("name", "start_ns", "end_ns").iter_rows():
+        found[(at >= first) & (at < last)] = number(name, _HOST)
+    found[_inside(rank.loading, at) >= 0] = number(_INPUT, _INPUT)
+    found[_inside(rank.running, at) >= 0] = number(_COMMUNICATION, _COMMUNICATION)
+    waiting = np.array([number(name, _WAITING) for name in waits["name"].to_list()] + [NONE])
     waits_at = _inside(waits, at)
     found[waits_at >= 0] = waiting[waits_at[waits_at >= 0]]
+    phases = np.array([number(name, name) for name in rank.phases["phase"].to_list()] + [NONE])
     computes = _inside(rank.computes, at) >= 0
-    found[computes] = phase[np.searchsorted(rank.phases["start_ns"].to_numpy(), at, side="right") - 1][computes]
-    groups = [_WAITING if name.startswith("waits for") else name for name in names]
-    group_names = list(dict.fromkeys(groups))
-    group_of = np.array([group_names.index(group) for group in groups] + [NONE])
-    runs = join_runs(at - start, moments[1:] - start, found, group_of[found])
+    phase_at = np.searchsorted(rank.phases["start_ns"].to_numpy(), at, side="right") - 1
+    found[computes] = phases[phase_at][computes]
+    kept = (found != NONE) | (np.diff(moments) >= _SHORTEST_GAP * (stop - start))
+    group_names = list(dict.fromkeys(group for _, group in names))
+    group_of = np.array([group_names.index(group) for _, group in names] + [NONE])
+    runs = join_runs(at[kept] - start, moments[1:][kept] - start, found[kept], group_of[found[kept]])
     runs.counts[:] = 1
     return Lane(
         label=label,
         kind="rank",
         stretches=runs,
-        names=names,
+        names=[name for name, _ in names],
         groups=group_names,
         shorten=cut_name,
         several="several, mostly {}",
