@@ -270,8 +270,8 @@ class RankTimes:
         return starts[np.maximum(0, places - 1)], starts[places]
 
     def late_collectives(self, top: int) -> "tuple[LateCollective, ...]":
-        """Return the collectives that kept the others waiting longest, the worst first. Time for which a rank is late to
-        several at once counts for the first."""
+        """Return the collectives that kept the others waiting longest, the worst first. If a rank is late to several at
+        once, that time counts for the first."""
         chosen = np.argsort(-self._alone_ns, kind="stable")[:top]
         first = float(np.nanmin(self.arrival_ns)) if len(chosen) else 0.0
         return tuple(self._tell_late(row, first) for row in chosen.tolist())

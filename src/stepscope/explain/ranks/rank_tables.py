@@ -175,8 +175,8 @@ def late_table(times: RankTimes, *, top: int | None = None) -> Table:
     )
     notes = [
         f"of {count_noun(len(times.margin_ns), 'matched collective')}; clocks aligned by the ends of collectives",
-        "late: after the last but one, counted once if it is late to several; bucket: its place among the collectives of "
-        "its kind in the step",
+        "late: after the last but one, counted once if it is late to several; bucket: its place among the collectives "
+        "of its kind in the step",
     ]
     if any(one.reason is None for one in late):
         notes.append(
