@@ -26,6 +26,7 @@ from stepscope.recording.cache import read_cached
 from stepscope.recording.readers.formats import open_recording
 from stepscope.recording.store import Recording
 
+ENTRY = "stepscope.jobs.rank_reduction:reduce_share"
 _LENGTH = struct.Struct("<?Q")  # whether it failed, and how many bytes follow
 # A gzip trace of 0.6 MB takes 250 MB to read and reduce, and one of 3 MB takes 400 MB.
 _PROCESS_BYTES, _BYTES_PER_BYTE = 300 << 20, 100
@@ -60,7 +61,8 @@ def reduce_files(paths: Sequence[Path], *, cached: bool = True) -> list[RankActi
 
 
 def reduce_into(traces: Sequence[Path], folder: Path) -> None:
-    """Reduce traces to recordings in a run's directory, one per rank: `rank-0`, `rank-1`."""
+    """Reduce traces to recordings in a run's directory, one per rank: `rank-0`, `rank-1`. Those that are there already
+    are left alone."""
     folder.mkdir(parents=True, exist_ok=True)
     _run([_Order(str(path), folder=str(folder)) for path in traces])
 
@@ -166,4 +168,8 @@ def _save(recording: Recording, folder: Path) -> RankActivity:
             f"`{recording.manifest.file}` does not contain its rank",
             detail="PyTorch's profiler writes it if torch.distributed is initialized",
         )
-    return save_rank(recording, folder / f"rank-{rank}")
+    target = folder / f"rank-{rank}"
+    done = read_activity(target)
+    if done is not None and done.manifest.file == recording.manifest.file:
+        return done
+    return save_rank(recording, target)

@@ -1,5 +1,6 @@
 """Rules about communication: the strategy, what could overlap, waiting for other ranks, and copies over the bus."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ from stepscope.explain.rules.evidence import StepEvidence
 from stepscope.explain.rules.strategies.communication import Communication
 from stepscope.explain.trace.profile import Profile
 from stepscope.findings import Finding, joint_saving
+from stepscope.recording.store import LoopFacts
 from tests.unit.explain.test_rules_host import found, saving_us
 from tests.unit.rank_recordings import Rank, record_ranks, reduce_ranks
 from tests.unit.recordings import ADD, ALL_REDUCE, GEMM_BF16, STREAM, TO_DEVICE, TO_DEVICE_PINNED, Timeline
@@ -66,6 +68,41 @@ def strategy_of(profile: Profile) -> str:
     ],
 )
 def test_advice_fits_the_strategy(profile: Profile, strategy: str, said: str, never: str) -> None:
+    assert strategy_of(profile) == strategy
+    finding = found(profile, "SS011")
+    assert finding is not None
+    assert said in finding.fix
+    assert never not in finding.fix + finding.action
+
+
+FSDP = ((ALL_GATHER,), (ALL_GATHER, REDUCE_SCATTER))
+ZERO = ((), (REDUCE_SCATTER,), (ALL_GATHER, ALL_GATHER))
+BROADCAST = "ncclDevKernel_Broadcast_RING_LL(ncclDevKernelArgsStorage<4096ul>)"
+
+
+@pytest.mark.parametrize(
+    ("collectives", "wrapper", "strategy", "said", "never"),
+    [
+        (FSDP, "FullyShardedDataParallel", "FSDP", "BackwardPrefetch.BACKWARD_PRE", "set_modules"),
+        (FSDP, "FSDPModule", "FSDP", "set_modules_to_forward_prefetch", "BackwardPrefetch"),
+        (FSDP, "DeepSpeedEngine", "FSDP", "overlap_comm", "BackwardPrefetch"),
+        (ZERO, "DeepSpeedEngine", "sharded optimizer", "overlap_comm", "Megatron"),
+        (
+            ((), (), (BROADCAST,) * 4),
+            "ZeroRedundancyOptimizer",
+            "sharded optimizer",
+            "hook_with_zero_step",
+            "overlap_comm",
+        ),
+        (((), (ALL_REDUCE,) * 2), "DistributedDataParallel", "DDP", "static_graph", "prefetch"),
+    ],
+)
+def test_advice_fits_the_classes_of_the_run(
+    collectives: tuple[tuple[str, ...], ...], wrapper: str, strategy: str, said: str, never: str
+) -> None:
+    profile = training(*collectives)
+    loop = LoopFacts(script="train.py", found_by="optimizer steps", wrappers=(wrapper,))
+    profile = replace(profile, recording=profile.recording.with_manifest(loop=loop))
     assert strategy_of(profile) == strategy
     finding = found(profile, "SS011")
     assert finding is not None
