@@ -148,8 +148,8 @@ def _record(
     )
     phases = pl.Series([item.get("phase") for item in work]).forward_fill()
     runs = pl.DataFrame({"phase": phases, "start_ns": launched, "end_ns": launched + 1_000})
-    runs = runs.group_by(pl.col("phase").rle_id().alias("run"), maintain_order=True)
-    named = runs.agg(pl.col("phase", "start_ns").first(), pl.col("end_ns").last())
+    together = runs.group_by(pl.col("phase").rle_id().alias("run"), maintain_order=True)
+    named = together.agg(pl.col("phase", "start_ns").first(), pl.col("end_ns").last())
     rows = [(f"phase:{phase}", start, end) for _, phase, start, end in named.iter_rows()]
     rows += [
         (f"step:{place}", int(marks[place] + shift), int(marks[place + 1] + shift) - 1)
@@ -233,7 +233,7 @@ def watch(command: list[str], cwd: Path) -> tuple[float, float, int]:
     process = subprocess.Popen(command, cwd=cwd, stdout=subprocess.DEVNULL)
 
     def look() -> None:
-        while not stop.wait(0.05):
+        while not stop.wait(0.25):
             peak[0] = max(peak[0], sum(_memory(pid) for pid in _family(process.pid)))
 
     watcher = threading.Thread(target=look)
@@ -312,6 +312,7 @@ def main() -> None:
             str(page),
             "--force",
         ]
+        load = os.getloadavg()[0]
         wall, cpu, peak = watch(command, folder)
         text = page.read_text()
         row = {
@@ -328,6 +329,7 @@ def main() -> None:
             "names_late_rank": f"rank {late} (late CPU)" in text,
             "names_slow_rank": f"rank {slow} (slower at the same work)" in text,
             "cores": len(os.sched_getaffinity(0)),
+            "load_average": round(load, 1),  # of other processes on the same cores
             "version": __version__,
         }
     print(json.dumps(row, indent=2))

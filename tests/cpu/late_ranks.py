@@ -6,6 +6,7 @@ FAULT is `input` (the dataset sleeps), `host` (the loop sleeps between steps), `
 `work` (more tokens per batch). The ranges are those that stepscope adds to a training loop.
 """
 
+import multiprocessing
 import sys
 import time
 from contextlib import AbstractContextManager, nullcontext
@@ -90,4 +91,10 @@ def _run(rank: int, arguments: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    torch.multiprocessing.spawn(_run, (sys.argv[1:],), nprocs=int(sys.argv[2]))
+    spawning = multiprocessing.get_context("spawn")
+    processes = [spawning.Process(target=_run, args=(rank, sys.argv[1:])) for rank in range(int(sys.argv[2]))]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join()
+    sys.exit(any(process.exitcode for process in processes))

@@ -12,7 +12,6 @@ import msgspec
 
 from stepscope.errors import StepscopeError
 from stepscope.explain.ranks.activity import RankActivity
-from stepscope.jobs.rank_reduction import reduce_files
 from stepscope.recording import store
 from stepscope.recording.cache import read_cached
 from stepscope.recording.readers.formats import open_recording
@@ -73,6 +72,8 @@ def open_ranks(paths: Sequence[Path], *, cached: bool) -> list[Opened]:
     """Open the files of a run. Many of them are reduced, in several processes, and not kept in memory."""
     if len(paths) <= _MOST_IN_MEMORY:
         return [open_file(path, cached=cached) for path in paths]
+    from stepscope.jobs.rank_reduction import reduce_files
+
     activities = reduce_files(paths, cached=cached)
     return [
         Opened(path=path, manifest=one.manifest, activity=one, cached=cached)

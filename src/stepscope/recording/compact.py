@@ -23,6 +23,7 @@ _READ_OPS = (
     r"|aten::(?:item|_local_scalar_dense|to|_to_copy|copy_|nonzero|is_nonzero|equal)$"
 )
 _LONG_NS = 50_000  # a longer operator may be what the CPU did while the device was idle
+_PAUSE_NS, _BEFORE_NS = 500_000, 100_000  # a long time without operators and calls, and what comes before it
 _GAP_NS = 1_000  # on a device, before which the CPU's operator is named
 Ints = NDArray[np.int64]
 _THREAD = ["process", "thread"]
@@ -31,10 +32,30 @@ _THREAD = ["process", "thread"]
 def compact(recording: Recording) -> Recording:
     """Return the recording with fewer operators and calls. Every table of `explain`, findings and the figures of ranks
     are the same."""
+    if _is_of_cpu(recording):  # its operators are its kernels
+        return recording
     launches = _read_calls(recording)
-    # A CPU's operators are its kernels.
-    ops = recording.ops if _is_of_cpu(recording) else _read_ops(recording, launches)
-    return replace(recording, launches=launches, ops=ops)
+    ops = recording.ops.filter(_is_read(recording, launches))
+    begins, ends = _find_gaps(pl.concat([frame.select("start_ns", "end_ns") for frame in (ops, launches)]))
+    keeps = _is_read(recording, launches) | _touches(recording.ops, begins, ends)
+    calls = recording.launches.filter(_is_call(recording) | _touches(recording.launches, begins, ends))
+    return replace(recording, launches=calls, ops=recording.ops.filter(keeps))
+
+
+def _find_gaps(events: pl.DataFrame) -> tuple[Ints, Ints]:
+    """The long times in which nothing happens on the CPU: whatever was left out there has to come back, or a late CPU
+    would seem to do nothing."""
+    ordered = events.sort("start_ns")
+    starts, reached = ordered["start_ns"].to_numpy(), np.maximum.accumulate(ordered["end_ns"].to_numpy())
+    holes = np.flatnonzero(starts[1:] - reached[:-1] >= _PAUSE_NS)
+    return reached[:-1][holes] - _BEFORE_NS, starts[1:][holes]
+
+
+def _touches(frame: pl.DataFrame, begins: Ints, ends: Ints) -> pl.Series:
+    """Whether each event overlaps one of these intervals, which are in order."""
+    starts, stops = frame["start_ns"].to_numpy(), frame["end_ns"].to_numpy()
+    first, last = np.searchsorted(ends, starts, side="right"), np.searchsorted(begins, stops, side="left")
+    return pl.Series(last > first, dtype=pl.Boolean)
 
 
 def _is_of_cpu(recording: Recording) -> bool:
@@ -42,8 +63,12 @@ def _is_of_cpu(recording: Recording) -> bool:
 
 
 def _read_calls(recording: Recording) -> pl.DataFrame:
+    return recording.launches.filter(_is_call(recording))
+
+
+def _is_call(recording: Recording) -> pl.Expr:
     launched = pl.col("correlation").is_in(recording.kernels["correlation"].drop_nulls().unique().implode())
-    return recording.launches.filter(launched.fill_null(value=False) | _is_named(recording.launches, _READ_CALLS))
+    return launched.fill_null(value=False) | _is_named(recording.launches, _READ_CALLS)
 
 
 def _is_named(frame: pl.DataFrame, pattern: str) -> pl.Expr:
@@ -62,7 +87,7 @@ def _idle_since(kernels: pl.DataFrame) -> Ints:
     return np.concatenate([np.empty(0, np.int64), *begins])
 
 
-def _read_ops(recording: Recording, launches: pl.DataFrame) -> pl.DataFrame:
+def _is_read(recording: Recording, launches: pl.DataFrame) -> pl.Series:
     ops, idle = recording.ops, _idle_since(recording.kernels)
     around = np.zeros(ops.height, dtype=np.bool_)  # a call that counts, or the beginning of a gap on a device
     calls = launches.select(*_THREAD, "start_ns").partition_by(_THREAD, as_dict=True)
@@ -75,4 +100,4 @@ def _read_ops(recording: Recording, launches: pl.DataFrame) -> pl.DataFrame:
         around[own["row"].to_numpy()] = last > first
     lasting = pl.col("end_ns") - pl.col("start_ns") >= _LONG_NS
     has_node = pl.col("sequence").is_not_null() | pl.col("forward_thread").is_not_null()
-    return ops.filter(pl.Series(around) | has_node | lasting | _is_named(ops, _READ_OPS))
+    return ops.select(pl.Series(around) | has_node | lasting | _is_named(ops, _READ_OPS)).to_series()

@@ -1,6 +1,5 @@
 """A compact recording has fewer operators and calls, and the same figures to the nanosecond."""
 
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -18,7 +17,7 @@ FIXTURES = sorted((Path(__file__).parents[2] / "fixtures").glob("h200_*.json.gz"
 def test_figures_do_not_change(path: Path) -> None:
     recording = open_recording(path)
     reduced = compact(recording)
-    assert reduced.ops.height < 0.8 * recording.ops.height
+    assert reduced.ops.height < recording.ops.height
     assert reduced.launches.height < recording.launches.height
     before, after = Run.of(recording, path), Run.of(reduced, path)
     assert after.to_json() == before.to_json()  # classes, phases, modules, findings, ...
@@ -31,7 +30,6 @@ def test_figures_do_not_change(path: Path) -> None:
 
 @pytest.mark.parametrize("path", FIXTURES, ids=lambda path: path.name.removesuffix(".json.gz"))
 def test_activity_does_not_change(path: Path) -> None:
-    """Only pauses of the CPU, which are times without an operator, may be longer."""
     recording = open_recording(path)
     whole, reduced = (reduce_rank(Run.of(one, path).profile) for one in (recording, compact(recording)))
-    assert encode(replace(reduced, pauses=whole.pauses)) == encode(whole)
+    assert encode(reduced) == encode(whole)

@@ -144,7 +144,6 @@ def reduce_rank(profile: Profile) -> RankActivity:
     steps = recording.steps.group_by("step", maintain_order=True).agg(ns=pl.col("duration_ns").sum())
     # The operators of a CPU only queue its collectives.
     ran = [kernels, found] if profile.on_cpu else [kernels]
-    host_ops = _of_loop(recording, recording.ops)
     return RankActivity(
         manifest=recording.manifest,
         extent=profile.extent,
@@ -165,7 +164,7 @@ def reduce_rank(profile: Profile) -> RankActivity:
         loading=CoveredTime(recording.ranges.filter(pl.col("name").str.contains(INPUT_RANGES))).stretches,
         phases=_join_phases(kernels),
         host=_host_ranges(recording),
-        pauses=_find_pauses(host_ops, profile.window),
+        pauses=_find_pauses(recording, profile.window),
         work=_count_work(profile, kernels),
     )
 
@@ -223,24 +222,31 @@ def _host_ranges(recording: Recording) -> pl.DataFrame:
     return longest.sort("start_ns").select("start_ns", "end_ns", "name", "source_line")
 
 
-def _find_pauses(ops: pl.DataFrame, window: tuple[int, int]) -> pl.DataFrame:
-    """The longest times between two operators of the loop's thread."""
-    ordered = ops.filter((pl.col("end_ns") > window[0]) & (pl.col("start_ns") < window[1])).sort("start_ns", "end_ns")
+def _find_pauses(recording: Recording, window: tuple[int, int]) -> pl.DataFrame:
+    """The longest times in which the CPU neither runs an operator nor calls the driver, on any thread: backward has its
+    own, and compiled code launches kernels without operators."""
+    columns = ["name", "start_ns", "end_ns", "source"]
+    calls = recording.launches.with_columns(name=pl.lit(None, pl.String), source=pl.lit(None, pl.String))
+    events = pl.concat([recording.ops.select(columns), calls.select(columns)])
+    ordered = events.filter((pl.col("end_ns") > window[0]) & (pl.col("start_ns") < window[1])).sort(
+        "start_ns", "end_ns"
+    )
     starts, ends = ordered["start_ns"].to_numpy(), ordered["end_ns"].to_numpy()
     empty = {"start_ns": pl.Int64, "end_ns": pl.Int64, "after": pl.String, "source": pl.String}
     if len(starts) < 2:
         return pl.DataFrame(schema=empty)
     reached = np.maximum.accumulate(ends)
     holes = np.flatnonzero(starts[1:] - reached[:-1] >= _LEAST_PAUSE_NS)
-    before = ordered[holes.tolist()]
-    # Operators of the backward pass have lines too, but an inner operator may not: the last known line counts.
-    source = ordered["source"].forward_fill().gather(holes.tolist())
+    # The operator that ended last. A call has no name here.
+    named = np.where(ordered["name"].is_not_null().to_numpy(), ends, np.iinfo(np.int64).min)
+    latest = np.maximum.accumulate(np.where(named == np.maximum.accumulate(named), np.arange(len(named)), 0))
+    name, source = (ordered[column].gather(latest[holes].tolist()) for column in ("name", "source"))
     found = pl.DataFrame(
-        {"start_ns": reached[holes], "end_ns": starts[holes + 1], "after": before["name"], "source": source},
-        schema=empty,
+        {"start_ns": reached[holes], "end_ns": starts[holes + 1], "after": name, "source": source}, schema=empty
     )
     lasting = pl.col("end_ns") - pl.col("start_ns")
-    return found.sort(lasting, "start_ns", descending=[True, False]).head(_MOST_KEPT).sort("start_ns")
+    known = found.filter(pl.col("after").is_not_null())
+    return known.sort(lasting, "start_ns", descending=[True, False]).head(_MOST_KEPT).sort("start_ns")
 
 
 def _count_work(profile: Profile, kernels: pl.DataFrame) -> pl.DataFrame:
@@ -252,5 +258,5 @@ def _count_work(profile: Profile, kernels: pl.DataFrame) -> pl.DataFrame:
     else:
         sides = [f"{what}_{axis}" for what in ("grid", "block") for axis in "xyz"]
         shape = computed.select(pl.concat_str(pl.col(sides).fill_null(0), separator=",")).to_series()
-    grouped = computed.with_columns(shape=shape.hash()).group_by("name", "shape").agg(pl.col("count", "time_ns").sum())
+    grouped = computed.with_columns(shape=shape).group_by("name", "shape").agg(pl.col("count", "time_ns").sum())
     return grouped.sort("time_ns", "name", "shape", descending=[True, False, False]).select(_WORK)

@@ -150,7 +150,8 @@ class RankTimes:
 
     def common_clock(self, moments_ns: Ints, column: int) -> Floats:
         """Return moments on a rank's clock on the common one, on which `arrival_ns` is."""
-        result: Floats = moments_ns - self.ranks[column].origin_ns - self.offsets_ns[column]
+        since_origin = (moments_ns - self.ranks[column].origin_ns).astype(np.float64)
+        result: Floats = since_origin - self.offsets_ns[column]
         return result
 
     def waits_of(self, column: int) -> pl.DataFrame:

@@ -126,5 +126,5 @@ def _cut(frame: pl.DataFrame, since: Ints, until: Ints) -> pl.DataFrame:
         stops.append(np.minimum(ends[inside], stop))
     if not rows:
         return frame.clear()
-    cut = frame[np.concatenate(rows).tolist()]
+    cut: pl.DataFrame = frame[np.concatenate(rows).tolist()]
     return cut.with_columns(start_ns=pl.Series(np.concatenate(begins)), end_ns=pl.Series(np.concatenate(stops)))

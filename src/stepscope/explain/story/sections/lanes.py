@@ -37,7 +37,7 @@ _Kind = Literal["phase", "layer", "module", "stream", "host", "rank"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Lane:
+class TrackDraft:
     """A track before it is encoded. The numbers in its stretches index `names` and `groups`."""
 
     label: str
@@ -148,7 +148,7 @@ def _order_streams(kernels: pl.DataFrame) -> list[pl.DataFrame]:
     return [main, *(stream for stream in streams if stream is not main)]
 
 
-def _run_lanes(main: pl.DataFrame) -> list[Lane]:
+def _run_lanes(main: pl.DataFrame) -> list[TrackDraft]:
     """Phases, layers and modules of the main stream. Across streams, kernels of different layers overlap."""
     starts, ends = main["start_ns"].to_numpy(), main["end_ns"].to_numpy()
     lanes = []
@@ -163,7 +163,7 @@ def _run_lanes(main: pl.DataFrame) -> list[Lane]:
         runs = join_runs(starts, ends, numbers, groups)
         if len(runs):
             lanes.append(
-                Lane(
+                TrackDraft(
                     label=label,
                     kind=kind,
                     stretches=runs,
@@ -183,7 +183,7 @@ def _number(column: pl.Series) -> tuple[Ints, list[str]]:
     return numbers.to_numpy(), names
 
 
-def _host_lane(profile: Profile, window: tuple[int, int]) -> list[Lane]:
+def _host_lane(profile: Profile, window: tuple[int, int]) -> list[TrackDraft]:
     """What the CPU did in this window, from its ranges. Without a GPU, the operators show it already."""
     named = named_ranges(profile.recording.ranges)
     steps = step_ranges(profile.recording)
@@ -201,7 +201,7 @@ def _host_lane(profile: Profile, window: tuple[int, int]) -> list[Lane]:
     numbers, names = _number(phase)
     runs = join_runs(moments[:-1] - window[0], moments[1:] - window[0], numbers, numbers)
     runs = replace(runs, counts=np.ones_like(runs.counts))  # CPU time is not a number of kernels
-    lane = Lane(
+    lane = TrackDraft(
         label="CPU",
         kind="host",
         stretches=runs,
@@ -216,7 +216,7 @@ def _host_lane(profile: Profile, window: tuple[int, int]) -> list[Lane]:
 # --- Streams ----------------------------------------------------------------------------------------------------------
 
 
-def _stream_lanes(profile: Profile, streams: Sequence[pl.DataFrame]) -> tuple[list[Lane], int]:
+def _stream_lanes(profile: Profile, streams: Sequence[pl.DataFrame]) -> tuple[list[TrackDraft], int]:
     """One lane per stream, and how many kernels lie inside others on the same stream."""
     lanes, hidden_in_all = [], 0
     shorts = dict(profile.kernels.select("name", "short").unique("name").iter_rows())
@@ -228,7 +228,7 @@ def _stream_lanes(profile: Profile, streams: Sequence[pl.DataFrame]) -> tuple[li
         hidden_in_all += hidden
         on_host = bool((stream["kind"] == "cpu").all())
         lanes.append(
-            Lane(
+            TrackDraft(
                 label=_label_stream(profile, stream),
                 kind="stream",
                 stretches=laid,
@@ -301,7 +301,7 @@ def _name_left_out(streams: Sequence[pl.DataFrame], profile: Profile) -> list[st
     return [f"not shown, {share:.1%} of the {_what(profile)[:-1]} time: {named}{more}"]
 
 
-def say_merged(what: str, before: Sequence[Lane], after: Sequence[Lane], cell: int) -> list[str]:
+def say_merged(what: str, before: Sequence[TrackDraft], after: Sequence[TrackDraft], cell: int) -> list[str]:
     if not cell:
         return []
     total, drawn = (sum(len(lane.stretches) for lane in lanes) for lanes in (before, after))
@@ -314,7 +314,7 @@ def say_merged(what: str, before: Sequence[Lane], after: Sequence[Lane], cell: i
 # --- Encoding ---------------------------------------------------------------------------------------------------------
 
 
-def fit_lanes(lanes: Sequence[Lane], most: int) -> tuple[list[Lane], int]:
+def fit_lanes(lanes: Sequence[TrackDraft], most: int) -> tuple[list[TrackDraft], int]:
     merged, cell = fit([lane.stretches for lane in lanes], most)
     return [replace(lane, stretches=stretches) for lane, stretches in zip(lanes, merged, strict=True)], cell
 
@@ -347,7 +347,7 @@ class _Places:
         return len(self.texts) - 1
 
 
-def write_down(title: str, span_ns: int, lanes: Sequence[Lane], notes: Sequence[str]) -> Lanes:
+def write_down(title: str, span_ns: int, lanes: Sequence[TrackDraft], notes: Sequence[str]) -> Lanes:
     names, groups = _Places(), _Places()
     origins: dict[tuple[str, ...], int] = {}
     tracks = tuple(_track(lane, names, groups, origins) for lane in lanes)
@@ -367,7 +367,7 @@ def write_down(title: str, span_ns: int, lanes: Sequence[Lane], notes: Sequence[
     )
 
 
-def _track(lane: Lane, names: _Places, groups: _Places, origins: dict[tuple[str, ...], int]) -> Track:
+def _track(lane: TrackDraft, names: _Places, groups: _Places, origins: dict[tuple[str, ...], int]) -> Track:
     """Return a lane as a track. Names, groups and origins that are new get the next number."""
     drawn = lane.stretches
     group_places = {number: groups.of(lane.groups[number]) for number in np.unique(drawn.groups).tolist()}

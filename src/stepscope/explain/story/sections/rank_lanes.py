@@ -12,7 +12,7 @@ import polars as pl
 
 from stepscope.explain.ranks.activity import RankActivity
 from stepscope.explain.ranks.lateness import NEVER, RankTimes
-from stepscope.explain.story.sections.lanes import Lane, fit_lanes, say_merged, write_down
+from stepscope.explain.story.sections.lanes import TrackDraft, fit_lanes, say_merged, write_down
 from stepscope.explain.story.sections.spans import NONE, Ints, join_runs
 from stepscope.explain.trace.attribution.names import cut_name
 from stepscope.findings import Lanes
@@ -86,7 +86,7 @@ def _choose_step(rank: RankActivity) -> int:
     return lengths.index(median)
 
 
-def _draw_rank(times: RankTimes, place: int, label: str, begin: float, end: float) -> Lane:
+def _draw_rank(times: RankTimes, place: int, label: str, begin: float, end: float) -> TrackDraft:
     rank, waits = times.ranks[place], times.waits_of(place)
     start, stop = times.own_clock(np.array([begin, end]), place).tolist()
     host = rank.host.filter((pl.col("end_ns") > start) & (pl.col("start_ns") < stop))
@@ -117,7 +117,7 @@ def _draw_rank(times: RankTimes, place: int, label: str, begin: float, end: floa
     group_of = np.array([group_names.index(group) for _, group in names] + [NONE])
     runs = join_runs(at[kept] - start, moments[1:][kept] - start, found[kept], group_of[found[kept]])
     runs.counts[:] = 1
-    return Lane(
+    return TrackDraft(
         label=label,
         kind="rank",
         stretches=runs,
