@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from stepscope.api.run import load
@@ -9,7 +10,7 @@ from stepscope.errors import StepscopeError
 from stepscope.explain.ranks.activity import reduce_rank
 from stepscope.explain.ranks.activity_file import encode, read_activity
 from stepscope.explain.trace.profile import make_profile
-from stepscope.jobs.rank_reduction import reduce_files, reduce_into
+from stepscope.jobs.rank_reduction import ShareOfTraces, reduce_files, reduce_into, reduce_share
 from stepscope.recording import store
 from stepscope.recording.readers.formats import open_recording
 from tests.unit.kineto_files import write_ranks
@@ -48,6 +49,27 @@ def test_traces_become_recordings_of_a_run(tmp_path: Path) -> None:
     for ours, theirs in zip(whole.table("ranks").rows, reduced.table("ranks").rows, strict=True):
         assert [*ours[:files], *ours[files + 1 :]] == [*theirs[:files], *theirs[files + 1 :]]
     assert whole.table("collectives").rows == reduced.table("collectives").rows
+
+
+def test_tasks_of_a_job_share_the_traces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    paths = write_ranks(tmp_path / "traces", 3)
+    share = ShareOfTraces(traces=tuple(map(str, paths)), folder=str(tmp_path / "run"))
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    for task, done in enumerate((["rank-0", "rank-2"], ["rank-0", "rank-1", "rank-2"])):
+        monkeypatch.setenv("RANK", str(task))
+        reduce_share(msgspec.json.encode(share).decode())
+        assert sorted(one.name for one in (tmp_path / "run").iterdir()) == done
+
+
+def test_ranks_that_are_reduced_already_are_left_alone(tmp_path: Path) -> None:
+    (path,) = write_ranks(tmp_path, 1)
+    reduce_into([path], tmp_path / "run")
+    before = (tmp_path / "run/rank-0/manifest.json").stat().st_mtime_ns
+    reduce_into([path], tmp_path / "run")
+    assert (tmp_path / "run/rank-0/manifest.json").stat().st_mtime_ns == before
+    other = path.rename(tmp_path / "other_rank0.json.gz")
+    with pytest.raises(StepscopeError, match="already exists"):
+        reduce_into([other], tmp_path / "run")
 
 
 def test_trace_without_a_rank_has_no_place_in_a_run(tmp_path: Path) -> None:
