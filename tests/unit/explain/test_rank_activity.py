@@ -16,6 +16,7 @@ from stepscope.explain.ranks.rank_tables import compute_ratios, late_table, rank
 from stepscope.explain.rules import find
 from stepscope.explain.trace.profile import Profile, make_profile
 from stepscope.recording import tables
+from stepscope.recording.store import Overhead
 from tests.unit.rank_recordings import PROCESS, THREAD, Rank, record_ranks, reduce_ranks
 from tests.unit.recordings import GEMM_FP32
 
@@ -41,7 +42,10 @@ def finding_of(*ranks: Rank) -> str:
 
 def test_encoded_ranks_give_the_same_figures() -> None:
     ranks = [Rank(compute_us=STEADY), Rank(compute_us=STEADY, idle_us=LATE, skew_us=7e5), Rank(compute_us=STEADY)]
-    whole = reduce_ranks(record_ranks(ranks, overlap=True))
+    profiles = record_ranks(ranks, overlap=True)
+    timed = profiles[1].recording.with_manifest(overhead=Overhead(plain_ns=round(0.8 * profiles[1].step_ns)))
+    whole = reduce_ranks([profiles[0], make_profile(timed), profiles[2]])
+    assert whole[1].clock.kind == "unprofiled"
     read = tuple(decode(encode(one)) for one in whole)
     first, second = match_ranks(whole), match_ranks(read)
     assert first is not None

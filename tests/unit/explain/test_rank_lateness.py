@@ -188,3 +188,21 @@ def test_planted_lateness_is_found(seed: int, num_ranks: int, count: int) -> Non
     assert times.straggler.reason == "host"
     waits = np.where(np.isfinite(seen), ordered[-1] - seen, 0).sum(axis=1)
     assert [one.waited_ns for one in times.lateness] == pytest.approx(list(waits * US), abs=10 * count)
+
+
+def test_step_numbers_decide_where_ends_are_noisy() -> None:
+    """Ends that fit better one step off are a coincidence of a few steps: on a busy CPU they differ by milliseconds."""
+    ranks = reduce_ranks(record_ranks([Rank(compute_us=[100.0] * 6)] * 2, per_step=2))
+    ends_us = ([0, 1000, 60_000, 61_000, 125_000, 126_000], [0, 1000, 65_000, 66_000, 120_000, 121_000])
+    noisy = [
+        replace(
+            rank,
+            collectives=rank.collectives.with_columns(
+                start_ns=pl.Series(ends) * US + rank.origin_ns, end_ns=pl.Series(ends) * US + rank.origin_ns + 500 * US
+            ),
+        )
+        for rank, ends in zip(ranks, ends_us, strict=True)
+    ]
+    times = match_ranks(noisy)
+    assert times is not None
+    assert times.places.tolist() == [[place, place] for place in range(6)]

@@ -79,6 +79,12 @@ def test_of_many_ranks_the_telling_ones_are_drawn() -> None:
     assert len(chosen) == MOST_RANKS
     assert chosen == sorted(set(chosen))
     assert {5, 17, 29} <= set(chosen)
+    # Late to two collectives each, and otherwise like the others.
+    for number, place in ((29, 2), (17, 0), (22, 1)):
+        idle = [700.0 - 100 * place if at % 4 == place else 2.0 for at in range(8)]
+        ranks[number] = Rank(compute_us=STEADY, idle_us=[2 * us if number == 29 else us for us in idle])
+    times = match(ranks)
+    assert {17, 22, 29} <= set(choose_ranks(times.ranks, times, 5))
     profiles = record_ranks(ranks)
     report = tell(Materials(name="run", profile=profiles[0], ranks=reduce_ranks(profiles)))
     (section,) = (one for one in report.sections if one.key == "ranks")
