@@ -14,6 +14,7 @@ import msgspec
 import polars as pl
 
 from stepscope.errors import StepscopeError
+from stepscope.explain.ranks.activity_file import save_rank
 from stepscope.explain.statistics import summarise
 from stepscope.explain.trace.attribution.nesting import around, innermost
 from stepscope.files import decode_as, read_plain
@@ -33,7 +34,7 @@ def reduce_rank(raw: Path, folder: Path, *, command: str) -> Recording:
     """Save the recording of a rank in `folder`, and delete the raw files."""
     run = _read_handover(raw)
     recording = describe_loop(kineto.read(raw / TRACE_NAME), run, command=command)
-    store.save(recording, folder, force=True)
+    save_rank(recording, folder, force=True)
     shutil.rmtree(raw)
     return recording
 
