@@ -341,10 +341,10 @@ class Spans(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Track(msgspec.Struct, frozen=True, kw_only=True):
-    """One row of a step's timeline. Spans of one track do not overlap."""
+    """One row of a step's timeline. Spans of one track do not overlap. A timeline of ranks has one track per rank."""
 
     label: str
-    kind: Literal["phase", "layer", "module", "stream", "host"]
+    kind: Literal["phase", "layer", "module", "stream", "host", "rank"]
     spans: Spans
 
 

@@ -69,9 +69,7 @@ class Recorder:
         """End the recording and wait for the page. Ctrl-C skips it."""
         if self._recorder is None:
             return
-        self._recorder.finish()
-        if self._recorder.finisher is not None:
-            self._recorder.finisher.wait()
+        self._recorder.end()
 
     def __enter__(self) -> Self:
         self.start()

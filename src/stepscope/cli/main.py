@@ -30,6 +30,7 @@ VERBS = {
     "train": "Train the built-in model on one or more ranks.",
     "tune": "Find the fastest Triton attention tiles for this GPU.",
     "explain": "Explain where the time or memory of a recorded step goes.",
+    "reduce": "Reduce the traces of many ranks to small recordings.",
     "recover": "Infer which model ran from GPU counters or a trace.",
     "verify": "Check whether a run matches a claimed model.",
     "key": "Create an Ed25519 key pair for signing reports.",

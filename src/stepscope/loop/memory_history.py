@@ -21,8 +21,14 @@ from stepscope.files import write_atomically
 from stepscope.loop.oom import of_device, paused_stacks
 from stepscope.loop.tensor_owners import find_owners
 from stepscope.measure.memory.marks import Places
-from stepscope.measure.memory.recorder import without_frames
-from stepscope.recording.memory.labels import KEY, SNAPSHOT_NAME, MemoryLabels, SavedRow, TensorFact
+from stepscope.recording.memory.labels import (
+    KEY,
+    SNAPSHOT_NAME,
+    MemoryLabels,
+    SavedRow,
+    TensorFact,
+    without_frames,
+)
 
 _NOTED = ("phase:backward", "phase:optimizer")
 

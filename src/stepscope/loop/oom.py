@@ -33,9 +33,10 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from stepscope.files import write_atomically
+from stepscope.loop.messages import TERMINAL, tell
+from stepscope.loop.source_lines import classify_file, shorten_path
 from stepscope.loop.tensor_owners import Owners, find_owners
 from stepscope.recording.memory.labels import KEY, Mark, MemoryLabels, OutOfMemoryFacts
-from stepscope.recording.memory.snapshot import shorten_path
 
 _FIRST_STEPS, _EVERY = 3, 50
 _MOST_EVENTS = 50_000  # about 10 MB, and some steps of a large model
@@ -43,11 +44,6 @@ _MOST_PAGES, _AT_ONCE, _APART_S = 10, 3, 60.0
 _MOST_FRAMES = 200
 _PATIENCE_S = 60.0  # at exit, for a page that is being written
 _OURS = str(Path(__file__).parents[1]) + os.sep
-_LIBRARIES = (
-    f"{os.sep}site-packages{os.sep}",
-    f"{os.sep}dist-packages{os.sep}",
-    str(Path(os.__file__).parent) + os.sep,
-)
 _BACKWARD = "_engine_run_backward"  # waits for autograd's threads
 
 
@@ -123,7 +119,7 @@ class OomWatch(AbstractContextManager["OomWatch"]):
                 self._explain(path)
         except Exception as error:  # noqa: BLE001  # C++ would raise this one instead of the user's
             self.failures.append(f"{type(error).__name__}: {error}")
-            sys.stderr.write(f"stepscope: the out-of-memory error was not recorded: {self.failures[-1]}\n")
+            tell(f"the out-of-memory error was not recorded: {self.failures[-1]}")
         finally:
             self._last_s = time.monotonic()
             self._lock.release()
@@ -159,7 +155,9 @@ class OomWatch(AbstractContextManager["OomWatch"]):
             atexit.register(self.wait)
         command = [sys.executable, "-P", "-m", "stepscope.jobs.oom", str(path.resolve())]
         self._children.append(
-            subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, start_new_session=True)
+            subprocess.Popen(
+                command, stdin=subprocess.DEVNULL, stdout=TERMINAL, stderr=TERMINAL, start_new_session=True
+            )
         )
 
 
@@ -181,6 +179,21 @@ def explain_oom(out: str | os.PathLike[str] | None = None) -> OomWatch:
     watch = OomWatch(Path(out) if out is not None else Path("runs") / time.strftime("oom-%Y%m%d-%H%M%S"))
     watch._install()
     return watch
+
+
+@contextmanager
+def watching_memory(folder: Path, locate: Callable[[], Place]) -> Iterator[None]:
+    """Explain failed requests within this context, unless the script has asked for that itself."""
+    if _active is not None:
+        yield
+        return
+    watch = explain_oom(folder)
+    watch.locate = locate
+    try:
+        yield
+    finally:
+        watch.uninstall()
+        watch.wait()
 
 
 @contextmanager
@@ -288,7 +301,7 @@ def _gather_facts(device: torch.device, frames: list[FrameType], owners: Owners,
         torch=str(torch.__version__),
         script=Path(sys.argv[0]).name if sys.argv and sys.argv[0] else "",
         stack="\n".join(f"{shorten_path(file)}:{line} {name}" for file, line, name in lines),
-        line=f"{_relative(own[0][0])}:{own[0][1]}" if own else "",
+        line=f"{shorten_path(own[0][0])}:{own[0][1]}" if own else "",
         step=place.step,
         phase=place.phase,
         module=place.module,
@@ -321,16 +334,7 @@ def _without_ours(innermost: FrameType | None) -> Iterator[FrameType]:
 
 
 def _is_users(file: str) -> bool:
-    return not file.startswith(("<", _OURS)) and not any(part in file for part in _LIBRARIES)
-
-
-def _relative(file: str) -> str:
-    """A path below the working directory or next to the script, as the user would write it."""
-    script = Path(sys.argv[0]).resolve().parent if sys.argv and sys.argv[0] else Path.cwd()
-    for base in (Path.cwd(), script):
-        with suppress(ValueError):
-            return str(Path(file).resolve().relative_to(base))
-    return shorten_path(file)
+    return classify_file(file) == "user"
 
 
 def _name_file(number: int) -> str:

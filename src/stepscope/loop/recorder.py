@@ -25,7 +25,7 @@ from torch import nn
 from torch.optim.optimizer import Optimizer
 from torch.profiler import ProfilerActivity
 
-from stepscope.annotate import open_range
+from stepscope.annotate import activate, open_range
 from stepscope.errors import StepscopeError
 from stepscope.files import write_atomically, writing
 from stepscope.hardware import Hardware
@@ -33,6 +33,8 @@ from stepscope.loop.annotation import annotating, find_roots, list_wrappers, unw
 from stepscope.loop.finder import LEAST_STEPS, StepFinder
 from stepscope.loop.finish import Finisher
 from stepscope.loop.loop_clock import LoopClock
+from stepscope.loop.memory_history import StepMemory
+from stepscope.loop.oom import Place, watching_memory
 from stepscope.loop.place import RunPlace
 from stepscope.loop.profiler import LoopProfiler, OtherProfilers
 from stepscope.loop.source_lines import read_lines
@@ -117,11 +119,13 @@ class LoopRecorder:
         self._others = OtherProfilers(self._give_way)
         self._undo = ExitStack()
         self.finisher: Finisher | None = None
+        self.oom = ExitStack()  # closed when the loop ends, and not when the recording does
         self.on_done: Callable[[], None] = lambda: None
 
     def start(self) -> None:
         self._watch.install()
         self._others.install(self._undo)
+        self.oom.enter_context(watching_memory(self.place.folder, lambda: Place(step=self.steps_seen)))
         next(self._stages)
 
     # --- Events of the loop -------------------------------------------------------------------------------------------
@@ -228,6 +232,8 @@ class LoopRecorder:
         if self.plan.sources:
             yield from self._next_step()  # whatever was running when the profiler stopped has ended after a step
             yield from self._undisturbed(self._record_sources)
+        if self._find_device().type == "cuda" and rank_of()[0] == 0:
+            yield from self._record_memory()
 
     def _next_step(self) -> Stage:
         """Continue at the beginning of the next step."""
@@ -304,6 +310,23 @@ class LoopRecorder:
             yield from self._next_gap()
         self._kept.sources = read_lines(profiler.results)
 
+    def _record_memory(self) -> Stage:
+        """The memory history of one step, which only CUDA has."""
+        yield from self._next_gap()
+        memory = StepMemory(self._find_device(), folder=self.place.memory_folder)
+        memory.start()
+        try:
+            yield from self._next_step()
+            with activate(memory.open):
+                close = open_range("step:0")
+                try:
+                    yield from self._next_step()
+                finally:
+                    close()
+        finally:
+            with writing(self.place.memory_folder, if_full="memory was not recorded", hint="--out DIR"):
+                memory.stop()
+
     def _keep_trace(self, profiler: LoopProfiler) -> None:
         folder = self.place.raw_folder(rank_of()[0])
         with writing(folder, if_full="nothing was recorded", hint="--out DIR"):
@@ -341,6 +364,16 @@ class LoopRecorder:
         self.finisher = Finisher(self.place, rank)
         self.finisher.start()
         self._tell(f"recorded {count_noun(len(self._kept.recorded_ns), 'step')}; writing the page in the background")
+
+    def end(self) -> None:
+        """The loop has ended: finish the recording, and wait for the pages. Ctrl-C skips them."""
+        self.finish()
+        if os.getpid() != self._process:
+            return
+        if self.finisher is not None and self.finisher.is_running:
+            self._tell("waiting for the page; press Ctrl-C to skip it")
+            self.finisher.wait()
+        self.oom.close()
 
     def _hand_over(self) -> LoopRun:
         kept, (rank, world_size) = self._kept, rank_of()

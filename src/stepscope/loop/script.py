@@ -126,10 +126,7 @@ class ScriptRun:
         if recorder is None:
             tell("nothing was recorded: the script did not import torch")
             return
-        recorder.finish()
-        if recorder.finisher is not None and recorder.finisher.is_running:
-            tell("waiting for the page; press Ctrl-C to skip it")
-            recorder.finisher.wait()
+        recorder.end()
 
 
 def _stop() -> None:

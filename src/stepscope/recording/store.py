@@ -124,7 +124,7 @@ class Recording:
 
 
 TABLE_NAMES = tuple(one.name for one in fields(Recording) if one.name != "manifest")
-_KEPT = r"attributed-[0-9a-f]{12}\.(parquet|\d+)|findings-[0-9a-f]{12}\.json"
+_KEPT = r"attributed-[0-9a-f]{12}\.(parquet|\d+)|findings-[0-9a-f]{12}\.json|activity-[0-9a-f]{12}\.bin"
 _RAW = rf"{RAW_NAME}\.(json|csv|pickle|sqlite|nsys-rep|qdrep)(\.gz)?"  # files that recorders write
 _PARTS = re.compile(rf"{re.escape(MANIFEST_NAME)}|({'|'.join(TABLE_NAMES)})\.parquet|{_RAW}|{_KEPT}")
 

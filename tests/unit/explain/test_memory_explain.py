@@ -498,7 +498,7 @@ def test_timeline_says_whose_time_it_shows_and_why_it_is_not_the_last_step(ours:
 
 
 def draw_step(profile: MemoryProfile, step: str) -> Timeline:
-    figure = Run([Opened(Path("memory"), profile.recording, None)]).figure(step=step).figure
+    figure = Run([Opened.of(Path("memory"), profile.recording)]).figure(step=step).figure
     assert isinstance(figure, Timeline)
     return figure
 

@@ -145,6 +145,21 @@ def test_gradients_filled_with_zeros(sets_to_none: bool) -> None:
         assert "train.py:47" in finding.evidence
 
 
+def test_gradients_filled_with_zeros_on_a_cpu() -> None:
+    """An operator takes the time of the step itself."""
+    timeline = Timeline(host_us=5)
+    for _ in range(3):
+        with timeline.step():
+            for _ in range(10):
+                timeline.compute("aten::mm", 100)
+            timeline.compute("aten::add", 2)
+            with timeline.range("Optimizer.zero_grad#AdamW.zero_grad"):
+                timeline.compute("aten::zero_", 80)
+    finding = found(timeline.profile(device="AMD EPYC"), "SS027")
+    assert finding is not None
+    assert finding.saving_ns == pytest.approx(80_000, rel=0.1)
+
+
 @pytest.mark.parametrize("on_cpu", [True, False])
 def test_checkpoint_in_the_recorded_steps_is_a_remark(on_cpu: bool) -> None:
     finding = found(profile_loop(LoopPlan(on_cpu=on_cpu, checkpoint_us=300)), "SS028")

@@ -26,12 +26,21 @@ def find_zeroed_gradients(evidence: StepEvidence) -> Hit | None:
     time = f"{ms(evidence.per_step(zeroing))} of {device_word(evidence.profile)} time"
     text = f"`zero_grad` takes {time} to fill gradients with zeros{say_launching_lines(evidence, zeroing)}"
     count = count_per_step(evidence, zeroing.height, kernel_word(evidence.profile))
-    return settle(evidence, gain, text, title=f"`zero_grad(set_to_none=False)` fills gradients with zeros: {count}")
+    title = f"`zero_grad(set_to_none=False)` fills gradients with zeros: {count}"
+    if not evidence.profile.on_cpu:
+        return settle(evidence, gain, text, title=title)
+    # An operator of a CPU takes the time of the step itself.
+    saving = gain.gpu_ns * min(1.0, evidence.step_ns / max(1.0, evidence.clock.profiled_ns))
+    return Hit(title=title, evidence=text, saving_ns=saving, gain=gain) if _is_worth(evidence, saving) else None
+
+
+def _is_worth(evidence: StepEvidence, time_ns: float) -> bool:
+    return time_ns >= WORTH_SAYING * evidence.step_ns
 
 
 def find_checkpoints(evidence: StepEvidence) -> Hit | None:
     time_ns = evidence.loop.time_of("checkpoint") if evidence.loop is not None else 0.0
-    if time_ns < WORTH_SAYING * evidence.step_ns:
+    if not _is_worth(evidence, time_ns):
         return None
     saved = evidence.profile.recording.ranges.filter(pl.col("name") == _CHECKPOINT)
     steps = evidence.profile.steps.with_columns(process=pl.lit(0), thread=pl.lit(0))
@@ -71,7 +80,8 @@ RULES = (
         meaning="""Gradients are kept and filled with zeros, and backward adds to them. Without them, backward writes
             its first result: one pass over all gradients less to write, and one less to read.""",
         seen="Kernels that fill memory, launched inside the range that PyTorch records around `zero_grad`.",
-        saving="The recording is replayed without these kernels. What backward saves by not adding is not counted.",
+        saving="""The recording is replayed without these kernels; on a CPU, it is their time. What backward saves by
+            not adding is not counted.""",
         builtin="not needed: its gradients are freed",
         own=("optimizer.zero_grad()  # set_to_none=True is the default",),
         on_cpu=True,

@@ -11,7 +11,7 @@ from stepscope.explain.experiments.cases import say_extras
 from stepscope.explain.memory import MemoryProfile
 from stepscope.explain.memory.out_of_memory import say_failure
 from stepscope.explain.model_names import describe_model, name_model
-from stepscope.explain.ranks.lateness import rank_numbers
+from stepscope.explain.ranks.matching import rank_numbers
 from stepscope.explain.ranks.rank_tables import label_ranks
 from stepscope.explain.statistics import summarise
 from stepscope.explain.story.bounds import Shares
@@ -156,8 +156,7 @@ def name_rank(materials: Materials) -> str:
     """The rank whose figures the page shows; empty for a single one."""
     if len(materials.ranks) < 2:
         return ""
-    place = next(place for place, rank in enumerate(materials.ranks) if rank is materials.profile)
-    return label_ranks(materials.ranks)[place]
+    return label_ranks(materials.ranks)[materials.shown]
 
 
 def _count_ranks(materials: Materials) -> str:
@@ -165,7 +164,7 @@ def _count_ranks(materials: Materials) -> str:
     count = len(materials.ranks)
     if count < 2:
         return ""
-    world = materials.ranks[0].recording.manifest.world_size
+    world = materials.ranks[0].manifest.world_size
     if rank_numbers(materials.ranks) is None:
         return f"{count} recordings"
     return f"{count} of {world} ranks" if world not in (None, count) else f"{count} ranks"

@@ -133,7 +133,7 @@ def tell(materials: Materials) -> Report:
     )
 
 
-_SHELL = re.compile(r"(?:[A-Z_]+=\S+ )*(?:stepscope|torchrun) ")
+_SHELL = re.compile(r"(?:[A-Z_]+=\S+ )*(?:stepscope|torchrun|nvidia-smi|lscpu) ")
 
 
 def list_advice(materials: Materials) -> tuple[Advice, ...] | None:

@@ -15,12 +15,14 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from types import CellType, FunctionType
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from torch import Tensor
 
 from stepscope.measure.memory.marks import Places
-from stepscope.step import Step
+
+if TYPE_CHECKING:  # loads the compiler, which a user's training process may not need
+    from stepscope.step import Step
 
 Kind = Literal["activation", "parameter", "buffer", "input"]
 _RAW = "_raw_saved_"
@@ -44,7 +46,7 @@ class SavedTensor:
     name: str | None
 
 
-def audit(step: Step, places: Places | None = None) -> tuple[SavedTensor, ...]:
+def audit(step: "Step", places: Places | None = None) -> tuple[SavedTensor, ...]:
     """Return everything that the graph of the step's loss holds, in forward order. Modules are known if `places`
     watched that pass.
     """
@@ -184,7 +186,7 @@ def _frame_arguments(frame: Any) -> tuple[Sequence[Any], object]:
 # --- Whose memory it is ---------------------------------------------------------------------------------------------
 
 
-def _name_storages(step: Step) -> dict[int, tuple[Kind, str | None]]:
+def _name_storages(step: "Step") -> dict[int, tuple[Kind, str | None]]:
     """Identified by storage: a view of a parameter is the parameter's memory. Inputs are the tensors in the closures of
     the step's own functions: the batch and the targets.
     """

@@ -4,7 +4,7 @@ The user metadata of each allocator event says where it happened: `12` is after 
 345 after that mark. Marks are the starts and ends of steps and phases.
 """
 
-from typing import Annotated
+from typing import Annotated, Any
 
 import msgspec
 
@@ -119,3 +119,9 @@ class MemoryRun(msgspec.Struct, frozen=True, kw_only=True):
     parameters: int
     optimizer: str | None = None  # what ran: the setting, or the class that a factory created
     notes: tuple[str, ...] = ()
+
+
+def without_frames(segment: dict[str, Any]) -> dict[str, object]:
+    """Return a segment of a snapshot without the stacks of its blocks."""
+    blocks = [{key: value for key, value in block.items() if key != "frames"} for block in segment["blocks"]]
+    return {**{key: value for key, value in segment.items() if key != "frames"}, "blocks": blocks}

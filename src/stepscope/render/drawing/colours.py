@@ -96,6 +96,7 @@ _KNOWN: dict[str, Pair] = {
     "copies to the GPU": _deep(_SKY),
     "gradient clipping": ("#b08ca3", "#8a6a80"),
     "waiting for the GPU": _PINK,
+    "waiting": _pale(_VERMILION),
     "GPU idle": _pale(_GREY),
     "A": _GREY,
     "B": _BLUE,

@@ -20,6 +20,7 @@ from stepscope.recording.store import Overhead, Recording
 from stepscope.spec import build_case
 from tests.unit.explain.story.story_materials import CASE, HERE, small_row
 from tests.unit.loop_recordings import LoopPlan, record_loop
+from tests.unit.rank_recordings import reduce_ranks
 from tests.unit.recordings import (
     ADD,
     ALL_REDUCE,
@@ -153,19 +154,19 @@ def loop_plans() -> st.SearchStrategy[LoopPlan]:
 
 def build_loop(plan: LoopPlan) -> tuple[Run, Materials]:
     """The same for a script that `stepscope run` recorded."""
-    run = Run([Opened(Path("loop"), record_loop(plan), None)])
+    run = Run([Opened.of(Path("loop"), record_loop(plan))])
     return run, Materials(name="loop", profile=run.profile)
 
 
 def build(plan: Plan, name: str = "run") -> tuple[Run, Materials]:
     """The run as `explain` reads it, and everything that its page knows."""
     recordings = [_record(plan, name, rank) for rank in range(plan.ranks)]
-    run = Run([Opened(Path(f"{name}-{rank}"), one, None) for rank, one in enumerate(recordings)])
+    run = Run([Opened.of(Path(f"{name}-{rank}"), one) for rank, one in enumerate(recordings)])
     profiles = tuple(rank.profile for rank in run.ranks)
     materials = Materials(
         name=name,
         profile=profiles[0],
-        ranks=profiles if len(profiles) > 1 else (),
+        ranks=reduce_ranks(profiles) if len(profiles) > 1 else (),
         bench=_time(plan, run) if plan.timed is not None else (),
     )
     return run, materials

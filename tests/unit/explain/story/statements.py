@@ -22,6 +22,7 @@ from stepscope.findings import (
     Cell,
     Fact,
     Finding,
+    Lanes,
     Part,
     Questions,
     Report,
@@ -449,9 +450,27 @@ def check_report(report: Report, run: Run) -> Iterator[Contradiction]:
             for place, label in enumerate(part.labels):
                 if any((one[place] or 0) < 0 for one in part.values):
                     yield Contradiction("negative part", f"{key}, {label}: {[one[place] for one in part.values]}")
+    yield from _check_ranks(report)
     steps = [part.walls_ns[-1] for _, part in parts_of(report) if isinstance(part, Breakdown)]
     if report.advice is not None:
         yield from check_savings([advice.finding for advice in report.advice], steps[0], find_room(run), "card")
+
+
+def _check_ranks(report: Report) -> Iterator[Contradiction]:
+    """Compute as a multiple of the mean has a mean of 1, the lead names the largest, and a timeline fits its step."""
+    for section in (one for one in report.sections if one.key == "ranks"):
+        tables = [one.part for one in section.exhibits if isinstance(one.part, Table) and one.key == "ranks-table"]
+        for table in tables:
+            ratios = column(table, "compute_ratio")
+            if any(ratios):
+                yield from check_sum(ratios, float(len(ratios)), "compute of ranks as multiples of their mean")
+            for said in re.findall(r"computes ([\d.]+)× the mean", section.lead):
+                if abs(float(said) - max(ratios)) > 0.006:
+                    yield Contradiction("imbalance", f"{said} in the lead, {max(ratios)} in the table")
+        for lanes in (one.part for one in section.exhibits if isinstance(one.part, Lanes)):
+            for track in lanes.tracks:
+                if sum(track.spans.lengths_ns) > lanes.span_ns:
+                    yield Contradiction("longer than the step", f"{track.label} of {lanes.title}")
 
 
 def _check_breakdown(part: Breakdown, where: str) -> Iterator[Contradiction]:

@@ -34,11 +34,11 @@ _STREAM = ["process", "device", "stream"]
 _LAUNCHED = ["thread", "launch_ns", "op", "op_row"]
 _ORIGIN = ["call", "module", "source"]
 _NO_COMPUTING = ["communication", "memcpy", "memset"]
-_Kind = Literal["phase", "layer", "module", "stream", "host"]
+_Kind = Literal["phase", "layer", "module", "stream", "host", "rank"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Lane:
+class TrackDraft:
     """A track before it is encoded. The numbers in its stretches index `names` and `groups`."""
 
     label: str
@@ -56,7 +56,7 @@ def draw_step(profile: Profile) -> Lanes:
     window, title, notes = _choose_step(profile)
     inside = _cut_out(profile.kernels, window)
     if inside.is_empty():
-        return _write_down(title, window[1] - window[0], [], [*notes, f"no {_what(profile)} ran in this window"])
+        return write_down(title, window[1] - window[0], [], [*notes, f"no {_what(profile)} ran in this window"])
     ran = _order_streams(_find_origins(profile, inside))
     lanes = [*_run_lanes(ran[0]), *_host_lane(profile, window)]
     streams, hidden = _stream_lanes(profile, ran[:MOST_STREAMS])
@@ -66,10 +66,10 @@ def draw_step(profile: Profile) -> Lanes:
         ("phases, layers and modules", lanes, MOST_RUNS),
         (_what(profile), streams, MOST_KERNELS),
     ):
-        fitted, cell = _fit(before, most)
-        notes += _say_merged(what, before, fitted, cell)
+        fitted, cell = fit_lanes(before, most)
+        notes += say_merged(what, before, fitted, cell)
         drawn += fitted
-    return _write_down(title, window[1] - window[0], drawn, notes)
+    return write_down(title, window[1] - window[0], drawn, notes)
 
 
 def _what(profile: Profile) -> str:
@@ -146,7 +146,7 @@ def _order_streams(kernels: pl.DataFrame) -> list[pl.DataFrame]:
     return [main, *(stream for stream in streams if stream is not main)]
 
 
-def _run_lanes(main: pl.DataFrame) -> list[_Lane]:
+def _run_lanes(main: pl.DataFrame) -> list[TrackDraft]:
     """Phases, layers and modules of the main stream. Across streams, kernels of different layers overlap."""
     starts, ends = main["start_ns"].to_numpy(), main["end_ns"].to_numpy()
     lanes = []
@@ -161,7 +161,7 @@ def _run_lanes(main: pl.DataFrame) -> list[_Lane]:
         runs = join_runs(starts, ends, numbers, groups)
         if len(runs):
             lanes.append(
-                _Lane(
+                TrackDraft(
                     label=label,
                     kind=kind,
                     stretches=runs,
@@ -181,7 +181,7 @@ def _number(column: pl.Series) -> tuple[Ints, list[str]]:
     return numbers.to_numpy(), names
 
 
-def _host_lane(profile: Profile, window: tuple[int, int]) -> list[_Lane]:
+def _host_lane(profile: Profile, window: tuple[int, int]) -> list[TrackDraft]:
     """What the CPU did in this window, from its ranges. Without a GPU, the operators show it already."""
     named = named_ranges(profile.recording.ranges)
     steps = step_ranges(profile.recording)
@@ -199,7 +199,7 @@ def _host_lane(profile: Profile, window: tuple[int, int]) -> list[_Lane]:
     numbers, names = _number(phase)
     runs = join_runs(moments[:-1] - window[0], moments[1:] - window[0], numbers, numbers)
     runs = replace(runs, counts=np.ones_like(runs.counts))  # CPU time is not a number of kernels
-    lane = _Lane(
+    lane = TrackDraft(
         label="CPU",
         kind="host",
         stretches=runs,
@@ -214,7 +214,7 @@ def _host_lane(profile: Profile, window: tuple[int, int]) -> list[_Lane]:
 # --- Streams ----------------------------------------------------------------------------------------------------------
 
 
-def _stream_lanes(profile: Profile, streams: Sequence[pl.DataFrame]) -> tuple[list[_Lane], int]:
+def _stream_lanes(profile: Profile, streams: Sequence[pl.DataFrame]) -> tuple[list[TrackDraft], int]:
     """One lane per stream, and how many kernels lie inside others on the same stream."""
     lanes, hidden_in_all = [], 0
     shorts = dict(profile.kernels.select("name", "short").unique("name").iter_rows())
@@ -226,7 +226,7 @@ def _stream_lanes(profile: Profile, streams: Sequence[pl.DataFrame]) -> tuple[li
         hidden_in_all += hidden
         on_host = bool((stream["kind"] == "cpu").all())
         lanes.append(
-            _Lane(
+            TrackDraft(
                 label=_label_stream(profile, stream),
                 kind="stream",
                 stretches=laid,
@@ -299,7 +299,7 @@ def _name_left_out(streams: Sequence[pl.DataFrame], profile: Profile) -> list[st
     return [f"not shown, {share:.1%} of the {_what(profile)[:-1]} time: {named}{more}"]
 
 
-def _say_merged(what: str, before: Sequence[_Lane], after: Sequence[_Lane], cell: int) -> list[str]:
+def say_merged(what: str, before: Sequence[TrackDraft], after: Sequence[TrackDraft], cell: int) -> list[str]:
     if not cell:
         return []
     total, drawn = (sum(len(lane.stretches) for lane in lanes) for lanes in (before, after))
@@ -312,7 +312,7 @@ def _say_merged(what: str, before: Sequence[_Lane], after: Sequence[_Lane], cell
 # --- Encoding ---------------------------------------------------------------------------------------------------------
 
 
-def _fit(lanes: Sequence[_Lane], most: int) -> tuple[list[_Lane], int]:
+def fit_lanes(lanes: Sequence[TrackDraft], most: int) -> tuple[list[TrackDraft], int]:
     merged, cell = fit([lane.stretches for lane in lanes], most)
     return [replace(lane, stretches=stretches) for lane, stretches in zip(lanes, merged, strict=True)], cell
 
@@ -345,7 +345,7 @@ class _Places:
         return len(self.texts) - 1
 
 
-def _write_down(title: str, span_ns: int, lanes: Sequence[_Lane], notes: Sequence[str]) -> Lanes:
+def write_down(title: str, span_ns: int, lanes: Sequence[TrackDraft], notes: Sequence[str]) -> Lanes:
     names, groups = _Places(), _Places()
     origins: dict[tuple[str, ...], int] = {}
     tracks = tuple(_track(lane, names, groups, origins) for lane in lanes)
@@ -365,7 +365,7 @@ def _write_down(title: str, span_ns: int, lanes: Sequence[_Lane], notes: Sequenc
     )
 
 
-def _track(lane: _Lane, names: _Places, groups: _Places, origins: dict[tuple[str, ...], int]) -> Track:
+def _track(lane: TrackDraft, names: _Places, groups: _Places, origins: dict[tuple[str, ...], int]) -> Track:
     """Return a lane as a track. Names, groups and origins that are new get the next number."""
     drawn = lane.stretches
     group_places = {number: groups.of(lane.groups[number]) for number in np.unique(drawn.groups).tolist()}
