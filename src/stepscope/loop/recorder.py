@@ -170,6 +170,8 @@ class LoopRecorder:
     def between_operators(self) -> None:
         self._was_between = True
         self._advance("between operators")
+        if self._has_ended():
+            self.on_done()
 
     def batch_received(self, took_ns: int) -> None:
         self._clock.add("input", took_ns)
