@@ -98,7 +98,7 @@ def test_page_of_several_ranks_starts_with_a_summary_and_names_the_rank_below() 
     assert [table.title for table in page.tables[:3]] == [
         "Ranks",
         "Collectives by how late the last rank came",
-        "Time by class, rank 0",
+        "Time of the training loop, rank 0",
     ]
     assert [table.title for table in run.tables("phases")] == ["Time by phase, rank 0", "Time by phase, rank 1"]
     assert run.table("collectives", top=1).frame["rank"].to_list() == [1]

@@ -17,16 +17,15 @@ from stepscope.explain.rules import (
     fusion,
     gemm,
     host,
-    loading,
     naive_attention,
     out_of_memory,
     remarks,
     step,
     tiles,
-    training_loop,
 )
 from stepscope.explain.rules.evidence import StepEvidence
 from stepscope.explain.rules.joint import join, rank
+from stepscope.explain.rules.loop import loading, training_loop
 from stepscope.explain.rules.rule import THROUGHPUT, Hit, Rule, workload_of
 from stepscope.explain.rules.strategies import communication, late_rank
 from stepscope.explain.trace.profile import Profile, code_digest

@@ -9,7 +9,7 @@ import polars as pl
 from stepscope.explain.ranks.collectives import CoveredTime
 from stepscope.explain.rules.dependent_waits import find_host_updates, is_decoding, is_large_copy, is_of_scaler
 from stepscope.explain.rules.evidence import StepEvidence, ms, often
-from stepscope.explain.rules.loading import find_loading, is_input_copy
+from stepscope.explain.rules.loop.loading import find_loading, is_input_copy
 from stepscope.explain.rules.remarks import find_captures
 from stepscope.explain.rules.replay import LONG_GAP_NS, Bools
 from stepscope.explain.rules.rule import (

@@ -187,8 +187,10 @@ def _name_run(opening: Opening) -> tuple[str, ...]:
     if opening.materials.out_of_memory is not None:
         return ()  # the headline names the line
     if opening.case is None:
-        script = tuple(clip(name, _MOST_FILE) for name in name_script(opening.materials))
-        return script or (_count_ranks(opening.materials) or clip(opening.materials.name, _MOST_FILE),)
+        ranks = _count_ranks(opening.materials)
+        script = [clip(name, _MOST_FILE) for name in name_script(opening.materials)]
+        together = tuple(f"{name}, {ranks}" if ranks else name for name in script)
+        return together or (ranks or clip(opening.materials.name, _MOST_FILE),)
     model = opening.case.workload.model
     return describe_model(model, parameters=opening.parameters, sizes=opening.sizes), name_model(model)
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 
-from stepscope.explain.rules.loader_advice import say_loader
+from stepscope.explain.rules.loop.loader_advice import say_loader
 from stepscope.explain.story.sources import Materials
 from stepscope.findings import Column, Table
 from stepscope.recording.rows.loop_run import LoopFacts

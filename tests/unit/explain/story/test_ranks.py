@@ -95,8 +95,8 @@ def test_page_names_the_rank_it_shows_and_the_late_one() -> None:
     report = tell(Materials(name="run", profile=profiles[0], ranks=reduce_ranks(profiles)))
     assert "rank 0 of 2 recorded ranks" in report.subtitle
     assert "wait 1.2 ms for rank 1" in report.sentence
-    assert report.title == "2 ranks"
-    assert re.match(r"2 ranks: [\d.]+ ms per step on rank 0; ", report.sentence)
+    assert report.title == "train.py: training step, 2 ranks"
+    assert re.match(r"train\.py, 2 ranks: [\d.]+ ms per step on rank 0; ", report.sentence)
     assert all(fact.note.endswith("; rank 0") for fact in report.facts)
     assert report.picture is not None
     assert report.picture.runs == ("rank 0",)
@@ -132,5 +132,5 @@ def test_ranks_without_a_recording_are_counted() -> None:
         for one in record_ranks([Rank(compute_us=[100.0] * 12)] * 2)
     )
     report = tell(Materials(name="rank0.json.gz", profile=profiles[0], ranks=reduce_ranks(profiles)))
-    assert report.title == "2 of 8 ranks"
-    assert report.sentence.startswith("2 of 8 ranks: ")
+    assert report.title == "train.py: training step, 2 of 8 ranks"
+    assert report.sentence.startswith("train.py, 2 of 8 ranks: ")

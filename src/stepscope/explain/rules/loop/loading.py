@@ -7,7 +7,7 @@ import polars as pl
 
 from stepscope.explain.ranks.collectives import CoveredTime
 from stepscope.explain.rules.evidence import WORTH_SAYING, StepEvidence, ms
-from stepscope.explain.rules.loader_advice import LoadedInput, configure_loader, pin_batches, say_loader
+from stepscope.explain.rules.loop.loader_advice import LoadedInput, configure_loader, pin_batches, say_loader
 from stepscope.explain.rules.replay import Change, Floats, Ints
 from stepscope.explain.rules.rule import Hit, Rule, count_per_step, say_launching_lines
 from stepscope.explain.trace.loop.loop_time import COLLATE, FROM_WORKERS, IN_PROCESS
