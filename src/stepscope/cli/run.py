@@ -36,13 +36,13 @@ def run(
         bool, typer.Option("--sources/--no-sources", help="Record one more step, with Python stacks, for source lines.")
     ] = True,
     force: Annotated[
-        bool, typer.Option("--force", help="Replace the run of another command, or any other file, at --out.")
+        bool, typer.Option("--force", help="Replace the run of another command, or another file at --out.")
     ] = False,
 ) -> None:
     """Run a training script, record a few of its steps, and write a page about them. The script needs no changes.
 
     Steps are found by optimizer steps and backward passes, whatever library is on top. Put options before the script;
-    what follows it belongs to the script. The script then continues, and this command exits with its status.
+    what follows it belongs to the script. After the recording the script continues. The exit status is the script's.
 
     Several ranks: torchrun --nproc-per-node 8 -m stepscope run train.py
     """
