@@ -100,7 +100,7 @@ def test_page_names_the_rank_it_shows_and_the_late_one() -> None:
     assert all(fact.note.endswith("; rank 0") for fact in report.facts)
     assert report.picture is not None
     assert report.picture.runs == ("rank 0",)
-    assert tell(Materials(name="run", profile=profiles[0])).title == "run"
+    assert tell(Materials(name="run", profile=profiles[0])).title == "train.py: training step"
     assert report.advice is not None
     assert report.advice[0].finding.code == "SS030"
     (section,) = [one for one in report.sections if one.key == "ranks"]
