@@ -8,7 +8,6 @@
 All of them leave what `stepscope run` leaves: a directory with a recording per rank, and a page.
 """
 
-import os
 import shlex
 import sys
 from collections.abc import Callable, Iterable, Iterator
@@ -19,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Self, TypeVar
 from stepscope.api.arguments import require_count
 from stepscope.api.display import StrPath
 from stepscope.loop.messages import tell
-from stepscope.loop.place import RunPlace, choose_place
+from stepscope.loop.place import RunPlace, choose_place, find_rank
 
 if TYPE_CHECKING:
     from torch.profiler import profile
@@ -141,9 +140,9 @@ def trace_handler(out: StrPath | None = None, *, force: bool = False) -> "Callab
 
 def prepare_place(place: RunPlace, *, force: bool) -> None:
     """Rank 0 prepares the directory for all."""
-    if int(os.environ.get("RANK", "0")) == 0:
+    rank, world_size = find_rank()
+    if rank == 0:
         command = shlex.join(["python", *sys.argv])
-        world_size = int(os.environ.get("WORLD_SIZE", "1"))
         place.prepare(command=command, script=name_script(), world_size=world_size, force=force)
 
 

@@ -13,7 +13,7 @@ import typer
 
 from stepscope.errors import StepscopeError
 from stepscope.jobs.workers.cpu_limits import limit_instructions
-from stepscope.loop.place import choose_place
+from stepscope.loop.place import choose_place, find_rank
 from stepscope.loop.script import ScriptRequest
 
 
@@ -52,11 +52,12 @@ def run(
         target=target, is_module=module, folder="", page="", skip=skip, steps=steps, sources=sources, stop=stop
     )
     place = choose_place(out, request.name)
-    if int(os.environ.get("RANK", "0")) == 0:
+    rank, world_size = find_rank()
+    if rank == 0:
         place.prepare(
             command=shlex.join(["stepscope", *sys.argv[1:]]),
             script=request.name,
-            world_size=int(os.environ.get("WORLD_SIZE", "1")),
+            world_size=world_size,
             force=force,
         )
     limit_instructions()  # before torch is loaded, which may use instructions that this CPU forbids

@@ -34,6 +34,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from stepscope.files import write_atomically
 from stepscope.loop.messages import TERMINAL, tell
+from stepscope.loop.place import find_rank
 from stepscope.loop.source_lines import classify_file, shorten_path
 from stepscope.loop.tensor_owners import Owners, find_owners
 from stepscope.recording.memory.labels import KEY, Mark, MemoryLabels, OutOfMemoryFacts
@@ -305,7 +306,7 @@ def _gather_facts(device: torch.device, frames: list[FrameType], owners: Owners,
         step=place.step,
         phase=place.phase,
         module=place.module,
-        world_size=int(os.environ.get("WORLD_SIZE", "1")),
+        world_size=find_rank()[1],
         optimizers=owners.optimizers,
         missing_gradient_bytes=owners.missing_gradient_bytes,
         missing_state_bytes=owners.missing_state_bytes,
@@ -338,6 +339,6 @@ def _is_users(file: str) -> bool:
 
 
 def _name_file(number: int) -> str:
-    rank = os.environ.get("RANK", "0")
-    name = "oom" if rank == "0" else f"oom-rank-{rank}"
+    rank, _ = find_rank()
+    name = f"oom-rank-{rank}" if rank else "oom"
     return f"{name}-{number + 1}" if number else name

@@ -113,6 +113,18 @@ def choose_place(out: str | os.PathLike[str] | None, script: str) -> RunPlace:
     return RunPlace(folder=folder, page=folder / _PAGE_NAME)
 
 
+def find_rank() -> tuple[int, int]:
+    """This process's rank and the number of ranks, as its launcher says: torchrun, `srun` or `mpirun`."""
+    for rank, size in (
+        ("RANK", "WORLD_SIZE"),
+        ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS"),
+        ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),
+    ):
+        if os.environ.get(rank, "").isdecimal() and os.environ.get(size, "").isdecimal():
+            return int(os.environ[rank]), int(os.environ[size])
+    return 0, 1
+
+
 def is_run(folder: Path) -> bool:
     return folder.is_dir() and is_of_kind(folder / RUN_NAME, RUN_SCHEMA)
 

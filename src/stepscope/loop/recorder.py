@@ -35,7 +35,7 @@ from stepscope.loop.finish import Finisher
 from stepscope.loop.loop_clock import LoopClock
 from stepscope.loop.memory_history import StepMemory
 from stepscope.loop.oom import Place, watching_memory
-from stepscope.loop.place import RunPlace
+from stepscope.loop.place import OOM_FOLDER, RunPlace, find_rank
 from stepscope.loop.profiler import LoopProfiler, OtherProfilers
 from stepscope.loop.source_lines import read_lines
 from stepscope.loop.watch import LoopWatch
@@ -68,10 +68,10 @@ class RecordingPlan:
         return min(_MOST_TIMED, max(_LEAST_TIMED, self.skip))
 
     @property
-    def total(self) -> int:
-        """Steps that a script must run, with the step that warms the profiler up."""
-        warming, stopping = 3, 1  # the end of the search, the profiler's first step, and the one in which it starts
-        return max(self.skip, LEAST_STEPS) + self.timed + warming + self.steps + stopping + 2 * self.sources
+    def least(self) -> int:
+        """Steps that a script must run for a page about one of them. Two more warm up the profiler and start it, and
+        the search ends with one."""
+        return max(self.skip, LEAST_STEPS) + 1 + self.timed + 2 + 1
 
 
 class _ProfilerTakenError(Exception):
@@ -94,11 +94,21 @@ class LoopRecorder:
     """Records the loop that runs in this process. Its steps are found by what the loop does, unless `found_by` says
     what else calls `step`."""
 
-    def __init__(self, place: RunPlace, plan: RecordingPlan, *, script: str, found_by: str = "", tell: Tell) -> None:
+    def __init__(
+        self,
+        place: RunPlace,
+        plan: RecordingPlan,
+        *,
+        script: str,
+        tell: Tell,
+        found_by: str = "",
+        is_command: bool = False,
+    ) -> None:
         self.place = place
         self.plan = plan
         self.is_done = False
         self._script = script
+        self._is_command = is_command  # `stepscope run`, and not a call in the script
         self._marked_by = found_by  # empty if the steps are to be found
         self._tell = tell if rank_of()[0] == 0 else lambda _: None
         self._started = datetime.now(UTC).isoformat(timespec="seconds")
@@ -352,7 +362,7 @@ class LoopRecorder:
         self._watch.uninstall()
         self._undo.close()
         if not self._kept.trace or not self._kept.recorded_ns:
-            if not self._has_failed:
+            if not self._has_failed and not list(self.place.folder.glob(f"{OOM_FOLDER}*")):
                 self._tell(self._say_nothing_recorded())
             return
         rank, _ = rank_of()
@@ -431,7 +441,7 @@ class LoopRecorder:
         return f"{by}{whose}{passes}"
 
     def _say_nothing_recorded(self) -> str:
-        seen, needed = self.steps_seen, self.plan.total
+        seen, needed = self.steps_seen, self.plan.least
         finder = self._finder
         if self._marked_by or seen:
             if self._kept.notes:
@@ -439,8 +449,8 @@ class LoopRecorder:
                     "nothing was recorded: another profiler was active until the end. For a page about its trace, pass "
                     "`on_trace_ready=stepscope.trace_handler(DIR)` to torch.profiler.profile"
                 )
-            short = RecordingPlan(skip=LEAST_STEPS, steps=1, sources=self.plan.sources)
-            fewer = f" ({short.total} with --skip {short.skip} --steps 1)" if short.total < needed else ""
+            short = RecordingPlan(skip=LEAST_STEPS)
+            fewer = f" ({short.least} with {self._write_skip(short.skip)})" if short.least < needed else ""
             return f"nothing was recorded: the script ran {count_noun(seen, 'step')}; {needed} are needed{fewer}"
         saw = [
             count_noun(count, noun, plural)
@@ -456,6 +466,9 @@ class LoopRecorder:
             f"no training steps found: saw {found}. "
             "Mark them in your code: `with stepscope.record(DIR) as recorder:`, and `recorder.step()` after each step"
         )
+
+    def _write_skip(self, count: int) -> str:
+        return f"--skip {count}" if self._is_command else f"skip={count}"
 
     def _live_optimizers(self) -> list[Optimizer]:
         return [one for reference in self._optimizers.values() if (one := reference()) is not None]
@@ -477,7 +490,7 @@ def rank_of() -> tuple[int, int]:
     """This process's rank and the number of ranks."""
     if torch.distributed.is_available() and torch.distributed.is_initialized():
         return torch.distributed.get_rank(), torch.distributed.get_world_size()
-    return int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+    return find_rank()
 
 
 def _wait_for(device: torch.device) -> None:

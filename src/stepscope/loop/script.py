@@ -104,6 +104,7 @@ class ScriptRun:
             RecordingPlan(skip=request.skip, steps=request.steps, sources=request.sources),
             script=request.name,
             tell=tell,
+            is_command=True,
         )
         if request.stop:
             self.recorder.on_done = _stop

@@ -42,7 +42,8 @@ def _say_loop(profile: Profile, loop: LoopTime) -> str:
     if waiting_ns and SYNCHRONISATION not in labels:
         rest.append(f"waiting for the GPU takes {say_time(waiting_ns)}")
     if rest:
-        said.append(f"{' and '.join(rest)}.".capitalize())
+        together = " and ".join(rest)
+        said.append(f"{together[0].upper()}{together[1:]}.")
     return " ".join(said)
 
 

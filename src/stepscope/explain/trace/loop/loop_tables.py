@@ -83,7 +83,7 @@ def syncs_table(profile: Profile, *, top: int | None = None, loop: LoopTime | No
         return _tabulate((), ("kernels ran one at a time: waits of the CPU are not recorded",))
     grouped = find_syncs(profile, measure_loop(profile) if loop is None else loop)
     shown = grouped.head(top or grouped.height)
-    clock = profile.clock
+    clock, has_lines = profile.clock, profile.ops["source"].null_count() < profile.ops.height
     rows = tuple(
         (
             row["line"],
@@ -100,7 +100,7 @@ def syncs_table(profile: Profile, *, top: int | None = None, loop: LoopTime | No
     notes = [clock.reword("calls and CPU time per step; calls that return within 10 µs do not count")]
     if not rows:
         notes = ["the CPU never waits for the GPU in these steps"]
-    elif grouped["line"].null_count() == grouped.height:
+    elif not has_lines and grouped["line"].null_count() == grouped.height:
         notes.append("this recording has no lines of code: `stepscope run`, or torch.profiler.profile(with_stack=True)")
     if rest:
         notes.append(f"{count_noun(rest, 'more row')}: --top {grouped.height}")
