@@ -69,8 +69,8 @@ class RecordingPlan:
 
     @property
     def least(self) -> int:
-        """Steps that a script must run for a page about one of them. Two more warm up the profiler and start it, and
-        the search ends with one."""
+        """Steps that a script must run for a page about one of them. The search ends with one more, and the profiler
+        takes two to start."""
         return max(self.skip, LEAST_STEPS) + 1 + self.timed + 2 + 1
 
 

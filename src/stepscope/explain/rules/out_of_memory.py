@@ -128,7 +128,9 @@ def find_logits(oom: MemoryFailure) -> MemoryHit | None:
     if held + asked < _LEAST_UNUSED * oom.capacity_bytes:
         return None
     more = f", and {say_size(asked)} more was asked for" if asked else ""
-    text = f"{count_noun(logits.height, 'tensor')} with a last dimension of {vocabulary:,} {'holds' if logits.height == 1 else 'hold'} {say_size(held)}{more}"
+    hold = "holds" if logits.height == 1 else "hold"
+    tensors = f"{count_noun(logits.height, 'tensor')} with a last dimension of {vocabulary:,}"
+    text = f"{tensors} {hold} {say_size(held)}{more}"
     saved = (held + asked) * (1 - 1 / _CHUNKS)
     return MemoryHit(
         title=f"Logits and their copies in the loss take {say_size(held + asked)}",
