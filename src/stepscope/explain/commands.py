@@ -1,5 +1,6 @@
 """A workload as a command: the flags that run it again, for any verb that takes settings."""
 
+import re
 import shlex
 from collections.abc import Collection, Mapping
 
@@ -27,7 +28,10 @@ def write_command(verb: str, workload: Workload, *, without: Collection[str] = (
 
 def fit_command(command: str, manifest: Manifest) -> str:
     """Return a command, or several joined with `&&`, for the model of a recording: with the settings of its run that
-    the command does not set itself, or for the user's own model if another tool made the recording."""
+    the command does not set itself, or for the user's own model if another tool made the recording. Empty if it would
+    measure the model of a training script, which no verb can build."""
+    if manifest.loop is not None and re.match(r"stepscope (?:profile|memory)\b", command):
+        return ""
     return " && ".join(_fit(one, manifest.case) for one in command.split(" && "))
 
 

@@ -45,7 +45,7 @@ def forward_time(profile: Profile) -> Answer:
         f"{' of each pass' if (spans['passes'] > 1).any() else ''}"
     )
     if plain is None:
-        sentence += "; the recording has no unprofiled step times"
+        sentence += "; the recording has no unprofiled times of this pass"
     elif profile.clock.kind == "unprofiled":
         sentence += f". Unprofiled, it takes {say_time(plain)} with its idle time, {_judge(span, plain)}"
         doubts = profile.recording.manifest.doubts
