@@ -209,7 +209,8 @@ class LoopRecorder:
 
     @property
     def _has_warmed_up(self) -> bool:
-        return self.steps_seen >= max(self.plan.skip, LEAST_STEPS)
+        is_clear = bool(self._marked_by) or not self._finder.is_waiting
+        return is_clear and self.steps_seen >= max(self.plan.skip, LEAST_STEPS)
 
     # --- Stages -------------------------------------------------------------------------------------------------------
 
