@@ -140,6 +140,12 @@ def test_without_an_optimizer_zero_grad_separates_steps() -> None:
     assert boundaries(finder, [ZERO_GRAD, ZERO_GRAD]) == []  # nothing to clear
 
 
+def test_clearing_gradients_twice_is_one_step() -> None:
+    finder = StepFinder()
+    assert settle(finder, [BACKWARD, ZERO_GRAD, ZERO_GRAD]) == SKIP
+    assert finder.steps_seen == SKIP
+
+
 def test_backward_passes_alone_are_steps_only_after_many() -> None:
     """The first few may be the micro-batches of one step, whose optimizer has yet to come."""
     finder = StepFinder()
