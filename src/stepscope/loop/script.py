@@ -72,7 +72,8 @@ class ScriptRun:
             self._finish()
             raise
         except BaseException as error:  # noqa: BLE001  # the script's own error, shown as Python would
-            sys.excepthook(type(error), error, _own_part(error))
+            own = _own_part(error)
+            sys.excepthook(type(error), error.with_traceback(own), own)  # Python's hook prints that of the error
             status = 1
         finally:
             os._exit = exit_at_once
