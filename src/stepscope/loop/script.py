@@ -77,7 +77,10 @@ class ScriptRun:
             status = 1
         finally:
             os._exit = exit_at_once
-        self._finish()
+        try:
+            self._finish()
+        except KeyboardInterrupt:
+            status = Exit.INTERRUPTED
         sys.exit(status)
 
     def _run_script(self, arguments: Sequence[str]) -> None:
@@ -113,8 +116,10 @@ class ScriptRun:
         """A script that ends with `os._exit` runs no other code at its end."""
 
         def exit_at_once(status: int) -> NoReturn:
-            if os.getpid() == self._process:
+            try:
                 self._finish()
+            except KeyboardInterrupt:
+                status = Exit.INTERRUPTED
             original(status)
 
         return exit_at_once
@@ -129,7 +134,11 @@ class ScriptRun:
         recorder.finish()
         if recorder.finisher is not None and recorder.finisher.is_running:
             tell("writing the page; Ctrl-C to stop")
-            recorder.finisher.wait()
+            try:
+                recorder.finisher.wait()
+            except KeyboardInterrupt:
+                tell("stopped before the page was complete")
+                raise
 
 
 def _stop() -> None:

@@ -77,6 +77,13 @@ def test_the_model_is_found_by_the_parameters_of_the_optimizer() -> None:
     assert not any(root is block for root in roots for block in model.blocks)
 
 
+def test_a_module_that_is_not_complete_is_left_alone() -> None:
+    """Its `__init__` has not run: asking it for anything raises."""
+    model, incomplete = Net(), Net.__new__(Net)
+    assert model in find_roots([torch.optim.SGD(model.parameters(), lr=0.1)])
+    assert "_modules" not in vars(incomplete)
+
+
 def test_the_largest_model_comes_first_and_the_outermost_counts() -> None:
     small, large = nn.Linear(2, 2), DataParallelStandIn(Net())
     optimizer = torch.optim.SGD([*small.parameters(), *large.parameters()], lr=0.1)
@@ -152,7 +159,7 @@ def test_parts_of_a_loop_become_ranges(tmp_path: Path) -> None:
 
 
 def test_annotation_leaves_nothing_behind(tmp_path: Path) -> None:
-    model, optimizer = make_model()
+    model, _ = make_model()
     holders = (nn.Module, builtins, torch, torch.serialization, logging.Logger, torch.cuda, torch.cuda.Event)
     holders = (*holders, lr_scheduler.LRScheduler, lr_scheduler.ReduceLROnPlateau, nn.utils, nn.utils.clip_grad)
     with unchanged(*holders, *model.modules()):
@@ -162,7 +169,7 @@ def test_annotation_leaves_nothing_behind(tmp_path: Path) -> None:
 
 
 def test_a_model_that_is_copied_or_saved_in_a_recorded_step_is_not_changed(tmp_path: Path) -> None:
-    model, optimizer = make_model()
+    model, _ = make_model()
     copies: list[nn.Module] = []
     saved = io.BytesIO()
 

@@ -35,7 +35,7 @@ class Listening:
     def scaler_used(self) -> None:
         self._add("scaler")
 
-    def step_skipped(self, optimizer: Optimizer) -> None:
+    def step_skipped(self, optimizer: Optimizer) -> None:  # noqa: ARG002
         self._add("skipped")
 
     def gradients_cleared(self) -> None:
@@ -44,7 +44,7 @@ class Listening:
     def backward_ran(self, took_ns: int) -> None:
         self._add("backward", took_ns)
 
-    def batch_requested(self, iterator: Any) -> None:
+    def batch_requested(self, iterator: Any) -> None:  # noqa: ARG002
         self._add("requested")
 
     def between_operators(self) -> None:
