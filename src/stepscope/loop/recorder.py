@@ -181,8 +181,6 @@ class LoopRecorder:
         self._advance("step")
         self._was_between = False
         self._clock.start()
-        if self._has_ended():
-            self.on_done()
 
     def _advance(self, moment: Moment) -> None:
         if self._is_advancing or self.is_done or os.getpid() != self._process:
@@ -199,9 +197,8 @@ class LoopRecorder:
             self.finish()
         finally:
             self._is_advancing = False
-
-    def _has_ended(self) -> bool:
-        return self.is_done
+        if self._stages.gi_frame is None:  # the recording is over, whichever of the two moments it was
+            self.on_done()
 
     @property
     def steps_seen(self) -> int:
@@ -324,7 +321,11 @@ class LoopRecorder:
         if self.is_done or os.getpid() != self._process:
             return
         self.is_done = True
-        self._stages.close()
+        try:
+            self._stages.close()
+        except StepscopeError as error:  # what was complete could not be written
+            self._tell(f"error: {error}")
+            self._has_failed = True
         self._watch.uninstall()
         self._undo.close()
         if not self._kept.trace or not self._kept.recorded_ns:
