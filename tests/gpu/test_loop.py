@@ -37,7 +37,7 @@ class Loop:
 
     def step(self) -> torch.Tensor:
         loss: torch.Tensor = self.model(torch.randn(64, 256, device=CUDA)).square().mean()
-        loss.backward()
+        loss.backward()  # type: ignore[no-untyped-call]
         self.optimizer.step()
         self.optimizer.zero_grad()
         return loss
@@ -128,7 +128,7 @@ def test_a_loop_on_two_streams_is_recorded(tmp_path: Path) -> None:
     def train(*, recording: bool) -> tuple[list[float], Recording | None]:
         torch.manual_seed(0)
         loop = Loop()
-        side = torch.cuda.Stream()
+        side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         host = torch.ones(1 << 20).pin_memory()
         losses = []
 

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict
 
 import msgspec
 import pytest
@@ -18,7 +18,14 @@ from stepscope.recording.rows.loop_run import HANDOVER_NAME, TRACE_NAME, LoopRun
 from stepscope.recording.store import Recording
 
 ENOUGH = 40  # steps, for any recording in these tests
-SHORT = {"skip": 3, "steps": 2}
+
+
+class Plan(TypedDict):
+    skip: int
+    steps: int
+
+
+SHORT: Plan = {"skip": 3, "steps": 2}
 
 
 class NoFinisher:

@@ -57,7 +57,8 @@ def train_transformers(folder: Path, callback: TransformersCallback, **settings:
         disable_tqdm=True,
         **settings,
     )
-    Trainer(model=GPT2LMHeadModel(config), args=arguments, train_dataset=Tokens(), callbacks=[callback]).train()
+    model = GPT2LMHeadModel(config)  # type: ignore[no-untyped-call]
+    Trainer(model=model, args=arguments, train_dataset=Tokens(), callbacks=[callback]).train()
 
 
 @pytest.mark.usefixtures("no_page")
@@ -102,7 +103,6 @@ class Regression:
 def train_lightning(folder: Path, callback: LightningCallback, module: Any, **settings: Any) -> None:
     from lightning.pytorch import Trainer
 
-    quiet_trainer = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
     trainer = Trainer(
         accelerator="cpu",
         devices=1,
@@ -110,7 +110,9 @@ def train_lightning(folder: Path, callback: LightningCallback, module: Any, **se
         enable_model_summary=False,
         default_root_dir=folder,
         callbacks=[callback],
-        **quiet_trainer,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
         **settings,
     )
     trainer.fit(module, make_loader(batches=4 * STEPS))
@@ -140,7 +142,7 @@ def test_a_failure_in_lightning_ends_the_recording(tmp_path: Path) -> None:
 
 @pytest.mark.usefixtures("no_page")
 def test_a_loop_of_accelerate_is_recorded(tmp_path: Path) -> None:
-    from accelerate import Accelerator
+    from accelerate import Accelerator  # type: ignore[import-untyped]
 
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
     model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 1))

@@ -160,7 +160,15 @@ def test_parts_of_a_loop_become_ranges(tmp_path: Path) -> None:
 
 def test_annotation_leaves_nothing_behind(tmp_path: Path) -> None:
     model, _ = make_model()
-    holders = (nn.Module, builtins, torch, torch.serialization, logging.Logger, torch.cuda, torch.cuda.Event)
+    holders: tuple[Any, ...] = (
+        nn.Module,
+        builtins,
+        torch,
+        torch.serialization,
+        logging.Logger,
+        torch.cuda,
+        torch.cuda.Event,
+    )
     holders = (*holders, lr_scheduler.LRScheduler, lr_scheduler.ReduceLROnPlateau, nn.utils, nn.utils.clip_grad)
     with unchanged(*holders, *model.modules()):
         recorded_names(tmp_path, [model], lambda: model(torch.randn(2, 4)))

@@ -5,7 +5,6 @@ import itertools
 import pytest
 import torch
 
-from stepscope.loop import loop_clock
 from stepscope.loop.loop_clock import PARTS, REST, LoopClock
 
 CPU = torch.device("cpu")
@@ -22,7 +21,7 @@ def run_step(clock: LoopClock, **parts_ns: int) -> None:
 def ticks(monkeypatch: pytest.MonkeyPatch) -> None:
     """A clock on which every step takes 1000 ns."""
     now = iter(range(0, 10**6, 1000))
-    monkeypatch.setattr(loop_clock.time, "perf_counter_ns", lambda: next(now))
+    monkeypatch.setattr("stepscope.loop.loop_clock.time.perf_counter_ns", lambda: next(now))
 
 
 @pytest.mark.usefixtures("ticks")
@@ -72,7 +71,7 @@ def test_nothing_is_timed_outside_the_context() -> None:
 
 def test_uneven_steps_are_in_doubt(monkeypatch: pytest.MonkeyPatch) -> None:
     now = itertools.accumulate(itertools.cycle([0, 1000, 0, 9000]))
-    monkeypatch.setattr(loop_clock.time, "perf_counter_ns", lambda: next(now))
+    monkeypatch.setattr("stepscope.loop.loop_clock.time.perf_counter_ns", lambda: next(now))
     clock = LoopClock()
     with clock.timing(CPU):
         for _ in range(8):

@@ -205,7 +205,6 @@ def test_a_loop_that_ends_while_it_is_recorded_keeps_the_complete_steps(tmp_path
 def test_errors_of_ours_never_reach_the_loop(tmp_path: Path, told: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(_: LoopRecorder) -> Any:
         raise ValueError("not expected")
-        yield
 
     monkeypatch.setattr(LoopRecorder, "_record_steps", fail)
     steps: list[int] = []
@@ -233,6 +232,38 @@ def test_a_directory_that_disappears_does_not_reach_the_loop(
         train(after=spoil)
     assert len(steps) == ENOUGH
     assert any(text.startswith("error: nothing was recorded: cannot write to") for text in told)
+
+
+@pytest.mark.parametrize("steps", [NEEDED - 3, ENOUGH])
+def test_a_full_disk_does_not_reach_the_loop(
+    tmp_path: Path, told: list[str], monkeypatch: pytest.MonkeyPatch, steps: int
+) -> None:
+    """Neither while the loop runs, nor when it ends before the recording is complete. PyTorch says nothing: the file is
+    just not there."""
+    monkeypatch.setattr("torch.profiler._KinetoProfile.export_chrome_trace", lambda *_: None)
+    done: list[int] = []
+    with stepscope.record(tmp_path / "run", skip=3, steps=4):
+        train(steps, after=done.append)
+    assert len(done) == steps
+    assert told[1].startswith("error: ")
+    assert "could not write the trace" in told[1]
+    assert len(told) == 2
+    assert hooks() == []
+
+
+@pytest.mark.usefixtures("no_page", "told")
+@pytest.mark.parametrize("with_loader", [False, True])
+def test_the_end_of_the_recording_is_reported_once(tmp_path: Path, *, with_loader: bool) -> None:
+    """Also if it ends in the middle of a step, where no operator is running."""
+    ends = []
+    with stepscope.record(tmp_path / "run", **SHORT) as recorder:
+        assert recorder._recorder is not None
+        recorder._recorder.on_done = lambda: ends.append(1)
+        model, optimizer = make_model()
+        for (batch,) in make_loader() if with_loader else [(None,)] * ENOUGH:
+            train_step(model, optimizer, batch)
+        assert ends == [1]
+    assert ends == [1]
 
 
 @pytest.mark.usefixtures("no_page")

@@ -2,7 +2,6 @@
 
 import os
 import threading
-from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -69,7 +68,7 @@ def watching() -> Iterator[tuple[Listening, LoopWatch]]:
         watch.uninstall()
 
 
-def global_hooks() -> list["OrderedDict[int, Any]"]:
+def global_hooks() -> list[dict[int, Any]]:
     return [optimizers._global_optimizer_pre_hooks, optimizers._global_optimizer_post_hooks]
 
 
@@ -164,12 +163,12 @@ def test_inside_an_optimizer_step_there_is_no_gap() -> None:
 
     def closure() -> torch.Tensor:
         optimizer.zero_grad()
-        loss = model(x).square().mean()
-        loss.backward()
+        loss: torch.Tensor = model(x).square().mean()
+        loss.backward()  # type: ignore[no-untyped-call]
         return loss
 
     with watching() as (listening, _):
-        optimizer.step(closure)  # type: ignore[arg-type]  # its stub says float
+        optimizer.step(closure)  # type: ignore[no-untyped-call]
         assert listening.gaps == 0
         assert listening.events[-1] == "LBFGS"
         assert listening.events.count("backward") >= 2
@@ -181,7 +180,7 @@ def test_errors_of_the_loop_pass_through() -> None:
     model, optimizer = make_model()
     with watching() as (listening, _):
         with pytest.raises(RuntimeError, match="does not require grad"):
-            torch.ones(1).backward()
+            torch.ones(1).backward()  # type: ignore[no-untyped-call]
         assert listening.events == []
         train_step(model, optimizer)  # still watched, and still between operators
         assert listening.gaps == 3

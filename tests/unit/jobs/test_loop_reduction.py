@@ -63,7 +63,7 @@ def recorded(ops: pl.DataFrame, ranges: pl.DataFrame) -> Recording:
 
 def loop(**more: Any) -> LoopRun:
     facts = LoopFacts(script="train.py", found_by="optimizer steps", notes=("seen",))
-    return LoopRun(**{"facts": facts, "environment": ENVIRONMENT, "started": "2026-01-01T00:00:00"} | more)
+    return LoopRun(facts=facts, environment=ENVIRONMENT, started="2026-01-01T00:00:00", **more)
 
 
 def lines(ops: pl.DataFrame) -> list[str | None]:
