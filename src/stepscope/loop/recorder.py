@@ -197,8 +197,11 @@ class LoopRecorder:
             self.finish()
         finally:
             self._is_advancing = False
-        if self._stages.gi_frame is None:  # the recording is over, whichever of the two moments it was
+        if self._has_ended():  # at either moment
             self.on_done()
+
+    def _has_ended(self) -> bool:
+        return self.is_done
 
     @property
     def steps_seen(self) -> int:

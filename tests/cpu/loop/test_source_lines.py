@@ -5,11 +5,12 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from torch._C._profiler import RecordScope, _EventType
 
 from stepscope.loop import source_lines
 from stepscope.loop.profiler import LoopProfiler, OtherProfilers
@@ -109,6 +110,30 @@ def test_a_line_behind_most_of_a_step_says_nothing_and_the_library_does(user: Mo
     assert lines["aten::sigmoid"] == "user_code.py:14"
 
 
+class Freed:
+    """A frame whose code no longer exists: its name is whatever is in memory there."""
+
+    line_number = 0
+
+    @property
+    def file_name(self) -> str:
+        return b"\xdb\x04".decode()
+
+
+def test_code_that_no_longer_exists_has_no_line(user: ModuleType) -> None:
+    """The code of a module that the step imports is freed when it has run."""
+    known = SimpleNamespace(file_name="user_code.py", line_number=6)
+    scope = SimpleNamespace(scope=RecordScope.FUNCTION)
+    operator = SimpleNamespace(
+        tag=_EventType.TorchOp, name="aten::mm", extra_fields=scope, start_tid=1, start_time_ns=5, children=[]
+    )
+    frames = SimpleNamespace(caller=known, callsite=Freed())
+    inner = SimpleNamespace(tag=_EventType.PyCall, extra_fields=frames, children=[operator])
+    outer = SimpleNamespace(tag=_EventType.PyCCall, extra_fields=SimpleNamespace(caller=Freed()), children=[inner])
+    found = read_lines(SimpleNamespace(experimental_event_tree=lambda: [outer]))
+    assert (found.names, found.lines) == (("aten::mm",), ("user_code.py:6",))
+
+
 def test_operators_of_the_backward_pass_are_left_out(user: ModuleType) -> None:
     weight = torch.ones(2, 2, requires_grad=True)
     lines = lines_of(lambda x: user.call(x * weight).sum().backward())
@@ -138,12 +163,16 @@ def test_files_belong_to_the_user_a_library_or_neither(user: ModuleType, tmp_pat
         "<string>": "other",
         "": "other",
         "missing.py": "other",
+        "/": "other",  # what PyTorch may say about code that no longer exists
+        "/x\0y" * 2000: "other",
     }
     assert {name: classify_file(name) for name in kinds} == kinds
 
 
 def test_paths_show_nothing_of_the_machine(user: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "project/deep").mkdir()
+    for name in ("project/deep/model.py", "data/reader.py"):
+        (tmp_path / name).parent.mkdir()
+        (tmp_path / name).touch()
     assert shorten_path(str(tmp_path / "project/deep/model.py")) == "deep/model.py"
     assert shorten_path(str(tmp_path / "site-packages/helping_library/layers.py")) == "helping_library/layers.py"
     assert shorten_path("/home/someone/secret/other.py") == "other.py"
