@@ -69,7 +69,7 @@ def test_nothing_is_timed_outside_the_context() -> None:
     assert LoopClock().phases_ns() == {}
 
 
-def test_uneven_steps_are_in_doubt(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_uneven_steps_are_unreliable(monkeypatch: pytest.MonkeyPatch) -> None:
     now = itertools.accumulate(itertools.cycle([0, 1000, 0, 9000]))
     monkeypatch.setattr("stepscope.loop.loop_clock.time.perf_counter_ns", lambda: next(now))
     clock = LoopClock()

@@ -114,7 +114,7 @@ def test_operators_have_the_lines_of_this_file(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("no_page", "told")
-def test_without_sources_there_are_no_lines(tmp_path: Path) -> None:
+def test_without_sources_no_lines_are_recorded(tmp_path: Path) -> None:
     with stepscope.record(tmp_path / "run", sources=False, **SHORT) as recorder:
         train(steps=NEEDED - 2, after=lambda _: recorder.step())
     assert read_handover(tmp_path / "run").sources.names == ()
