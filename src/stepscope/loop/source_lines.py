@@ -125,7 +125,7 @@ def shorten_path(name: str) -> str:
 
 @cache
 def _find_file(name: str) -> str | None:
-    # The names of code that no longer exists are random, and `isfile` takes any. An absolute name hides the directory before it.
+    # Names of code that no longer exists are random, and `isfile` takes any. An absolute one replaces the directory.
     for folder in sys.path:
         path = os.path.join(folder or ".", name)  # noqa: PTH118
         if os.path.isfile(path):  # noqa: PTH113
