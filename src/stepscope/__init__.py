@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from stepscope.api.report import ReportPage, report
     from stepscope.api.run import Answers, Run, RunComparison, load
     from stepscope.errors import StepscopeError
+    from stepscope.loop.oom import explain_oom
     from stepscope.spec import ModelShape, Workload
 
 __all__ = [
@@ -49,6 +50,7 @@ __all__ = [
     "__version__",
     "annotate",
     "bench",
+    "explain_oom",
     "grid",
     "load",
     "memory",
@@ -80,6 +82,7 @@ _MODULES = {
     "stepscope.api.report": ("ReportPage", "report"),
     "stepscope.api.run": ("Answers", "Run", "RunComparison", "load"),
     "stepscope.errors": ("StepscopeError",),
+    "stepscope.loop.oom": ("explain_oom",),
     "stepscope.spec": ("ModelShape", "Workload"),
 }
 _HOMES = {name: module for module, names in _MODULES.items() for name in names}

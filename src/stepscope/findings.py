@@ -83,6 +83,9 @@ class Finding(msgspec.Struct, frozen=True, kw_only=True):
     also: "tuple[Finding, ...]" = ()
     is_measured: bool = False  # saving_ns was measured with the fix, not estimated
     unit: Literal["step", "trace"] = "step"  # what savings and shares refer to: the trace, if it has no marked steps
+    # Out of memory: what the fix saves of it, and whether that alone is enough. None without an estimate.
+    saving_bytes: int | None = None
+    is_enough: bool | None = None
 
     @property
     def is_remark(self) -> bool:
@@ -338,10 +341,10 @@ class Spans(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Track(msgspec.Struct, frozen=True, kw_only=True):
-    """One row of a step's timeline. Spans of one track do not overlap."""
+    """One row of a step's timeline. Spans of one track do not overlap. A timeline of ranks has one track per rank."""
 
     label: str
-    kind: Literal["phase", "layer", "module", "stream", "host"]
+    kind: Literal["phase", "layer", "module", "stream", "host", "rank"]
     spans: Spans
 
 

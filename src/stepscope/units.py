@@ -4,6 +4,8 @@ Tables keep every digit (`render.numbers`). A sentence has three, in the largest
 rounding: 999.6 ms becomes 1 s, never 1e+03 ms.
 """
 
+from collections.abc import Iterable
+
 KIB, MIB, GIB = 2**10, 2**20, 2**30
 BINARY_UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
 TIME_UNITS = (("s", 1e9), ("ms", 1e6), ("µs", 1e3), ("ns", 1.0))  # with their nanoseconds
@@ -104,3 +106,9 @@ def clip(text: str, most: int) -> str:
     head = most // 2
     tail = most - 1 - head
     return f"{text[:head].rstrip()}…{text[len(text) - tail :].lstrip()}"
+
+
+def say_list(words: Iterable[str]) -> str:
+    """Return `a, b and c`."""
+    *rest, last = [*words] or [""]
+    return f"{', '.join(rest)} and {last}" if rest else last

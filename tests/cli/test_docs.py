@@ -23,6 +23,7 @@ ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 FENCE = re.compile(r"^```(\w+)(?: title=(\S+))?\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 COMMAND = re.compile(r"^(?:\$ )?stepscope ([a-z]+)(.*)$", re.MULTILINE)
+SCRIPT = re.compile(r"(?<=\s)(?:\S+\.py|-m \S+)")  # of `stepscope run`; what follows belongs to the script
 # What a browser would fetch from the network: scripts, images and style sheets, but not links that a reader follows.
 FETCHED = re.compile(r"""<(?:script|img|iframe|link)\b[^>]*?(?:src|href)=["'](?:https?:)?//[^"']*""")
 FETCHED_BY_STYLE = re.compile(r"""(?:@import|url\()\s*["']?(?:https?:)?//""")
@@ -111,7 +112,8 @@ def test_commands_of_a_page_exist(page: Path) -> None:
     for verb, rest in COMMAND.findall("\n".join(code_of(page))):
         assert verb in verbs, f"{page.name} names `stepscope {verb}`"
         flags = {flag for option in verbs[verb].params for flag in (*option.opts, *option.secondary_opts)} | {"--help"}
-        unknown = set(re.findall(r"(?<=\s)--?[a-z][a-z-]*", rest.partition(" #")[0])) - flags
+        own = SCRIPT.split(rest)[0] if verb == "run" else rest
+        unknown = set(re.findall(r"(?<=\s)--?[a-z][a-z-]*", own.partition(" #")[0])) - flags
         assert not unknown, f"{page.name}: `stepscope {verb}` does not take {unknown}"
 
 

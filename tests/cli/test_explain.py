@@ -50,7 +50,9 @@ def test_the_page_fits_a_screen_and_names_the_next_command(tmp_path: Path, trace
     assert "next: stepscope explain trace.json.gz --questions" in done.stderr
 
 
-@pytest.mark.parametrize("part", ["classes", "phases", "kernels", "modules", "layers", "ops", "steps", "streams"])
+@pytest.mark.parametrize(
+    "part", ["classes", "phases", "kernels", "modules", "layers", "ops", "loop", "steps", "streams"]
+)
 def test_every_part_prints_in_every_format(tmp_path: Path, trace: Path, part: str) -> None:
     done = stepscope(tmp_path, "explain", trace.name, "--table", part, "--format", "csv")
     assert done.returncode == 0, done.stderr

@@ -17,6 +17,7 @@ from stepscope.jobs.slurm.resources import Resources
 from stepscope.jobs.slurm.watch import JobCounts
 from tests.cli.command import PATIENCE_S, TINY, kill, rows, start, stepscope, wait_until
 from tests.cli.slurm_cluster import cluster, why_not
+from tests.unit.kineto_files import write_ranks
 
 pytest.importorskip("submitit", reason="submitit is not installed")
 pytestmark = pytest.mark.skipif(bool(why_not()), reason=why_not() or "there is a Slurm")
@@ -285,3 +286,16 @@ def _begin_again(number: str) -> None:
     wait_until(lambda: _slurm(*show).strip() == "PENDING BeginTime")
     time.sleep(2)
     _slurm("scontrol", "update", f"JobId={number}", "StartTime=now")
+
+
+def test_traces_of_ranks_are_reduced_by_the_tasks_of_a_job(tmp_path: Path) -> None:
+    write_ranks(tmp_path / "traces", 5)
+    command = ["reduce", "traces", "--out", "run", "--tasks", "2", *JOB]
+    shown = stepscope(tmp_path, *command, "--print-sbatch")
+    assert shown.returncode == 0, shown.stderr
+    assert "--ntasks-per-node=2" in shown.stdout
+    done = stepscope(tmp_path, *command)
+    assert done.returncode == 0, done.stderr
+    assert sorted(one.name for one in (tmp_path / "run").glob("rank-*")) == [f"rank-{rank}" for rank in range(5)]
+    ranks = stepscope(tmp_path, "explain", "run", "--table", "ranks", "--format", "csv")
+    assert len(ranks.stdout.splitlines()) == 6

@@ -101,3 +101,36 @@ def training_step() -> list[str]:
         kernel("void at::native::multi_tensor_apply_kernel<x>", "1600.000", "20.000", 6),
         kernel("ampere_sgemm_128x64_nt", "1005.000", "7.000", 999),
     ]
+
+
+def write_ranks(folder: Path, count: int, *, is_told: bool = True) -> list[Path]:
+    """Traces of ranks with two steps of a GEMM and an all-reduce each, which the last rank is late to. `is_told`: they
+    contain their rank."""
+    folder.mkdir(exist_ok=True)
+    return [_write_rank(folder / f"trace_rank{rank}.json.gz", rank, count, is_told=is_told) for rank in range(count)]
+
+
+def _write_rank(path: Path, rank: int, world: int, *, is_told: bool) -> Path:
+    told = {"Collective name": "allreduce", "In msg nelems": 1 << 20, "Out msg nelems": 1 << 20, "dtype": "Float"}
+    told |= {"Group size": world, "Process Group Name": "0"}
+    late = 40 if rank == world - 1 else rank
+    events = []
+    for step in range(2):
+        begin = 1000 + 500 * step
+        arrives = begin + 120 + late
+        events += [
+            event("user_annotation", f"ProfilerStep#{step}", f"{begin}.000", "499.000"),
+            launch(f"{begin + 10}.000", "3.000", 2 * step),
+            kernel("nvjet_tst_128x256_64x4_1x2_h_bz_coopA_NNT", f"{begin + 20}.000", f"{100 + late}.000", 2 * step),
+            launch(f"{begin + 15}.000", "3.000", 2 * step + 1),
+            kernel(
+                "ncclDevKernel_AllReduce_Sum_f32_RING_LL(ncclDevKernelArgsStorage<4096ul>)",
+                f"{arrives}.000",
+                f"{begin + 200 - arrives}.000",
+                2 * step + 1,
+                stream=20,
+                **told,
+            ),
+        ]
+    ranks = f', "distributedInfo": {{"backend": "nccl", "rank": {rank}, "world_size": {world}}}' if is_told else ""
+    return write_trace(path, events, properties=ranks)

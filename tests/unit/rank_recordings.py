@@ -8,13 +8,19 @@ from typing import Any
 
 import polars as pl
 
+from stepscope.explain.ranks.activity import RankActivity, reduce_rank
 from stepscope.explain.trace.profile import Profile, make_profile
 from stepscope.recording import tables
+from stepscope.recording.rows.loop_run import LoopFacts
 from stepscope.recording.store import Manifest, Recording
 from tests.unit.recordings import ALL_REDUCE, GEMM_BF16
 
 PROCESS, THREAD, STREAM, COMM_STREAM = 100, 1, 7, 20
 EPOCH_NS = 1_700_000_000_000_000_000
+
+
+def reduce_ranks(profiles: Sequence[Profile]) -> tuple[RankActivity, ...]:
+    return tuple(map(reduce_rank, profiles))
 
 
 class Rank:
@@ -28,12 +34,16 @@ class Rank:
         skew_us: float = 0.0,
         missing: int = 0,  # collectives before its recording begins
         is_loading: bool = False,  # whether it is idle in a DataLoader
+        kernel: str = GEMM_BF16,  # what it computes
+        clock_mhz: int | None = None,
+        host: str = "",  # the range in which it is idle
     ) -> None:
         self.compute_us = compute_us
         self.idle_us = idle_us or [2.0] * len(compute_us)
         self.skew_ns = round(skew_us * 1000)
         self.missing = missing
         self.is_loading = is_loading
+        self.kernel, self.clock_mhz, self.host = kernel, clock_mhz, host
 
 
 def record_ranks(
@@ -63,7 +73,9 @@ def record_ranks(
                 add.range(f"ProfilerStep#{place // per_step}", now[number], now[number] + 1)
             if rank.is_loading:
                 add.range("enumerate(DataLoader)#_MultiProcessingDataLoaderIter.__next__", now[number] + 1, begin - 1)
-            add.kernel(GEMM_BF16, begin, begin + work, STREAM, 2 * place, launch=begin - 1500)
+            if rank.host:
+                add.range(rank.host, now[number] + 1, begin - 1)
+            add.kernel(rank.kernel, begin, begin + work, STREAM, 2 * place, launch=begin - 1500)
             arrived.append(begin + work)
         end = max(arrived) + round(transfer_us * 1000)
         for number, rank in enumerate(ranks):
@@ -81,9 +93,7 @@ def record_ranks(
                 during = round(rank.compute_us[place] * 1000)
                 add.kernel(GEMM_BF16, begin, begin + during, STREAM, 2 * count + place, launch=begin - 900)
             now[number] = end
-    return [
-        make_profile(_record(tables_of, number, len(ranks), marked=marked)) for number, tables_of in enumerate(rows)
-    ]
+    return [make_profile(_record(tables_of, number, ranks, marked=marked)) for number, tables_of in enumerate(rows)]
 
 
 class _Adder:
@@ -108,7 +118,7 @@ class _Adder:
             )
 
 
-def _record(rows: dict[str, list[dict[str, Any]]], rank: int, world: int, *, marked: bool) -> Recording:
+def _record(rows: dict[str, list[dict[str, Any]]], rank: int, ranks: Sequence[Rank], *, marked: bool) -> Recording:
     if marked:  # each step lasts until the next begins
         steps = [row for row in rows["ranges"] if row["name"].startswith("ProfilerStep#")]
         last = max(row["end_ns"] for row in rows["kernels"])
@@ -121,6 +131,7 @@ def _record(rows: dict[str, list[dict[str, Any]]], rank: int, world: int, *, mar
         device="NVIDIA H200",
         device_sms=132,
         rank=rank,
-        world_size=world,
+        world_size=len(ranks),
+        loop=LoopFacts(script="train.py", found_by="optimizer steps", clock_mhz=ranks[rank].clock_mhz),
     )
     return Recording(manifest=manifest, **frames)

@@ -67,6 +67,7 @@ class Timeline:
         }
         self._now = 1_000_000
         self._thread = MAIN
+        self._line: str | None = None
         self._free: dict[int, int] = {}
         self._correlation = 0
         self._steps = 0
@@ -103,6 +104,21 @@ class Timeline:
     def part(self, name: str) -> Iterator[None]:
         with self.range(f"part:{name}"):
             yield
+
+    @contextmanager
+    def line(self, source: str) -> Iterator[None]:
+        """The line of the user's code that calls operators."""
+        before, self._line = self._line, source
+        yield
+        self._line = before
+
+    @contextmanager
+    def synchronisation(self, name: str, line: str) -> Iterator[None]:
+        start = self._now
+        yield
+        self._now += 1
+        times = {"start_ns": start, "end_ns": self._now}
+        self._add("ranges", name=f"sync:{name}", source="user", source_line=line, **times, **self._place())
 
     @contextmanager
     def node(self, name: str = "MmBackward0") -> Iterator[None]:
@@ -161,7 +177,7 @@ class Timeline:
         if op is not None:
             described = {"shapes": shapes, "dtypes": dtypes, "arguments": arguments} if shapes is not None else {}
             texts = {key: json.dumps(value) for key, value in described.items()}
-            self._add("ops", name=op, start_ns=start, end_ns=self._now, **texts, **self._place())
+            self._add("ops", name=op, start_ns=start, end_ns=self._now, source=self._line, **texts, **self._place())
 
     def compute(
         self, op: str, us: float, *, shapes: Sequence[object] | None = None, dtypes: Sequence[str] = ()
@@ -172,7 +188,7 @@ class Timeline:
         self._now += round(us * 1000)
         texts = {"shapes": json.dumps(shapes), "dtypes": json.dumps(dtypes)} if shapes is not None else {}
         times = {"name": op, "start_ns": start, "end_ns": self._now}
-        self._add("ops", **times, **texts, **self._place())
+        self._add("ops", **times, source=self._line, **texts, **self._place())
         self._add("kernels", **times, kind="cpu", device=-1, stream=self._thread, graph=False, process=PROCESS)
 
     def forget_launches(self) -> None:
@@ -186,7 +202,7 @@ class Timeline:
         self._now = max(self._now, *self._free.values()) + 1000
         self._add("launches", name=call, start_ns=start, end_ns=self._now, correlation=None, **self._place())
         if op is not None:
-            self._add("ops", name=op, start_ns=start - 1, end_ns=self._now + 1, **self._place())
+            self._add("ops", name=op, start_ns=start - 1, end_ns=self._now + 1, source=self._line, **self._place())
 
     def record(self, **manifest: object) -> Recording:
         frames = {

@@ -48,7 +48,7 @@ def test_documents_of_traces_are_valid(trace: Path) -> None:
 
 def test_the_document_of_several_ranks_is_valid() -> None:
     profiles = record_ranks([Rank(compute_us=[100.0] * 12), Rank(compute_us=[150.0] * 12)])
-    run = stepscope.Run([Opened(Path(f"rank{rank}"), one.recording, None) for rank, one in enumerate(profiles)])
+    run = stepscope.Run([Opened.of(Path(f"rank{rank}"), one.recording) for rank, one in enumerate(profiles)])
     assert len(run.to_dict()["files"]) == 2
     validate(run.to_json(), SCHEMA)
 

@@ -28,6 +28,8 @@ RunPart = Literal[
     "layers",
     "ops",
     "ranges",
+    "loop",
+    "syncs",
     "steps",
     "streams",
     "roofline",

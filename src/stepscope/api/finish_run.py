@@ -10,9 +10,10 @@ from pathlib import Path
 
 from stepscope.api.report import report
 from stepscope.errors import Exit, StepscopeError
-from stepscope.jobs.loop_reduction import reduce_rank
+from stepscope.jobs.loop_reduction import reduce_memory, reduce_rank
 from stepscope.loop.messages import tell
-from stepscope.loop.place import read_run
+from stepscope.loop.place import MEMORY_FOLDER, read_run
+from stepscope.recording.memory.labels import SNAPSHOT_NAME
 from stepscope.recording.store import is_recording
 from stepscope.render.terminal import summarize_report
 
@@ -24,9 +25,11 @@ def finish_run(folder: Path, rank: int) -> None:
     reduce_rank(folder / f"rank-{rank}.raw", folder / f"rank-{rank}", command=facts.command)
     if rank != 0:
         return
+    if (folder / f"{MEMORY_FOLDER}.raw" / SNAPSHOT_NAME).is_file():
+        reduce_memory(folder / f"{MEMORY_FOLDER}.raw", folder / MEMORY_FOLDER, command=facts.command)
     missing = _wait_for_ranks(folder, facts.world_size)
     if missing:
-        tell(f"{missing} of {facts.world_size} ranks have recorded nothing; the page is about the others")
+        tell(f"{missing} of {facts.world_size} ranks recorded nothing; the page shows the others")
     page = report(folder, (folder / facts.page).resolve(), force=True, command=facts.command)
     for line in summarize_report(page.report):
         tell(line)

@@ -20,12 +20,11 @@ from stepscope.errors import StepscopeError
 from stepscope.explain.experiments.cases import describe_case
 from stepscope.explain.story.commands import find_case
 from stepscope.explain.story.sources import Materials
-from stepscope.explain.trace.profile import Profile
 from stepscope.findings import Missing
 from stepscope.jobs.experiments.sweep import RESULTS_NAME
 from stepscope.jobs.report import stages
 from stepscope.jobs.report.data import is_data, read_state
-from stepscope.loop.place import MEMORY_FOLDER, is_run
+from stepscope.loop.place import MEMORY_FOLDER, OOM_FOLDER, is_run
 from stepscope.recording.rows import attention_case, bench, memory_summary, precision_report
 from stepscope.recording.rows.attention_case import AttentionRow
 from stepscope.recording.rows.bench import BenchRow, CaseRow
@@ -96,6 +95,8 @@ def _list_parts(source: Path | Run) -> list[Path | Run]:
     """The directory of `stepscope run` has its ranks, and may have a recording of memory."""
     if isinstance(source, Run) or not is_run(source):
         return [source]
+    if expand_ranks([source]) == [source] and is_recording(source / OOM_FOLDER):
+        return [source / OOM_FOLDER]  # it ran out of memory before anything else was recorded
     return [source, *([source / MEMORY_FOLDER] if is_recording(source / MEMORY_FOLDER) else [])]
 
 
@@ -126,8 +127,8 @@ def _look_at(source: Path | Run, *, cached: bool) -> _Given:
         opened = open_file(path, cached=cached)
     except StepscopeError as error:
         raise _also_taken(error) from None
-    if not opened.recording.manifest.file:
-        opened = opened._replace(recording=opened.recording.with_manifest(file=path.name))
+    if not opened.manifest.file:
+        opened = opened.named(path.name)
     return _give(Run([opened]))
 
 
@@ -208,11 +209,11 @@ def _make_runs(given: Sequence[_Given]) -> list[_RunFiles]:
 
 def _are_ranks(recordings: Sequence[_Given]) -> bool:
     is_split = len(recordings) > 1 and not any(one.is_whole for one in recordings)
-    return is_split and are_ranks([one.recording.manifest for one in _open_all(recordings)])
+    return is_split and are_ranks([one.manifest for one in _open_all(recordings)])
 
 
 def _open_all(recordings: Sequence[_Given]) -> list[Opened]:
-    return [one.run.opened[0]._replace(path=one.path) for one in recordings if one.run is not None]
+    return [replace(one.run.opened[0], path=one.path) for one in recordings if one.run is not None]
 
 
 def _has(run: _RunFiles, stage: str) -> bool:
@@ -236,8 +237,10 @@ def _all(run: _RunFiles) -> Iterator[_Given]:
 def _read_run(run: _RunFiles) -> Materials:
     materials = _read_data(run.data.path) if run.data else Materials(name=_name(_first(run)))
     if run.recordings:
-        profiles = _make_profiles(run.recordings)
-        materials = replace(materials, profile=profiles[0], ranks=profiles if len(profiles) > 1 else ())
+        ranks = _sort_runs(run.recordings)
+        profile = ranks[0].require_kernels()
+        activities = tuple(activity for one in ranks for activity in one.activities) if len(ranks) > 1 else ()
+        materials = replace(materials, profile=profile, ranks=activities)
     # In this order: a recording determines which case of a results file belongs to the run.
     readers: dict[str, Callable[[_Given, Materials], Materials]] = {
         "memory": _add_memory,
@@ -276,9 +279,10 @@ def _devices(materials: Materials) -> Iterator[str]:
         yield materials.precision.environment.driver_name
 
 
-def _make_profiles(recordings: Sequence[_Given]) -> tuple[Profile, ...]:
-    profiles = [rank.require_kernels() for one in recordings if one.run is not None for rank in one.run.ranks]
-    return tuple(sorted(profiles, key=lambda one: one.recording.manifest.rank or 0))
+def _sort_runs(recordings: Sequence[_Given]) -> list[Run]:
+    """The ranks of the recordings, in order."""
+    ranks = [rank for one in recordings if one.run is not None for rank in one.run.ranks]
+    return sorted(ranks, key=lambda one: one.rank or 0)
 
 
 def _read_data(folder: Path) -> Materials:

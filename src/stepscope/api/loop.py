@@ -8,7 +8,6 @@
 All of them leave what `stepscope run` leaves: a directory with a recording per rank, and a page.
 """
 
-import os
 import shlex
 import sys
 from collections.abc import Callable, Iterable, Iterator
@@ -19,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Self, TypeVar
 from stepscope.api.arguments import require_count
 from stepscope.api.display import StrPath
 from stepscope.loop.messages import tell
-from stepscope.loop.place import RunPlace, choose_place
+from stepscope.loop.place import RunPlace, choose_place, find_rank
 
 if TYPE_CHECKING:
     from torch.profiler import profile
@@ -30,8 +29,8 @@ T = TypeVar("T")
 
 
 class Recorder:
-    """Records some steps of the loop inside this context. Steps are found by themselves, as `stepscope run` finds them,
-    or marked by calling `step` at the end of each. `page` is there after the context."""
+    """Records some steps of the loop inside this context. Steps are found as `stepscope run` finds them, or marked by
+    calling `step` at the end of each. The page exists after the context."""
 
     def __init__(self, place: RunPlace, *, steps: int, skip: int, sources: bool, force: bool, found_by: str) -> None:
         self._place = place
@@ -60,16 +59,16 @@ class Recorder:
     def step(self) -> None:
         """Mark the end of a step. Costs about a microsecond while nothing is recorded."""
         if self._recorder is None:
-            raise RuntimeError("recorder.step() needs the context: with stepscope.record(DIR) as recorder")
+            raise RuntimeError(
+                "the recorder has not started: call step() inside `with stepscope.record(DIR) as recorder:`"
+            )
         self._recorder.step("recorder.step()")
 
     def finish(self) -> None:
-        """End the recording and wait for the page. Ctrl-C stops waiting."""
+        """End the recording and wait for the page. Ctrl-C skips it."""
         if self._recorder is None:
             return
-        self._recorder.finish()
-        if self._recorder.finisher is not None:
-            self._recorder.finisher.wait()
+        self._recorder.end()
 
     def __enter__(self) -> Self:
         self.start()
@@ -86,10 +85,11 @@ def record(
 ) -> Recorder:
     """Return a context that records some steps of the training loop inside it and writes a page about them.
 
-    `steps` steps are recorded, after `skip` others in which the loop warms up.
+    It skips `skip` warm-up steps, times a few more, and records `steps`. `sources` records one more step for source
+    lines.
 
-    `out` is a directory for recordings and page, or an .html file (default: `report.html`). `sources` records one more
-    step for source lines. The directory of an earlier run is replaced by the same command, or with `force`.
+    `out` is a directory for the page and the recordings, or an .html file (default: `report.html`). The same program
+    replaces its own earlier run; `force` replaces that of another.
     """
     return make_recorder(out, steps=steps, skip=skip, sources=sources, force=force)
 
@@ -140,9 +140,9 @@ def trace_handler(out: StrPath | None = None, *, force: bool = False) -> "Callab
 
 def prepare_place(place: RunPlace, *, force: bool) -> None:
     """Rank 0 prepares the directory for all."""
-    if int(os.environ.get("RANK", "0")) == 0:
+    rank, world_size = find_rank()
+    if rank == 0:
         command = shlex.join(["python", *sys.argv])
-        world_size = int(os.environ.get("WORLD_SIZE", "1"))
         place.prepare(command=command, script=name_script(), world_size=world_size, force=force)
 
 

@@ -243,7 +243,7 @@ class MemoryResults(CaseResults[MemoryRow]):
                 hint=_RECORD_AGAIN,
             )
         try:
-            run = Run([Opened(path, store.load(path), None)])
+            run = Run([Opened.of(path, store.load(path))])
             assert run.memory
         except StepscopeError as error:
             raise StepscopeError(error.message, detail=error.detail, hint=_RECORD_AGAIN) from None

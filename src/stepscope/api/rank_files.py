@@ -4,41 +4,86 @@ import re
 import shlex
 from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
-from typing import NamedTuple
+
+import msgspec
 
 from stepscope.errors import StepscopeError
-from stepscope.loop.place import is_run
+from stepscope.explain.ranks.activity import RankActivity
 from stepscope.recording import store
 from stepscope.recording.cache import read_cached
 from stepscope.recording.readers.formats import open_recording
 from stepscope.recording.store import Manifest, Recording
 
 _TRACE = re.compile(r"(?i).*\.json\.gz|.*(?:trace|rank).*\.json")  # PyTorch's profiler writes one file per rank
-_RANK_FOLDER = re.compile(r"rank-(\d+)")
+_RANK = re.compile(r"rank-(\d{1,7})")  # a recording in the directory of a run
 _MOST_NAMED = 8  # files in an error
+_MOST_IN_MEMORY = 8  # recordings
 
 
-class Opened(NamedTuple):
-    """A recording, the file it was read from, and the directory that it is stored in, if any."""
+@dataclass(frozen=True, kw_only=True)
+class Opened:
+    """A file or directory of a run. Of many ranks, only the manifest and the activity are in memory, and the recording
+    is read if it is asked for."""
 
     path: Path
-    recording: Recording
-    folder: Path | None
+    manifest: Manifest
+    loaded: tuple[Recording, Path | None] | None = None  # with the directory that it is stored in, if any
+    activity: RankActivity | None = None
+    cached: bool = False
+
+    @classmethod
+    def of(cls, path: Path, recording: Recording, folder: Path | None = None) -> "Opened":
+        return cls(path=path, manifest=recording.manifest, loaded=(recording, folder))
+
+    @cached_property
+    def _content(self) -> tuple[Recording, Path | None]:
+        recording, folder = self.loaded or _read(self.path, cached=self.cached)
+        return recording.with_manifest(file=self.manifest.file), folder
+
+    @property
+    def recording(self) -> Recording:
+        return self._content[0]
+
+    @property
+    def folder(self) -> Path | None:
+        """The directory that the recording is stored in, if any."""
+        return self._content[1]
 
     @property
     def is_of_memory(self) -> bool:
-        return self.recording.manifest.memory is not None
+        return self.manifest.memory is not None
+
+    def named(self, file: str) -> "Opened":
+        return replace(self, manifest=msgspec.structs.replace(self.manifest, file=file))
+
+
+def _read(path: Path, *, cached: bool) -> tuple[Recording, Path | None]:
+    return read_cached(path, open_recording) if cached else (open_recording(path), None)
 
 
 def open_file(path: Path, *, cached: bool) -> Opened:
-    recording, folder = read_cached(path, open_recording) if cached else (open_recording(path), None)
-    return Opened(path, recording, folder)
+    return Opened.of(path, *_read(path, cached=cached))
+
+
+def open_ranks(paths: Sequence[Path], *, cached: bool) -> list[Opened]:
+    """Open the files of a run. Many of them are reduced, in several processes, and not kept in memory."""
+    if len(paths) <= _MOST_IN_MEMORY:
+        return [open_file(path, cached=cached) for path in paths]
+    from stepscope.jobs.rank_reduction import reduce_files
+
+    activities = reduce_files(paths, cached=cached)
+    return [
+        Opened(path=path, manifest=one.manifest, activity=one, cached=cached)
+        for path, one in zip(paths, activities, strict=True)
+    ]
 
 
 def expand_ranks(paths: Sequence[Path]) -> list[Path]:
-    """Replace each directory that is not a recording: that of a report or of `stepscope run` by its recordings, any
-    other by the traces in it, one per rank."""
+    """Replace each directory that is not a recording: that of a report by its recording, any other by the recordings or
+    traces in it, one per rank."""
     expanded: list[Path] = []
     for path in paths:
         traces: list[Path] = []
@@ -53,12 +98,15 @@ def _find_recordings(folder: Path) -> list[Path]:
     from stepscope.jobs.report.data import is_data
     from stepscope.jobs.report.stages import ProfileStage
 
-    if is_run(folder):
-        found = [(int(match[1]), one) for one in folder.iterdir() if (match := _RANK_FOLDER.fullmatch(one.name))]
-        return [one for _, one in sorted(found)]
     if is_data(folder):
         return [folder / ProfileStage.name]
-    return sorted(one for one in folder.iterdir() if _TRACE.fullmatch(one.name))
+    found = list(folder.iterdir())
+    ranks = [one for one in found if _RANK.fullmatch(one.name) and store.is_recording(one)]
+    return sorted(ranks, key=_number) or sorted(one for one in found if _TRACE.fullmatch(one.name))
+
+
+def _number(folder: Path) -> int:
+    return int(folder.name.rpartition("-")[2])
 
 
 def are_ranks(manifests: Sequence[Manifest]) -> bool:
@@ -73,7 +121,7 @@ def are_ranks(manifests: Sequence[Manifest]) -> bool:
 
 def sort_ranks(opened: Sequence[Opened]) -> list[Opened]:
     """Order files by rank if every rank is known. Raises if they are not the ranks of one run."""
-    manifests = [one.recording.manifest for one in opened]
+    manifests = [one.manifest for one in opened]
     if any(one.rank is None for one in manifests):
         return list(opened)
     if not are_ranks(manifests):
@@ -82,12 +130,12 @@ def sort_ranks(opened: Sequence[Opened]) -> list[Opened]:
             detail=describe_ranks(opened),
             hint=f"one file per rank: stepscope explain {shlex.quote(str(opened[0].path))}",
         )
-    return sorted(opened, key=lambda one: one.recording.manifest.rank or 0)
+    return sorted(opened, key=lambda one: one.manifest.rank or 0)
 
 
 def describe_ranks(opened: Sequence[Opened]) -> str:
     """Return the rank in each file, for an error."""
-    manifests = [one.recording.manifest for one in opened]
+    manifests = [one.manifest for one in opened]
     said = ["no rank" if one.rank is None else f"rank {one.rank}" for one in manifests]
     worlds = ["" if one.world_size is None else f" of {one.world_size}" for one in manifests]
     shown = [f"{one.path.name}: {rank}{of}" for one, rank, of in zip(opened, said, worlds, strict=True)][:_MOST_NAMED]

@@ -27,7 +27,7 @@ from stepscope.api.display import (
     write_frame,
     write_table,
 )
-from stepscope.api.rank_files import Opened, expand_ranks, open_file, sort_ranks
+from stepscope.api.rank_files import Opened, expand_ranks, open_ranks, sort_ranks
 from stepscope.errors import StepscopeError
 from stepscope.explain.ranks.lateness import RankLateness, RankTimes
 from stepscope.explain.rules import find_once
@@ -45,6 +45,7 @@ if TYPE_CHECKING:
     from stepscope.explain.memory import MemoryProfile
     from stepscope.explain.memory.timeline import By as StackedBy
     from stepscope.explain.questions import Answer
+    from stepscope.explain.ranks.activity import RankActivity
     from stepscope.explain.trace.bounded import BoundedProfile
     from stepscope.explain.trace.compare import By, ProfileComparison
     from stepscope.recording.rows.memory_summary import MemorySummary
@@ -80,12 +81,10 @@ def load(*paths: StrPath, cache: bool = True, bounded: bool = False) -> "Run":
         if len(paths) > 1:
             raise ValueError(f"bounded=True reads a single file, got {len(paths)}")
         return BoundedRun(Path(paths[0]))
-    opened = []
-    for path in expand_ranks([Path(path) for path in paths]):
-        one = open_file(path, cached=cache)
-        if path.is_dir() and not one.is_of_memory:
-            one = one._replace(recording=one.recording.with_manifest(file=path.name))
-        opened.append(one)
+    opened = [
+        one.named(one.path.name) if one.path.is_dir() and not one.is_of_memory else one
+        for one in open_ranks(expand_ranks([Path(path) for path in paths]), cached=cache)
+    ]
     if len(opened) > 1 and any(one.is_of_memory for one in opened):
         raise StepscopeError("a memory snapshot cannot be combined with other files", hint="read each file separately")
     return Run(sort_ranks(opened))
@@ -178,7 +177,7 @@ class Run:
     @classmethod
     def of(cls, recording: Recording, path: Path) -> "Run":
         """The run of a new recording, named after its directory."""
-        return cls([Opened(path, recording.with_manifest(file=path.name), None)])
+        return cls([Opened.of(path, recording.with_manifest(file=path.name))])
 
     @property
     def files(self) -> tuple[Path, ...]:
@@ -189,14 +188,14 @@ class Run:
         """The script, or a description of the workload if it is known, or else the file name."""
         from stepscope.explain.experiments.cases import describe_case
 
-        manifest = self.opened[0].recording.manifest
+        manifest = self.opened[0].manifest
         if manifest.loop is not None:
             return manifest.loop.script
         return describe_case(manifest.case) if manifest.case is not None else manifest.file or self.files[0].name
 
     @property
     def device(self) -> str:
-        return self.opened[0].recording.manifest.device
+        return self.opened[0].manifest.device
 
     @property
     def is_of_memory(self) -> bool:
@@ -218,9 +217,19 @@ class Run:
         """When the ranks arrived at their collectives; None for a single rank, or if none can be matched."""
         if len(self.opened) == 1:
             return None
-        from stepscope.explain.ranks.lateness import match_ranks
+        from stepscope.explain.ranks.matching import match_ranks
 
-        return match_ranks([rank.profile for rank in self.ranks])
+        return match_ranks(self.activities)
+
+    @cached_property
+    def activities(self) -> "tuple[RankActivity, ...]":
+        """What each rank did, as far as ranks are compared by it. Of many ranks, this is all that is in memory."""
+        from stepscope.explain.ranks.activity import reduce_rank
+
+        return tuple(
+            one.activity.named(one.manifest.file) if one.activity is not None else reduce_rank(rank.require_kernels())
+            for one, rank in zip(self.opened, self.ranks, strict=True)
+        )
 
     @cached_property
     def memory(self) -> "MemoryProfile":
@@ -301,10 +310,9 @@ class Run:
         require_count("top", top)
         from stepscope.explain.ranks.rank_tables import label_ranks
 
-        profiles = [rank.profile for rank in self.ranks]
         return tuple(
-            name_rank(self._time_table(profile, name, top), label)
-            for profile, label in zip(profiles, label_ranks(profiles), strict=True)
+            name_rank(self._time_table(rank.profile, name, top), label)
+            for rank, label in zip(self.ranks, label_ranks(self.activities), strict=True)
         )
 
     def _time_table(self, profile: Profile, name: str, top: int | None) -> DataTable:
@@ -317,7 +325,7 @@ class Run:
         from stepscope.explain.ranks import rank_tables
 
         if name == "ranks":
-            return rank_tables.ranks_table([rank.profile for rank in self.ranks], self.rank_times)
+            return rank_tables.ranks_table(self.activities, self.rank_times)
         if self.rank_times is not None:
             return rank_tables.late_table(self.rank_times, top=top)
         return rank_tables.collectives_table(self.require_kernels(), top=top)
@@ -349,7 +357,7 @@ class Run:
     @property
     def rank(self) -> int | None:
         """The rank whose figures these are; None if it is unknown."""
-        return self.opened[0].recording.manifest.rank
+        return self.opened[0].manifest.rank
 
     def _same_rank(self, other: "Run") -> "Run":
         """The first rank that the other run has as well, else the first."""
@@ -371,7 +379,9 @@ class Run:
             from stepscope.explain.memory.memory_tables import memory_page
 
             return memory_page(self.memory)
+        has_loop = self.profile.recording.manifest.loop is not None
         tables = [
+            *([profile_tables.make_part(self.profile, "loop")] if has_loop else []),
             profile_tables.classes_table(self.profile),
             profile_tables.phases_table(self.profile),
             profile_tables.kernels_table(self.profile, top=_ON_A_PAGE),
@@ -384,9 +394,8 @@ class Run:
         if len(self.opened) > 1:
             from stepscope.explain.ranks.rank_tables import label_ranks, ranks_headline
 
-            profiles = [rank.profile for rank in self.ranks]
-            shown = label_ranks(profiles)[0]
-            headline = f"{ranks_headline(profiles, self.rank_times)}\n\nbelow: {shown}\n{headline}"
+            shown = label_ranks(self.activities)[0]
+            headline = f"{ranks_headline(self.activities, self.rank_times)}\n\nbelow: {shown}\n{headline}"
             late = [self._rank_part("collectives", _ON_A_PAGE)] if self.rank_times is not None else []
             tables = [self._rank_part("ranks", None), *late, *(name_rank(table, shown) for table in tables)]
         return Page(headline=headline, tables=tuple(tables), findings=self.findings)
@@ -456,7 +465,7 @@ class BoundedRun(Run):
 
         require_trace(path)
         self.profile = make_bounded_profile(path)
-        super().__init__([Opened(path, self.profile.recording, None)])
+        super().__init__([Opened.of(path, self.profile.recording)])
 
     def __getstate__(self) -> dict[str, object]:
         raise TypeError("a run loaded with bounded=True cannot be copied or pickled; load it again")

@@ -20,7 +20,7 @@ from stepscope.errors import Exit, StepscopeError
 # In the order of `--help`, each with its line there. A verb is a function in the module of the same name.
 VERBS = {
     "report": "Write one HTML page about a model, a trace or two runs.",
-    "run": "Record a few steps of your own training script, unchanged.",
+    "run": "Record a few steps of your training script, without changing it.",
     "bench": "Time forward, backward and optimizer over a grid of settings.",
     "profile": "Record a few training steps, kernel by kernel.",
     "memory": "Show where memory goes and when it peaks.",
@@ -30,6 +30,7 @@ VERBS = {
     "train": "Train the built-in model on one or more ranks.",
     "tune": "Find the fastest Triton attention tiles for this GPU.",
     "explain": "Explain where the time or memory of a recorded step goes.",
+    "reduce": "Reduce the traces of many ranks to small recordings.",
     "recover": "Infer which model ran from GPU counters or a trace.",
     "verify": "Check whether a run matches a claimed model.",
     "key": "Create an Ed25519 key pair for signing reports.",

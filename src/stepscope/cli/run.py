@@ -13,7 +13,7 @@ import typer
 
 from stepscope.errors import StepscopeError
 from stepscope.jobs.workers.cpu_limits import limit_instructions
-from stepscope.loop.place import choose_place
+from stepscope.loop.place import choose_place, find_rank
 from stepscope.loop.script import ScriptRequest
 
 
@@ -21,26 +21,30 @@ def run(
     script: Annotated[
         list[str], typer.Argument(metavar="SCRIPT ARGUMENTS…", help="The script, followed by its own arguments.")
     ],
-    module: Annotated[bool, typer.Option("-m", help="SCRIPT is a module, as with `python -m`.")] = False,
-    steps: Annotated[int, typer.Option(metavar="N", min=1, max=1000, help="Steps to record.")] = 3,
-    skip: Annotated[int, typer.Option(metavar="N", min=0, help="Steps to skip first, while the script warms up.")] = 10,
+    module: Annotated[bool, typer.Option("-m", help="Run SCRIPT as a module, like `python -m`.")] = False,
+    steps: Annotated[int, typer.Option(metavar="N", min=1, max=1000, help="Number of steps to record.")] = 3,
+    skip: Annotated[int, typer.Option(metavar="N", min=0, help="Number of warm-up steps to skip first.")] = 10,
     out: Annotated[
         Path | None,
         typer.Option(
             metavar="FILE.html|DIR",
-            help="The page, or a directory for page and recordings.  [default: report.html, and runs/run/SCRIPT]",
+            help="The page, or a directory for page and recordings.  [default: report.html and runs/run/SCRIPT]",
         ),
     ] = None,
     stop: Annotated[bool, typer.Option("--stop", help="End the script after the recording.")] = False,
     sources: Annotated[
-        bool, typer.Option("--sources/--no-sources", help="Record one more step for source lines.")
+        bool, typer.Option("--sources/--no-sources", help="Record one more step, with Python stacks, for source lines.")
     ] = True,
-    force: Annotated[bool, typer.Option("--force", help="Replace an earlier run or another file at --out.")] = False,
+    force: Annotated[
+        bool, typer.Option("--force", help="Replace the run of another command, or another file at --out.")
+    ] = False,
 ) -> None:
-    """Run a training script and write a page about a few of its steps. The script needs no changes.
+    """Run a training script, record a few of its steps, and write a page about them. The script needs no changes.
 
-    Steps are found by what every training loop does, whatever library it uses. The script runs on afterwards, and its
-    exit status is that of this command. For several ranks: torchrun --nproc-per-node 8 -m stepscope run train.py
+    Steps are found by optimizer steps and backward passes, whatever library is on top. Put options before the script;
+    what follows it belongs to the script. After the recording the script continues. The exit status is the script's.
+
+    Several ranks: torchrun --nproc-per-node 8 -m stepscope run train.py
     """
     target, *arguments = script
     _require_target(target, is_module=module)
@@ -48,14 +52,15 @@ def run(
         target=target, is_module=module, folder="", page="", skip=skip, steps=steps, sources=sources, stop=stop
     )
     place = choose_place(out, request.name)
-    if int(os.environ.get("RANK", "0")) == 0:
+    rank, world_size = find_rank()
+    if rank == 0:
         place.prepare(
             command=shlex.join(["stepscope", *sys.argv[1:]]),
             script=request.name,
-            world_size=int(os.environ.get("WORLD_SIZE", "1")),
+            world_size=world_size,
             force=force,
         )
-    limit_instructions()  # a script that crashes on this CPU would end here, too
+    limit_instructions()  # before torch is loaded, which may use instructions that this CPU forbids
     _become(msgspec.structs.replace(request, folder=str(place.folder), page=str(place.page)), arguments)
 
 

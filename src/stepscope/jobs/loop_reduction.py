@@ -14,10 +14,13 @@ import msgspec
 import polars as pl
 
 from stepscope.errors import StepscopeError
+from stepscope.explain.ranks.activity_file import save_rank
 from stepscope.explain.statistics import summarise
 from stepscope.explain.trace.attribution.nesting import around, innermost
 from stepscope.files import decode_as, read_plain
 from stepscope.recording import store, tables
+from stepscope.recording.memory import reader
+from stepscope.recording.memory.labels import SNAPSHOT_NAME
 from stepscope.recording.readers import kineto
 from stepscope.recording.rows.loop_run import HANDOVER_NAME, SCHEMA, TRACE_NAME, UNKNOWN_LINE, LoopRun, SourceLines
 from stepscope.recording.store import Overhead, Recording
@@ -31,9 +34,16 @@ def reduce_rank(raw: Path, folder: Path, *, command: str) -> Recording:
     """Save the recording of a rank in `folder`, and delete the raw files."""
     run = _read_handover(raw)
     recording = describe_loop(kineto.read(raw / TRACE_NAME), run, command=command)
-    store.save(recording, folder, force=True)
+    save_rank(recording, folder, force=True)
     shutil.rmtree(raw)
     return recording
+
+
+def reduce_memory(raw: Path, folder: Path, *, command: str) -> None:
+    """Save the recording of a memory history in `folder`, and delete the raw files."""
+    recording = reader.read(raw / SNAPSHOT_NAME)
+    store.save(recording.with_manifest(command=command), folder, force=True)
+    shutil.rmtree(raw)
 
 
 def _read_handover(raw: Path) -> LoopRun:

@@ -1,1 +1,1 @@
-"""Records a training loop from inside its own process: a few steps of a script that knows nothing about stepscope."""
+"""What runs inside the process of a user's training script."""

@@ -27,9 +27,10 @@ from stepscope.files import (
 from stepscope.recording.rows.loop_run import RUN_NAME, RUN_SCHEMA, RunFacts
 
 DEFAULT_PAGE, DEFAULT_FOLDER = Path("report.html"), Path("runs/run")
-MEMORY_FOLDER = "memory"
+MEMORY_FOLDER, OOM_FOLDER = "memory", "oom"
 _PAGE_NAME = "report.html"
-_PARTS = re.compile(rf"(rank-\d+|memory|oom)(\.raw)?(/.*)?|{re.escape(RUN_NAME)}|{re.escape(_PAGE_NAME)}")
+_FOLDERS = rf"(?:rank-\d+|{MEMORY_FOLDER}|oom(?:-rank-\d+)?(?:-\d+)?)"
+_PARTS = re.compile(rf"{_FOLDERS}(?:\.raw)?(?:/.*)?|{_FOLDERS}\.(?:html|pickle)|{RUN_NAME}|{_PAGE_NAME}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,6 +41,11 @@ class RunPlace:
     folder: Path
     page: Path
     is_default: bool = False
+
+    @property
+    def memory_folder(self) -> Path:
+        """Where rank 0 puts the memory history of a step."""
+        return self.folder / f"{MEMORY_FOLDER}.raw"
 
     def raw_folder(self, rank: int) -> Path:
         """Where a rank puts what another process turns into its recording."""
@@ -92,6 +98,8 @@ class RunPlace:
         for path in self.folder.iterdir():
             if path.is_dir() and _PARTS.fullmatch(path.name):
                 shutil.rmtree(path)
+            elif path != self.page and _PARTS.fullmatch(path.name):
+                path.unlink()
 
 
 def choose_place(out: str | os.PathLike[str] | None, script: str) -> RunPlace:
@@ -103,6 +111,18 @@ def choose_place(out: str | os.PathLike[str] | None, script: str) -> RunPlace:
         return RunPlace(folder=(DEFAULT_FOLDER / stem).absolute(), page=page.absolute(), is_default=True)
     folder = Path(out).absolute()
     return RunPlace(folder=folder, page=folder / _PAGE_NAME)
+
+
+def find_rank() -> tuple[int, int]:
+    """This process's rank and the number of ranks, as its launcher says: torchrun, `srun` or `mpirun`."""
+    for rank, size in (
+        ("RANK", "WORLD_SIZE"),
+        ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS"),
+        ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),
+    ):
+        if os.environ.get(rank, "").isdecimal() and os.environ.get(size, "").isdecimal():
+            return int(os.environ[rank]), int(os.environ[size])
+    return 0, 1
 
 
 def is_run(folder: Path) -> bool:

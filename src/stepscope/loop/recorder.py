@@ -25,7 +25,7 @@ from torch import nn
 from torch.optim.optimizer import Optimizer
 from torch.profiler import ProfilerActivity
 
-from stepscope.annotate import open_range
+from stepscope.annotate import activate, open_range
 from stepscope.errors import StepscopeError
 from stepscope.files import write_atomically, writing
 from stepscope.hardware import Hardware
@@ -33,7 +33,9 @@ from stepscope.loop.annotation import annotating, find_roots, list_wrappers, unw
 from stepscope.loop.finder import LEAST_STEPS, StepFinder
 from stepscope.loop.finish import Finisher
 from stepscope.loop.loop_clock import LoopClock
-from stepscope.loop.place import RunPlace
+from stepscope.loop.memory_history import StepMemory
+from stepscope.loop.oom import Place, watching_memory
+from stepscope.loop.place import OOM_FOLDER, RunPlace, find_rank
 from stepscope.loop.profiler import LoopProfiler, OtherProfilers
 from stepscope.loop.source_lines import read_lines
 from stepscope.loop.watch import LoopWatch
@@ -49,7 +51,7 @@ Tell = Callable[[str], None]
 Moment = Literal["step", "between operators"]
 Stage = Generator[None, Moment, None]
 _LEAST_TIMED, _MOST_TIMED = 3, 8
-_OTHER_PROFILER = "another profiler was active in this process, so steps were recorded only while it was not"
+_OTHER_PROFILER = "another profiler was active in this process; steps were recorded only while it was inactive"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,10 +68,10 @@ class RecordingPlan:
         return min(_MOST_TIMED, max(_LEAST_TIMED, self.skip))
 
     @property
-    def total(self) -> int:
-        """Steps that a script must run, with the step that warms the profiler up."""
-        warming, stopping = 3, 1  # the end of the search, the profiler's first step, and the one in which it starts
-        return max(self.skip, LEAST_STEPS) + self.timed + warming + self.steps + stopping + 2 * self.sources
+    def least(self) -> int:
+        """Steps that a script must run for a page about one of them. The search ends with one more, and the profiler
+        takes two to start."""
+        return max(self.skip, LEAST_STEPS) + 1 + self.timed + 2 + 1
 
 
 class _ProfilerTakenError(Exception):
@@ -92,11 +94,21 @@ class LoopRecorder:
     """Records the loop that runs in this process. Its steps are found by what the loop does, unless `found_by` says
     what else calls `step`."""
 
-    def __init__(self, place: RunPlace, plan: RecordingPlan, *, script: str, found_by: str = "", tell: Tell) -> None:
+    def __init__(
+        self,
+        place: RunPlace,
+        plan: RecordingPlan,
+        *,
+        script: str,
+        tell: Tell,
+        found_by: str = "",
+        is_command: bool = False,
+    ) -> None:
         self.place = place
         self.plan = plan
         self.is_done = False
         self._script = script
+        self._is_command = is_command  # `stepscope run`, and not a call in the script
         self._marked_by = found_by  # empty if the steps are to be found
         self._tell = tell if rank_of()[0] == 0 else lambda _: None
         self._started = datetime.now(UTC).isoformat(timespec="seconds")
@@ -117,11 +129,13 @@ class LoopRecorder:
         self._others = OtherProfilers(self._give_way)
         self._undo = ExitStack()
         self.finisher: Finisher | None = None
+        self.oom = ExitStack()  # closed when the loop ends, and not when the recording does
         self.on_done: Callable[[], None] = lambda: None
 
     def start(self) -> None:
         self._watch.install()
         self._others.install(self._undo)
+        self.oom.enter_context(watching_memory(self.place.folder, lambda: Place(step=self.steps_seen)))
         next(self._stages)
 
     # --- Events of the loop -------------------------------------------------------------------------------------------
@@ -166,6 +180,8 @@ class LoopRecorder:
     def between_operators(self) -> None:
         self._was_between = True
         self._advance("between operators")
+        if self._has_ended():
+            self.on_done()
 
     def batch_received(self, took_ns: int) -> None:
         self._clock.add("input", took_ns)
@@ -181,6 +197,8 @@ class LoopRecorder:
         self._advance("step")
         self._was_between = False
         self._clock.start()
+        if self._has_ended():
+            self.on_done()
 
     def _advance(self, moment: Moment) -> None:
         if self._is_advancing or self.is_done or os.getpid() != self._process:
@@ -197,8 +215,6 @@ class LoopRecorder:
             self.finish()
         finally:
             self._is_advancing = False
-        if self._has_ended():  # at either moment
-            self.on_done()
 
     def _has_ended(self) -> bool:
         return self.is_done
@@ -229,6 +245,8 @@ class LoopRecorder:
         if self.plan.sources:
             yield from self._next_step()  # whatever was running when the profiler stopped has ended after a step
             yield from self._undisturbed(self._record_sources)
+        if self._find_device().type == "cuda" and rank_of()[0] == 0:
+            yield from self._record_memory()
 
     def _next_step(self) -> Stage:
         """Continue at the beginning of the next step."""
@@ -305,6 +323,23 @@ class LoopRecorder:
             yield from self._next_gap()
         self._kept.sources = read_lines(profiler.results)
 
+    def _record_memory(self) -> Stage:
+        """The memory history of one step, which only CUDA has."""
+        yield from self._next_gap()
+        memory = StepMemory(self._find_device(), folder=self.place.memory_folder)
+        memory.start()
+        try:
+            yield from self._next_step()
+            with activate(memory.open):
+                close = open_range("step:0")
+                try:
+                    yield from self._next_step()
+                finally:
+                    close()
+        finally:
+            with writing(self.place.memory_folder, if_full="memory was not recorded", hint="--out DIR"):
+                memory.stop()
+
     def _keep_trace(self, profiler: LoopProfiler) -> None:
         folder = self.place.raw_folder(rank_of()[0])
         with writing(folder, if_full="nothing was recorded", hint="--out DIR"):
@@ -332,7 +367,7 @@ class LoopRecorder:
         self._watch.uninstall()
         self._undo.close()
         if not self._kept.trace or not self._kept.recorded_ns:
-            if not self._has_failed:
+            if not self._has_failed and not list(self.place.folder.glob(f"{OOM_FOLDER}*")):
                 self._tell(self._say_nothing_recorded())
             return
         rank, _ = rank_of()
@@ -346,6 +381,16 @@ class LoopRecorder:
         self.finisher = Finisher(self.place, rank)
         self.finisher.start()
         self._tell(f"recorded {count_noun(len(self._kept.recorded_ns), 'step')}; writing the page in the background")
+
+    def end(self) -> None:
+        """The loop has ended: finish the recording, and wait for the pages. Ctrl-C skips them."""
+        self.finish()
+        if os.getpid() != self._process:
+            return
+        if self.finisher is not None and self.finisher.is_running:
+            self._tell("waiting for the page; press Ctrl-C to skip it")
+            self.finisher.wait()
+        self.oom.close()
 
     def _hand_over(self) -> LoopRun:
         kept, (rank, world_size) = self._kept, rank_of()
@@ -401,17 +446,17 @@ class LoopRecorder:
         return f"{by}{whose}{passes}"
 
     def _say_nothing_recorded(self) -> str:
-        seen, needed = self.steps_seen, self.plan.total
+        seen, needed = self.steps_seen, self.plan.least
         finder = self._finder
         if self._marked_by or seen:
             if self._kept.notes:
                 return (
-                    "nothing was recorded: another profiler was active until the end. For a page about its trace: "
-                    "torch.profiler.profile(on_trace_ready=stepscope.trace_handler(DIR))"
+                    "nothing was recorded: another profiler was active until the end. For a page about its trace, pass "
+                    "`on_trace_ready=stepscope.trace_handler(DIR)` to torch.profiler.profile"
                 )
-            short = RecordingPlan(skip=LEAST_STEPS, steps=1, sources=self.plan.sources)
-            fewer = f"; with --skip {short.skip} --steps 1, {short.total} are enough" if short.total < needed else ""
-            return f"nothing was recorded: the script ran {count_noun(seen, 'step')}, and {needed} are needed{fewer}"
+            short = RecordingPlan(skip=LEAST_STEPS)
+            fewer = f" ({short.least} with {self._write_skip(short.skip)})" if short.least < needed else ""
+            return f"nothing was recorded: the script ran {count_noun(seen, 'step')}; {needed} are needed{fewer}"
         saw = [
             count_noun(count, noun, plural)
             for count, noun, plural in (
@@ -424,8 +469,11 @@ class LoopRecorder:
         found = " and ".join(saw) if saw else "no optimizer, backward pass or DataLoader"
         return (
             f"no training steps found: saw {found}. "
-            "Mark the steps yourself: `with stepscope.record(DIR) as recorder:` and `recorder.step()` after each"
+            "Mark them in your code: `with stepscope.record(DIR) as recorder:`, and `recorder.step()` after each step"
         )
+
+    def _write_skip(self, count: int) -> str:
+        return f"--skip {count}" if self._is_command else f"skip={count}"
 
     def _live_optimizers(self) -> list[Optimizer]:
         return [one for reference in self._optimizers.values() if (one := reference()) is not None]
@@ -447,7 +495,7 @@ def rank_of() -> tuple[int, int]:
     """This process's rank and the number of ranks."""
     if torch.distributed.is_available() and torch.distributed.is_initialized():
         return torch.distributed.get_rank(), torch.distributed.get_world_size()
-    return int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+    return find_rank()
 
 
 def _wait_for(device: torch.device) -> None:

@@ -45,7 +45,7 @@ class ScriptRequest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ScriptStopped(SystemExit):
-    """Ends the script after the recording, as `--stop` asks for."""
+    """Ends the script after the recording, for `--stop`."""
 
 
 class ScriptRun:
@@ -72,8 +72,8 @@ class ScriptRun:
             self._finish()
             raise
         except BaseException as error:  # noqa: BLE001  # the script's own error, shown as Python would
-            own = _own_part(error)
-            sys.excepthook(type(error), error.with_traceback(own), own)  # Python's hook prints that of the error
+            error.__traceback__ = _own_part(error)  # this is what Python prints, and not the argument
+            sys.excepthook(type(error), error, error.__traceback__)
             status = 1
         finally:
             os._exit = exit_at_once
@@ -107,6 +107,7 @@ class ScriptRun:
             RecordingPlan(skip=request.skip, steps=request.steps, sources=request.sources),
             script=request.name,
             tell=tell,
+            is_command=True,
         )
         if request.stop:
             self.recorder.on_done = _stop
@@ -131,14 +132,11 @@ class ScriptRun:
         if recorder is None:
             tell("nothing was recorded: the script did not import torch")
             return
-        recorder.finish()
-        if recorder.finisher is not None and recorder.finisher.is_running:
-            tell("writing the page; Ctrl-C to stop")
-            try:
-                recorder.finisher.wait()
-            except KeyboardInterrupt:
-                tell("stopped before the page was complete")
-                raise
+        try:
+            recorder.end()
+        except KeyboardInterrupt:
+            tell("stopped before the page was complete")
+            raise
 
 
 def _stop() -> None:
@@ -206,7 +204,7 @@ class _Calling(Loader):
 
     def exec_module(self, module: ModuleType) -> None:
         assert module.__spec__ is not None
-        module.__spec__.loader = module.__loader__ = self._loader  # as if nobody had watched
+        module.__spec__.loader = module.__loader__ = self._loader  # as without this wrapper
         self._loader.exec_module(module)
         self._call()
 

@@ -85,9 +85,7 @@ def _nearer(line: Line, frame: Any) -> Line:
     """`line`, or that of the frame if its file is of interest. A new line of the user hides the libraries around it."""
     try:
         file, number = frame.file_name, frame.line_number
-    except (
-        UnicodeDecodeError
-    ):  # the code, of an imported module for example, no longer exists, and PyTorch kept no copy
+    except UnicodeDecodeError:  # code that no longer exists, like that of an imported module: PyTorch kept no copy
         return line
     kind = classify_file(file)
     if kind == "other":

@@ -23,7 +23,7 @@ from torch.optim.optimizer import (
 )
 from torch.utils.data import dataloader
 
-from stepscope.annotate import open_range
+from stepscope.annotate import Close, open_range
 from stepscope.patches import replace_attribute
 
 
@@ -58,6 +58,7 @@ class LoopWatch:
         self._began_ns = 0
         self._scaled_steps: list[int] = []  # per open GradScaler.step: how often the optimizer stepped inside
         self._is_in_hook = self._is_expired = False
+        self._close_step: Close = lambda: None
         self._depth = 0  # of backward passes and optimizer steps that are running
 
     def install(self) -> None:
@@ -91,12 +92,14 @@ class LoopWatch:
     def _before_step(self, _optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
         if self._is_here():
             self._depth += 1
+            self._close_step = open_range("phase:optimizer")
             self._began_ns = time.perf_counter_ns()
 
     def _after_step(self, optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
         if self._is_here():
             self._thread = threading.get_ident()
             self._depth = max(0, self._depth - 1)
+            self._close_step()
             if self._scaled_steps:
                 self._scaled_steps[-1] += 1
             self._is_in_hook = True

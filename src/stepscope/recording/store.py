@@ -23,6 +23,7 @@ import polars as pl
 from stepscope.errors import StepscopeError
 from stepscope.files import decode, find_foreign, is_of_kind, is_result_of, read_plain, replacing, restore, writing
 from stepscope.recording import tables
+from stepscope.recording.memory.labels import OutOfMemoryFacts
 from stepscope.recording.parquet import DamagedTableError, read_tables, write_table
 from stepscope.recording.rows.bench import NO_SIZES, ConfigSizes, Doubt, Environment
 from stepscope.recording.rows.loop_run import LoopFacts
@@ -62,6 +63,7 @@ class MemoryFacts(msgspec.Struct, frozen=True, kw_only=True):
     allocator_peak_reserved_bytes: LongCount | None = None
     watched_steps: tuple[Count, ...] = ()
     unmatched_steps: tuple[Count, ...] = ()
+    oom: OutOfMemoryFacts | None = None  # if memory ran out
 
 
 class Manifest(msgspec.Struct, frozen=True, kw_only=True):
@@ -122,7 +124,7 @@ class Recording:
 
 
 TABLE_NAMES = tuple(one.name for one in fields(Recording) if one.name != "manifest")
-_KEPT = r"attributed-[0-9a-f]{12}\.(parquet|\d+)|findings-[0-9a-f]{12}\.json"
+_KEPT = r"attributed-[0-9a-f]{12}\.(parquet|\d+)|findings-[0-9a-f]{12}\.json|activity-[0-9a-f]{12}\.bin"
 _RAW = rf"{RAW_NAME}\.(json|csv|pickle|sqlite|nsys-rep|qdrep)(\.gz)?"  # files that recorders write
 _PARTS = re.compile(rf"{re.escape(MANIFEST_NAME)}|({'|'.join(TABLE_NAMES)})\.parquet|{_RAW}|{_KEPT}")
 

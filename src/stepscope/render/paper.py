@@ -168,7 +168,8 @@ def _tabulate_advice(advice: Sequence[Advice]) -> Table:
         finding = one.finding
         saving, adds = (None if ns is None else ns / _MS for ns in (finding.saving_ns, finding.joint_ns))
         fixes = "\n".join(f"{fix.label}: {fix.text}" for fix in one.fixes)
-        rows.append((finding.code, finding.title, saving, finding.share, adds, finding.action, finding.evidence, fixes))
+        saved = (saving, finding.share, adds, finding.saving_bytes)
+        rows.append((finding.code, finding.title, *saved, finding.action, finding.evidence, fixes))
     return Table(
         title="Findings",
         columns=(
@@ -177,6 +178,7 @@ def _tabulate_advice(advice: Sequence[Advice]) -> Table:
             Column(key="saving_ms", label="saving ms", kind="ms"),
             Column(key="share", label="share of step", kind="share"),
             Column(key="adds_ms", label="ms once the fixes above are in", kind="ms"),
+            Column(key="saving_bytes", label="memory saved", kind="bytes", detail=True),
             Column(key="fix", label="what to do"),
             Column(key="evidence", label="evidence", detail=True),
             Column(key="to_copy", label="code to copy", detail=True),

@@ -258,7 +258,7 @@ def _write_joint(cards: Sequence[Finding]) -> list[str]:
 def _name_finding(finding: Finding) -> str:
     """Return the title with the saving, and with what it adds to the joint saving if that differs."""
     if not finding.saving_ns and not finding.joint_ns:
-        return finding.title
+        return finding.title + _say_saving(finding)
     share = f", {format_value('share', finding.share)}" if finding.share else ""
     saved = f"saves about {finding.saving_ns / 1e6:,.2f} ms{share}" if finding.saving_ns else "saves nothing alone"
     adds = f"{(finding.joint_ns or 0) / 1e6:,.2f}"
@@ -295,13 +295,20 @@ def _summarize_step(report: Report) -> str:
     return f"{'step' if is_step else 'trace'}: {'; '.join(told)}"
 
 
+def _say_saving(finding: Finding) -> str:
+    if finding.saving_bytes is not None:
+        alone = "" if finding.is_enough else ", not enough alone"
+        return f" (−{format_value('bytes', finding.saving_bytes)}{alone})"
+    return "" if finding.saving_ms is None else f" (−{format_value('ms', finding.saving_ms)})"
+
+
 def _summarize_findings(advice: tuple[Advice, ...] | None) -> str:
     if advice is None:
         return "findings: none, this run has no kernel trace"
     cards = [one.finding for one in advice if not one.finding.is_remark]
     if not cards:
         return "findings: none"
-    savings = ["" if one.saving_ms is None else f" (−{format_value('ms', one.saving_ms)})" for one in cards]
+    savings = [_say_saving(one) for one in cards]
     named = [f"{one.title}{saving}" for one, saving in zip(cards, savings, strict=True)][:_ON_A_PAGE]
     more = f"; {len(cards) - len(named)} more" if len(cards) > len(named) else ""
     joint, num_joint = joint_saving(cards), sum(one.joint_ns is not None for one in cards)

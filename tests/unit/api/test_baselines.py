@@ -19,7 +19,7 @@ from stepscope.recording.baseline import (
     write_baseline,
 )
 from stepscope.recording.rows.bench import BenchRow
-from stepscope.recording.store import LoaderFacts, LoopFacts
+from stepscope.recording.rows.loop_run import LoaderFacts, LoopFacts
 from tests.unit.explain.gate_runs import baseline_of, make_run
 from tests.unit.recordings import GEMM_BF16, Timeline
 from tests.unit.rows import row

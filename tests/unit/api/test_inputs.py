@@ -86,8 +86,9 @@ def test_two_memory_snapshots_are_two_runs() -> None:
 
 def test_ranks_of_one_run_are_sorted(tmp_path: Path) -> None:
     (run,) = read(record(tmp_path / "x", rank=1, world_size=2), record(tmp_path / "y", rank=0, world_size=2))
-    assert [one.recording.manifest.rank for one in run.ranks] == [0, 1]
-    assert run.profile is run.ranks[0]
+    assert [one.rank for one in run.ranks] == [0, 1]
+    assert run.profile is not None
+    assert run.profile.recording.manifest.rank == 0
 
 
 def test_directory_of_traces_is_a_run_with_ranks(tmp_path: Path) -> None:
@@ -97,7 +98,7 @@ def test_directory_of_traces_is_a_run_with_ranks(tmp_path: Path) -> None:
             properties = f', "distributedInfo": {{"rank": {rank}, "world_size": 2}}'
             write_trace(tmp_path / name / f"{1 - rank}.pt.trace.json", training_step(), properties=properties)
     (run,) = read(tmp_path / "a")
-    assert [one.recording.manifest.rank for one in run.ranks] == [0, 1]
+    assert [one.rank for one in run.ranks] == [0, 1]
     assert run.name == "a"
     assert [rank.profile.recording.manifest.rank for rank in load(tmp_path / "a").ranks] == [0, 1]
     assert [len(one.ranks) for one in read(tmp_path / "a", tmp_path / "b")] == [2, 0]

@@ -89,16 +89,16 @@ def test_ranks_are_runs(run: stepscope.Run) -> None:
 def test_page_of_several_ranks_starts_with_a_summary_and_names_the_rank_below() -> None:
     late = Rank(compute_us=[100.0] * 12, idle_us=[302.0] * 12)
     recordings = [one.recording for one in record_ranks([Rank(compute_us=[100.0] * 12), late])]
-    run = stepscope.Run([Opened(Path(one.manifest.file), one, None) for one in recordings])
+    run = stepscope.Run([Opened.of(Path(one.manifest.file), one) for one in recordings])
     page = run.page()
     first, *_ = page.headline.splitlines()
     assert first.startswith("2 ranks: step")
-    assert "the others wait for rank 1: 3.60 ms" in page.headline
+    assert "the others wait for rank 1 (late CPU): 3.60 ms" in page.headline
     assert "below: rank 0" in page.headline
     assert [table.title for table in page.tables[:3]] == [
         "Ranks",
         "Collectives by how late the last rank came",
-        "Time by class, rank 0",
+        "Time of the training loop, rank 0",
     ]
     assert [table.title for table in run.tables("phases")] == ["Time by phase, rank 0", "Time by phase, rank 1"]
     assert run.table("collectives", top=1).frame["rank"].to_list() == [1]

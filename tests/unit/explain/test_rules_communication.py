@@ -1,17 +1,19 @@
 """Rules about communication: the strategy, what could overlap, waiting for other ranks, and copies over the bus."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
-from stepscope.explain.ranks.lateness import match_ranks
+from stepscope.explain.ranks.matching import match_ranks
 from stepscope.explain.rules import find
 from stepscope.explain.rules.evidence import StepEvidence
 from stepscope.explain.rules.strategies.communication import Communication
 from stepscope.explain.trace.profile import Profile
 from stepscope.findings import Finding, joint_saving
+from stepscope.recording.rows.loop_run import LoopFacts
 from tests.unit.explain.test_rules_host import found, saving_us
-from tests.unit.rank_recordings import Rank, record_ranks
+from tests.unit.rank_recordings import Rank, record_ranks, reduce_ranks
 from tests.unit.recordings import ADD, ALL_REDUCE, GEMM_BF16, STREAM, TO_DEVICE, TO_DEVICE_PINNED, Timeline
 
 ALL_GATHER = "ncclDevKernel_AllGather_RING_LL(ncclDevKernelArgsStorage<4096ul>)"
@@ -66,6 +68,41 @@ def strategy_of(profile: Profile) -> str:
     ],
 )
 def test_advice_fits_the_strategy(profile: Profile, strategy: str, said: str, never: str) -> None:
+    assert strategy_of(profile) == strategy
+    finding = found(profile, "SS011")
+    assert finding is not None
+    assert said in finding.fix
+    assert never not in finding.fix + finding.action
+
+
+FSDP = ((ALL_GATHER,), (ALL_GATHER, REDUCE_SCATTER))
+ZERO = ((), (REDUCE_SCATTER,), (ALL_GATHER, ALL_GATHER))
+BROADCAST = "ncclDevKernel_Broadcast_RING_LL(ncclDevKernelArgsStorage<4096ul>)"
+
+
+@pytest.mark.parametrize(
+    ("collectives", "wrapper", "strategy", "said", "never"),
+    [
+        (FSDP, "FullyShardedDataParallel", "FSDP", "BackwardPrefetch.BACKWARD_PRE", "set_modules"),
+        (FSDP, "FSDPModule", "FSDP", "set_modules_to_forward_prefetch", "BackwardPrefetch"),
+        (FSDP, "DeepSpeedEngine", "FSDP", "overlap_comm", "BackwardPrefetch"),
+        (ZERO, "DeepSpeedEngine", "sharded optimizer", "overlap_comm", "Megatron"),
+        (
+            ((), (), (BROADCAST,) * 4),
+            "ZeroRedundancyOptimizer",
+            "sharded optimizer",
+            "hook_with_zero_step",
+            "overlap_comm",
+        ),
+        (((), (ALL_REDUCE,) * 2), "DistributedDataParallel", "DDP", "static_graph", "prefetch"),
+    ],
+)
+def test_advice_fits_the_classes_of_the_run(
+    collectives: tuple[tuple[str, ...], ...], wrapper: str, strategy: str, said: str, never: str
+) -> None:
+    profile = training(*collectives)
+    loop = LoopFacts(script="train.py", found_by="optimizer steps", wrappers=(wrapper,))
+    profile = replace(profile, recording=profile.recording.with_manifest(loop=loop))
     assert strategy_of(profile) == strategy
     finding = found(profile, "SS011")
     assert finding is not None
@@ -313,7 +350,7 @@ def test_slow_link_is_named_with_its_bandwidth() -> None:
 
 
 def findings_of(profiles: list[Profile], shown: int = 0) -> dict[str, Finding]:
-    return {one.code: one for one in find(profiles[shown], match_ranks(profiles))}
+    return {one.code: one for one in find(profiles[shown], match_ranks(reduce_ranks(profiles)))}
 
 
 def test_late_rank_is_a_finding_on_the_page_of_every_rank() -> None:
@@ -321,7 +358,7 @@ def test_late_rank_is_a_finding_on_the_page_of_every_rank() -> None:
     profiles = record_ranks([Rank(compute_us=[100.0] * 12), late, Rank(compute_us=[100.0] * 12)])
     for shown in range(3):
         finding = findings_of(profiles, shown)["SS030"]
-        assert find(profiles[shown], match_ranks(profiles))[0] == finding
+        assert find(profiles[shown], match_ranks(reduce_ranks(profiles)))[0] == finding
         assert "rank 1" in finding.title
         assert "CPU" in finding.evidence
         assert "trace_rank1.json.gz" in finding.action
@@ -385,7 +422,7 @@ def test_late_rank_counts_its_own_delay_once(is_loading: bool) -> None:
     """On the page of the late rank, its idle time and the waits of the others are the same time."""
     late = Rank(compute_us=[100.0] * 12, idle_us=[1302.0] * 12, is_loading=is_loading)
     profiles = record_ranks([Rank(compute_us=[100.0] * 12), late])
-    findings = find(profiles[1], match_ranks(profiles))
+    findings = find(profiles[1], match_ranks(reduce_ranks(profiles)))
     total = joint_saving(findings)
     assert total is not None
     assert total.saving_ns <= 4 * 1_310_000

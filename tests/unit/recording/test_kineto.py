@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from stepscope.errors import StepscopeError
 from stepscope.explain.trace.profile import make_profile
 from stepscope.recording.readers import json_blocks, kineto, kineto_events, kineto_stream
+from stepscope.recording.readers.python_frames import name_user_frame
 from stepscope.recording.store import Recording
 from tests.unit.kineto_files import event, kernel, launch, op, training_step, write_trace
 
@@ -417,3 +418,50 @@ def test_all_calls_of_a_cpu_operator_count_alike(tmp_path: Path) -> None:
     names = ("aten::addmm", "aten::mm", "aten::div", "aten::abs")
     assert kernels["name"].to_list() == [name for name in names for _ in range(3)]
     assert kernels["kind"].unique().to_list() == ["cpu"]
+
+
+# --- Lines of the user's code -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("frame", "expected"),
+    [
+        ("train.py(12): train_step", "train.py:12 (train_step)"),
+        ("lab/model.py(30): forward", "lab/model.py:30 (forward)"),
+        ("/home/alice/secret/train.py(12): main", "train.py:12 (main)"),
+        (r"C:\Users\alice\train.py(12): main", "train.py:12 (main)"),
+        ("../../alice/train.py(12): main", "train.py:12 (main)"),
+        ("alice/deep/project/train.py(3): <lambda>", "project/train.py:3 (<lambda>)"),
+        ("train.py(1): <module>", ""),
+        ("torch/nn/modules/module.py(1751): _call_impl", ""),
+        ("/opt/venv/lib/python3.11/site-packages/foo/bar.py(3): run", ""),
+        ("transformers/trainer.py(2345): training_step", ""),
+        ("threading.py(982): run", ""),
+        ("<built-in method mm of type object at 0x7f>", ""),
+        ("nn.Module: Linear_0", ""),
+    ],
+)
+def test_frames_of_the_user_are_named_without_private_directories(frame: str, expected: str) -> None:
+    assert name_user_frame(frame) == expected
+
+
+def test_operators_have_the_innermost_frame_of_the_user(tmp_path: Path) -> None:
+    events = [
+        *(one for one in training_step() if "helper" not in one),
+        event("python_function", "/home/alice/train.py(5): main", "1000.000", "1000.000"),
+        event("python_function", "lab/model.py(30): forward", "1015.000", "30.000"),
+        event("python_function", "torch/nn/functional.py(8): linear", "1018.000", "20.000"),
+    ]
+    ops = kineto.read(write_trace(tmp_path / "trace.json", events)).ops
+    assert dict(ops.select("name", "source").iter_rows())["aten::relu"] == "train.py:5 (main)"
+    lines = ops.filter(pl.col("name") == "aten::linear")["source"].to_list()
+    assert lines == ["lab/model.py:30 (forward)"]
+    # In backward, the line of the operator that created the node.
+    node = ops.filter(pl.col("name").str.ends_with("MmBackward0"))["source"].to_list()
+    assert node == ["lab/model.py:30 (forward)"]
+    assert ops.filter(pl.col("name").str.ends_with("AccumulateGrad"))["source"].to_list() == [None]
+
+
+def test_operators_have_no_lines_without_stacks(tmp_path: Path) -> None:
+    plain = [one for one in training_step() if "helper" not in one]
+    assert kineto.read(write_trace(tmp_path / "trace.json", plain)).ops["source"].is_null().all()

@@ -28,6 +28,9 @@ _TRAIN = "stepscope memory --mode train"
 
 
 def answer_memory(profile: MemoryProfile) -> tuple[Answer, ...]:
+    """Empty if nothing was ever allocated."""
+    if not profile.allocations.height:
+        return ()
     summary = profile.summary
     answers = (
         _peak(profile, summary),

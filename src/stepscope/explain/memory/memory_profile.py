@@ -168,9 +168,9 @@ def sum_over_events(rows: pl.DataFrame, num_events: int) -> Bytes:
 
 
 def make_memory_profile(recording: Recording) -> MemoryProfile:
-    """Build the profile of the device with the highest peak, if the recording has several devices."""
+    """Build the profile of the device that ran out of memory or has the highest peak, if the recording has several."""
     facts, allocations = recording.manifest.memory, recording.allocations
-    if facts is None or not allocations.height:
+    if facts is None or not (allocations.height or facts.oom):
         raise StepscopeError(
             f"the recording has no memory data: `{recording.manifest.file}`",
             detail="it contains no allocations" if facts else "memory was not recorded",
@@ -209,6 +209,9 @@ def _devices(recording: Recording) -> list[int]:
 
 def _choose_device(recording: Recording) -> int | None:
     devices = _devices(recording)
+    facts = recording.manifest.memory
+    if facts is not None and facts.oom is not None and facts.oom.device in devices:
+        return facts.oom.device
     if len(devices) < 2:
         return devices[0] if devices else None
     return max(devices, key=lambda device: _most_bytes(_of_device(recording.allocations, device)))

@@ -1,6 +1,6 @@
 """The tables of a memory profile: the page for the terminal, and each of its parts."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 
 import numpy as np
@@ -11,8 +11,16 @@ from stepscope.errors import StepscopeError
 from stepscope.explain.experiments.cases import describe_case
 from stepscope.explain.memory.categories import name_place
 from stepscope.explain.memory.memory_profile import UNKNOWN, MemoryProfile
+from stepscope.explain.memory.out_of_memory import (
+    MemoryFailure,
+    find_out_of_memory,
+    request_table,
+    say_failure,
+    say_rest_of_step,
+)
 from stepscope.explain.memory.saved import saved_and_predicted, saved_by_module
 from stepscope.explain.memory.timeline import label_of, say_shape, say_when
+from stepscope.explain.rules.out_of_memory import find_fixes
 from stepscope.findings import Cell, Column, Page, Table
 from stepscope.recording.rows.memory_summary import Allocation, MemorySummary
 from stepscope.spec import ModelShape
@@ -26,11 +34,27 @@ _SHARE = Column(key="share", label="share", kind="share")
 
 
 def memory_page(profile: MemoryProfile) -> Page:
+    oom = find_out_of_memory(profile)
+    if oom is not None:
+        return _failure_page(oom)
     tables = [categories_table(profile), phases_table(profile), largest_table(profile, top=_ON_A_PAGE)]
     leaks = leaks_table(profile)
     if leaks.rows:
         tables.append(leaks)
     return Page(headline=headline(profile), tables=tuple(tables), findings=None)
+
+
+def _failure_page(oom: MemoryFailure) -> Page:
+    profile, event = oom.profile, oom.event
+    tables = (
+        request_table(oom),
+        categories_table(profile, event=event),
+        modules_table(profile, top=_ON_A_PAGE, event=event),
+        largest_table(profile, top=_ON_A_PAGE, event=event),
+    )
+    shown = tuple(table for table in tables if table.rows)
+    lines = (say_failure(oom), say_rest_of_step(oom), headline(profile))
+    return Page(headline="\n".join(line for line in lines if line), tables=shown, findings=find_fixes(oom))
 
 
 def headline(profile: MemoryProfile) -> str:
@@ -66,9 +90,11 @@ def _say_cached(allocated: int, reserved: int | None) -> str:
     return f" ({say_bytes(reserved)} reserved, {say_bytes(reserved - allocated)} of it cached)"
 
 
-def categories_table(profile: MemoryProfile) -> Table:
-    """Bytes by category at the peak; they add up to it."""
-    event, peak = profile.peak_event, profile.peak_bytes
+def categories_table(profile: MemoryProfile, *, event: int | None = None) -> Table:
+    """Bytes by category at the peak, or after an event; they add up to it."""
+    title = "Peak memory by category" if event is None else "Memory held by category"
+    event = profile.peak_event if event is None else event
+    peak = profile.allocated_at(event)
     rows: list[tuple[Cell, ...]] = [
         (name, size, size / peak if peak else None) for name, size in profile.categories_at(event) if size
     ]
@@ -80,7 +106,7 @@ def categories_table(profile: MemoryProfile) -> Table:
     if reserved is not None and event >= 0:
         notes.append(_say_fragments(profile, event, int(reserved[event])))
     return Table(
-        title="Peak memory by category",
+        title=title,
         columns=(Column(key="category", label="category"), _SIZE, _SHARE),
         rows=tuple(rows),
         notes=tuple(notes),
@@ -97,17 +123,19 @@ def _say_fragments(profile: MemoryProfile, event: int, reserved: int) -> str:
     )
 
 
-def modules_table(profile: MemoryProfile, *, top: int) -> Table:
-    return _by(profile, "module", "Peak memory by module", top)
+def modules_table(profile: MemoryProfile, *, top: int, event: int | None = None) -> Table:
+    return _by(profile, "module", top, event)
 
 
-def layers_table(profile: MemoryProfile, *, top: int) -> Table:
-    return _by(profile, "layer", "Peak memory by layer", top)
+def layers_table(profile: MemoryProfile, *, top: int, event: int | None = None) -> Table:
+    return _by(profile, "layer", top, event)
 
 
-def _by(profile: MemoryProfile, column: str, title: str, top: int) -> Table:
-    peak = profile.peak_bytes
-    found = profile.share_at(profile.peak_event, column)
+def _by(profile: MemoryProfile, column: str, top: int, event: int | None) -> Table:
+    title = f"{'Peak memory' if event is None else 'Memory held'} by {column}"
+    event = profile.peak_event if event is None else event
+    peak = profile.allocated_at(event)
+    found = profile.share_at(event, column)
     rest = sum(size for _, size in found[top:])
     rows: list[tuple[Cell, ...]] = [(name, size, size / peak if peak else None) for name, size in found[:top]]
     if rest:
@@ -168,9 +196,11 @@ def steps_table(profile: MemoryProfile) -> Table:
     )
 
 
-def largest_table(profile: MemoryProfile, *, top: int) -> Table:
-    """The largest allocations at the peak."""
-    rows = tuple(_describe(one) for one in profile.largest_at(profile.peak_event, top))
+def largest_table(profile: MemoryProfile, *, top: int, event: int | None = None) -> Table:
+    """The largest allocations at the peak, or after an event."""
+    found = profile.largest_at(profile.peak_event if event is None else event, top)
+    if event is not None:
+        return _largest_held(found)
     return Table(
         title="Largest allocations at the peak",
         columns=(
@@ -184,7 +214,33 @@ def largest_table(profile: MemoryProfile, *, top: int) -> Table:
             Column(key="name", label="name", detail=True),
             Column(key="stack", label="stack", detail=True),
         ),
-        rows=rows,
+        rows=tuple(map(_describe, found)),
+    )
+
+
+def _largest_held(found: Sequence[Allocation]) -> Table:
+    """What was alive at one moment: the line that allocated it says more than when that was."""
+    return Table(
+        title="Largest tensors held",
+        columns=(
+            _SIZE,
+            Column(key="category", label="category"),
+            Column(key="what", label="tensor"),
+            Column(key="shape", label="shape"),
+            Column(key="line", label="allocated at"),
+            Column(key="stack", label="stack", detail=True),
+        ),
+        rows=tuple(
+            (
+                one.bytes,
+                one.category,
+                label_of(one, one.module),
+                say_shape(one) or None,
+                name_place(one.stack) or None,
+                one.stack.replace("\n", " < ") or None,
+            )
+            for one in found
+        ),
     )
 
 
@@ -315,13 +371,37 @@ def saved_table(profile: MemoryProfile) -> Table:
     return saved_and_predicted(saved, activations_of(case.workload))
 
 
-PARTS = ("categories", "phases", "steps", "modules", "layers", "largest", "freed", "leaks", "saved")
+def fixes_table(profile: MemoryProfile) -> Table:
+    """What would have fit if memory ran out."""
+    oom = find_out_of_memory(profile)
+    return Table(
+        title="Findings",
+        columns=(
+            Column(key="code", label="code"),
+            Column(key="title", label="finding"),
+            Column(key="saving_bytes", label="saves", kind="bytes"),
+            Column(key="is_enough", label="enough alone"),
+            Column(key="action", label="what to do"),
+            Column(key="evidence", label="evidence", detail=True),
+            Column(key="fix", label="fix", detail=True),
+        ),
+        rows=tuple(
+            (one.code, one.title, one.saving_bytes, _ENOUGH[one.is_enough], one.action, one.evidence, one.fix)
+            for one in (find_fixes(oom) if oom is not None else ())
+        ),
+        notes=() if oom is not None else ("memory did not run out in this recording",),
+    )
+
+
+_ENOUGH = {True: "yes", False: "no", None: None}
+PARTS = ("categories", "phases", "steps", "modules", "layers", "largest", "freed", "leaks", "saved", "findings")
 _WHOLE: dict[str, Callable[[MemoryProfile], Table]] = {
     "categories": categories_table,
     "phases": phases_table,
     "steps": steps_table,
     "leaks": leaks_table,
     "saved": saved_table,
+    "findings": fixes_table,
 }
 _RANKED = {"modules": modules_table, "layers": layers_table, "largest": largest_table, "freed": freed_table}
 

@@ -1,7 +1,7 @@
 """An answer, its wording and its layout."""
 
 import textwrap
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Literal
 
 import msgspec
@@ -93,14 +93,6 @@ def _paragraph(number: int, one: Answer, room: int) -> str:
         for part in body
     ]
     return "\n".join([head, *lines]) + "\n"
-
-
-# --- Words ----------------------------------------------------------------------------------------------------------
-
-
-def say_list(words: Iterable[str]) -> str:
-    *rest, last = [*words] or [""]
-    return f"{', '.join(rest)} and {last}" if rest else last
 
 
 # --- What the questions share ---------------------------------------------------------------------------------------

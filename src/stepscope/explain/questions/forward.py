@@ -9,7 +9,6 @@ from stepscope.explain.questions.answers import (
     Answer,
     in_phases,
     missing,
-    say_list,
     share_by,
     time_of,
     why_unknown,
@@ -17,7 +16,7 @@ from stepscope.explain.questions.answers import (
 from stepscope.explain.trace.attribution.phases import FORWARD_RANGE
 from stepscope.explain.trace.profile import Profile, device_word, kernel_word
 from stepscope.findings import Cell, Column, Table
-from stepscope.units import count_noun, say_factor, say_share, say_time
+from stepscope.units import count_noun, say_factor, say_list, say_share, say_time
 
 _AGREE = 0.05  # largest difference between clocks that agree
 _MATTERS = 0.01

@@ -12,11 +12,11 @@ from functools import cache
 
 import polars as pl
 
-from stepscope.explain.questions.answers import Answer, missing, say_list, share_by, stepped, time_of
+from stepscope.explain.questions.answers import Answer, missing, share_by, stepped, time_of
 from stepscope.explain.trace.profile import Profile
 from stepscope.findings import Cell, Column, Table
 from stepscope.spec import ModelShape
-from stepscope.units import count_noun, say_count
+from stepscope.units import count_noun, say_count, say_list
 
 SCORES, VALUES, SOFTMAX = "scores", "values", "softmax"
 ROLES = ("query", "key", "value", "query, key, value", SCORES, VALUES, "output", "gate", "up", "down", "head")

@@ -12,7 +12,6 @@ from stepscope.explain.questions.answers import (
     in_phases,
     missing,
     name_profile,
-    say_list,
     share_by,
     time_of,
     why_unknown,
@@ -20,7 +19,7 @@ from stepscope.explain.questions.answers import (
 from stepscope.explain.trace.profile import Profile, device_word
 from stepscope.findings import Cell, Column, Table
 from stepscope.spec import Factory, HuggingFace, ModelShape
-from stepscope.units import say_share, say_time
+from stepscope.units import say_list, say_share, say_time
 
 _TWO_SIZES = (
     "stepscope profile --size small --out runs/small && stepscope profile --size large --out runs/large && "

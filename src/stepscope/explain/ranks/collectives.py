@@ -19,6 +19,7 @@ from stepscope.recording.rows.links import COLLECTIVES
 
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
+Bools = NDArray[np.bool_]
 
 # In this order: the first that matches. A barrier is an all-reduce of one element.
 _KINDS = (
@@ -53,11 +54,21 @@ def find_gloo(profile: Profile) -> pl.DataFrame:
     ranges = profile.recording.ranges.filter(pl.col("name").str.starts_with("gloo:")).sort("start_ns", "end_ns")
     steps = profile.steps.select("start_ns", "step").sort("start_ns")
     nothing = {"message_bytes": pl.Int64, "process_group": pl.String, "phase": pl.String}
-    return ranges.join_asof(steps, on="start_ns").with_columns(
+    found = ranges.join_asof(steps, on="start_ns").with_columns(
         *(pl.lit(None, dtype).alias(name) for name, dtype in nothing.items()),
         kind=_kind_of(pl.col("name")),
         time_ns=pl.col("end_ns") - pl.col("start_ns"),
     )
+    return _as_queued(found, profile)
+
+
+def _as_queued(ran: pl.DataFrame, profile: Profile) -> pl.DataFrame:
+    """What Gloo ran, with kind and phase of the operators that queued it, if they are as many: it runs them in order.
+    Gloo runs a reduce-scatter as an all-reduce."""
+    queued = profile.kernels.filter(pl.col("name").str.starts_with("c10d::")).sort("start_ns", "end_ns")
+    told = queued.select("phase", kind=_kind_of(pl.col("name"))).filter(pl.col("kind").is_not_null())
+    inside = ran.filter(ran["start_ns"].is_between(*profile.window))
+    return inside.with_columns(told) if told.height == inside.height else ran
 
 
 def _kind_of(text: pl.Expr) -> pl.Expr:
@@ -125,6 +136,12 @@ class CoveredTime:
     @property
     def total_ns(self) -> int:
         return int(self._curve[1][-1])
+
+    @property
+    def stretches(self) -> pl.DataFrame:
+        """The same time without overlaps: start_ns and end_ns, in order."""
+        moments = self._curve[0].reshape(-1, 2) if self.total_ns else np.empty((0, 2), np.int64)
+        return pl.DataFrame({"start_ns": moments[:, 0], "end_ns": moments[:, 1]})
 
     def between(self, starts: Ints, ends: Ints) -> Floats:
         """Return how much of each time from start to end is covered."""

@@ -6,37 +6,22 @@ wait, from the arrival of the last but one on: before that, they would have wait
 with the most such time, which usually has the *least* exposed communication, because it never waits.
 
 Why a rank is late follows from its device since it arrived at the previous collective: if it computed longer than the
-other ranks, it has more work; if it was idle, its CPU launched late, or waited for input.
+other ranks, it has more work or a slower clock; if it was idle, its CPU launched late, or waited for input.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Literal
 
 import numpy as np
 import polars as pl
-from numpy.typing import NDArray
 
-from stepscope.explain.ranks.collectives import (
-    SYNCHRONOUS,
-    CoveredTime,
-    Floats,
-    Ints,
-    computing,
-    find_collectives,
-    find_gloo,
-)
-from stepscope.explain.trace.profile import Profile
+from stepscope.explain.ranks.activity import RankActivity
+from stepscope.explain.ranks.collectives import Floats, Ints
+from stepscope.explain.ranks.reasons import HostCause, Reason, WorkDifference, compare_work, find_host_cause
 
-Reason = Literal["compute", "input", "CPU"]
-INPUT_RANGES = r"(?i)enumerate\(DataLoader\)|\bdata ?load(?:er|ing)?\b|\bnext_batch\b|^phase:input$"
-_MOST_SHIFTED = 2000  # collectives by which one recording may begin later than another
-_ALIKE = 0.95  # of the collectives that two recordings share
-_UNKNOWN = -1
-_FEW_NS = 50_000  # within this, two ways to match are equally good
-_NEVER = -1
-Bools = NDArray[np.bool_]
+_NOTABLE = 0.1  # of all waiting for single ranks
+_MOST_OTHERS = 3
+NEVER = -1  # the place of a collective on a rank that took no part
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,12 +45,14 @@ class RankLateness:
 
 @dataclass(frozen=True, kw_only=True)
 class Straggler:
-    """The rank that the others wait for most; times over the whole recording. `reasons` says how much of `late_ns` it
-    computed longer than the others, waited for input, or was idle otherwise."""
+    """A rank that the others wait for; times over the whole recording. `reasons` says how much of `late_ns` it
+    did more work than the others, ran the same work slower, waited for input, or was idle otherwise."""
 
     lateness: RankLateness
     reasons: dict[Reason, float]
     share: float  # of all waiting for single ranks
+    work: WorkDifference
+    cause: HostCause | None  # what its CPU did while the device was idle
 
     @property
     def reason(self) -> Reason:
@@ -73,55 +60,28 @@ class Straggler:
 
 
 @dataclass(frozen=True, kw_only=True)
-class _RankTrace:
-    number: int
-    profile: Profile
+class LateCollective:
+    """A collective, the rank that came to it last, and how long each of the others waited for that rank."""
 
-    @cached_property
-    def kernels(self) -> pl.DataFrame:
-        """Of the busiest device: a rank uses one."""
-        kernels = self.profile.kernels
-        busiest = kernels.group_by("process", "device").agg(pl.col("time_ns").sum())
-        chosen = busiest.sort("time_ns", "process", "device", descending=[True, False, False]).head(1)
-        return kernels.join(chosen.select("process", "device"), on=["process", "device"], how="semi", nulls_equal=True)
-
-    @cached_property
-    def collectives(self) -> pl.DataFrame:
-        """Those that no rank can end before all have begun. Without a known group, all are in one."""
-        found = find_gloo(self.profile) if self.profile.on_cpu else find_collectives(self.profile, self.kernels)
-        found = found.filter(pl.col("kind").is_in(SYNCHRONOUS))
-        groups = found["process_group"].drop_nulls().unique().to_list()
-        only = groups[0] if len(groups) == 1 else None if groups else ""
-        return (
-            found.with_columns(group=pl.col("process_group").fill_null(pl.lit(only, pl.String)))
-            .filter(pl.col("group").is_not_null())
-            .with_row_index("place")
-        )
-
-    @property
-    def origin_ns(self) -> int:
-        """A moment near the recording: nanoseconds since the epoch do not fit a double."""
-        return self.profile.window[0]
-
-    @cached_property
-    def compute(self) -> CoveredTime:
-        return computing(self.kernels)
-
-    @cached_property
-    def busy(self) -> CoveredTime:
-        return CoveredTime(self.kernels)
-
-    @cached_property
-    def input(self) -> CoveredTime:
-        return CoveredTime(self.profile.recording.ranges.filter(pl.col("name").str.contains(INPUT_RANGES)))
+    rank: int
+    late_ns: float
+    waits: dict[int, float]  # by rank
+    reason: Reason | None  # None if it was late before
+    moment_ns: float  # since the first collective
+    kind: str
+    message_bytes: int | None
+    bucket: int  # its number among the `buckets` of its kind in the step
+    buckets: int
+    step: int | None
+    phase: str | None
 
 
 @dataclass(frozen=True, kw_only=True)
 class RankTimes:
     """Matched collectives, one row each, with one column per rank: when it arrived, on a common clock (NaN if it
-    took no part), and the collective's place among those of the rank (`_NEVER`)."""
+    took no part), and the collective's place among those of the rank (`NEVER`)."""
 
-    ranks: tuple[_RankTrace, ...]
+    ranks: tuple[RankActivity, ...]
     offsets_ns: tuple[float, ...]  # of each rank's clock, after its own origin
     arrival_ns: Floats
     duration_ns: Floats  # of the collective on each rank: no wait is longer
@@ -158,7 +118,7 @@ class RankTimes:
         ends = np.minimum(ends, self.arrival_ns + self.duration_ns)
         result = np.full(ends.shape, np.nan)
         for column in range(len(self.ranks)):
-            ours = self.places[:, column] != _NEVER
+            ours = self.places[:, column] != NEVER
             result[ours, column] = _count_once(self.arrival_ns[ours, column], ends[ours, column])
         return result
 
@@ -168,24 +128,41 @@ class RankTimes:
         arrived = np.nanmax(self.arrival_ns, axis=1)
         waits = np.full(self.arrival_ns.shape, np.nan)
         for column, rank in enumerate(self.ranks):
-            ours = (self.places[:, column] != _NEVER) & (self.last != column)
-            ends = self._own_clock(arrived[ours], column)
-            starts = self._own_clock((arrived - self._alone_ns)[ours], column)
+            ours = (self.places[:, column] != NEVER) & (self.last != column)
+            ends = self.own_clock(arrived[ours], column)
+            starts = self.own_clock((arrived - self._alone_ns)[ours], column)
             waits[ours, column] = (ends - starts) - rank.compute.between(starts, ends)
         return waits
 
-    def exposed_wait_ns(self, profile: Profile) -> float:
+    def exposed_wait_ns(self, rank: int | None) -> float:
         """Return how long a rank had nothing to do but wait for any later rank, per step."""
-        column = next(place for place, rank in enumerate(self.ranks) if rank.profile is profile)
-        ours = self.places[:, column] != _NEVER
+        column = next(place for place, one in enumerate(self.ranks) if one.rank == rank)
+        ours = self.places[:, column] != NEVER
         arrived = np.minimum(np.nanmax(self.arrival_ns, axis=1), (self.arrival_ns + self.duration_ns)[:, column])
-        starts = self._own_clock((arrived - self.waited_ns[:, column])[ours], column)
-        ends = self._own_clock(arrived[ours], column)
+        starts = self.own_clock((arrived - self.waited_ns[:, column])[ours], column)
+        ends = self.own_clock(arrived[ours], column)
         waits = (ends - starts) - self.ranks[column].compute.between(starts, ends)
         return self.lateness[column].per_step(float(waits.sum()))
 
-    def _own_clock(self, moments_ns: Floats, column: int) -> Ints:
+    def own_clock(self, moments_ns: Floats, column: int) -> Ints:
+        """Return moments of the common clock on that of a rank."""
         return np.round(moments_ns + self.offsets_ns[column]).astype(np.int64) + self.ranks[column].origin_ns
+
+    def common_clock(self, moments_ns: Ints, column: int) -> Floats:
+        """Return moments on a rank's clock on the common one, on which `arrival_ns` is."""
+        since_origin = (moments_ns - self.ranks[column].origin_ns).astype(np.float64)
+        result: Floats = since_origin - self.offsets_ns[column]
+        return result
+
+    def waits_of(self, column: int) -> pl.DataFrame:
+        """Return when a rank waited for which other, on its own clock: start_ns, end_ns and `name`, in order."""
+        waited = np.nan_to_num(self.waited_ns[:, column])
+        rows = np.flatnonzero(waited > 0)
+        ends = np.minimum(np.nanmax(self.arrival_ns, axis=1), (self.arrival_ns + self.duration_ns)[:, column])[rows]
+        names = [f"waits for rank {self.ranks[last].rank}" for last in self.last[rows].tolist()]
+        starts_ns, ends_ns = (self.own_clock(moments, column) for moments in (ends - waited[rows], ends))
+        schema = {"start_ns": pl.Int64, "end_ns": pl.Int64, "name": pl.String}
+        return pl.DataFrame({"start_ns": starts_ns, "end_ns": ends_ns, "name": names}, schema=schema).sort("start_ns")
 
     @cached_property
     def lateness(self) -> tuple[RankLateness, ...]:
@@ -195,11 +172,12 @@ class RankTimes:
         )
         made = []
         for column, rank in enumerate(self.ranks):
+            assert rank.rank is not None, "ranks without a number are not matched"
             came_last = self.last == column
             made.append(
                 RankLateness(
-                    rank=rank.number,
-                    collectives=int((self.places[:, column] != _NEVER).sum()),
+                    rank=rank.rank,
+                    collectives=int((self.places[:, column] != NEVER).sum()),
                     last=int(came_last.sum()),
                     late_ns=float(self._alone_ns[came_last].sum()),
                     most_ns=float(self.margin_ns[came_last].max(initial=0.0)),
@@ -213,9 +191,9 @@ class RankTimes:
     def _matched_steps(self, column: int) -> float:
         """The steps of a rank, as far as they have matched collectives."""
         rank, places = self.ranks[column], self.places[:, column]
-        matched = rank.collectives["step"].gather(places[places != _NEVER])
+        matched = rank.collectives["step"].gather(places[places != NEVER])
         share = matched.n_unique() / max(1, rank.collectives["step"].n_unique())
-        return rank.profile.clock.num_steps * share
+        return rank.clock.num_steps * share
 
     @cached_property
     def straggler(self) -> Straggler | None:
@@ -223,34 +201,68 @@ class RankTimes:
         worst = max(self.lateness, key=lambda one: (one.late_ns, -one.rank), default=None)
         if worst is None or worst.late_ns <= 0:
             return None
-        total = sum(one.late_ns for one in self.lateness)
-        column = self.lateness.index(worst)
-        return Straggler(lateness=worst, reasons=self._reasons(column), share=worst.late_ns / total)
+        return self._explain(self.lateness.index(worst))
 
-    def _reasons(self, column: int) -> dict[Reason, float]:
+    @cached_property
+    def others_late(self) -> tuple[Straggler, ...]:
+        """The ranks other than `straggler` for which the others wait notably long, the latest first."""
+        total = sum(one.late_ns for one in self.lateness)
+        worst = self.straggler.lateness if self.straggler is not None else None
+        late = [one for one in self.lateness if one is not worst and one.late_ns > _NOTABLE * total]
+        latest = sorted(late, key=lambda one: (-one.late_ns, one.rank))[:_MOST_OTHERS]
+        return tuple(self._explain(self.lateness.index(one)) for one in latest)
+
+    def _explain(self, column: int) -> Straggler:
+        late = self.lateness[column]
+        return Straggler(
+            lateness=late,
+            reasons=self._total_reasons(column),
+            share=late.late_ns / sum(one.late_ns for one in self.lateness),
+            work=self._compare_work(column),
+            cause=find_host_cause(self.ranks[column], *self._since_previous(self._late_rows(column), column)),
+        )
+
+    def _late_rows(self, column: int) -> Ints:
+        """The collectives to which a rank came last, in the order in which it arrived."""
         rows = np.flatnonzero(self.last == column)
+        result: Ints = rows[np.argsort(self.places[rows, column], kind="stable")]
+        return result
+
+    def _total_reasons(self, column: int) -> dict[Reason, float]:
+        rows = self._late_rows(column)
+        reasons = {name: float(part.sum()) for name, part in self._reasons(rows, column).items()}
+        # What is left was late before: the others went on computing meanwhile, and this rank does so now.
+        margin, explained = float(self._alone_ns[rows].sum()), sum(reasons.values())
+        if not explained:
+            return {**reasons, "host": margin}
+        return {name: part * margin / explained for name, part in reasons.items()}
+
+    def _reasons(self, rows: Ints, column: int) -> dict[Reason, Floats]:
+        """How much of its lateness to each of these collectives, to which a rank came last, has which reason."""
         margin, rank = self._alone_ns[rows], self.ranks[column]
         since, until = self._since_previous(rows, column)
         computed = rank.compute.between(since, until)
         others = np.full((len(rows), len(self.ranks)), np.nan)
         for other in range(len(self.ranks)):
-            ours = self.places[rows, other] != _NEVER
+            ours = self.places[rows, other] != NEVER
             if other != column:
                 others[ours, other] = self.ranks[other].compute.between(*self._since_previous(rows[ours], other))
         usual = np.nanmedian(others, axis=1) if len(rows) else np.empty(0)
         more = np.clip(computed - usual, 0.0, margin)
         idle = np.clip((until - since) - rank.busy.between(since, until), 0.0, margin - more)
         loading = np.minimum(rank.input.between(since, until), idle)
-        reasons: dict[Reason, float] = {
-            "compute": float(more.sum()),
-            "input": float(loading.sum()),
-            "CPU": float((idle - loading).sum()),
-        }
-        # What is left was late before: the others went on computing meanwhile, and this rank does so now.
-        explained = sum(reasons.values())
-        if not explained:
-            return {**reasons, "CPU": float(margin.sum())}
-        return {name: part * float(margin.sum()) / explained for name, part in reasons.items()}
+        slower = self._compare_work(column).clock_share * more
+        return {"work": more - slower, "clock": slower, "input": loading, "host": idle - loading}
+
+    def _compare_work(self, column: int) -> WorkDifference:
+        if column not in self._compared:
+            others = [rank for place, rank in enumerate(self.ranks) if place != column]
+            self._compared[column] = compare_work(self.ranks[column], others)
+        return self._compared[column]
+
+    @cached_property
+    def _compared(self) -> dict[int, WorkDifference]:
+        return {}
 
     def _since_previous(self, rows: Ints, column: int) -> tuple[Ints, Ints]:
         """From the arrival at the collective before to that at these, on the rank's own clock."""
@@ -258,30 +270,30 @@ class RankTimes:
         places = self.places[rows, column]
         return starts[np.maximum(0, places - 1)], starts[places]
 
-    def late_collectives(self, top: int) -> pl.DataFrame:
-        """Return the collectives that kept the others waiting longest: rank, late_ns, kind, message_bytes, step, phase
-        and moment_ns since the first collective."""
-        chosen = np.argsort(-self.margin_ns, kind="stable")[:top]
+    def late_collectives(self, top: int) -> "tuple[LateCollective, ...]":
+        """Return the collectives that kept the others waiting longest, the worst first. If a rank is late to several at
+        once, that time counts for the first."""
+        chosen = np.argsort(-self._alone_ns, kind="stable")[:top]
         first = float(np.nanmin(self.arrival_ns)) if len(chosen) else 0.0
-        rows = []
-        for row in chosen.tolist():
-            column = int(self.last[row])
-            one = self.ranks[column].collectives.row(int(self.places[row, column]), named=True)
-            told = {name: one[name] for name in ("kind", "message_bytes", "step", "phase")}
-            moment = float(self.arrival_ns[row, column]) - first
-            rows.append(
-                {"rank": self.ranks[column].number, "late_ns": float(self.margin_ns[row]), **told, "moment_ns": moment}
-            )
-        schema = {
-            "rank": pl.Int64,
-            "late_ns": pl.Float64,
-            "kind": pl.String,
-            "message_bytes": pl.Int64,
-            "step": pl.Int64,
-            "phase": pl.String,
-            "moment_ns": pl.Float64,
-        }
-        return pl.DataFrame(rows, schema=schema)
+        return tuple(self._tell_late(row, first) for row in chosen.tolist())
+
+    def _tell_late(self, row: int, first_ns: float) -> "LateCollective":
+        column = int(self.last[row])
+        rank = self.ranks[column]
+        assert rank.rank is not None, "ranks without a number are not matched"
+        one = rank.collectives.row(int(self.places[row, column]), named=True)
+        parts = self._reasons(np.array([row]), column)
+        reason = max(parts, key=lambda name: (float(parts[name][0]), name))
+        waited = self.waited_ns[row]
+        others = [place for place in range(len(self.ranks)) if place != column and not np.isnan(waited[place])]
+        return LateCollective(
+            rank=rank.rank,
+            late_ns=float(self._alone_ns[row]),
+            waits={number: float(waited[place]) for place in others if (number := self.ranks[place].rank) is not None},
+            reason=reason if float(parts[reason][0]) else None,
+            moment_ns=float(self.arrival_ns[row, column]) - first_ns,
+            **{name: one[name] for name in ("kind", "message_bytes", "bucket", "buckets", "step", "phase")},
+        )
 
 
 def _count_once(starts_ns: Floats, ends_ns: Floats) -> Floats:
@@ -291,118 +303,3 @@ def _count_once(starts_ns: Floats, ends_ns: Floats) -> Floats:
     lengths = np.empty(len(order))
     lengths[order] = np.maximum(0.0, ends_ns[order] - np.maximum(starts_ns[order], reached))
     return lengths
-
-
-def rank_numbers(profiles: Sequence[Profile]) -> tuple[int, ...] | None:
-    """Return the rank of each profile, None if one has no rank or two have the same."""
-    ranks = [profile.recording.manifest.rank for profile in profiles]
-    known = [rank for rank in ranks if rank is not None]
-    return tuple(known) if len(set(known)) == len(ranks) else None
-
-
-def match_ranks(profiles: Sequence[Profile]) -> RankTimes | None:
-    """Return the collectives that the ranks have in common. None if there are none, or if these are not the ranks of
-    one run: steps of two runs have the same collectives as well."""
-    numbers = rank_numbers(profiles)
-    if numbers is None or len({profile.recording.manifest.world_size for profile in profiles}) > 1:
-        return None
-    ranks = tuple(_RankTrace(number=number, profile=one) for number, one in zip(numbers, profiles, strict=True))
-    groups = sorted({group for rank in ranks for group in rank.collectives["group"].unique().to_list()})
-    places = np.concatenate([np.empty((0, len(ranks)), np.int64), *(_match_group(ranks, group) for group in groups)])
-    starts, ends = (_look_up_times(ranks, places, name) for name in ("start_ns", "end_ns"))
-    offsets = _align(ends)
-    aligned = ~np.isnan(offsets)
-    arrival = np.where(aligned, starts - np.nan_to_num(offsets), np.nan)
-    shared = (~np.isnan(arrival)).sum(axis=1) >= 2
-    if not shared.any():
-        return None
-    return RankTimes(
-        ranks=ranks,
-        offsets_ns=tuple(np.nan_to_num(offsets).tolist()),
-        arrival_ns=arrival[shared],
-        duration_ns=(ends - starts)[shared],
-        places=np.where(aligned, places, _NEVER)[shared],
-    )
-
-
-def _match_group(ranks: Sequence[_RankTrace], group: str) -> Ints:
-    """Return the places of the collectives of a process group, one column per rank."""
-    frames = [rank.collectives.filter(pl.col("group") == group) for rank in ranks]
-    base = max(range(len(frames)), key=lambda column: (frames[column].height, -column))
-    places = np.full((frames[base].height, len(ranks)), _NEVER, np.int64)
-    places[:, base] = frames[base]["place"].to_numpy()
-    for column, frame in enumerate(frames):
-        if column == base or not frame.height:
-            continue
-        shift = _find_shift(_Sequence(frames[base]), _Sequence(frame))
-        if shift is not None:
-            ours, theirs, equal = _overlap(_Sequence(frames[base]), _Sequence(frame), shift)
-            places[ours, column] = np.where(equal, frame["place"].to_numpy()[theirs], _NEVER)
-    return places
-
-
-class _Sequence:
-    """The collectives of one rank in one group, as arrays."""
-
-    def __init__(self, frame: pl.DataFrame) -> None:
-        self.names = frame.select(pl.concat_str("kind", "name").hash()).to_series().to_numpy()
-        self.bytes = frame["message_bytes"].fill_null(_UNKNOWN).to_numpy()
-        self.steps = frame["step"].cast(pl.Int64).fill_null(_UNKNOWN).to_numpy()
-        self.ends = frame["end_ns"].to_numpy()
-
-
-def _overlap(a: _Sequence, b: _Sequence, shift: int) -> tuple[slice, slice, Bools]:
-    """Return the parts of both that overlap if `a` begins `shift` collectives earlier, and which of them agree. A
-    message of unknown size agrees with any."""
-    length = min(len(a.ends) - max(0, shift), len(b.ends) - max(0, -shift))
-    ours, theirs = slice(max(0, shift), max(0, shift) + length), slice(max(0, -shift), max(0, -shift) + length)
-    x, y = a.bytes[ours], b.bytes[theirs]
-    return ours, theirs, (a.names[ours] == b.names[theirs]) & ((x == y) | (x == _UNKNOWN) | (y == _UNKNOWN))
-
-
-def _find_shift(a: _Sequence, b: _Sequence) -> int | None:
-    """Return by how many collectives `a` begins earlier than `b`; None if they never agree. Steps repeat, so many
-    shifts agree: the right one has the same step numbers, and ends that differ by a constant."""
-    possible = []
-    least = (min(len(a.ends), len(b.ends)) + 1) // 2
-    for shift in range(max(least - len(b.ends), -_MOST_SHIFTED), min(len(a.ends) - least, _MOST_SHIFTED) + 1):
-        ours, theirs, equal = _overlap(a, b, shift)
-        if equal.mean() < _ALIKE:
-            continue
-        apart = b.ends[theirs] - a.ends[ours]
-        offset = int(np.median(apart))
-        both = (a.steps[ours] != _UNKNOWN) & (b.steps[theirs] != _UNKNOWN)
-        other_step = float((a.steps[ours] != b.steps[theirs])[both].mean()) if both.any() else 0.0
-        possible.append((float(np.median(np.abs(apart - offset))), round(other_step, 1), abs(offset), shift))
-    if not possible:
-        return None
-    closest = min(possible)[0]
-    good = [one for one in possible if one[0] <= 2 * closest + _FEW_NS]
-    return min(good, key=lambda one: (one[1], one[0], one[2], one[3]))[3]
-
-
-def _look_up_times(ranks: Sequence[_RankTrace], places: Ints, name: str) -> Floats:
-    """Return times since each rank's own origin; NaN for ranks that took no part."""
-    times = np.full(places.shape, np.nan)
-    for column, rank in enumerate(ranks):
-        ours = places[:, column] != _NEVER
-        times[ours, column] = rank.collectives[name].to_numpy()[places[ours, column]] - rank.origin_ns
-    return times
-
-
-def _align(ends_ns: Floats) -> Floats:
-    """Return by how much each rank's clock is ahead of that of the rank with the most matches. Ranks that share no
-    collective are compared through other ranks; NaN if that is impossible."""
-    offsets = np.full(ends_ns.shape[1], np.nan)
-    known = ~np.isnan(ends_ns)
-    offsets[int(known.sum(axis=0).argmax())] = 0.0
-    while True:
-        done = ~np.isnan(offsets)
-        common = known.T.astype(np.int64) @ known.astype(np.int64)
-        common[~done, :] = 0
-        common[:, done] = 0
-        if not common.any():
-            return offsets
-        near, far = np.unravel_index(int(common.argmax()), common.shape)
-        both = known[:, near] & known[:, far]
-        offsets[far] = offsets[near] + np.median(ends_ns[both, far] - ends_ns[both, near])

@@ -4,53 +4,65 @@ from collections.abc import Sequence
 
 import polars as pl
 
+from stepscope.explain.ranks.activity import RankActivity
 from stepscope.explain.ranks.collectives import computing, exposed_ns, find_collectives
-from stepscope.explain.ranks.lateness import RankTimes, rank_numbers
+from stepscope.explain.ranks.lateness import LateCollective, RankTimes
+from stepscope.explain.ranks.matching import rank_numbers
+from stepscope.explain.ranks.reasons import Reason
 from stepscope.explain.trace.profile import Profile
 from stepscope.findings import Cell, Column, Table
 from stepscope.units import count_noun
 
 _MS = 1e6
+_MOST_NAMED = 3  # ranks that waited for one collective
+_LEAST_IMBALANCE = 0.02  # of the step
+REASONS: dict[Reason, str] = {
+    "work": "more work",
+    "clock": "slower at the same work",
+    "input": "slow input",
+    "host": "late CPU",
+}
 
 
-def label_ranks(profiles: Sequence[Profile]) -> tuple[str, ...]:
+def label_ranks(ranks: Sequence[RankActivity]) -> tuple[str, ...]:
     """Return `rank 3` if all ranks are known and distinct, else `recording 1`."""
-    numbers = rank_numbers(profiles)
+    numbers = rank_numbers(ranks)
     if numbers is None:
-        return tuple(f"recording {place + 1}" for place in range(len(profiles)))
+        return tuple(f"recording {place + 1}" for place in range(len(ranks)))
     return tuple(f"rank {number}" for number in numbers)
 
 
-def unit_of_ranks(profiles: Sequence[Profile]) -> str:
+def unit_of_ranks(ranks: Sequence[RankActivity]) -> str:
     """Return `step`, or `trace` if a rank has no marked steps: its trace then counts as one."""
-    return "step" if all(one.clock.has_steps for one in profiles) else "trace"
+    return "step" if all(one.clock.has_steps for one in ranks) else "trace"
 
 
-def ranks_headline(profiles: Sequence[Profile], times: RankTimes | None) -> str:
+def ranks_headline(ranks: Sequence[RankActivity], times: RankTimes | None) -> str:
     """Return a run of several ranks in a few lines: mean and range of step time, idle time and communication."""
-    labels, world = label_ranks(profiles), profiles[0].recording.manifest.world_size
-    is_run = rank_numbers(profiles) is not None
+    labels, world = label_ranks(ranks), ranks[0].manifest.world_size
+    is_run = rank_numbers(ranks) is not None
     noun, of = (
         "ranks" if is_run else "recordings",
-        f" of {world}" if is_run and world not in (None, len(profiles)) else "",
+        f" of {world}" if is_run and world not in (None, len(ranks)) else "",
     )
-    steps, exposed = [one.step_ns / _MS for one in profiles], [exposed_step_ns(one) / _MS for one in profiles]
+    steps, exposed = [one.step_ns / _MS for one in ranks], [one.exposed_ns / _MS for one in ranks]
     lines = [
-        f"{len(profiles)}{of} {noun}: {unit_of_ranks(profiles)} {_say_range(steps, labels, has_mean=is_run)}",
+        f"{len(ranks)}{of} {noun}: {unit_of_ranks(ranks)} {_say_range(steps, labels, has_mean=is_run)}",
     ]
     if any(exposed):
         lines.append(f"exposed communication {_say_range(exposed, labels, has_mean=is_run)}")
-    if all(one.has_gaps for one in profiles):
-        idle = [one.idle_share for one in profiles]
+    if is_run and (uneven := say_imbalance(ranks)):
+        lines.append(uneven)
+    if all(one.has_gaps for one in ranks):
+        idle = [one.idle_share for one in ranks]
         low, high = min(idle), max(idle)
         lines.append(f"GPU idle {low:.1%} ({labels[idle.index(low)]}) to {high:.1%} ({labels[idle.index(high)]})")
     if times is None:
         unmatched = "no collective could be matched across these ranks, so it is unknown which one is late"
         lines.append(unmatched if is_run else "the files do not contain their rank, so they are not matched")
     elif times.straggler is not None and times.straggler.share > 0.5:
-        late = times.straggler.lateness
-        others = f"{late.late_ns / _MS:,.2f} ms in the recording"
-        lines.append(f"the others wait for {_label(times, profiles, late.rank)}: {others}")
+        late, why = times.straggler.lateness, REASONS[times.straggler.reason]
+        lines.append(f"the others wait for rank {late.rank} ({why}): {late.late_ns / _MS:,.2f} ms in the recording")
     return "\n".join(lines)
 
 
@@ -61,30 +73,37 @@ def _say_range(values: Sequence[float], labels: Sequence[str], *, has_mean: bool
     return f"{mean}{low:,.2f} ms ({labels[values.index(low)]}) to {high:,.2f} ms ({labels[values.index(high)]})"
 
 
-def _label(times: RankTimes, profiles: Sequence[Profile], rank: int) -> str:
-    place = next(place for place, one in enumerate(times.ranks) if one.number == rank)
-    return label_ranks(profiles)[place]
+def compute_ratios(ranks: Sequence[RankActivity]) -> tuple[float, ...]:
+    """Return the compute time of each rank as a multiple of the mean. The largest is the imbalance of the run."""
+    computed = [one.computed_ns for one in ranks]
+    mean = max(1.0, sum(computed) / len(computed))
+    return tuple(one / mean for one in computed)
 
 
-def exposed_step_ns(profile: Profile) -> float:
-    """Return exposed communication per step, mean over devices."""
-    exposed = sum(one.whole.communication_exposed_ns for one in profile.devices)
-    return profile.clock.per_step(exposed) / len(profile.devices)
+def say_imbalance(ranks: Sequence[RankActivity]) -> str:
+    """Return which rank computes longest; empty if that hardly matters for the step."""
+    ratios = compute_ratios(ranks)
+    most = max(ratios)
+    place = ratios.index(most)
+    longer_ns = ranks[place].computed_ns * (1 - 1 / max(1.0, most))
+    matters = longer_ns > _LEAST_IMBALANCE * ranks[place].step_ns
+    return f"{label_ranks(ranks)[place]} computes {most:.2f}× the mean" if matters else ""
 
 
-def ranks_table(profiles: Sequence[Profile], times: RankTimes | None) -> Table:
-    """Return the ranks of one run next to each other, in order."""
-    rows = [_rank_row(profile, place, times) for place, profile in enumerate(profiles)]
-    unit = unit_of_ranks(profiles)
+def ranks_table(ranks: Sequence[RankActivity], times: RankTimes | None, shown: Sequence[int] | None = None) -> Table:
+    """Return the ranks of one run next to each other, in order; `shown` are the places of some of them."""
+    ratios = compute_ratios(ranks)
+    rows = [_rank_row(ranks[place], place, ratios[place], times) for place in shown or range(len(ranks))]
+    unit = unit_of_ranks(ranks)
     notes = [
         f"times {'per step' if unit == 'step' else 'in the trace'}; a rank that comes last makes the others wait, and "
         "has the shortest communication itself"
     ]
     if times is not None:
         notes.append("late: time that all other ranks wait for this one alone; waits: for any later rank")
-        if any(one.on_cpu for one in profiles):
+        if any(one.on_cpu for one in ranks):
             notes.append("on a CPU, communication is the operators that queue it, and waits are on the threads of Gloo")
-    elif len(profiles) > 1:
+    elif len(ranks) > 1:
         notes.append("no collective could be matched across these ranks")
     return Table(
         title="Ranks",
@@ -93,6 +112,7 @@ def ranks_table(profiles: Sequence[Profile], times: RankTimes | None) -> Table:
             Column(key="file", label="file"),
             Column(key="step_ms", label=f"{unit} ms", kind="ms"),
             Column(key="compute_ms", label="compute ms", kind="ms"),
+            Column(key="compute_ratio", label="compute / mean", kind="number"),
             Column(key="hidden_ms", label="comm. hidden ms", kind="ms"),
             Column(key="exposed_ms", label="comm. exposed ms", kind="ms"),
             Column(key="idle", label="idle", kind="share"),
@@ -102,15 +122,11 @@ def ranks_table(profiles: Sequence[Profile], times: RankTimes | None) -> Table:
             Column(key="waits_ms", label="waits ms", kind="ms"),
         ),
         rows=tuple(rows),
-        notes=(*notes, *_doubt(profiles)),
+        notes=(*notes, *_doubt(ranks)),
     )
 
 
-def _rank_row(profile: Profile, place: int, times: RankTimes | None) -> tuple[Cell, ...]:
-    manifest, clock = profile.recording.manifest, profile.clock
-    whole = [device.whole for device in profile.devices]
-    hidden = sum(one.communication_hidden_ns for one in whole) / len(whole)
-    compute = int(profile.kernels.filter(pl.col("class") != "communication")["time_ns"].sum()) / len(whole)
+def _rank_row(rank: RankActivity, place: int, ratio: float, times: RankTimes | None) -> tuple[Cell, ...]:
     late: tuple[Cell, ...] = (None, None, None, None)
     if times is not None:
         own = times.lateness[place]
@@ -121,39 +137,52 @@ def _rank_row(profile: Profile, place: int, times: RankTimes | None) -> tuple[Ce
             own.per_step(own.waited_ns) / _MS,
         )
     return (
-        manifest.rank,
-        manifest.file,
-        clock.step_ns / _MS,
-        clock.per_step(compute) / _MS,
-        clock.per_step(hidden) / _MS,
-        exposed_step_ns(profile) / _MS,
-        clock.idle_share if profile.has_gaps else None,
+        rank.manifest.rank,
+        rank.manifest.file,
+        rank.step_ns / _MS,
+        rank.computed_ns / _MS,
+        ratio,
+        rank.hidden_ns / _MS,
+        rank.exposed_ns / _MS,
+        rank.idle_share if rank.has_gaps else None,
         *late,
     )
 
 
-def _doubt(profiles: Sequence[Profile]) -> tuple[str, ...]:
-    devices = {profile.recording.manifest.device for profile in profiles}
+def _doubt(ranks: Sequence[RankActivity]) -> tuple[str, ...]:
+    devices = {one.manifest.device for one in ranks}
     return ("these may not be the ranks of one run: their devices differ",) if len(devices) > 1 else ()
 
 
 def late_table(times: RankTimes, *, top: int | None = None) -> Table:
     """Return the collectives that kept the other ranks waiting longest."""
     late = times.late_collectives(top or len(times.margin_ns))
-    rest = len(times.margin_ns) - late.height
+    rest = len(times.margin_ns) - len(late)
     rows = tuple(
         (
-            row["rank"],
-            row["late_ns"] / _MS,
-            row["kind"],
-            row["message_bytes"],
-            row["step"],
-            row["phase"],
-            row["moment_ns"] / _MS,
+            one.rank,
+            one.late_ns / _MS,
+            "late before" if one.reason is None else REASONS[one.reason],
+            _say_waits(one),
+            one.kind,
+            one.message_bytes,
+            f"{one.bucket} of {one.buckets}",
+            one.step,
+            one.phase,
+            one.moment_ns / _MS,
         )
-        for row in late.iter_rows(named=True)
+        for one in late
     )
-    notes = [f"of {count_noun(len(times.margin_ns), 'matched collective')}; clocks aligned by the ends of collectives"]
+    notes = [
+        f"of {count_noun(len(times.margin_ns), 'matched collective')}; clocks aligned by the ends of collectives",
+        "late: after the last but one, counted once if it is late to several; bucket: its place among the collectives "
+        "of its kind in the step",
+    ]
+    if any(one.reason is None for one in late):
+        notes.append(
+            "late before: since the collective before, or since the recording began, it did nothing longer than the "
+            "others"
+        )
     if rest:
         notes.append(f"{count_noun(rest, 'more row')}: --table collectives --top {len(times.margin_ns)}")
     return Table(
@@ -161,8 +190,11 @@ def late_table(times: RankTimes, *, top: int | None = None) -> Table:
         columns=(
             Column(key="rank", label="last rank", kind="count"),
             Column(key="late_ms", label="late ms", kind="ms"),
+            Column(key="reason", label="why"),
+            Column(key="waits", label="who waits"),
             Column(key="kind", label="collective"),
             Column(key="message_bytes", label="message", kind="bytes"),
+            Column(key="bucket", label="bucket"),
             Column(key="step", label="step", kind="count"),
             Column(key="phase", label="phase"),
             Column(key="moment_ms", label="at ms", kind="ms"),
@@ -170,6 +202,15 @@ def late_table(times: RankTimes, *, top: int | None = None) -> Table:
         rows=rows,
         notes=tuple(notes),
     )
+
+
+def _say_waits(one: LateCollective) -> str:
+    """Which ranks wait how long; of many, how many and the longest."""
+    if len(one.waits) <= _MOST_NAMED:
+        return ", ".join(f"rank {rank} {wait / _MS:,.2f} ms" for rank, wait in one.waits.items())
+    mean = sum(one.waits.values()) / len(one.waits)
+    longest = max(one.waits, key=lambda rank: (one.waits[rank], -rank))
+    return f"{len(one.waits)} ranks {mean / _MS:,.2f} ms on average, rank {longest} {one.waits[longest] / _MS:,.2f} ms"
 
 
 def collectives_table(profile: Profile, *, top: int | None = None) -> Table:

@@ -17,14 +17,15 @@ from stepscope.explain.rules import (
     fusion,
     gemm,
     host,
-    loading,
     naive_attention,
+    out_of_memory,
     remarks,
     step,
     tiles,
 )
 from stepscope.explain.rules.evidence import StepEvidence
 from stepscope.explain.rules.joint import join, rank
+from stepscope.explain.rules.loop import loading, training_loop
 from stepscope.explain.rules.rule import THROUGHPUT, Hit, Rule, workload_of
 from stepscope.explain.rules.strategies import communication, late_rank
 from stepscope.explain.trace.profile import Profile, code_digest
@@ -32,7 +33,10 @@ from stepscope.files import decode as decode_file
 from stepscope.files import read_plain, write_atomically
 from stepscope.findings import Column, Finding, Table
 
-_MODULES = (host, loading, fusion, naive_attention, gemm, tiles, step, copies, communication, late_rank, remarks)
+_MODULES = (
+    *(host, loading, fusion, naive_attention, gemm, tiles, step, copies),
+    *(communication, late_rank, training_loop, remarks, out_of_memory),
+)
 RULES: dict[str, Rule] = {
     rule.code: rule for rule in sorted((rule for one in _MODULES for rule in one.RULES), key=lambda rule: rule.code)
 }

@@ -11,7 +11,8 @@ from stepscope.explain.ranks.collectives import CoveredTime, exposed_ns
 from stepscope.explain.rules.dependent_waits import TO_DEVICE, TO_HOST, find_host_updates, large_copies
 from stepscope.explain.rules.evidence import BANDWIDTH_SHARE, WORTH_SAYING, StepEvidence, ms
 from stepscope.explain.rules.replay import Floats
-from stepscope.explain.rules.rule import Hit, Rule, count_per_step
+from stepscope.explain.rules.rule import Hit, Rule, count_per_step, say_lines
+from stepscope.explain.trace.loop.source_lines import launch_sources
 from stepscope.units import say_message_bytes, say_percent
 
 LEAST_EXPOSED = 0.02
@@ -32,7 +33,8 @@ def find_exposed_copies(evidence: StepEvidence) -> Hit | None:
     if exposed < LEAST_EXPOSED * evidence.step_ns:
         return None
     per_step = evidence.clock.say_per_step
-    text = f"{ms(exposed)} {per_step} does not overlap with other kernels; {_say_copies(evidence, copies)}"
+    lines = say_lines(launch_sources(evidence.profile, copies), pl.Series(alone))
+    text = f"{ms(exposed)} {per_step} does not overlap with other kernels{lines}; {_say_copies(evidence, copies)}"
     hit = Hit(title=f"Exposed copies between CPU and GPU: {ms(exposed)} {per_step}", evidence=text, about_ns=exposed)
     if find_host_updates(evidence).height:
         return _update_on_gpu(evidence, hit, copies, alone)
@@ -73,16 +75,16 @@ def _overlap(evidence: StepEvidence, hit: Hit, copies: pl.DataFrame, alone: Floa
 
 
 def _is_input(evidence: StepEvidence, copies: pl.DataFrame) -> Floats:
-    """Return which copies go to the GPU before anything else runs in their step."""
+    """Return which copies go to the GPU before anything else runs in their step. In a training loop that was recorded
+    with its parts, a step may copy several batches: these are outside all of its parts, or in its input."""
     others = evidence.kernels.filter(~pl.col("row").is_in(copies["row"].implode()))
     first = others.group_by("step").agg(first_ns=pl.col("start_ns").min())
     placed = copies.join(first, on="step", how="left", maintain_order="left")
-    begins = pl.col("step").is_not_null() & pl.col("name").str.contains(TO_DEVICE)
-    return (
-        placed.select((begins & (pl.col("start_ns") < pl.col("first_ns"))).fill_null(value=False))
-        .to_series()
-        .to_numpy()
-    )
+    begins = pl.col("start_ns") < pl.col("first_ns")
+    if evidence.profile.recording.manifest.loop is not None:
+        begins |= pl.col("phase").fill_null("input") == "input"
+    to_device = pl.col("step").is_not_null() & pl.col("name").str.contains(TO_DEVICE)
+    return placed.select((to_device & begins).fill_null(value=False)).to_series().to_numpy()
 
 
 def _prefetch(*, is_pageable: bool) -> str:

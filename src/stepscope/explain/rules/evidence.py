@@ -16,6 +16,8 @@ from stepscope.explain.ranks.lateness import RankTimes
 from stepscope.explain.rules.replay import LONG_GAP_NS, Bools, Change, Floats, Replay
 from stepscope.explain.trace.attribution.nesting import innermost, look_up
 from stepscope.explain.trace.clock import Clock
+from stepscope.explain.trace.loop.loop_time import LoopTime, measure_loop, scale_to_clock
+from stepscope.explain.trace.loop.waits import LEAST_WAIT_NS, find_lines, waiting_calls
 from stepscope.explain.trace.profile import Profile
 from stepscope.explain.trace.roofline import operator_calls
 from stepscope.hardware import Hardware
@@ -33,9 +35,6 @@ WORTH_SAYING = 0.01  # of a step
 # Kernels: a replay takes 0.4 µs each, and there are about 20 replays. This is three steps of 24 layers. With one step,
 # the CPU's speed was off by 40% in GPU-bound steps; with 32 steps instead of 16, no saving changed by 1%.
 MOST_REPLAYED = 20_000
-_SYNCHRONISE = r"(?i)(?:Stream|Device|Event|Ctx)Synchronize"
-_COPY_CALL = r"(?i)^(?:cuda|hip|cu)Memcpy"
-_LEAST_WAIT_NS = 10_000
 # The driver queues up to 1024 launches; after that, each launch waits for a kernel to end.
 _FULL_QUEUE = 500
 # What PyTorch's profiler records around compiled code.
@@ -161,31 +160,26 @@ class StepEvidence:
 
     @cached_property
     def waits(self) -> pl.DataFrame:
-        """The CPU's waits for the device, sorted by end: `wait` (their row), start_ns, end_ns, op_row, op, step, kind,
-        and `last`: whether nothing more was launched in its step. The kind is `call` for a call that waits, and `queue`
-        for a launch that waited for a free slot in the queue. Short calls do not count as waits."""
+        """The CPU's waits for the device, sorted by end: `wait` (their row), start_ns, end_ns, op_row, op, `line` of
+        code, step, kind, `clock_ns` (the time by the clock) and `last`: whether nothing more was launched in its step.
+        The kind is `call` for a call that waits, and `queue` for a launch that waited for a free slot in the queue.
+        Short calls do not count as waits."""
         start, end = self.window
         inside = (pl.col("end_ns") > start) & (pl.col("start_ns") < end)
         ops = self.profile.ops.with_row_index("op_row").filter(inside)
-        calls = self._waiting_calls()
-        row = innermost(ops, calls.select("process", "thread", ns="start_ns"))
-        around = {"op_row": look_up(ops, "op_row", row), "op": look_up(ops, "name", row)}
+        calls = waiting_calls(self.profile.recording, self._on_device, self.window)
+        points = calls.select("process", "thread", ns="start_ns")
+        row = innermost(ops, points)
+        around = {
+            "op_row": look_up(ops, "op_row", row),
+            "op": look_up(ops, "name", row),
+            "line": find_lines(self.profile.recording, points),
+            "clock_ns": (calls["end_ns"] - calls["start_ns"]) * scale_to_clock(self.profile, self.loop, points),
+        }
         calls = calls.select("start_ns", "end_ns", kind=pl.lit("call"), **around)
         queued = self._queued_launches().with_columns(kind=pl.lit("queue"))
         waits = pl.concat([calls, queued], how="diagonal").sort("end_ns")
         return _with_steps(waits, self.steps, self.kernels).with_row_index("wait")
-
-    def _waiting_calls(self) -> pl.DataFrame:
-        process = self.kernels["process"].drop_nulls().unique().to_list()
-        copies = self._on_device.filter(pl.col("name").str.contains(r"(?i)DtoH|Pageable"))
-        is_copy = pl.col("correlation").is_in(copies["correlation"].to_list()) | ~pl.col("name").str.contains("Async")
-        blocking = pl.col("name").str.contains(_SYNCHRONISE) | (pl.col("name").str.contains(_COPY_CALL) & is_copy)
-        start, end = self.window
-        lasting = pl.col("end_ns") - pl.col("start_ns") >= _LEAST_WAIT_NS
-        inside = (pl.col("end_ns") > start) & (pl.col("start_ns") < end)
-        ours = pl.col("process").is_in(process) | pl.lit(not process)
-        # Match names last: a pattern over all calls of a long recording takes longer than everything else here.
-        return self.profile.recording.launches.filter(lasting & inside & ours).filter(blocking)
 
     def _queued_launches(self) -> pl.DataFrame:
         launched = self.kernels.filter(pl.col("launch_ns").is_not_null() & (pl.col("launched") == "op"))
@@ -195,7 +189,7 @@ class StepEvidence:
         ahead = np.searchsorted(np.sort(called), called) - np.searchsorted(
             np.sort(launched["end_ns"].to_numpy()), called
         )
-        lasting = launched["launch_end_ns"] - launched["launch_ns"] >= _LEAST_WAIT_NS
+        lasting = launched["launch_end_ns"] - launched["launch_ns"] >= LEAST_WAIT_NS
         return launched.filter(pl.Series(ahead >= _FULL_QUEUE) & lasting).select(
             start_ns="launch_ns", end_ns="launch_end_ns"
         )
@@ -221,9 +215,28 @@ class StepEvidence:
         return result
 
     @cached_property
+    def loop(self) -> LoopTime | None:
+        """The time of the training loop, if the recording shows it."""
+        return measure_loop(self.profile)
+
+    @property
+    def timed_input_ns(self) -> float | None:
+        """How long unprofiled steps load input, if they say so: a profiler does not slow a wait for workers down."""
+        return self.loop.timed.get("input") if self.loop is not None and self.loop.timed is not None else None
+
+    @cached_property
     def computing_ns(self) -> float:
         """The time per step in which anything but communication runs."""
         return computing(self.kernels).total_ns / self.num_steps
+
+    @cached_property
+    def model_ns(self) -> float:
+        """The same without input, as far as it is part of the step: on a CPU, operators load input too, and a profiler
+        slows all of them down, so they take at most what unprofiled steps leave for them."""
+        if not self.profile.on_cpu:
+            return self.computing_ns
+        model = self.kernels.filter(pl.col("phase").fill_null("") != "input")
+        return min(computing(model).total_ns / self.num_steps, self.step_ns - (self.timed_input_ns or 0.0))
 
     def idle_ns(self, before: Bools) -> float:
         """Return the idle time per step before these kernels, by the clock."""

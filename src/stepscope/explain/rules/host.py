@@ -9,7 +9,7 @@ import polars as pl
 from stepscope.explain.ranks.collectives import CoveredTime
 from stepscope.explain.rules.dependent_waits import find_host_updates, is_decoding, is_large_copy, is_of_scaler
 from stepscope.explain.rules.evidence import StepEvidence, ms, often
-from stepscope.explain.rules.loading import find_loading, is_input_copy
+from stepscope.explain.rules.loop.loading import find_loading, is_input_copy
 from stepscope.explain.rules.remarks import find_captures
 from stepscope.explain.rules.replay import LONG_GAP_NS, Bools
 from stepscope.explain.rules.rule import (
@@ -22,6 +22,7 @@ from stepscope.explain.rules.rule import (
     compile_model,
     count_per_step,
     grow_batch,
+    say_lines,
     settle,
     workload_of,
 )
@@ -48,7 +49,9 @@ def find_launch_bound(evidence: StepEvidence) -> Hit | None:
     if evidence.is_compiled:
         share = np.where(share < 1, GRAPH_HOST_SHARE, 1.0)
     change = evidence.replay.unchanged()
-    change.host_share = np.where(_opens_step(evidence), 1.0, share)
+    # A launch that waits for a batch is late for another reason: see SS012.
+    loads = evidence.share_outside(find_loading(evidence)) < _MOSTLY
+    change.host_share = np.where(_opens_step(evidence) | loads, 1.0, share)
     late = evidence.replay.starved & (change.host_share < 1)
     gain = evidence.gain(change)
     if gain.step_ns < LEAST_IDLE * evidence.step_ns:
@@ -112,7 +115,7 @@ def find_synchronisation(evidence: StepEvidence) -> Hit | None:
     gain = evidence.gain_without(waits) if waits.height else None
     if gain is None:
         return None
-    waited = float((waits["end_ns"] - waits["start_ns"]).sum()) / evidence.num_marked
+    waited = float(waits["clock_ns"].sum()) / evidence.num_marked
     by_op = waits.filter(pl.col("op").is_not_null())["op"].unique().sort().to_list()
     inside = f" in {', '.join(by_op[:3])}" if by_op else ""
     phases = evidence.profile.attribute_ops(waits["op_row"])["phase"].drop_nulls().unique().sort().to_list()
@@ -120,14 +123,14 @@ def find_synchronisation(evidence: StepEvidence) -> Hit | None:
     per_step = evidence.clock.say_per_step
     title = f"CPU waits for the GPU {_say_often(evidence, waits['step'])}"
     text = (
-        f"the CPU waits for {ms(waited)} {per_step}{inside}{where}; after each wait the GPU is idle until the next "
-        "launch arrives"
+        f"the CPU waits for {ms(waited)} {per_step}{inside}{where}{say_lines(waits['line'], waits['clock_ns'])}; after "
+        "each wait the GPU is idle until the next launch arrives"
     )
     if is_of_scaler(evidence, waits).sum() > _MOSTLY * waits.height:
         text += "; GradScaler waits to learn whether a gradient is infinite, before it updates the weights"
         action, paste = _without_scaler(evidence)
     else:
-        action, paste = _wait_less(by_op, trains=evidence.has_backward)
+        action, paste = _CLIP if phases == ["clipping"] else _wait_less(by_op, trains=evidence.has_backward)
     return Hit(title=title, evidence=text, saving_ns=gain.step_ns, gain=gain, action=action, paste=paste)
 
 
@@ -165,7 +168,11 @@ def find_step_end_wait(evidence: StepEvidence) -> Hit | None:
         return None
     by_op = before_another["op"].drop_nulls().unique().sort().to_list()
     inside = f" in {by_op[0]}" if by_op else ""
-    text = f"the CPU waits for the GPU{inside} at the end of a step, so the next step starts with an empty launch queue"
+    lines = say_lines(before_another["line"], before_another["clock_ns"])
+    text = (
+        f"the CPU waits for the GPU{inside} at the end of a step{lines}, so the next step starts with an empty launch "
+        "queue"
+    )
     if is_decoding(evidence):
         return _next_token(evidence, text)
     ended, every = waits["step"].n_unique(), evidence.num_marked
@@ -239,6 +246,11 @@ _ADVICE: dict[str, tuple[str, tuple[str, str]]] = {
         * 2,
     ),
 }
+_CLIP = (
+    "Clip gradients without reading their norm",
+    "norm = torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)  # without error_if_nonfinite=True\n"
+    "norms.append(norm)  # not norm.item(): torch.stack(norms).tolist() every 100 steps",
+)
 _FIND_WAITS = 'torch.cuda.set_sync_debug_mode("warn")  # prints a warning wherever the CPU waits'
 _RECORD_STACKS = (
     "with torch.profiler.profile(with_stack=True) as profiler:\n"

@@ -19,6 +19,9 @@ from stepscope.findings import Finding
 # A finding that adds less than this share of its own saving to that of larger ones is about the same time.
 _ADDS_LITTLE = 0.1
 _MOST_OF_STEP = 0.5
+# Findings that come first from a smaller share on. Waiting for input is not work of the model: nothing else gets faster
+# by fixing something else first, and the fix is a few arguments.
+_LEADS_FROM = {"SS012": 0.25}
 _UNKNOWN_SAVING = 0.5  # of what a finding is about: more than nothing, and less than an estimate of all of it
 
 
@@ -76,7 +79,7 @@ def _merge(evidence: StepEvidence, same: Sequence[tuple[Finding, Gain]]) -> _Fix
 
 def _accept(evidence: StepEvidence, fixes: Sequence[_Fix]) -> list[_Fix]:
     """Return the fixes that each save time of their own, the largest addition first, with what each adds. Findings
-    about most of the step go first, so that smaller ones become part of them and not the other way round.
+    that lead go first, so that smaller ones become part of them and not the other way round.
 
     A fix seldom adds more than it saves alone, so an addition that is known to be at least as large as what the others
     may add is the largest: most fixes are replayed once or twice.
@@ -86,7 +89,7 @@ def _accept(evidence: StepEvidence, fixes: Sequence[_Fix]) -> list[_Fix]:
     # What it may add, after how many fixes it was replayed, and the gain with them.
     waiting = [(fix.own_ns, -1, 0.0, fix) for fix in fixes]
     while waiting:
-        waiting.sort(key=lambda one: (not _is_about_most(one[-1].finding), -one[0]))
+        waiting.sort(key=lambda one: (not leads(one[-1].finding), -one[0]))
         may_add_ns, replayed_after, with_it_ns, fix = waiting.pop(0)
         if replayed_after != len(accepted):
             both = together.joined(fix.change)
@@ -107,7 +110,7 @@ def _computing_ns(evidence: StepEvidence, change: Change) -> float:
     """Return how long a step computes with a change: no fix saves more than the rest."""
     computes = (evidence.kernels["class"] != "communication").to_numpy()
     faster = float(change.time_ns[computes].sum()) / max(1.0, float(evidence.durations[computes].sum()))
-    return evidence.computing_ns * faster
+    return evidence.model_ns * faster
 
 
 def _scale(fix: _Fix, gain_ns: float, left: float) -> float:
@@ -147,10 +150,11 @@ def rank(findings: Iterable[Finding]) -> tuple[Finding, ...]:
 def _weight(finding: Finding) -> float:
     about = finding.about or 0.0
     share = finding.share if finding.joint_share is None else finding.joint_share
-    if _is_about_most(finding):
+    if leads(finding):
         return max(share or 0.0, about)
     return _UNKNOWN_SAVING * about if share is None else share
 
 
-def _is_about_most(finding: Finding) -> bool:
-    return (finding.about or 0.0) > _MOST_OF_STEP
+def leads(finding: Finding) -> bool:
+    """Whether a finding is about so much of the step that it comes before those that save more."""
+    return (finding.about or 0.0) > _LEADS_FROM.get(finding.code, _MOST_OF_STEP)

@@ -1,4 +1,4 @@
-"""A rule: a check for something that costs time, what it means and how to fix it.
+"""A rule: a check for something that costs time or memory, what it means and how to fix it.
 
 `stepscope rule CODE`, docs/rule.md (`tools/rule_docs.py`), findings and the cards of a report all read this one object.
 Codes are stable: a code never changes its meaning.
@@ -7,7 +7,11 @@ Codes are stable: a code never changes its meaning.
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import polars as pl
+
+from stepscope.explain.memory.out_of_memory import MemoryFailure
 from stepscope.explain.rules.evidence import WORTH_SAYING, Gain, StepEvidence, ms
+from stepscope.explain.trace.loop.source_lines import launch_sources, name_lines
 from stepscope.explain.trace.profile import Profile
 from stepscope.findings import Copyable
 from stepscope.recording.store import Manifest
@@ -36,11 +40,27 @@ class Hit:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryHit:
+    """What a check found when memory ran out. `saving_bytes` is how much less the step would need with the fix, None if
+    that is unknown. `title` and `paste` replace the rule's."""
+
+    title: str = ""
+    evidence: str
+    saving_bytes: float | None = None
+    paste: str = ""
+
+
+def _find_nothing(_evidence: StepEvidence) -> None:
+    """The check of a rule that is not about time."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Rule:
     code: str
     title: str  # what is wrong, without numbers
     action: str  # what to do in one's own code, as an imperative
-    check: Callable[[StepEvidence], Hit | None]
+    check: Callable[[StepEvidence], Hit | None] = _find_nothing
+    check_memory: Callable[[MemoryFailure], MemoryHit | None] | None = None  # if memory ran out
     meaning: str
     seen: str  # the data and threshold that the check uses
     saving: str  # how the saving is estimated, and how accurate the estimate is
@@ -81,6 +101,16 @@ def settle(evidence: StepEvidence, gain: Gain, text: str, *, title: str) -> Hit 
     elif gain.gpu_ns and gain.step_ns > 1.5 * gain.gpu_ns:
         text += "; most of the saving is CPU time, because there are fewer kernels to launch"
     return Hit(title=title, evidence=text, saving_ns=gain.step_ns, gain=gain)
+
+
+def say_lines(lines: pl.Series, weights: pl.Series) -> str:
+    """Return `, at train.py:42`, or nothing if the recording has no lines of code."""
+    named = name_lines(lines, weights)
+    return f", at {named}" if named else ""
+
+
+def say_launching_lines(evidence: StepEvidence, kernels: pl.DataFrame) -> str:
+    return say_lines(launch_sources(evidence.profile, kernels), kernels["time_ns"])
 
 
 def count_per_step(evidence: StepEvidence, count: int, noun: str, plural: str = "") -> str:

@@ -9,12 +9,13 @@ from stepscope.explain.rules.evidence import StepEvidence, ms
 from stepscope.explain.rules.remarks import NOT_FINITE
 from stepscope.explain.rules.replay import Floats
 from stepscope.explain.rules.rule import Hit, Rule, count_per_step, settle, workload_of
+from stepscope.explain.trace.loop.source_lines import main_sources
 from stepscope.explain.trace.profile import Profile, device_word, kernel_word
 from stepscope.explain.trace.summary import kernel_times
 from stepscope.findings import Copyable
 from stepscope.recording.rows.bench import STEP_DOUBTS
 from stepscope.recording.store import Manifest
-from stepscope.units import say_percent
+from stepscope.units import say_list, say_percent
 
 # PyTorch's checkpoint passes each saved tensor through a Python function, in forward and in backward. This is the share
 # of CPU time that is left without it, for launches that are not repeated. Three steps that were recorded with it and
@@ -53,6 +54,9 @@ def find_dominant_kernels(evidence: StepEvidence) -> Hit | None:
     if len(kernels) <= FEW_KERNELS or share < MOST_OF_TIME:
         return None
     named = ", ".join(f"{one.short} ({say_percent(one.share)})" for one in top)
+    lines = main_sources(evidence.profile)
+    known = list(dict.fromkeys(lines[one.name] for one in top if one.name in lines))
+    named += f"; mostly launched at {say_list(known)}" if known else ""
     words, device = kernel_word(evidence.profile), device_word(evidence.profile)
     return Hit(title=f"{FEW_KERNELS} {words}s take {say_percent(share)} of the {device} time", evidence=named)
 

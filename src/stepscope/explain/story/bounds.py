@@ -1,5 +1,5 @@
 """What limits a step: the CPU, communication, compute, memory bandwidth or, if the device's limits are unknown, the
-kernel class that takes the most time. If the first finding is about input or copies that take most of the step, these
+kernel class that takes the most time. If the first finding is about input or copies that take much of the step, these
 are the limit: a headline must not name something else than the first card.
 
 Shares refer to the step's wall time, and the largest one names the bound. An operator is bound by its FLOPs or its
@@ -14,6 +14,7 @@ from typing import Literal
 import polars as pl
 
 from stepscope.explain.questions.idle_gaps import BETWEEN_STEPS, HOST_LATE, SYNCHRONISING, find_gaps
+from stepscope.explain.rules.joint import leads
 from stepscope.explain.story.phrases import name_class, say_class_takes
 from stepscope.explain.story.sections.step_picture import draw_bar
 from stepscope.explain.trace.profile import Profile, kernel_word
@@ -24,7 +25,6 @@ from stepscope.units import say_percent
 Limit = Literal["input", "copies", "host", "idle", "communication", "compute", "memory", "launch", "class"]
 _KNOWN_ENOUGH = 0.5  # of the kernel time, to name a limit
 _HOST_ENOUGH = 0.5  # of the idle time, to call the step CPU-bound
-_MOST_OF_STEP = 0.5
 _FOUND: dict[str, Limit] = {"SS012": "input", "SS020": "copies"}  # what findings are about that no share here knows
 
 
@@ -99,7 +99,7 @@ class Shares:
 
     @cached_property
     def bound(self) -> StepBound:
-        if self.first is not None and self.first.code in _FOUND and (self.first.about or 0.0) > _MOST_OF_STEP:
+        if self.first is not None and self.first.code in _FOUND and leads(self.first):
             return StepBound(limit=_FOUND[self.first.code], share=self.first.about or 0.0)
         busy = 1 - self.idle
         found = [StepBound(limit="host", share=self.idle), StepBound(limit="communication", share=self.communication)]

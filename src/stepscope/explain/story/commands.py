@@ -31,7 +31,7 @@ def list_commands(materials: Materials) -> tuple[Copyable, ...]:
     manifests = [one.recording.manifest for one in (materials.profile, materials.memory) if one is not None]
     typed = [("this report", materials.command)]
     typed += [("timing", row.command) for row in materials.bench[:1]]
-    typed += [("memory" if one.memory else "profile", one.command) for one in manifests]
+    typed += [("recording" if one.loop else "memory" if one.memory else "profile", one.command) for one in manifests]
     typed += [("precision", materials.precision.command)] if materials.precision else []
     typed += [("attention", row.command) for row in materials.attention[:1]]
     texts: dict[str, str] = {}

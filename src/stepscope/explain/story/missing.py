@@ -7,11 +7,12 @@ import msgspec
 
 from stepscope.explain.commands import OWN_MODEL, write_command
 from stepscope.explain.experiments.attention_shapes import AttentionShape, find_attention_shape
-from stepscope.explain.questions.answers import say_list
 from stepscope.explain.story.commands import find_case
+from stepscope.explain.story.script import find_loop
 from stepscope.explain.story.sources import Materials
 from stepscope.findings import STAGES, Missing, Section
 from stepscope.spec import Case, ModelShape, Precision, for_precisions
+from stepscope.units import say_list
 
 Stage = Literal["profile", "memory", "precision", "attention"]
 NOT_MEASURED = "not-measured"  # the key of the section
@@ -45,6 +46,8 @@ def explain_absence(materials: Materials, stage: Stage, what: str = "") -> Missi
 def _why(materials: Materials, stage: Stage) -> str:
     if materials.is_partial:
         return "the run was interrupted before this stage"
+    if (loop := find_loop(materials)) is not None:
+        return _why_not_in_script(loop.script, stage)
     is_foreign = any(
         one is not None and one.recording.manifest.case is None for one in (materials.profile, materials.memory)
     )
@@ -57,6 +60,21 @@ def _why(materials: Materials, stage: Stage) -> str:
             return "this file has no memory history"
         case _:
             return "this needs the model itself, which the file does not include"
+
+
+def _why_not_in_script(script: str, stage: Stage) -> str:
+    match stage:
+        case "profile":
+            return f"no step of `{script}` was recorded"
+        case "memory":
+            return f"no memory history of `{script}` was recorded"
+        case "precision":
+            return (
+                f"`{script}` was recorded as it is; comparing precisions runs the model in each of them, from a "
+                "function that returns the model, its input and its loss"
+            )
+        case "attention":
+            return f"`{script}` was recorded as it is; attention is compared on its own, with the sizes of a run"
 
 
 def command_for(materials: Materials, stage: Stage) -> str:
@@ -72,6 +90,8 @@ def command_for(materials: Materials, stage: Stage) -> str:
     match stage:
         case "profile":
             return f"stepscope profile {OWN_MODEL}"
+        case "memory" if materials.profile is not None and materials.profile.on_cpu:
+            return f"stepscope memory {OWN_MODEL}"
         case "memory":
             return (
                 'torch.cuda.memory._record_memory_history(); step(); torch.cuda.memory._dump_snapshot("memory.pickle")'

@@ -1,5 +1,6 @@
 """The first screen: what ran, the headline, and the few numbers that matter."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -8,14 +9,15 @@ import msgspec
 from stepscope.explain.experiments.bench_tables import mfu_of
 from stepscope.explain.experiments.cases import say_extras
 from stepscope.explain.memory import MemoryProfile
+from stepscope.explain.memory.out_of_memory import say_failure
 from stepscope.explain.model_names import describe_model, name_model
-from stepscope.explain.questions.answers import say_list
-from stepscope.explain.ranks.lateness import rank_numbers
+from stepscope.explain.ranks.matching import rank_numbers
 from stepscope.explain.ranks.rank_tables import label_ranks
 from stepscope.explain.statistics import summarise
 from stepscope.explain.story.bounds import Shares
 from stepscope.explain.story.commands import find_case, find_strangers
 from stepscope.explain.story.phrases import name_step, say_started
+from stepscope.explain.story.script import find_loop, find_model_class, name_script
 from stepscope.explain.story.sections.environment_facts import find_environment
 from stepscope.explain.story.sources import Materials
 from stepscope.explain.trace.profile import kernel_word
@@ -24,7 +26,7 @@ from stepscope.explain.trace.run_labels import find_torch
 from stepscope.findings import Fact
 from stepscope.recording.rows.bench import NO_SIZES, ConfigSizes
 from stepscope.spec import Case, HuggingFace, ModelShape
-from stepscope.units import clip, count_noun, say_percent, say_size, say_time
+from stepscope.units import clip, count_noun, say_list, say_percent, say_size, say_time
 
 _MS = 1e6
 MOST_HEADLINE = 140  # characters: two lines of a page
@@ -103,11 +105,25 @@ class Opening:
 
 def title_of(materials: Materials) -> str:
     case = find_case(materials)
+    if case is None and materials.out_of_memory is not None:
+        script = materials.out_of_memory.facts.script or materials.name
+        return f"{clip(script, _MOST_FILE)}: out of memory"
     if case is None:
-        return _count_ranks(materials) or clip(materials.name, _MOST_TITLE)
+        return clip(_title_script(materials) or _count_ranks(materials) or materials.name, _MOST_TITLE)
     workload = case.workload
     words = (f"{name_model(workload.model)}: {name_step(workload)}", workload.precision, *say_extras(workload))
     return clip(", ".join(words), _MOST_TITLE)
+
+
+def _title_script(materials: Materials) -> str:
+    """Return `train.py: GPT, training step, 4 ranks`; empty if the run is not a script."""
+    loop = find_loop(materials)
+    if loop is None:
+        return ""
+    passes = loop.backwards_per_step
+    micro = f"{count_noun(round(passes, 2), 'micro-batch', 'micro-batches')} per step" if passes > 1 else ""
+    words = (find_model_class(materials), "training step", micro, _count_ranks(materials))
+    return f"{loop.script}: {', '.join(word for word in words if word)}"
 
 
 def subtitle_of(materials: Materials) -> str:
@@ -140,8 +156,7 @@ def name_rank(materials: Materials) -> str:
     """The rank whose figures the page shows; empty for a single one."""
     if len(materials.ranks) < 2:
         return ""
-    place = next(place for place, rank in enumerate(materials.ranks) if rank is materials.profile)
-    return label_ranks(materials.ranks)[place]
+    return label_ranks(materials.ranks)[materials.shown]
 
 
 def _count_ranks(materials: Materials) -> str:
@@ -149,7 +164,7 @@ def _count_ranks(materials: Materials) -> str:
     count = len(materials.ranks)
     if count < 2:
         return ""
-    world = materials.ranks[0].recording.manifest.world_size
+    world = materials.ranks[0].manifest.world_size
     if rank_numbers(materials.ranks) is None:
         return f"{count} recordings"
     return f"{count} of {world} ranks" if world not in (None, count) else f"{count} ranks"
@@ -169,8 +184,13 @@ def say_run(opening: Opening) -> str:
 
 def _name_run(opening: Opening) -> tuple[str, ...]:
     """Names for the run, the longest first."""
+    if opening.materials.out_of_memory is not None:
+        return ()  # the headline names the line
     if opening.case is None:
-        return (_count_ranks(opening.materials) or clip(opening.materials.name, _MOST_FILE),)
+        ranks = _count_ranks(opening.materials)
+        script = [clip(name, _MOST_FILE) for name in name_script(opening.materials)]
+        together = tuple(f"{name}, {ranks}" if ranks else name for name in script)
+        return together or (ranks or clip(opening.materials.name, _MOST_FILE),)
     model = opening.case.workload.model
     return describe_model(model, parameters=opening.parameters, sizes=opening.sizes), name_model(model)
 
@@ -178,6 +198,8 @@ def _name_run(opening: Opening) -> tuple[str, ...]:
 def say_what_matters(opening: Opening) -> str:
     """The headline without the model."""
     materials = opening.materials
+    if materials.out_of_memory is not None:
+        return say_failure(materials.out_of_memory)
     failed = _say_failure(materials)
     if failed:
         return failed
@@ -260,13 +282,31 @@ def say_peak(memory: MemoryProfile) -> str:
 
 def list_facts(opening: Opening) -> tuple[Fact, ...]:
     """Those of one rank name it."""
-    found = (_step(opening), _memory(opening), _bound(opening), _mfu(opening), _busy(opening), _tokens(opening))
+    found = (
+        *_out_of_memory(opening),
+        _step(opening),
+        _memory(opening),
+        _bound(opening),
+        _mfu(opening),
+        _busy(opening),
+        _tokens(opening),
+    )
     rank = name_rank(opening.materials)
     return tuple(
         msgspec.structs.replace(fact, note=f"{fact.note}; {rank}") if rank else fact
         for fact in found
         if fact is not None
     )
+
+
+def _out_of_memory(opening: Opening) -> Iterator[Fact]:
+    oom = opening.materials.out_of_memory
+    if oom is None:
+        return
+    where = f"{oom.phase}, {oom.place}" if oom.phase and oom.place else oom.phase or oom.place
+    yield Fact(key="asked", label="asked for", value=oom.facts.asked_bytes, kind="bytes", note=where)
+    yield Fact(key="free", label="free", value=oom.room_bytes, kind="bytes", note="that CUDA could still give")
+    yield Fact(key="held", label="held by tensors", value=oom.held_bytes, kind="bytes", note="when the request failed")
 
 
 def _step(opening: Opening) -> Fact | None:

@@ -13,6 +13,7 @@ from stepscope.explain.commands import write_command
 from stepscope.explain.memory.answers import answer_memory
 from stepscope.explain.questions import Answer, answer
 from stepscope.explain.rules import RULES
+from stepscope.explain.rules.out_of_memory import find_fixes
 from stepscope.explain.rules.rule import THROUGHPUT
 from stepscope.explain.story.commands import list_commands
 from stepscope.explain.story.measured import add_measured, find_measured
@@ -21,7 +22,9 @@ from stepscope.explain.story.opening import Opening, list_facts, name_rank, say_
 from stepscope.explain.story.phrases import shorten
 from stepscope.explain.story.sections.environment_facts import show_environment
 from stepscope.explain.story.sections.experiment_results import show_attention, show_precision
+from stepscope.explain.story.sections.loop import show_loop
 from stepscope.explain.story.sections.memory_peak import show_memory, show_saved
+from stepscope.explain.story.sections.out_of_memory import show_out_of_memory
 from stepscope.explain.story.sections.ranks import show_ranks
 from stepscope.explain.story.sections.step_picture import draw_steps
 from stepscope.explain.story.sections.step_time import show_roofline, show_time, show_timeline
@@ -46,7 +49,7 @@ def answer_questions(materials: Materials) -> Section:
         asked.append(("questions-time", "Time", answer([materials.profile])))
     if materials.memory is not None:
         of_this_run = tuple(one for one in answer_memory(materials.memory) if one.key not in _OF_NO_RUN)
-        asked.append(("questions-memory", "Memory", of_this_run))
+        asked += [("questions-memory", "Memory", of_this_run)] if of_this_run else []
     if not asked:
         return Section(
             key=key,
@@ -80,9 +83,11 @@ def _write(answers: Sequence[Answer]) -> tuple[Question, ...]:
 
 # --- The page ---------------------------------------------------------------------------------------------------------
 
-# In the order of the page. Only a run with several ranks has `ranks`.
+# In the order of the page. `is_shown` knows which of them a run has.
 SECTIONS: dict[str, Callable[[Materials], Section]] = {
+    "oom": show_out_of_memory,
     "ranks": show_ranks,
+    "loop": show_loop,
     "timeline": show_timeline,
     "time": show_time,
     "roofline": show_roofline,
@@ -95,10 +100,24 @@ SECTIONS: dict[str, Callable[[Materials], Section]] = {
 }
 
 
+def is_shown(key: str, materials: Materials) -> bool:
+    """Whether a run has a section: `ranks` only with several, `loop` only if it is that of a training loop, and `oom`
+    only if it ran out of memory."""
+    match key:
+        case "oom":
+            return materials.out_of_memory is not None
+        case "ranks":
+            return len(materials.ranks) > 1
+        case "loop":
+            return materials.loop is not None
+        case _:
+            return True
+
+
 def tell(materials: Materials) -> Report:
     materials = share_peaks(materials)
     opening = Opening(materials)
-    shown = [show for key, show in SECTIONS.items() if key != "ranks" or len(materials.ranks) > 1]
+    shown = [show for key, show in SECTIONS.items() if is_shown(key, materials)]
     return Report(
         title=title_of(materials),
         subtitle=subtitle_of(materials),
@@ -114,15 +133,22 @@ def tell(materials: Materials) -> Report:
     )
 
 
-_SHELL = re.compile(r"(?:[A-Z_]+=\S+ )*(?:stepscope|torchrun) ")
+_SHELL = re.compile(r"(?:[A-Z_]+=\S+ )*(?:stepscope|torchrun|nvidia-smi|lscpu) ")
 
 
 def list_advice(materials: Materials) -> tuple[Advice, ...] | None:
-    """The findings with what to copy: what this page measured, and what the profile shows. None without either."""
-    profile, measured = materials.profile, find_measured(materials)
-    if profile is None and not measured:
+    """The findings with what to copy: what would have fit if memory ran out, what this page measured, and what the
+    profile shows. None without any of them."""
+    profile, measured, oom = materials.profile, find_measured(materials), materials.out_of_memory
+    if profile is None and not measured and oom is None:
         return None
-    return tuple(advise(finding, profile) for finding in add_measured(materials.findings, measured))
+    fitting = () if oom is None else tuple(map(_advise_on_memory, find_fixes(oom)))
+    return (*fitting, *(advise(finding, profile) for finding in add_measured(materials.findings, measured)))
+
+
+def _advise_on_memory(finding: Finding) -> Advice:
+    fixes = (Copyable(label="in your own code", text=finding.fix),) if finding.fix else ()
+    return Advice(finding=finding, fixes=fixes)
 
 
 def advise(finding: Finding, profile: Profile | None) -> Advice:

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 from stepscope.explain.experiments.attention_tables import DOUBTS
 from stepscope.explain.experiments.bench_tables import PHASES
 from stepscope.explain.experiments.cases import describe_case, limit_notes
+from stepscope.explain.memory.out_of_memory import MemoryFailure
 from stepscope.explain.statistics import Statistics, summarise
 from stepscope.explain.story.commands import find_strangers
 from stepscope.explain.story.opening import Opening
@@ -37,10 +38,18 @@ def judge(opening: Opening) -> Soundness:
         return Soundness(verdict="doubtful", sentence=f"{doubts[0][0].upper()}{doubts[0][1:]}{more}.", details=details)
     if _is_empty(materials):
         return Soundness(verdict="unknown", sentence="Nothing was measured.", details=details)
+    if materials.out_of_memory is not None and materials.profile is None:
+        return Soundness(verdict="sound", sentence=_say_moment(materials.out_of_memory), details=details)
     if not _knows_circumstances(materials):
         said = "The file does not record other processes or clock throttling."
         return Soundness(verdict="unknown", sentence=said, details=details)
     return Soundness(verdict="sound", sentence=_say_sound(opening), details=details)
+
+
+def _say_moment(oom: MemoryFailure) -> str:
+    if oom.facts.total_bytes is not None:
+        return "The snapshot was taken when the request failed, before anything was freed."
+    return "The memory at the failed request is that of the allocator's history."
 
 
 def _is_empty(materials: Materials) -> bool:

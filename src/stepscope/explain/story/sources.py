@@ -16,11 +16,15 @@ import msgspec
 
 from stepscope.explain.experiments.bench_tables import step_ms
 from stepscope.explain.memory import MemoryProfile
-from stepscope.explain.ranks.lateness import RankTimes, match_ranks
+from stepscope.explain.memory.out_of_memory import MemoryFailure, find_out_of_memory
+from stepscope.explain.ranks.activity import RankActivity
+from stepscope.explain.ranks.lateness import RankTimes
+from stepscope.explain.ranks.matching import match_ranks
 from stepscope.explain.rules import find_once
 from stepscope.explain.statistics import Statistics
 from stepscope.explain.story.bounds import Shares
 from stepscope.explain.trace.clock import Clock
+from stepscope.explain.trace.loop.loop_time import LoopTime, measure_loop
 from stepscope.explain.trace.profile import Profile
 from stepscope.findings import Finding, Missing
 from stepscope.hardware import Hardware
@@ -37,14 +41,16 @@ _Described = TypeVar("_Described", BenchRow, AttentionRow, Manifest)
 @dataclass(frozen=True, kw_only=True)
 class Materials:
     """`bench` starts with the row of the run itself; other rows are variants, such as other precisions. `ranks` has all
-    ranks if there are several, including `profile`. `absent` is keyed by stage: bench, profile, memory, precision,
-    attention."""
+    ranks if there are several; `profile` is the one at place `shown`. `absent` is keyed by stage: bench, profile,
+    memory, precision, attention."""
 
     name: str  # the case in a few words, or the file
     command: str = ""  # repeats this run
     profile: Profile | None = None
-    ranks: tuple[Profile, ...] = ()
+    ranks: tuple[RankActivity, ...] = ()
+    shown: int = 0
     memory: MemoryProfile | None = None
+    oom: MemoryProfile | None = None  # of the moment at which memory ran out, if that is not `memory`
     bench: tuple[BenchRow, ...] = ()
     precision: PrecisionReport | None = None
     attention: tuple[AttentionRow, ...] = ()
@@ -55,6 +61,12 @@ class Materials:
     def rank_times(self) -> RankTimes | None:
         """When the ranks arrived at their collectives; None for a single rank, or if none can be matched."""
         return match_ranks(self.ranks) if len(self.ranks) > 1 else None
+
+    @cached_property
+    def out_of_memory(self) -> MemoryFailure | None:
+        """The request for memory that failed, if one did."""
+        profile = self.oom or self.memory
+        return None if profile is None else find_out_of_memory(profile)
 
     @property
     def timed_row(self) -> BenchRow | None:
@@ -101,6 +113,13 @@ class Materials:
         return tuple(map(Fraction, row.measurement.step_ns)) if row and row.measurement else ()
 
     @cached_property
+    def loop(self) -> LoopTime | None:
+        """The time of the training loop; None for a run of stepscope's own, which has a step without one."""
+        if self.profile is None or self.profile.recording.manifest.case is not None:
+            return None
+        return measure_loop(self.profile)
+
+    @cached_property
     def findings(self) -> tuple[Finding, ...]:
         """What the profile shows, computed once: for a million kernels this takes seconds."""
         return find_once(self.profile, self.rank_times) if self.profile is not None else ()
@@ -117,20 +136,18 @@ class Materials:
 def share_peaks(materials: Materials) -> Materials:
     """The run with one peak per precision. A device without a data sheet is measured anew by every stage. The best of
     these counts, because other processes only lower it; a page with several would contradict itself."""
-    profiles = [one for one in (materials.profile, *materials.ranks) if one is not None]
-    known = [profile.recording.manifest.environment for profile in profiles]
+    profile = materials.profile
+    known = [rank.manifest.environment for rank in materials.ranks]
+    known += [profile.recording.manifest.environment] if profile is not None else []
     known += [row.environment for row in materials.bench] + [row.environment for row in materials.attention]
     measured = [one.hardware for one in known if one is not None and one.hardware.source == "measured"]
     if all(one == measured[0] for one in measured):
         return materials
-    # Once per profile: `profile` must remain one of `ranks`.
-    shared = {id(profile): _with_best_peaks(profile, measured) for profile in profiles}
     return replace(
         materials,
         bench=tuple(_with_best(row, measured) for row in materials.bench),
         attention=tuple(_with_best(row, measured) for row in materials.attention),
-        profile=shared[id(materials.profile)] if materials.profile is not None else None,
-        ranks=tuple(shared[id(profile)] for profile in materials.ranks),
+        profile=_with_best_peaks(profile, measured) if profile is not None else None,
     )
 
 

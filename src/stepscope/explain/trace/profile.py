@@ -6,7 +6,7 @@ import shlex
 from contextlib import suppress
 from dataclasses import dataclass
 from fractions import Fraction
-from functools import cached_property
+from functools import cache, cached_property
 from pathlib import Path
 
 import polars as pl
@@ -225,6 +225,7 @@ def _attribute_once(recording: Recording, path: Path) -> pl.DataFrame:
     return kernels
 
 
+@cache
 def code_digest() -> str:
     """Return a digest of the code in `explain`: results cached by another version are not used."""
     files = sorted(Path(__file__).parents[1].rglob("*.py"))

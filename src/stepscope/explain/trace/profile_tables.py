@@ -6,6 +6,8 @@ from typing import Any
 import polars as pl
 
 from stepscope.explain.experiments.cases import describe_case
+from stepscope.explain.trace.loop.loop_tables import loop_table, syncs_table
+from stepscope.explain.trace.loop.source_lines import main_sources
 from stepscope.explain.trace.profile import Profile, shares_by_launch
 from stepscope.explain.trace.ranges_table import ranges_table
 from stepscope.explain.trace.summary import KernelTime, kernel_times
@@ -133,7 +135,8 @@ def phases_table(profile: Profile) -> Table:
 
 
 def kernels_table(profile: Profile, *, top: int | None = None) -> Table:
-    kernels = kernel_times(profile)
+    kernels, lines = kernel_times(profile), main_sources(profile)
+    source = (Column(key="source", label="line"),) if lines else ()
     return Table(
         title="Kernels by time",
         columns=(
@@ -143,16 +146,18 @@ def kernels_table(profile: Profile, *, top: int | None = None) -> Table:
             Column(key="share", label="share", kind="share"),
             Column(key="count", label="count", kind="number"),
             Column(key="mean_us", label="mean µs", kind="us"),
+            *source,
             Column(key="min_us", label="min µs", kind="us", detail=True),
             Column(key="max_us", label="max µs", kind="us", detail=True),
             Column(key="name", label="name", detail=True),
         ),
-        rows=tuple(kernel_row(profile, one) for one in kernels[:top]),
+        rows=tuple(kernel_row(profile, one, *((lines.get(one.name),) if source else ())) for one in kernels[:top]),
         notes=(scope(profile), *left_out(kernels[:top], kernels)),
     )
 
 
-def kernel_row(profile: Profile, one: KernelTime) -> tuple[Cell, ...]:
+def kernel_row(profile: Profile, one: KernelTime, *source: str | None) -> tuple[Cell, ...]:
+    """Return a row; `source` is the line that launches the kernel, if the recording has lines."""
     return (
         one.short,
         one.kernel_class,
@@ -160,6 +165,7 @@ def kernel_row(profile: Profile, one: KernelTime) -> tuple[Cell, ...]:
         one.share,
         one.count / profile.num_steps,
         one.mean_ns / _US,
+        *source,
         one.min_ns / _US,
         one.max_ns / _US,
         one.name,
@@ -312,6 +318,7 @@ _WHOLE: dict[str, Callable[[Profile], Table]] = {
     "phases": phases_table,
     "steps": steps_table,
     "streams": streams_table,
+    "loop": loop_table,
 }
 _RANKED = {
     "kernels": kernels_table,
@@ -319,6 +326,7 @@ _RANKED = {
     "layers": layers_table,
     "ops": ops_table,
     "ranges": ranges_table,
+    "syncs": syncs_table,
 }
 PARTS = (*_WHOLE, *_RANKED)
 
@@ -339,7 +347,8 @@ _COLUMNS = (
 def overhead_table(manifest: Manifest) -> Table:
     """Return the step time unprofiled, profiled, and profiled with annotations; rows that were not timed are left
     out."""
-    assert manifest.case is not None, "only stepscope's own recordings have a case"
+    script = manifest.loop.script if manifest.loop is not None else ""
+    name = describe_case(manifest.case) if manifest.case is not None else script
     assert manifest.overhead is not None, "stepscope's own recordings have an overhead"
     cost = manifest.overhead
     timed = [("unprofiled", cost.plain_ns), ("profiled", cost.recorded_ns), ("profiled, annotated", cost.annotated_ns)]
@@ -351,7 +360,7 @@ def overhead_table(manifest: Manifest) -> Table:
     )
     doubts = tuple(f"{doubt.code}: {doubt.text}" for doubt in manifest.doubts)
     return Table(
-        title=f"{describe_case(manifest.case)}, {manifest.device}: profiling overhead, median step in ms",
+        title=f"{name}, {manifest.device}: profiling overhead, median step in ms",
         columns=_COLUMNS,
         rows=rows,
         notes=(*manifest.notes, *doubts),

@@ -45,6 +45,7 @@ from stepscope.recording.memory.labels import (
     Operator,
     SavedRow,
     TensorFact,
+    without_frames,
 )
 from stepscope.spec import Case
 from stepscope.step import Step, build
@@ -268,7 +269,7 @@ class _OnCuda(_Recorder):
     def write(self, path: Path) -> None:
         allocated, reserved = self._peaks
         self._snapshot[KEY] = self.labels(
-            segments_at_start=[_without_frames(segment) for segment in self._start],
+            segments_at_start=[without_frames(segment) for segment in self._start],
             allocator_peak_bytes=allocated,
             allocator_peak_reserved_bytes=reserved,
         )
@@ -362,11 +363,6 @@ def _living_storages() -> list[tuple[int, int]]:
 def _block(address: int, size: int) -> dict[str, object]:
     block = {"address": address, "size": size, "requested_size": size, "state": "active_allocated"}
     return {"address": address, "total_size": size, "stream": 0, "segment_type": "large", "blocks": [block]}
-
-
-def _without_frames(segment: dict[str, Any]) -> dict[str, object]:
-    blocks = [{key: value for key, value in block.items() if key != "frames"} for block in segment["blocks"]]
-    return {**{key: value for key, value in segment.items() if key != "frames"}, "blocks": blocks}
 
 
 def _write(content: dict[str, Any], path: Path) -> None:

@@ -11,16 +11,18 @@ random generator states that a checkpoint also keeps (5 kB each on the CPU) are 
 """
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from types import CellType, FunctionType
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from torch import Tensor
 
 from stepscope.measure.memory.marks import Places
-from stepscope.step import Step
+
+if TYPE_CHECKING:  # loads the compiler, which a user's training process may not need
+    from stepscope.step import Step
 
 Kind = Literal["activation", "parameter", "buffer", "input"]
 _RAW = "_raw_saved_"
@@ -44,7 +46,7 @@ class SavedTensor:
     name: str | None
 
 
-def audit(step: Step, places: Places | None = None) -> tuple[SavedTensor, ...]:
+def audit(step: "Step", places: Places | None = None) -> tuple[SavedTensor, ...]:
     """Return everything that the graph of the step's loss holds, in forward order. Modules are known if `places`
     watched that pass.
     """
@@ -85,10 +87,15 @@ class Holder:
     op: str
 
 
-def held_tensors(root: Any) -> Iterator[tuple[Holder, str, Tensor]]:
-    """Yield every tensor that the graph below a node holds, with its holder and role."""
+def held_tensors(*roots: Any) -> Iterator[tuple[Holder, str, Tensor]]:
+    """Yield every tensor that the graph below some nodes holds, with its holder and role."""
+    yield from tensors_of(visit(*roots))
+
+
+def tensors_of(nodes: Iterable[Any]) -> Iterator[tuple[Holder, str, Tensor]]:
+    """Yield every tensor that these nodes hold. A node that backward has passed holds none."""
     frames: set[int] = set()
-    for node in _visit(root):
+    for node in nodes:
         holder = Holder(node._sequence_nr(), node.name().rpartition("::")[2])
         for argument, raw in _raw_tensors(node):
             # If a hook has packed it, the tensor inside (moved to the CPU, or smaller) is what is held.
@@ -98,11 +105,12 @@ def held_tensors(root: Any) -> Iterator[tuple[Holder, str, Tensor]]:
         yield from ((holder, f"ctx.{name}", tensor) for name, tensor in _tensors_in(getattr(node, "__dict__", {})))
 
 
-def _visit(root: Any) -> list[Any]:
-    """Yield every node below `root` once, in forward order. The list keeps the nodes' Python wrappers alive, so that
+def visit(*roots: Any) -> list[Any]:
+    """Return every node below `roots` once, in forward order. The list keeps the nodes' Python wrappers alive, so that
     their ids stay unique.
     """
-    found, waiting = {id(root): root}, [root]
+    found = {id(root): root for root in roots}
+    waiting = list(found.values())
     while waiting:
         for node, _ in waiting.pop().next_functions:
             if node is not None and id(node) not in found:
@@ -178,7 +186,7 @@ def _frame_arguments(frame: Any) -> tuple[Sequence[Any], object]:
 # --- Whose memory it is ---------------------------------------------------------------------------------------------
 
 
-def _name_storages(step: Step) -> dict[int, tuple[Kind, str | None]]:
+def _name_storages(step: "Step") -> dict[int, tuple[Kind, str | None]]:
     """Identified by storage: a view of a parameter is the parameter's memory. Inputs are the tensors in the closures of
     the step's own functions: the batch and the targets.
     """

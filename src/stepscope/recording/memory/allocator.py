@@ -338,6 +338,7 @@ def _tabulate(run: _Replay, trace: Trace, described: list[Held]) -> Replayed:
     )
     is_counted, within = ends != _UNCOUNTED, starts >= 0
     told = events[starts[within]].select("stream", pl.col("bytes").alias("requested_bytes"), "stack", "metadata")
+    told = told.with_columns(stack=_find_stacks(trace, told["stack"], addresses[within], ends[within]))
     known = pl.DataFrame(
         [(block.stream, block.requested, block.stack, None) for block in described], schema=told.schema, orient="row"
     )
@@ -359,6 +360,17 @@ def _tabulate(run: _Replay, trace: Trace, described: list[Held]) -> Replayed:
         estimated_bytes=sum(rows.bytes[row] for row in run.guessed if rows.ends[row] != _UNCOUNTED),
         notes=tuple(_note(name, count) for name, count in run.anomalies.items() if count),
     )
+
+
+def _find_stacks(trace: Trace, stacks: pl.Series, addresses: NDArray[np.int64], ends: NDArray[np.int64]) -> pl.Series:
+    """Fill in the stacks of allocations that are alive at the end from their blocks: a history can be configured to
+    keep stacks of live memory only."""
+    kept = {block.address: block.stack for block in held_in(trace.segments_at_end) if block.stack is not None}
+    lacking = stacks.is_null().to_numpy() & (ends == NEVER)
+    if not kept or not lacking.any():
+        return stacks
+    found = pl.Series([kept.get(address) for address in addresses[lacking].tolist()], dtype=stacks.dtype)
+    return stacks.scatter(np.flatnonzero(lacking), found)
 
 
 def _note(name: str, count: int) -> str:

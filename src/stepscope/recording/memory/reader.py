@@ -18,8 +18,16 @@ from msgspec.structs import astuple
 from stepscope.errors import StepscopeError
 from stepscope.recording import tables
 from stepscope.recording.memory.allocator import Replayed, replay
-from stepscope.recording.memory.labels import NOBODY, SCHEMA, MemoryLabels
-from stepscope.recording.memory.snapshot import Snapshot, Trace, read_segments, read_snapshot
+from stepscope.recording.memory.allocator_start import SMALL
+from stepscope.recording.memory.labels import NOBODY, SCHEMA, MemoryLabels, OutOfMemoryFacts
+from stepscope.recording.memory.snapshot import (
+    EVENT_SCHEMA,
+    AllocatorSettings,
+    Snapshot,
+    Trace,
+    read_segments,
+    read_snapshot,
+)
 from stepscope.recording.store import Manifest, MemoryFacts, Recording
 from stepscope.recording.validation import Repairs, repair
 from stepscope.units import count_noun
@@ -41,10 +49,13 @@ _COMMUNICATION = ("c10d::", "_c10d_functional::", "c10d_functional::", "symm_mem
 _KEEPERS = r"mm|matmul|linear|conv|attention"
 _TOLD = ("category", "name", "shape", "dtype")
 _LENT = ("module", "op", "category", "name", "shape", "dtype", "stack")
+_PIECE = 20 << 20  # bytes of an expandable segment of large blocks that are mapped at once
+_EMPTY = Trace(device=0, events=pl.DataFrame(schema=EVENT_SCHEMA), segments_at_end=(), settings=AllocatorSettings())
 _DIGITS = 10  # the number of a step, mark or operator has fewer digits
 # Frames of the recorder and of PyTorch's module calls, which appear between the frames of the user's code.
 _OUR_FRAMES = (
     "stepscope/measure/",
+    "stepscope/loop/",
     "stepscope/jobs/",
     "stepscope/annotate.py",
     "stepscope/step/annotation.py",
@@ -84,7 +95,7 @@ def _decode_labels(path: Path, snapshot: Snapshot) -> MemoryLabels | None:
 def _all_fit(labels: MemoryLabels) -> bool:
     """Whether every number fits the tables, and every step has a number."""
     rows = [astuple(row) for row in (*labels.marks, *labels.facts, *labels.saved)]
-    values = chain(*rows, *(segment.values() for segment in labels.segments_at_start))
+    values = chain(*rows, *(segment.values() for segment in labels.segments_at_start or ()))
     steps = (mark.value for mark in labels.marks if mark.kind == "step")
     return all(-(2**63) <= value < 2**63 for value in values if isinstance(value, int)) and all(
         step.isdecimal() and len(step) < _DIGITS for step in steps
@@ -103,7 +114,7 @@ def _read_foreign(path: Path, snapshot: Snapshot) -> Recording:
             source="memory snapshot",
             file=path.name,
             notes=(*(note for one in replayed for note in one.notes), *repairs.notes()),
-            memory=MemoryFacts(events=events, estimated_bytes=estimated),
+            memory=MemoryFacts(events=events, estimated_bytes=estimated, oom=_find_failure(snapshot)),
         ),
         allocations=allocations,
         segments=segments,
@@ -128,13 +139,14 @@ def _stacks_table(stacks: tuple[str, ...]) -> pl.DataFrame:
 
 
 def _read_ours(path: Path, snapshot: Snapshot, labels: MemoryLabels) -> Recording:
-    empty = not snapshot.traces or not snapshot.traces[0].events.height
-    if empty:
+    trace = snapshot.traces[0] if snapshot.traces else _EMPTY
+    # Out of memory, the state at that moment is enough.
+    if not trace.events.height and labels.oom is None:
         raise StepscopeError(f"`{path}` has stepscope labels but no events", hint="stepscope memory")
-    trace = snapshot.traces[0]
     replayed = None
     if labels.device != "cpu":
-        replayed = replay(trace, read_segments(path, labels.segments_at_start))
+        start = labels.segments_at_start
+        replayed = replay(trace, None if start is None else read_segments(path, start))
     timeline = _Timeline.make(trace, labels, snapshot.metadata)
     allocations = _label(replayed.allocations if replayed else _pair(trace, labels), timeline, labels)
     allocations, unmatched = _lend(allocations, timeline, labels, trace.events)
@@ -154,6 +166,8 @@ def _read_ours(path: Path, snapshot: Snapshot, labels: MemoryLabels) -> Recordin
         manifest=Manifest(
             source="memory snapshot",
             file=path.name,
+            device=labels.oom.device_name if labels.oom else "",
+            versions={"torch": labels.oom.torch} if labels.oom and labels.oom.torch else {},
             notes=(*notes, *repairs.notes()),
             memory=MemoryFacts(
                 events=trace.events.height,
@@ -163,11 +177,39 @@ def _read_ours(path: Path, snapshot: Snapshot, labels: MemoryLabels) -> Recordin
                 allocator_peak_reserved_bytes=labels.allocator_peak_reserved_bytes,
                 watched_steps=labels.watched_steps,
                 unmatched_steps=tuple(unmatched),
+                oom=_complete(labels.oom, trace) if labels.oom else None,
             ),
         ),
         stacks=_stacks_table(tuple(_without_our_frames(text) for text in snapshot.stacks)),
         **made,
     )
+
+
+def _find_failure(snapshot: Snapshot) -> OutOfMemoryFacts | None:
+    """The last request that failed, of the first device that has one, as the allocator's events show it."""
+    for trace in snapshot.traces:
+        if trace.oom is not None:
+            stack = "" if trace.oom.stack is None else snapshot.stacks[trace.oom.stack]
+            told = OutOfMemoryFacts(asked_bytes=trace.oom.bytes, free_bytes=trace.oom.free_bytes, stack=stack)
+            return _complete(told, trace)
+    return None
+
+
+def _complete(facts: OutOfMemoryFacts, trace: Trace) -> OutOfMemoryFacts:
+    """Add the event, and the free blocks unless memory changed between the failure and the end of the history."""
+    event = trace.oom.event if trace.oom else trace.events.height - 1
+    facts = msgspec.structs.replace(
+        facts, device=trace.device, event=event, has_expandable_segments=trace.settings.expandable_segments
+    )
+    later = trace.events["action"].slice(event + 1)
+    if not later.is_in(["snapshot", "oom"]).all():
+        return facts
+    is_small = facts.asked_bytes <= SMALL
+    segments = [segment for segment in trace.segments_at_end if segment.small == is_small]
+    free = [block.bytes for segment in segments for block in segment.blocks if block.state == "free"]
+    # Expandable segments return memory to the device in these pieces.
+    movable = sum(size - size % _PIECE for size in free)
+    return msgspec.structs.replace(facts, largest_free_bytes=max(free, default=0), movable_bytes=movable)
 
 
 def _without_our_frames(text: str) -> str:
@@ -264,7 +306,7 @@ def _pair(trace: Trace, labels: MemoryLabels) -> pl.DataFrame:
     takes = (trace.events["action"].cast(pl.String) == "alloc").to_list()
     rows: list[tuple[int | None, int | None, int, int]] = []
     living: dict[int, tuple[int | None, int]] = {}
-    for segment in labels.segments_at_start:
+    for segment in labels.segments_at_start or ():
         match segment:
             case {"address": int(address), "total_size": int(size)}:
                 living[address] = (None, size)
@@ -289,10 +331,10 @@ def _pair(trace: Trace, labels: MemoryLabels) -> pl.DataFrame:
 
 def _label(allocations: pl.DataFrame, timeline: _Timeline, labels: MemoryLabels) -> pl.DataFrame:
     started = allocations["start_event"]
-    at = started.fill_null(0).to_numpy()
+    at = started.fill_null(-1).to_numpy()  # -1 selects what is appended
     known = started.is_not_null()
-    marks = pl.Series("mark", timeline.marks[at]).set(~known, None)
-    operators = pl.Series("operator", timeline.operators[at]).set(~known, NOBODY)
+    marks = pl.Series("mark", np.append(timeline.marks, NOBODY)[at]).set(~known, None)
+    operators = pl.Series("operator", np.append(timeline.operators, NOBODY)[at])
     frame = allocations.with_row_index("row").with_columns(marks, operators)
     frame = frame.join(timeline.states, on="mark", how="left", maintain_order="left")
     named = pl.DataFrame(
@@ -302,10 +344,12 @@ def _label(allocations: pl.DataFrame, timeline: _Timeline, labels: MemoryLabels)
     )
     frame = frame.join(named, on="operator", how="left", maintain_order="left")
     frame = frame.join(_fact_table(frame, timeline, labels), on="row", how="left", maintain_order="left")
+    frame = frame.with_columns(module=pl.coalesce("module", "owner")).drop("owner")
     is_communication = pl.any_horizontal(*(pl.col("op").str.starts_with(prefix) for prefix in _COMMUNICATION))
     is_kept = pl.col("end_event").is_null() & (pl.col("step") == 0) & pl.col("op").str.contains(_KEEPERS)
     # No known owner, but still alive after its step.
-    stays = pl.col("end_event").is_null() & (pl.col("step") < timeline.states["step"].max())
+    last_step = pl.lit(timeline.states["step"].max(), dtype=pl.Int32)
+    stays = pl.col("end_event").is_null() & (pl.col("step") < last_step)
     otherwise = (
         pl.when(pl.col("start_event").is_null())
         .then(pl.lit("other"))
@@ -330,12 +374,13 @@ def _fact_table(frame: pl.DataFrame, timeline: _Timeline, labels: MemoryLabels) 
             one.name,
             None if one.shape is None else msgspec.json.encode(one.shape).decode(),
             one.dtype,
+            one.module,
             timeline.position(one.mark) if one.operator < 0 else 0,
         )
         for one in labels.facts
     ]
     whole, text = pl.Int64, pl.String
-    schema = {"operator": whole, "address": whole, **dict.fromkeys(_TOLD, text), "position": whole}
+    schema = {"operator": whole, "address": whole, **dict.fromkeys((*_TOLD, "owner"), text), "position": whole}
     facts = pl.DataFrame(rows, schema=schema, orient="row").with_columns(
         rank=pl.col("category").replace_strict({name: i for i, name in enumerate(RANKED)}, default=len(RANKED))
     )
@@ -345,10 +390,11 @@ def _fact_table(frame: pl.DataFrame, timeline: _Timeline, labels: MemoryLabels) 
     by_address = by_address.filter(
         (pl.col("start_event").fill_null(-1) < pl.col("position"))
         & (pl.col("end_event").is_null() | (pl.col("end_event") >= pl.col("position")))
-        # Autograd also saves inputs and buffers, which stay allocated anyway.
-        & (pl.col("start_event").is_not_null() | (pl.col("category") != "activations"))
+        # Autograd also saves inputs and buffers, which stay allocated anyway. Out of memory, the history may be shorter
+        # than the step, and the facts tell them apart.
+        & (pl.col("start_event").is_not_null() | (pl.col("category") != "activations") | (labels.oom is not None))
     )
-    columns = ["row", *_TOLD, "rank"]
+    columns = ["row", *_TOLD, "owner", "rank"]
     found = pl.concat([by_operator.select(columns), by_address.select(columns)])
     return found.sort("rank", maintain_order=True).unique("row", keep="first").drop("rank")
 

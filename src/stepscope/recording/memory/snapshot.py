@@ -106,6 +106,16 @@ class AllocatorSettings:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class FailedRequest:
+    """An out-of-memory event: what was asked for, and what the device had left."""
+
+    event: int
+    bytes: int
+    free_bytes: int
+    stack: int | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Trace:
     """The trace of one device. `events` has the columns of EVENT_SCHEMA; its `bytes` are requested sizes."""
 
@@ -113,6 +123,7 @@ class Trace:
     events: pl.DataFrame
     segments_at_end: tuple[Segment, ...]
     settings: AllocatorSettings
+    oom: FailedRequest | None = None  # the last one
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -245,10 +256,11 @@ class _Reader:
                 self._refuse(f"device_traces[{device}]", "a list")
             if entries or device in segments:
                 events = self._events(entries, f"device_traces[{device}]")
+                failed = self._failed(entries, events, f"device_traces[{device}]")
                 entries.clear()  # frees about 500 bytes per event before the next device is read
                 ended = tuple(sorted(segments.get(device, ()), key=lambda segment: segment.address))
                 chosen = self._settings(settings, events, ended)
-                traces.append(Trace(device=device, events=events, segments_at_end=ended, settings=chosen))
+                traces.append(Trace(device=device, events=events, segments_at_end=ended, settings=chosen, oom=failed))
         return Snapshot(
             traces=tuple(traces), stacks=tuple(self._stacks.texts), metadata=tuple(self._metadata), labels=labels
         )
@@ -279,6 +291,15 @@ class _Reader:
             "metadata": _positions(self._metadata_numbers(entries, place), len(entries)),
         }
         return pl.DataFrame(columns, schema=EVENT_SCHEMA)
+
+    def _failed(self, entries: list[Any], events: pl.DataFrame, place: str) -> FailedRequest | None:
+        at = (events["action"] == "oom").arg_true()
+        if not at.len():
+            return None
+        event = int(at[-1])
+        free = self._integer(entries[event], "device_free", f"{place}[{event}]", most=_MOST_BYTES, absent=0)
+        size, stack = events["bytes"][event], events["stack"][event]
+        return FailedRequest(event=event, bytes=size, free_bytes=free, stack=stack)
 
     def _actions(self, entries: list[Any], place: str) -> NDArray[np.uint8]:
         actions = [entry.get("action") for entry in entries]

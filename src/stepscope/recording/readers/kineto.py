@@ -17,6 +17,7 @@ import numpy as np
 import polars as pl
 
 from stepscope.errors import StepscopeError
+from stepscope.recording.readers.kineto_events import Ints
 from stepscope.recording.readers.kineto_stream import TraceStream
 from stepscope.recording.store import Manifest, Recording
 from stepscope.recording.tables import KERNEL_LAUNCHES, conform
@@ -116,9 +117,10 @@ class TraceReader:
             name: repair(name, block.get(name, pl.DataFrame()), self._repairs)
             for name in ("ops", "launches", "kernels", "ranges")
         }
+        frames = repair("ranges", block.get("frames", pl.DataFrame()), Repairs())
         recording = Recording(
             manifest=_UNKNOWN,
-            ops=_ops(found["ops"]),
+            ops=_add_sources(_ops(found["ops"]), frames),
             launches=conform("launches", found["launches"].drop("kind", strict=False)),
             kernels=_kernels(found["kernels"]),
             ranges=_ranges(found["ranges"]),
@@ -201,6 +203,60 @@ def _ops(frame: pl.DataFrame) -> pl.DataFrame:
     ops = conform("ops", frame.drop("kind", strict=False))
     # `Fwd thread id` is 0 on operators of the forward pass itself.
     return ops.with_columns(forward_thread=pl.when(pl.col("forward_thread") > 0).then(pl.col("forward_thread")))
+
+
+def _add_sources(ops: pl.DataFrame, frames: pl.DataFrame) -> pl.DataFrame:
+    """Return operators with the innermost frame of the user's code around them. Those that run the backward of a node
+    have that of the operator that created it."""
+    if not frames.height or not ops.height:
+        return ops
+    thread = ["process", "thread"]
+    calls = frames.sort("start_ns", -pl.col("end_ns")).partition_by(thread, as_dict=True)
+    source = np.full(ops.height, -1, np.int64)
+    names = pl.concat([pl.Series([], dtype=pl.String), *(one["name"] for one in calls.values())])
+    first = 0
+    asking = ops.with_row_index("row").select("row", "start_ns", *thread).partition_by(thread, as_dict=True)
+    for key, group in calls.items():
+        asked = asking.get(key)
+        if asked is not None:
+            moments, rows = _follow_stack(group["start_ns"].to_list(), group["end_ns"].to_list())
+            open_then = rows[np.searchsorted(moments, asked["start_ns"].to_numpy(), side="right")]
+            source[asked["row"].to_numpy()] = np.where(open_then < 0, -1, open_then + first)
+        first += group.height
+    own = names.gather(pl.Series(source).replace(-1, None))
+    made = ops.with_columns(source=own).filter(
+        pl.col("sequence").is_not_null() & pl.col("forward_thread").is_null() & pl.col("source").is_not_null()
+    )
+    made = made.unique(["process", "sequence"], keep="last", maintain_order=True)
+    forward = made.select("process", "sequence", made_at="source")
+    joined = ops.select("process", "sequence", "forward_thread").join(
+        forward, on=["process", "sequence"], how="left", maintain_order="left"
+    )
+    runs_backward = pl.col("forward_thread").is_not_null()
+    return ops.with_columns(
+        source=joined.select(pl.coalesce(own, pl.when(runs_backward).then("made_at")).alias("source"))["source"]
+    )
+
+
+def _follow_stack(starts: Sequence[int], ends: Sequence[int]) -> tuple[Ints, Ints]:
+    """Return the moments at which another frame becomes the innermost one, and which one that is: the first before
+    all moments, the others from each moment on; -1 if none is open."""
+    moments: list[int] = []
+    rows = [-1]
+    opened: list[int] = []
+
+    def close_until(now: int | None) -> None:
+        while opened and (now is None or ends[opened[-1]] <= now):
+            moments.append(ends[opened.pop()])
+            rows.append(opened[-1] if opened else -1)
+
+    for row, start in enumerate(starts):
+        close_until(start)
+        opened.append(row)
+        moments.append(start)
+        rows.append(row)
+    close_until(None)
+    return np.array(moments, np.int64), np.array(rows, np.int64)
 
 
 def _kernels(frame: pl.DataFrame) -> pl.DataFrame:

@@ -21,6 +21,7 @@ from msgspec import Raw
 from numpy.typing import NDArray
 
 from stepscope.recording.readers.json_blocks import BETWEEN_EVENTS
+from stepscope.recording.readers.python_frames import name_user_frame
 
 IMPOSSIBLE = -(2**62)  # an invalid time: NaN, or larger than any clock
 NONE = -1  # null in columns of counts and ids, which are never negative
@@ -197,13 +198,14 @@ class _Numbering(dict[str, int]):
 
 class EventDecoder:
     """Converts blocks to columns. Texts keep their numbers from block to block, so each is sent once; after many, they
-    are forgotten and numbered anew. Without `with_arguments`, operators have no shapes, types and strides."""
+    are forgotten and numbered anew. Without `with_arguments`, operators have no shapes, types, strides and lines."""
 
     def __init__(self, *, with_arguments: bool = True) -> None:
         self._with_arguments = with_arguments
         self._numbers = _Numbering()
         self._kinds = _Kinds()
         self._kept_frames: dict[str, bool] = {}
+        self._user_frames: dict[str, str] = {}
 
     def decode(self, block: bytes) -> Decoded:
         """Decode a block. Raise BadBlockError if the text is not a list of events."""
@@ -256,7 +258,7 @@ class EventDecoder:
         decoded = Decoded(tables=tables, new_texts=numbers.new, starts_over=numbers.starts_over, ignored=ignored)
         numbers.new, numbers.starts_over = [], False
         if len(numbers) > _MOST_TEXTS:
-            self._numbers, self._kinds, self._kept_frames = _Numbering(), _Kinds(), {}
+            self._numbers, self._kinds, self._kept_frames, self._user_frames = _Numbering(), _Kinds(), {}, {}
         return decoded
 
     def _sort(self, events: Sequence[Event]) -> tuple[dict[str, list[Event]], int]:
@@ -271,6 +273,8 @@ class EventDecoder:
         groups = {kind: [event for event in group if event.ph == "X"] for kind, group in by_kind.items()}
         groups |= {f"flow {end}": [event for event in flows if event.ph == end] for end in "sf"}
         if "python" in groups:
+            if self._with_arguments:
+                groups["frame"] = [event for event in groups["python"] if self._name_frame(event.name)]
             groups["python"] = [event for event in groups["python"] if self._is_kept(event.name)]
         # Before PyTorch 1.12, operators and `record_function` ranges share a category.
         for event in groups.pop(_OLD_OP, ()):
@@ -285,6 +289,9 @@ class EventDecoder:
                 return self._launches(group)
             case "op":
                 return self._ops(group)
+            case "frame":
+                names = [self._user_frames[event.name] for event in group]
+                return {"name": self._texts(names), **_threads(group)}
             case "flow s" | "flow f":
                 return {"id": _numbers([event.id for event in group]), **_threads(group)}
             case _:
@@ -296,6 +303,13 @@ class EventDecoder:
         except KeyError:
             kept = self._kept_frames[name] = _FRAMES.search(name) is not None
             return kept
+
+    def _name_frame(self, name: str) -> str:
+        try:
+            return self._user_frames[name]
+        except KeyError:
+            named = self._user_frames[name] = name_user_frame(name)
+            return named
 
     def _texts(self, values: Sequence[str]) -> Ints:
         return np.fromiter(map(self._numbers.__getitem__, values), np.int64, len(values))

@@ -38,15 +38,16 @@ _TABLES = {
     "memset": "kernels",
     "user": "ranges",
     "python": "ranges",
+    "frame": "frames",
     "flow s": "flows",
     "flow f": "flows",
 }
 
 
 class TraceStream:
-    """Iterate over the tables of the trace (`ops`, `launches`, `kernels`, `ranges`, `flows`), with their `kind`: all at
-    once or, if memory is bounded, a few blocks at a time and without the arguments of operators. Afterwards, `notes`
-    and the counters say what was left out."""
+    """Iterate over the tables of the trace (`ops`, `launches`, `kernels`, `ranges`, `frames`, `flows`), with their
+    `kind`: all at once or, if memory is bounded, a few blocks at a time and without the arguments and lines of
+    operators. Afterwards, `notes` and the counters say what was left out."""
 
     def __init__(self, path: Path, *, is_bounded: bool) -> None:
         self.blocks = Blocks(path)

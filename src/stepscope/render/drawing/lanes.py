@@ -22,9 +22,9 @@ from stepscope.render.numbers import format_tick, format_value
 from stepscope.units import TIME_UNITS, count_noun
 
 _MOST_NAME, _NAME_SIZE, _INSIDE_SIZE = 110.0, 11.5, 10.0
-_HEIGHTS = {"phase": 20.0, "layer": 16.0, "module": 16.0, "stream": 42.0, "host": 18.0}
+_HEIGHTS = {"phase": 20.0, "layer": 16.0, "module": 16.0, "stream": 42.0, "host": 18.0, "rank": 18.0}
 _GAP = 6.0
-_MOST_TRACKS = 14
+_MOST_TRACKS = 16
 # Spans narrower than this, in pixels, are merged into columns; columns are wider if there are many streams.
 _LEAST_BOX, _COLUMN, _WIDE_COLUMN = 1.5, 1.5, 4.0
 _MANY_STREAMS = 3
@@ -111,7 +111,7 @@ def _choose_fills(lanes: Lanes, track: Track) -> list[str]:
     if track.kind in ("layer", "module"):
         return [_NEUTRAL[at % len(_NEUTRAL)] for at in range(len(track.spans.groups))]
     palette = Palette(assign_colours([lanes]))
-    tint = 0.0 if track.kind == "stream" else _PHASE_TINT
+    tint = 0.0 if track.kind in ("stream", "rank") else _PHASE_TINT
     fills = [mix(palette.fill(group), "#ffffff", tint) for group in lanes.groups]
     return [fills[group] for group in track.spans.groups]
 
@@ -172,8 +172,9 @@ def sum_groups(lanes: Lanes) -> list[tuple[int, int]]:
 
 
 def _make_signs(palette: Palette, lanes: Lanes) -> list[Sign]:
-    """Return the legend: each class with its share of the step, largest first."""
-    span_ns = max(1, lanes.span_ns)
+    """Return the legend: each class with its share of the step, largest first. Of several ranks, the mean."""
+    ranks = sum(track.kind == "rank" for track in lanes.tracks)
+    span_ns = max(1, lanes.span_ns) * max(1, ranks)
     ranked = [(lanes.groups[group], time / span_ns) for group, time in sum_groups(lanes)[:_MOST_SIGNS]]
     return [
         Sign(fill=palette.fill(group), text=f"{clean(group, 30) or 'unknown'} {_format_share(share)}")

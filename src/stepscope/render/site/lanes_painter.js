@@ -4,7 +4,7 @@
 // width of the canvas plus the number of visible spans, not the number of pixels. Where spans are thinner than a pixel, a
 // column has the colour of its largest group, with the share of busy time as opacity. Idle time stays empty.
 function makeLanesPainter(model, { map, back, front }, page) {
-  const HEIGHTS = { phase: 24, layer: 20, module: 18, stream: 30, host: 20 };
+  const HEIGHTS = { phase: 24, layer: 20, module: 18, stream: 30, host: 20, rank: 20 };
   const [GAP, AXIS, LABEL_ROW, MAP_ROW, NARROW, LEAST_NAME] = [5, 30, 15, 9, 640, 13];
   const { rule } = plotting;
   const { part, tracks, spanNs, roomNs, view, plot, state } = model;

@@ -141,6 +141,10 @@ def _write_card(advice: Advice) -> str:
             f'<p class="saving"><strong>−{saved}</strong>{per_cent}{adds}</p>'
             f'<progress class="meter" max="1" value="{min(max(share, 0.0), 1.0):.4f}" aria-hidden="true"></progress>'
         )
+    elif finding.saving_bytes is not None:
+        enough = "enough for a whole step" if finding.is_enough else "not enough alone"
+        saved = format_value("bytes", finding.saving_bytes)
+        saving = f'<p class="saving"><strong>−{saved}</strong> · {enough}</p>'
     fixes = "".join(map(write_copyable, advice.fixes[:1]))
     if advice.fixes[1:]:
         others = "".join(map(write_copyable, advice.fixes[1:]))

@@ -19,6 +19,8 @@ from stepscope.recording.rows.bench import BenchRow
 from stepscope.recording.store import Overhead, Recording
 from stepscope.spec import build_case
 from tests.unit.explain.story.story_materials import CASE, HERE, small_row
+from tests.unit.loop_recordings import LoopPlan, record_loop
+from tests.unit.rank_recordings import reduce_ranks
 from tests.unit.recordings import (
     ADD,
     ALL_REDUCE,
@@ -127,18 +129,44 @@ def plans() -> st.SearchStrategy[Plan]:
     )
 
 
+def loop_plans() -> st.SearchStrategy[LoopPlan]:
+    times = st.sampled_from((0, 13, 250, 2_300))
+    return st.builds(
+        LoopPlan,
+        on_cpu=st.booleans(),
+        steps=st.sampled_from((1, 2, 3)),
+        micro_batches=st.sampled_from((1, 2, 4)),
+        loading_us=times,
+        collating_us=st.sampled_from((0, 0, 40)),
+        num_workers=st.sampled_from((0, 2)),
+        kernel_us=st.sampled_from((2, 20, 300)),
+        host_us=st.sampled_from((5, 30)),
+        logging_us=times,
+        checkpoint_us=st.sampled_from((0, 0, 700)),
+        reads_loss=st.booleans(),
+        waits=st.booleans(),
+        unprofiled=st.sampled_from((None, 0.3, 0.8, 1.0, 1.4)),
+    )
+
+
 # --- Building ---------------------------------------------------------------------------------------------------------
+
+
+def build_loop(plan: LoopPlan) -> tuple[Run, Materials]:
+    """The same for a script that `stepscope run` recorded."""
+    run = Run([Opened.of(Path("loop"), record_loop(plan))])
+    return run, Materials(name="loop", profile=run.profile)
 
 
 def build(plan: Plan, name: str = "run") -> tuple[Run, Materials]:
     """The run as `explain` reads it, and everything that its page knows."""
     recordings = [_record(plan, name, rank) for rank in range(plan.ranks)]
-    run = Run([Opened(Path(f"{name}-{rank}"), one, None) for rank, one in enumerate(recordings)])
+    run = Run([Opened.of(Path(f"{name}-{rank}"), one) for rank, one in enumerate(recordings)])
     profiles = tuple(rank.profile for rank in run.ranks)
     materials = Materials(
         name=name,
         profile=profiles[0],
-        ranks=profiles if len(profiles) > 1 else (),
+        ranks=reduce_ranks(profiles) if len(profiles) > 1 else (),
         bench=_time(plan, run) if plan.timed is not None else (),
     )
     return run, materials

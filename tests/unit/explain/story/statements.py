@@ -22,6 +22,7 @@ from stepscope.findings import (
     Cell,
     Fact,
     Finding,
+    Lanes,
     Part,
     Questions,
     Report,
@@ -182,7 +183,14 @@ def read_page(report: Report, *, explains_step: bool, has_idle: bool) -> Iterato
         count = float(found[1].replace(",", ""))
         yield Statement(quantity="kernels", value=count, rounding=0.501, where="timeline's lead")
     yield from times_in("kernel time", r"take TIME", lead_of(report, "time"), "breakdown's lead")
+    yield from times_in("step", "The CPU spends a step of TIME", lead_of(report, "loop"), "loop's lead")
     for key, part in parts_of(report):
+        if key == "loop-time" and isinstance(part, Bars):
+            yield exactly("step", math.fsum(column[0] or 0.0 for column in part.values) * 1e6, "loop's chart")
+        if key == "loop-syncs" and isinstance(part, Table):
+            yield from _read_syncs(part, "syncs on the page")
+        if key == "loop-table" and isinstance(part, Table):
+            yield from _read_loop(part, "loop's table on the page")
         if isinstance(part, Breakdown):
             yield from _read_breakdown(part, 0, key, has_idle=has_idle)
         if isinstance(part, Questions):
@@ -292,6 +300,8 @@ def read_explain(run: Run) -> Iterator[Statement]:
             for row in table.rows:
                 time = of_table(f"time of phase {row[0]}", row[place_of(table, "kernel_ms")], "table phases")
                 yield time.scaled(1e6)
+    yield from _read_loop(make_part(profile, "loop"), "table loop")
+    yield from _read_syncs(make_part(profile, "syncs"), "table syncs")
     if len(run.ranks) > 1:
         yield from _read_ranks(next(one for one in page.tables if one.title == "Ranks"), profile.has_gaps)
 
@@ -310,6 +320,25 @@ def _read_classes(table: Table, devices: int, *, has_idle: bool) -> Iterator[Sta
             yield of_table(f"time of class {name}", row[kernels], "table classes").scaled(1e6)
     yield exactly("kernel time", math.fsum(column(table, "kernel_ms")) * 1e6, "table classes")
     yield exactly("kernels", math.fsum(column(table, "count")), "table classes")
+
+
+def _read_loop(table: Table, where: str) -> Iterator[Statement]:
+    """The parts, their total, and what belongs to a kernel's phase too."""
+    for row in table.rows:
+        yield of_table(f"CPU time of {row[0]}", row[place_of(table, "cpu_ms")], where)
+        if row[0] == "waiting for the GPU":  # all waits of these recordings are on the thread of the loop
+            yield of_table("waiting for the GPU", row[place_of(table, "cpu_ms")], where)
+    *parts, total = column(table, "cpu_ms") or [0.0]
+    if parts:
+        yield exactly("step", math.fsum(parts) * 1e6, f"parts of {where}")
+        yield exactly("step", total * 1e6, where)
+    if parts and any(one.key == "gpu_ms" for one in table.columns):
+        yield exactly("kernel time", math.fsum(column(table, "gpu_ms")[:-1]) * 1e6, f"parts of {where}")
+
+
+def _read_syncs(table: Table, where: str) -> Iterator[Statement]:
+    if table.rows:
+        yield exactly("waiting for the GPU", math.fsum(column(table, "wait_ms")), where)
 
 
 def _read_ranks(table: Table, has_idle: bool) -> Iterator[Statement]:
@@ -421,9 +450,27 @@ def check_report(report: Report, run: Run) -> Iterator[Contradiction]:
             for place, label in enumerate(part.labels):
                 if any((one[place] or 0) < 0 for one in part.values):
                     yield Contradiction("negative part", f"{key}, {label}: {[one[place] for one in part.values]}")
+    yield from _check_ranks(report)
     steps = [part.walls_ns[-1] for _, part in parts_of(report) if isinstance(part, Breakdown)]
     if report.advice is not None:
         yield from check_savings([advice.finding for advice in report.advice], steps[0], find_room(run), "card")
+
+
+def _check_ranks(report: Report) -> Iterator[Contradiction]:
+    """Compute as a multiple of the mean has a mean of 1, the lead names the largest, and a timeline fits its step."""
+    for section in (one for one in report.sections if one.key == "ranks"):
+        tables = [one.part for one in section.exhibits if isinstance(one.part, Table) and one.key == "ranks-table"]
+        for table in tables:
+            ratios = column(table, "compute_ratio")
+            if any(ratios):
+                yield from check_sum(ratios, float(len(ratios)), "compute of ranks as multiples of their mean")
+            for said in re.findall(r"computes ([\d.]+)× the mean", section.lead):
+                if abs(float(said) - max(ratios)) > 0.006:
+                    yield Contradiction("imbalance", f"{said} in the lead, {max(ratios)} in the table")
+        for lanes in (one.part for one in section.exhibits if isinstance(one.part, Lanes)):
+            for track in lanes.tracks:
+                if sum(track.spans.lengths_ns) > lanes.span_ns:
+                    yield Contradiction("longer than the step", f"{track.label} of {lanes.title}")
 
 
 def _check_breakdown(part: Breakdown, where: str) -> Iterator[Contradiction]:
@@ -515,7 +562,7 @@ def check_clock(run: Run) -> Iterator[Contradiction]:
 def check_top_kernels(run: Run) -> Iterator[Contradiction]:
     """The kernels that a finding names as the longest are the first rows of the table of kernels."""
     told = next((one.evidence for one in run.ranks[0].findings if one.code == "SS014"), "")
-    named = re.findall(rf"(.+?) \({PERCENT}\)(?:, |$)", told)
+    named = re.findall(rf"(.+?) \({PERCENT}\)(?:, |$)", told.partition("; mostly launched at")[0])
     table = make_part(run.profile, "kernels")
     for (short, under, number), row in zip(named, table.rows, strict=False):
         cells = dict(zip((one.key for one in table.columns), row, strict=True))
@@ -536,6 +583,16 @@ def check_explain(run: Run) -> Iterator[Contradiction]:
         if name == "ranges":  # they are nested
             for share in column(table, "share"):
                 yield from check_most(share * profile.step_ns, profile.step_ns, "share of a range")
+        elif name == "loop":
+            yield from check_sum(column(table, "share")[:-1], 1.0 if table.rows else 0.0, "shares of table loop")
+            yield from (
+                Contradiction("negative part", f"table loop: {row}")
+                for row in table.rows
+                if (row[place_of(table, "cpu_ms")] or 0) < 0  # type: ignore[operator]
+            )
+        elif name == "syncs":  # several threads may wait at the same time
+            for share in column(table, "share"):
+                yield from check_most(share * profile.step_ns, profile.step_ns, "share of a wait")
         elif "share" in keys:
             yield from check_sum(column(table, "share"), 1.0, f"shares of table {name}")
     classes = make_part(profile, "classes")

@@ -12,7 +12,16 @@ from stepscope.api.run import Run
 from stepscope.explain.story import Materials, tell, tell_both
 from stepscope.explain.trace.compare import ProfileComparison
 from stepscope.findings import Report
-from tests.unit.explain.story.random_recordings import Plan, Timed, Unprofiled, Work, build, plans
+from tests.unit.explain.story.random_recordings import (
+    Plan,
+    Timed,
+    Unprofiled,
+    Work,
+    build,
+    build_loop,
+    loop_plans,
+    plans,
+)
 from tests.unit.explain.story.statements import (
     Contradiction,
     Statement,
@@ -26,6 +35,7 @@ from tests.unit.explain.story.statements import (
     read_page,
     read_pair,
 )
+from tests.unit.loop_recordings import LoopPlan
 
 # The same plans in every run: a contradiction found once stays found.
 QUICK = settings(
@@ -85,6 +95,17 @@ def test_a_page_and_explain_agree(plan: Plan) -> None:
 
 
 @QUICK
+@given(plan=loop_plans())
+@example(plan=LoopPlan(on_cpu=True, loading_us=250, kernel_us=300, unprofiled=0.3))
+def test_a_page_of_a_loop_agrees(plan: LoopPlan) -> None:
+    run, materials = build_loop(plan)
+    page = tell(materials)
+    statements = read_run(run, materials, page)
+    found = [*check_same(statements), *check_report(page, run), *check_explain(run)]
+    assert not found, say(found)
+
+
+@QUICK
 @given(a=plans(), b=plans())
 @example(
     a=Plan(work=PAUSED, source="stepscope", unprofiled=Unprofiled(factor=0.6), timed=Timed(factor=0.8)),
@@ -131,6 +152,13 @@ def test_sentences_are_still_read() -> None:
     run, materials = build(Plan(work=(*COMMUNICATING, Work(kind="all-reduce", us=900))))
     told = {(one.quantity, one.where.partition(" (")[0]) for one in read_run(run, materials, tell(materials))}
     assert {("exposed", "card SS011"), ("hidden", "card SS011"), ("exposed share", "headline")} <= told
+
+    run, materials = build_loop(LoopPlan(waits=True))
+    told = {(one.quantity, one.where.partition(" (")[0]) for one in read_run(run, materials, tell(materials))}
+    loop = ("table loop", "parts of table loop", "loop's table on the page", "loop's chart", "loop's lead")
+    assert {("step", where) for where in loop} <= told
+    assert {("CPU time of backward", "table loop"), ("CPU time of backward", "loop's table on the page")} <= told
+    assert ("waiting for the GPU", "table syncs") in told
 
     runs = [build(paused, "a"), build(Plan(work=GEMMS, source="stepscope"), "b")]
     pair, comparison = tell_both(runs[0][1], runs[1][1]), runs[0][0].compare(runs[1][0]).comparison

@@ -6,7 +6,7 @@ from dataclasses import replace
 import msgspec
 import pytest
 
-from stepscope.explain.ranks.lateness import match_ranks
+from stepscope.explain.ranks.matching import match_ranks
 from stepscope.explain.ranks.rank_tables import ranks_headline, ranks_table
 from stepscope.explain.story.run import tell
 from stepscope.explain.story.sections.ranks import show_ranks, tell_ranks
@@ -14,7 +14,7 @@ from stepscope.explain.story.sources import Materials
 from stepscope.explain.trace.profile import Profile
 from stepscope.findings import Bars, Table
 from stepscope.hardware import Hardware
-from tests.unit.rank_recordings import Rank, record_ranks
+from tests.unit.rank_recordings import Rank, record_ranks, reduce_ranks
 from tests.unit.recordings import ALL_REDUCE, GEMM_BF16, STREAM, Timeline
 from tests.unit.rows import ENVIRONMENT
 
@@ -34,7 +34,8 @@ def rank_of(compute_us: int, *, rank: int | None = None, steps: int = 2) -> Prof
 
 
 def bars_of(*profiles: Profile) -> Bars:
-    (first, second, *_) = tell_ranks(profiles, match_ranks(profiles))
+    ranks = reduce_ranks(profiles)
+    (first, second, *_) = tell_ranks(ranks, match_ranks(ranks))
     assert isinstance(first.part, Bars)
     assert isinstance(second.part, Table)
     assert (first.key, second.key) == ("ranks-time", "ranks-table")
@@ -69,36 +70,37 @@ def test_ranks_without_a_number_are_named_by_position() -> None:
 
 def test_unknown_rank_has_no_number() -> None:
     profiles = rank_of(100), rank_of(100)
-    assert [row[0] for row in ranks_table(profiles, None).rows] == [None, None]
+    assert [row[0] for row in ranks_table(reduce_ranks(profiles), None).rows] == [None, None]
 
 
 def test_traces_without_marked_steps_are_not_called_steps() -> None:
     profiles = record_ranks([Rank(compute_us=[100.0] * 12)] * 2, marked=False)
-    times = match_ranks(profiles)
-    said = [ranks_headline(profiles, times), *ranks_table(profiles, times).notes, *bars_of(*profiles).notes]
+    reduced = reduce_ranks(profiles)
+    times = match_ranks(reduced)
+    said = [ranks_headline(reduced, times), *ranks_table(reduced, times).notes, *bars_of(*profiles).notes]
     assert said[0].startswith("2 ranks: trace ")
-    section = show_ranks(Materials(name="run", profile=profiles[0], ranks=tuple(profiles)))
-    said += [section.lead, ranks_table(profiles, times).columns[2].label, bars_of(*profiles).title]
+    section = show_ranks(Materials(name="run", profile=profiles[0], ranks=reduce_ranks(profiles)))
+    said += [section.lead, ranks_table(reduced, times).columns[2].label, bars_of(*profiles).title]
     assert not [one for one in said if "step" in one.lower()]
 
 
 def test_single_rank_has_no_comparison() -> None:
-    assert tell_ranks([rank_of(100, rank=0)], None) == ()
+    assert tell_ranks(reduce_ranks([rank_of(100, rank=0)]), None) == ()
     assert tell_ranks([], None) == ()
 
 
 def test_page_names_the_rank_it_shows_and_the_late_one() -> None:
     ranks = [Rank(compute_us=[100.0] * 12), Rank(compute_us=[100.0] * 12, idle_us=[302.0] * 12)]
     profiles = tuple(record_ranks(ranks))
-    report = tell(Materials(name="run", profile=profiles[0], ranks=profiles))
+    report = tell(Materials(name="run", profile=profiles[0], ranks=reduce_ranks(profiles)))
     assert "rank 0 of 2 recorded ranks" in report.subtitle
     assert "wait 1.2 ms for rank 1" in report.sentence
-    assert report.title == "2 ranks"
-    assert re.match(r"2 ranks: [\d.]+ ms per step on rank 0; ", report.sentence)
+    assert report.title == "train.py: training step, 2 ranks"
+    assert re.match(r"train\.py, 2 ranks: [\d.]+ ms per step on rank 0; ", report.sentence)
     assert all(fact.note.endswith("; rank 0") for fact in report.facts)
     assert report.picture is not None
     assert report.picture.runs == ("rank 0",)
-    assert tell(Materials(name="run", profile=profiles[0])).title == "run"
+    assert tell(Materials(name="run", profile=profiles[0])).title == "train.py: training step"
     assert report.advice is not None
     assert report.advice[0].finding.code == "SS030"
     (section,) = [one for one in report.sections if one.key == "ranks"]
@@ -115,7 +117,7 @@ def test_page_of_ranks_with_different_measured_peaks_names_the_rank_it_shows() -
         hardware = Hardware(name="Some CPU", peak_flops={"fp32": tflops * 1e12}, source="measured")
         environment = msgspec.structs.replace(ENVIRONMENT, hardware=hardware)
         profiles.append(replace(one, recording=one.recording.with_manifest(environment=environment)))
-    report = tell(Materials(name="run", profile=profiles[1], ranks=tuple(profiles)))
+    report = tell(Materials(name="run", profile=profiles[1], ranks=reduce_ranks(profiles), shown=1))
     assert "rank 1 of 2 recorded ranks" in report.subtitle
 
 
@@ -129,6 +131,6 @@ def test_ranks_without_a_recording_are_counted() -> None:
         replace(one, recording=one.recording.with_manifest(world_size=8))
         for one in record_ranks([Rank(compute_us=[100.0] * 12)] * 2)
     )
-    report = tell(Materials(name="rank0.json.gz", profile=profiles[0], ranks=profiles))
-    assert report.title == "2 of 8 ranks"
-    assert report.sentence.startswith("2 of 8 ranks: ")
+    report = tell(Materials(name="rank0.json.gz", profile=profiles[0], ranks=reduce_ranks(profiles)))
+    assert report.title == "train.py: training step, 2 of 8 ranks"
+    assert report.sentence.startswith("train.py, 2 of 8 ranks: ")

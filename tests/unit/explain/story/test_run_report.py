@@ -34,6 +34,7 @@ from tests.unit.explain.story.story_materials import (
     small_row,
     traced,
 )
+from tests.unit.rank_recordings import reduce_ranks
 from tests.unit.recordings import Timeline as Recorded
 from tests.unit.snapshot_files import MIB, Model, write
 
@@ -154,10 +155,10 @@ def test_missing_bench_is_listed() -> None:
 
 def test_only_several_ranks_have_a_section() -> None:
     one = record(product)
-    several = Materials(name="a", profile=one, ranks=(one, record(product, product)))
+    several = Materials(name="a", profile=one, ranks=reduce_ranks((one, record(product, product))))
     check(tell(several))
     assert section(tell(several), "ranks").exhibits
-    alone = tell(Materials(name="a", profile=one, ranks=(one,)))
+    alone = tell(Materials(name="a", profile=one, ranks=reduce_ranks((one,))))
     assert "ranks" not in [part.key for part in alone.sections]
 
 

@@ -73,6 +73,43 @@ ADVICE: dict[StrategyName, StrategyAdvice] = {
         paste="work = torch.distributed.all_reduce(tensor, async_op=True)\n...  # other work\nwork.wait()",
     ),
 }
+# Where the classes of the run or its ranges tell which implementation it is.
+FSDP1 = StrategyAdvice(
+    seen="weights are all-gathered in forward and backward (FullyShardedDataParallel, FSDP1)",
+    action="Prefetch the weights of the next unit in both passes, wrap larger units, or change to `fully_shard`",
+    paste=(
+        "from torch.distributed.fsdp import BackwardPrefetch, FullyShardedDataParallel\n"
+        "model = FullyShardedDataParallel(\n"
+        "    model, auto_wrap_policy=policy, forward_prefetch=True, limit_all_gathers=True,\n"
+        "    backward_prefetch=BackwardPrefetch.BACKWARD_PRE, use_orig_params=True\n"
+        ")"
+    ),
+)
+FSDP2 = StrategyAdvice(
+    seen="weights are all-gathered in forward and backward (fully_shard, FSDP2)",
+    action="Gather the weights of the next block while the current one computes, and shard larger units",
+    paste=(
+        "for block, following in zip(blocks, blocks[1:]):  # after fully_shard(block)\n"
+        "    block.set_modules_to_forward_prefetch([following])\n"
+        "    following.set_modules_to_backward_prefetch([block])\n"
+        "# fully_shard(block, reshard_after_forward=False): gathers once per step, if memory allows"
+    ),
+)
+ZERO_OPTIMIZER = StrategyAdvice(
+    seen="each rank updates a shard of the weights and sends it to the others (ZeroRedundancyOptimizer, ZeRO-1)",
+    action="Send updated weights in buckets, and overlap them with backward",
+    paste=(
+        "optimizer = torch.distributed.optim.ZeroRedundancyOptimizer(\n"
+        "    model.parameters(), optimizer_class=torch.optim.AdamW, lr=lr, parameters_as_bucket_view=True\n"
+        ")\n"
+        "# overlap_with_ddp=True, with model.register_comm_hook(None, hook_with_zero_step(hook, model, optimizer))"
+    ),
+)
+DEEPSPEED = StrategyAdvice(
+    seen="gradients are reduce-scattered and weights all-gathered (DeepSpeed ZeRO)",
+    action="Overlap communication with backward, and use larger buckets",
+    paste='"zero_optimization": {"overlap_comm": true, "contiguous_gradients": true, "reduce_bucket_size": 5e8}',
+)
 # For DDP, what helps depends on its messages.
 LARGER_BUCKETS = StrategyAdvice(
     seen=_DDP,

@@ -29,11 +29,15 @@ from stepscope.explain.rules.evidence import WORTH_SAYING, Gain, StepEvidence, m
 from stepscope.explain.rules.rule import Hit, Rule
 from stepscope.explain.rules.strategies.advice import (
     ADVICE,
+    DEEPSPEED,
     FEWER_BYTES,
     FEWER_MESSAGES,
+    FSDP1,
+    FSDP2,
     LARGER_BUCKETS,
     REDUCE_ONCE,
     SEND_LESS,
+    ZERO_OPTIMIZER,
     StrategyAdvice,
     StrategyName,
 )
@@ -84,7 +88,9 @@ class Communication:
     def waited_ns(self) -> float:
         """The part of `exposed_ns` in which this rank waits for a later one, as far as their traces were given."""
         times = self.evidence.rank_times
-        return min(times.exposed_wait_ns(self.evidence.profile), self.exposed_ns) if times else 0.0
+        return (
+            min(times.exposed_wait_ns(self.evidence.profile.recording.manifest.rank), self.exposed_ns) if times else 0.0
+        )
 
     @property
     def own_ns(self) -> float:
@@ -118,6 +124,7 @@ class Communication:
                 ("pipeline", ["send and receive"]),
                 ("shards", ["all-gather", "reduce-scatter"]),
                 ("all-reduce", ["all-reduce"]),
+                ("broadcast", ["broadcast"]),
             )
         }
         most = max(shares, key=lambda name: shares[name])
@@ -125,10 +132,13 @@ class Communication:
             return "unknown"
         if most in ("shards", "all-reduce") and self._is_inference:
             return "tensor parallel"  # without gradients and an optimizer
+        if most == "broadcast":  # of the weights that a rank has updated
+            in_update = self._share((kind == "broadcast") & (phase == "optimizer")) > _MOST * shares[most]
+            return "sharded optimizer" if in_update or self._says("ZeroRedundancyOptimizer") else "unknown"
         if most == "shards":
             if not self.collectives.select((kind == "reduce-scatter").any()).item():
                 return "unknown"
-            return "FSDP" if self._says("FSDP") or self._gathers_in_model() else "sharded optimizer"
+            return "FSDP" if self._is_fsdp or self._gathers_in_model() else "sharded optimizer"
         if most == "all-reduce":
             in_forward = self._share((kind == "all-reduce") & (phase == "forward"))
             if in_forward > 0.25 * shares[most]:
@@ -136,6 +146,10 @@ class Communication:
             in_backward = self._share((kind == "all-reduce") & (phase == "backward"))
             return "DDP" if in_backward > _MOST * shares[most] or self._says("DistributedDataParallel") else "unknown"
         return "all-to-all" if most == "all-to-all" else "pipeline"
+
+    @property
+    def _is_fsdp(self) -> bool:
+        return self._says("FSDP") or self._says("FullyShardedDataParallel")
 
     @property
     def _is_inference(self) -> bool:
@@ -182,9 +196,26 @@ class Communication:
         layers = self.evidence.kernels.filter(pl.col("class").is_in(["GEMM", "attention", "convolution"]))
         return len(np.unique(np.searchsorted(layers["row"].to_numpy(), collectives["row"].to_numpy())))
 
+    @cached_property
+    def advice(self) -> StrategyAdvice:
+        """What to do, for the implementation that the run uses, as far as it is known."""
+        if self.strategy in ("FSDP", "sharded optimizer") and self._says("DeepSpeed"):
+            return DEEPSPEED
+        if self.strategy == "FSDP" and self._says("FullyShardedDataParallel"):
+            return FSDP1
+        if self.strategy == "FSDP" and (self._says("FSDP::") or self._says("FSDPModule")):
+            return FSDP2
+        if self.strategy == "sharded optimizer" and self._says("ZeroRedundancyOptimizer"):
+            return ZERO_OPTIMIZER
+        return ADVICE[self.strategy]
+
     def _says(self, word: str) -> bool:
-        ranges = self.evidence.profile.recording.ranges["name"]
-        return bool(ranges.str.contains(word, literal=True).any())
+        """Whether a range, or a class that makes the model or the optimizer parallel, has this in its name."""
+        recording = self.evidence.profile.recording
+        loop = recording.manifest.loop
+        if loop is not None and any(word in one for one in loop.wrappers):
+            return True
+        return bool(recording.ranges["name"].str.contains(word, literal=True).any())
 
     @cached_property
     def hidden_by_overlap(self) -> Floats:
@@ -193,7 +224,8 @@ class Communication:
         if self.strategy == "tensor parallel":
             return np.minimum(self.exposed, self._neighbouring_products())
         reduces = pl.col("kind").is_in(["all-reduce", "reduce-scatter"])
-        gathers = pl.col("kind") == "all-gather"
+        # A sharded optimizer may send its shards to the others instead.
+        gathers = pl.col("kind").is_in(["all-gather", *(["broadcast"] if self.strategy == "sharded optimizer" else [])])
         exchanges = (pl.col("kind") == "all-to-all") & (not self.exchanges_in_layers)
         in_update, in_forward = phase == "optimizer", phase == "forward"
         steps = _StepLimits(self.evidence.kernels)
@@ -364,7 +396,7 @@ def _advise(found: Communication, text: str) -> Hit | None:
     least = WORTH_SAYING * evidence.step_ns
     if found.gain(share * found.exposed).step_ns < least:
         return None
-    text += f"; {ADVICE[found.strategy].seen}"
+    text += f"; {found.advice.seen}"
     if found.strategy == "DDP" and found.micro_batches.reduces_in_each:
         return _reduce_once(found, text)
     hidden = share * found.hidden_by_overlap
@@ -383,7 +415,7 @@ def _reduce_once(found: Communication, text: str) -> Hit:
 
 def _overlap(found: Communication, hidden: Floats, text: str) -> Hit:
     """What to do if kernels are left to hide communication behind."""
-    advice = LARGER_BUCKETS if found.strategy == "DDP" and found.has_small_messages else ADVICE[found.strategy]
+    advice = LARGER_BUCKETS if found.strategy == "DDP" and found.has_small_messages else found.advice
     can_hide, gain = min(found.own_ns, float(hidden.sum()) / found.evidence.num_steps), found.gain(hidden)
     text += f"; {ms(can_hide)} of it could overlap with kernels that do not overlap with communication yet"
     text += f", and the step gains {ms(gain.step_ns)}" if gain.step_ns < _MOST * can_hide else ""
@@ -479,7 +511,7 @@ def _blame_link(found: Communication, best: float, text: str) -> Hit:
     shorter = np.where(known, shorter, usual * time)
     text += (
         f"; {_say_messages(found)}, where a PCIe 4.0 ×16 slot carries over {_USUAL_LINK / 1e9:.0f} GB/s; "
-        f"{ADVICE[found.strategy].seen}. Either the collectives take a slow path, or every one waits for the same late "
+        f"{found.advice.seen}. Either the collectives take a slow path, or every one waits for the same late "
         "rank: compare the traces of all ranks"
     )
     advice = StrategyAdvice(

@@ -1,8 +1,12 @@
 """The rule about ranks that wait for each other, from the traces of several ranks."""
 
 import shlex
+from dataclasses import dataclass
 
+from stepscope.explain.ranks.activity import RankActivity
 from stepscope.explain.ranks.lateness import RankLateness, RankTimes, Straggler
+from stepscope.explain.ranks.rank_tables import REASONS
+from stepscope.explain.ranks.reasons import WorkDifference
 from stepscope.explain.rules.evidence import Gain, StepEvidence, ms
 from stepscope.explain.rules.rule import Hit, Rule
 from stepscope.explain.rules.strategies.communication import LEAST_EXPOSED, Communication
@@ -25,8 +29,8 @@ def find_late_rank(evidence: StepEvidence) -> Hit | None:
         return _blame_rank(evidence, times, straggler, alone)
     if total < LEAST_EXPOSED * evidence.step_ns:
         return None
-    latest = sorted(times.lateness, key=lambda one: (-one.late_ns, one.rank))[:_MOST_NAMED]
-    ranks = ", ".join(f"rank {one.rank} for {ms(one.per_step(one.late_ns))}" for one in latest if one.late_ns)
+    latest = (straggler, *times.others_late)[:_MOST_NAMED]
+    ranks = ", ".join(_say_one(one) for one in latest)
     return Hit(
         title=f"Ranks wait for each other {ms(total)} {evidence.clock.say_per_step}",
         evidence=f"no rank is late most of the time: {evidence.clock.say_per_step}, the others wait for {ranks}",
@@ -51,7 +55,8 @@ def _gain_of_late_rank(evidence: StepEvidence, caused_ns: float) -> Gain:
     assert times is not None
     assert times.straggler is not None
     straggler, change = times.straggler, evidence.replay.unchanged()
-    more_ns = caused_ns * straggler.reasons["compute"] / straggler.lateness.late_ns
+    longer = straggler.reasons["work"] + straggler.reasons["clock"]
+    more_ns = caused_ns * longer / straggler.lateness.late_ns
     computes = (evidence.kernels["class"] != "communication").to_numpy()
     change.time_ns[computes] *= 1 - min(1.0, more_ns / max(1.0, evidence.computing_ns))
     starved = evidence.replay.starved
@@ -59,6 +64,11 @@ def _gain_of_late_rank(evidence: StepEvidence, caused_ns: float) -> Gain:
     return evidence.gain(change)
 
 
+_IN_BACKGROUND = (
+    "writer = concurrent.futures.ThreadPoolExecutor(1)  # logging and saving while the device computes\n"
+    "writer.submit(log, {name: value.detach().clone() for name, value in metrics.items()})"
+)
+_LESS_OFTEN = "if step % 100 == 0:\n    print(loss.item())  # waits for the device"
 _COLLECT = (
     "gc.disable()  # Python collects garbage at a different moment on each rank, and the others wait\n"
     "if step % 100 == 0:\n"
@@ -67,43 +77,117 @@ _COLLECT = (
 
 
 def _blame_rank(evidence: StepEvidence, times: RankTimes, straggler: Straggler, caused: float) -> Hit:
-    late, rank = straggler.lateness, f"rank {straggler.lateness.rank}"
-    own = times.ranks[times.lateness.index(late)].profile
-    file = own.recording.manifest.file
-    look = f" (`{shlex.join(['stepscope', 'explain', file])}`)" if file else ""
-    why, action, paste = {
-        "compute": (
-            "it computes longer than the others",
-            f"Give {rank} as much work as the others: the same number of tokens on every rank",
-            "sampler = torch.utils.data.BatchSampler(by_length, batch_size, drop_last=True)  # equal tokens per rank",
-        ),
-        "input": (
-            "its CPU waits for input" if evidence.profile.on_cpu else "its GPU is idle while its CPU waits for input",
-            f"Make the input of {rank} faster",
-            "loader = torch.utils.data.DataLoader(data, batch_size=batch, num_workers=8, prefetch_factor=4)",
-        ),
-        "CPU": (
-            "it runs no operators" if evidence.profile.on_cpu else "its GPU is idle, because its CPU launches late",
-            f"Find out what delays the CPU of {rank}{look}; pin each rank to its own cores, and collect garbage on all "
-            "ranks at once",
-            _COLLECT,
-        ),
-    }[straggler.reason]
+    late = straggler.lateness
+    advice = _advise(times.ranks[times.lateness.index(late)], straggler)
     share = straggler.reasons[straggler.reason] / max(1.0, late.late_ns)
-    text = f"{_say_late(evidence, late)}; {say_percent(share)} of that time {why}"
+    text = f"{_say_late(evidence, late)}; {say_percent(share)} of that time {advice.why}"
     least = min(times.lateness, key=lambda one: (one.waited_ns, one.rank))
     if least is late:
         waits = f"It waits least for others: {ms(late.per_step(late.waited_ns))} {evidence.clock.say_per_step}"
         text += f". {waits if late.waited_ns > _LEAST_SAID * late.late_ns else 'It hardly ever waits for others'}"
+    text += _say_others(evidence, times)
+    is_own = late.rank == evidence.profile.recording.manifest.rank
     return Hit(
-        title=f"The other ranks wait for {rank}: {ms(caused)} {evidence.clock.say_per_step}",
+        title=f"The other ranks wait for rank {late.rank}: {ms(caused)} {evidence.clock.say_per_step}",
         evidence=text,
         saving_ns=caused,
-        gain=(_gain_of_late_rank if own is evidence.profile else _gain_of_punctuality)(evidence, caused),
+        gain=(_gain_of_late_rank if is_own else _gain_of_punctuality)(evidence, caused),
         about_ns=caused,
-        action=action,
-        paste=paste,
+        action=advice.action,
+        paste=advice.paste,
     )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _LateAdvice:
+    why: str  # continues "50% of that time"
+    action: str
+    paste: str
+
+
+def _advise(own: RankActivity, straggler: Straggler) -> _LateAdvice:
+    rank = f"rank {straggler.lateness.rank}"
+    match straggler.reason:
+        case "work":
+            return _LateAdvice(
+                why="it computes longer than the others, in kernels or shapes that they do not run",
+                action=f"Give {rank} as much work as the others: the same number of tokens on every rank",
+                paste="sampler = torch.utils.data.BatchSampler(by_length, batch_size, drop_last=True)"
+                "  # equal tokens per rank",
+            )
+        case "clock":
+            return _advise_about_clock(rank, straggler.work, on_cpu=own.on_cpu)
+        case "input":
+            return _advise_about_input(rank, own)
+        case "host":
+            return _advise_about_host(own, straggler)
+
+
+def _advise_about_clock(rank: str, work: WorkDifference, *, on_cpu: bool) -> _LateAdvice:
+    what, device = ("operators", "CPU") if on_cpu else ("kernels", "GPU")
+    why = f"it computes longer than the others: the same {what} take {say_percent(work.slowdown - 1)} longer"
+    if work.has_slower_clock:
+        why += f", and its clock is slower, {work.clock_mhz:,} MHz where {work.usual_mhz:,} MHz is usual"
+    elif work.is_uniform:
+        why += ", most of them alike, as with a slower clock"
+    if on_cpu:
+        return _LateAdvice(
+            why=why,
+            action=f"Find out what else runs on the cores of {rank}, and pin each rank to its own cores",
+            paste="lscpu --extended=CPU,CORE,MHZ  # on the machine of this rank, while it trains",
+        )
+    return _LateAdvice(
+        why=why,
+        action=f"Check why the {device} of {rank} is slower (temperature, power limit), or replace its machine",
+        paste="nvidia-smi --query-gpu=index,clocks.sm,clocks_event_reasons.active,temperature.gpu,power.draw "
+        "--format=csv",
+    )
+
+
+def _advise_about_input(rank: str, own: RankActivity) -> _LateAdvice:
+    why = "its CPU waits for input" if own.on_cpu else "its GPU is idle while its CPU waits for input"
+    loaders = own.manifest.loop.loaders if own.manifest.loop else ()
+    if loaders and not any(one.num_workers for one in loaders):
+        why += ", which its own process loads (`num_workers=0`)"
+    return _LateAdvice(
+        why=why,
+        action=f"Make the input of {rank} faster",
+        paste="loader = torch.utils.data.DataLoader(data, batch_size=batch, num_workers=8, prefetch_factor=4)",
+    )
+
+
+def _advise_about_host(own: RankActivity, straggler: Straggler) -> _LateAdvice:
+    rank, cause, file = f"rank {straggler.lateness.rank}", straggler.cause, own.manifest.file
+    why = "it runs no operators" if own.on_cpu else "its GPU is idle, because its CPU launches late"
+    at = f" at `{cause.line}`" if cause is not None and cause.line else ""
+    if cause is not None and cause.during:
+        return _LateAdvice(
+            why=f"{why}: it is in `{cause.during}`{at}, for up to {ms(cause.longest_ns)}",
+            action=f"Shorten `{cause.during}` on {rank}, run it less often, or while the device computes",
+            paste=_LESS_OFTEN if cause.during.startswith("sync:") else _IN_BACKGROUND,
+        )
+    if cause is not None:
+        why += f": no operator follows `{cause.after}`{at} for up to {ms(cause.longest_ns)}"
+    look = f" (`{shlex.join(['stepscope', 'explain', file])}`)" if file else ""
+    return _LateAdvice(
+        why=why,
+        action=f"Find out what delays the CPU of {rank}{look}; pin each rank to its own cores, and collect garbage on "
+        "all ranks at once",
+        paste=_COLLECT,
+    )
+
+
+def _say_one(one: Straggler) -> str:
+    late = one.lateness
+    return f"rank {late.rank} for {ms(late.per_step(late.late_ns))} ({REASONS[one.reason]})"
+
+
+def _say_others(evidence: StepEvidence, times: RankTimes) -> str:
+    """The next ranks that the others wait for; empty if there are none."""
+    if not times.others_late:
+        return ""
+    ranks = ", ".join(_say_one(one) for one in times.others_late)
+    return f". {evidence.clock.say_per_step.capitalize()}, the others also wait for {ranks}"
 
 
 def _say_late(evidence: StepEvidence, late: RankLateness) -> str:
@@ -132,14 +216,16 @@ RULES = (
         seen="""Traces of several ranks: `stepscope explain rank0.json.gz rank1.json.gz`, or a directory. Collectives
             are matched by process group, order and size, and clocks are aligned by their ends, which coincide. On a
             CPU they are the ranges of Gloo's threads: the operators only queue them. The
-            reason is read from the late rank's device since the previous collective: more compute than on other ranks,
-            or idle time, in which the CPU waits for input or launches late.""",
+            reason is read from the late rank's device since the previous collective. If it computes longer than other
+            ranks, kernels of the same name and shape that take longer mean a slower clock, and other kernels mean more
+            work. If it is idle, its CPU waits for input or launches late, and its ranges and operators say where.""",
         saving="""The time from the arrival of the last but one rank to that of the last, in which the other ranks run
             nothing else, as a mean over these ranks. A lower bound if traces of some ranks are missing.""",
         builtin="not needed: it runs in one process",
         own=(
             "# late CPU: pin each rank to its own cores; gc.disable(), and gc.collect() at the same step on all ranks",
-            "# more compute: the same number of tokens on every rank",
+            "# more work: the same number of tokens on every rank",
+            "# slower clock: nvidia-smi --query-gpu=clocks.sm,clocks_event_reasons.active,temperature.gpu --format=csv",
             "# slow input: DataLoader(data, num_workers=8, prefetch_factor=4, pin_memory=True)",
         ),
         paste=_COLLECT,

@@ -14,7 +14,7 @@ from stepscope.explain.story.comparison.changes import DECIDES_WORK, show_change
 from stepscope.explain.story.comparison.side_by_side import Labels, label_sides, put_side_by_side
 from stepscope.explain.story.missing import gather_missing
 from stepscope.explain.story.opening import MOST_HEADLINE, SEPARATOR, Opening, list_facts, say_what_matters, subtitle_of
-from stepscope.explain.story.run import SECTIONS, list_advice
+from stepscope.explain.story.run import SECTIONS, is_shown, list_advice
 from stepscope.explain.story.sections.environment_facts import find_device
 from stepscope.explain.story.sections.step_picture import draw_steps
 from stepscope.explain.story.soundness import judge
@@ -35,7 +35,7 @@ def tell_both(a: Materials, b: Materials) -> Report:
     """`advice` is for the second run: what is left to gain."""
     a, b = share_peaks(a), share_peaks(b)
     openings, labels = (Opening(a), Opening(b)), label_sides(a, b)
-    shown = [key for key in SECTIONS if key != "ranks" or len(a.ranks) > 1 or len(b.ranks) > 1]
+    shown = [key for key in SECTIONS if is_shown(key, a) or is_shown(key, b)]
     picture = draw_steps([a.profile, b.profile], labels)
     sections = (show_changes(a, b, picture, labels), *(put_side_by_side(key, a, b, labels) for key in shown))
     return Report(

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import msgspec
 
 from stepscope.explain.story.commands import find_case
-from stepscope.explain.story.run import SECTIONS
+from stepscope.explain.story.run import SECTIONS, is_shown
 from stepscope.explain.story.sections.breakdown import break_down
 from stepscope.explain.story.sections.environment_facts import find_device, find_torch_version
 from stepscope.explain.story.sections.roofline_chart import draw_roofline
@@ -32,7 +32,7 @@ def _identify(materials: Materials) -> RunIdentity:
 
 def put_side_by_side(key: str, a: Materials, b: Materials, labels: Labels) -> Section:
     """One section of both runs. Only a run with several ranks has a section `ranks`; both have every other one."""
-    pair = [SECTIONS[key](one) if key != "ranks" or len(one.ranks) > 1 else None for one in (a, b)]
+    pair = [SECTIONS[key](one) if is_shown(key, one) else None for one in (a, b)]
     known = [section for section in pair if section is not None]
     exhibits = dict.fromkeys(exhibit.key for section in known for exhibit in section.exhibits)
     absent = [section.missing if section else () for section in pair]

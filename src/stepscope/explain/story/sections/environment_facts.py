@@ -4,6 +4,7 @@ from collections.abc import Iterator
 
 from stepscope.explain.story.commands import find_case
 from stepscope.explain.story.phrases import name_source, say_started
+from stepscope.explain.story.script import tabulate_loop
 from stepscope.explain.story.sources import Materials
 from stepscope.explain.trace.comparability import list_settings
 from stepscope.explain.trace.run_labels import find_torch
@@ -19,7 +20,9 @@ _Row = tuple[str, str]
 
 def show_environment(materials: Materials) -> Section:
     rows = tuple(dict.fromkeys(_rows(materials)))
-    exhibits = (Exhibit(key="environment-table", part=_table(rows)),) if rows else ()
+    loop = tabulate_loop(materials)
+    tables = {"environment-loop": loop, "environment-table": _table(rows) if rows else None}
+    exhibits = tuple(Exhibit(key=key, part=table) for key, table in tables.items() if table is not None)
     missing = (materials.absent["bench"],) if "bench" in materials.absent else ()
     return Section(
         key="environment", title="Environment", lead=_say_where(materials), exhibits=exhibits, missing=missing

@@ -16,8 +16,9 @@ import polars as pl
 from stepscope.explain.story.sections.breakdown import MOST_DESCRIBED, label_layers
 from stepscope.explain.story.sections.spans import NONE, Ints, Stretches, fit, join_runs, lay_out
 from stepscope.explain.trace.attribution.names import cut_name, describe_kernel
-from stepscope.explain.trace.attribution.nesting import around, innermost, look_up
+from stepscope.explain.trace.attribution.nesting import innermost, look_up
 from stepscope.explain.trace.attribution.phases import named_ranges, step_ranges
+from stepscope.explain.trace.loop.source_lines import launch_sources
 from stepscope.explain.trace.profile import Profile
 from stepscope.explain.trace.roofline import shorten_shapes
 from stepscope.findings import Lanes, Spans, Track
@@ -33,11 +34,11 @@ _STREAM = ["process", "device", "stream"]
 _LAUNCHED = ["thread", "launch_ns", "op", "op_row"]
 _ORIGIN = ["call", "module", "source"]
 _NO_COMPUTING = ["communication", "memcpy", "memset"]
-_Kind = Literal["phase", "layer", "module", "stream", "host"]
+_Kind = Literal["phase", "layer", "module", "stream", "host", "rank"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Lane:
+class TrackDraft:
     """A track before it is encoded. The numbers in its stretches index `names` and `groups`."""
 
     label: str
@@ -55,7 +56,7 @@ def draw_step(profile: Profile) -> Lanes:
     window, title, notes = _choose_step(profile)
     inside = _cut_out(profile.kernels, window)
     if inside.is_empty():
-        return _write_down(title, window[1] - window[0], [], [*notes, f"no {_what(profile)} ran in this window"])
+        return write_down(title, window[1] - window[0], [], [*notes, f"no {_what(profile)} ran in this window"])
     ran = _order_streams(_find_origins(profile, inside))
     lanes = [*_run_lanes(ran[0]), *_host_lane(profile, window)]
     streams, hidden = _stream_lanes(profile, ran[:MOST_STREAMS])
@@ -65,10 +66,10 @@ def draw_step(profile: Profile) -> Lanes:
         ("phases, layers and modules", lanes, MOST_RUNS),
         (_what(profile), streams, MOST_KERNELS),
     ):
-        fitted, cell = _fit(before, most)
-        notes += _say_merged(what, before, fitted, cell)
+        fitted, cell = fit_lanes(before, most)
+        notes += say_merged(what, before, fitted, cell)
         drawn += fitted
-    return _write_down(title, window[1] - window[0], drawn, notes)
+    return write_down(title, window[1] - window[0], drawn, notes)
 
 
 def _what(profile: Profile) -> str:
@@ -121,15 +122,12 @@ def _cut_out(kernels: pl.DataFrame, window: tuple[int, int]) -> pl.DataFrame:
 
 
 def _find_origins(profile: Profile, kernels: pl.DataFrame) -> pl.DataFrame:
-    """Add what launched each kernel: `call`, the operator with its shapes, and `source`, the line of Python if the
+    """Add what launched each kernel: `call`, the operator with its shapes, and `source`, the line of code if the
     recording has it. The module is there already."""
     shapes = look_up(profile.recording.ops, "shapes", kernels["op_row"]).map_elements(shorten_shapes, pl.String)
-    frames = profile.recording.ranges.filter(pl.col("source") == "python")
-    source = around(frames, "name", kernels.select("process", "thread", ns="launch_ns"))
     return kernels.with_columns(
         call=pl.concat_str("op", shapes, separator=" ", ignore_nulls=True).replace("", None),
-        # The profiler writes `optimizer.py(939): step`.
-        source=source.str.replace(r"\((\d+)\): ", ":$1 "),
+        source=launch_sources(profile, kernels),
     )
 
 
@@ -148,7 +146,7 @@ def _order_streams(kernels: pl.DataFrame) -> list[pl.DataFrame]:
     return [main, *(stream for stream in streams if stream is not main)]
 
 
-def _run_lanes(main: pl.DataFrame) -> list[_Lane]:
+def _run_lanes(main: pl.DataFrame) -> list[TrackDraft]:
     """Phases, layers and modules of the main stream. Across streams, kernels of different layers overlap."""
     starts, ends = main["start_ns"].to_numpy(), main["end_ns"].to_numpy()
     lanes = []
@@ -163,7 +161,7 @@ def _run_lanes(main: pl.DataFrame) -> list[_Lane]:
         runs = join_runs(starts, ends, numbers, groups)
         if len(runs):
             lanes.append(
-                _Lane(
+                TrackDraft(
                     label=label,
                     kind=kind,
                     stretches=runs,
@@ -183,7 +181,7 @@ def _number(column: pl.Series) -> tuple[Ints, list[str]]:
     return numbers.to_numpy(), names
 
 
-def _host_lane(profile: Profile, window: tuple[int, int]) -> list[_Lane]:
+def _host_lane(profile: Profile, window: tuple[int, int]) -> list[TrackDraft]:
     """What the CPU did in this window, from its ranges. Without a GPU, the operators show it already."""
     named = named_ranges(profile.recording.ranges)
     steps = step_ranges(profile.recording)
@@ -201,7 +199,7 @@ def _host_lane(profile: Profile, window: tuple[int, int]) -> list[_Lane]:
     numbers, names = _number(phase)
     runs = join_runs(moments[:-1] - window[0], moments[1:] - window[0], numbers, numbers)
     runs = replace(runs, counts=np.ones_like(runs.counts))  # CPU time is not a number of kernels
-    lane = _Lane(
+    lane = TrackDraft(
         label="CPU",
         kind="host",
         stretches=runs,
@@ -216,7 +214,7 @@ def _host_lane(profile: Profile, window: tuple[int, int]) -> list[_Lane]:
 # --- Streams ----------------------------------------------------------------------------------------------------------
 
 
-def _stream_lanes(profile: Profile, streams: Sequence[pl.DataFrame]) -> tuple[list[_Lane], int]:
+def _stream_lanes(profile: Profile, streams: Sequence[pl.DataFrame]) -> tuple[list[TrackDraft], int]:
     """One lane per stream, and how many kernels lie inside others on the same stream."""
     lanes, hidden_in_all = [], 0
     shorts = dict(profile.kernels.select("name", "short").unique("name").iter_rows())
@@ -228,7 +226,7 @@ def _stream_lanes(profile: Profile, streams: Sequence[pl.DataFrame]) -> tuple[li
         hidden_in_all += hidden
         on_host = bool((stream["kind"] == "cpu").all())
         lanes.append(
-            _Lane(
+            TrackDraft(
                 label=_label_stream(profile, stream),
                 kind="stream",
                 stretches=laid,
@@ -301,7 +299,7 @@ def _name_left_out(streams: Sequence[pl.DataFrame], profile: Profile) -> list[st
     return [f"not shown, {share:.1%} of the {_what(profile)[:-1]} time: {named}{more}"]
 
 
-def _say_merged(what: str, before: Sequence[_Lane], after: Sequence[_Lane], cell: int) -> list[str]:
+def say_merged(what: str, before: Sequence[TrackDraft], after: Sequence[TrackDraft], cell: int) -> list[str]:
     if not cell:
         return []
     total, drawn = (sum(len(lane.stretches) for lane in lanes) for lanes in (before, after))
@@ -314,7 +312,7 @@ def _say_merged(what: str, before: Sequence[_Lane], after: Sequence[_Lane], cell
 # --- Encoding ---------------------------------------------------------------------------------------------------------
 
 
-def _fit(lanes: Sequence[_Lane], most: int) -> tuple[list[_Lane], int]:
+def fit_lanes(lanes: Sequence[TrackDraft], most: int) -> tuple[list[TrackDraft], int]:
     merged, cell = fit([lane.stretches for lane in lanes], most)
     return [replace(lane, stretches=stretches) for lane, stretches in zip(lanes, merged, strict=True)], cell
 
@@ -347,7 +345,7 @@ class _Places:
         return len(self.texts) - 1
 
 
-def _write_down(title: str, span_ns: int, lanes: Sequence[_Lane], notes: Sequence[str]) -> Lanes:
+def write_down(title: str, span_ns: int, lanes: Sequence[TrackDraft], notes: Sequence[str]) -> Lanes:
     names, groups = _Places(), _Places()
     origins: dict[tuple[str, ...], int] = {}
     tracks = tuple(_track(lane, names, groups, origins) for lane in lanes)
@@ -367,7 +365,7 @@ def _write_down(title: str, span_ns: int, lanes: Sequence[_Lane], notes: Sequenc
     )
 
 
-def _track(lane: _Lane, names: _Places, groups: _Places, origins: dict[tuple[str, ...], int]) -> Track:
+def _track(lane: TrackDraft, names: _Places, groups: _Places, origins: dict[tuple[str, ...], int]) -> Track:
     """Return a lane as a track. Names, groups and origins that are new get the next number."""
     drawn = lane.stretches
     group_places = {number: groups.of(lane.groups[number]) for number in np.unique(drawn.groups).tolist()}

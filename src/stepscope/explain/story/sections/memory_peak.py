@@ -42,6 +42,8 @@ def show_memory(materials: Materials) -> Section:
     profile = materials.memory
     if profile is None:
         return Section(key=key, title=title, missing=(explain_absence(materials, "memory"),))
+    if materials.out_of_memory is not None and not profile.num_events:
+        return Section(key=key, title=title, missing=(_NO_HISTORY,))  # the moment is that of the failure
     step = profile.last_plain_step if profile.steps else None
     drawn = [Exhibit(key="memory-timeline", part=memory_timeline(profile, step=step))] if profile.num_events else []
     exhibits = [

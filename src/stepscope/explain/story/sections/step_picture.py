@@ -14,7 +14,18 @@ import polars as pl
 from stepscope.explain.trace.profile import UNKNOWN, Profile
 from stepscope.findings import StepBar, StepPhase, StepPicture
 
-ORDER = ("warm-up", "input", "forward", "loss", "backward", "optimizer")
+ORDER = (
+    "warm-up",
+    "input",
+    "forward",
+    "loss",
+    "backward",
+    "clipping",
+    "optimizer",
+    "scheduler",
+    "logging",
+    "checkpoint",
+)
 _KNOWN_ENOUGH = 0.5  # of the busy time, to show phases
 # A class counts only where no class of an earlier tier runs; the first tier has all classes not named here.
 _TIERS = {"memcpy": 1, "memset": 1, "communication": 2}

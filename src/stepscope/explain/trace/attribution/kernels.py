@@ -26,7 +26,7 @@ from stepscope.explain.trace.attribution.modules import (
 )
 from stepscope.explain.trace.attribution.names import classify
 from stepscope.explain.trace.attribution.nesting import NOWHERE, around, innermost, look_up
-from stepscope.explain.trace.attribution.phases import find_phases, named_ranges, step_ranges
+from stepscope.explain.trace.attribution.phases import INPUT_RANGE, find_phases, named_ranges, step_ranges
 from stepscope.explain.trace.attribution.repeats import fill_from_repeats
 from stepscope.explain.trace.attribution.user_ranges import (
     BETWEEN,
@@ -46,6 +46,8 @@ OPTIMIZER_MODULE, LOSS_MODULE, INPUT_MODULE, COMMUNICATION_MODULE = (
     "(input)",
     "(communication)",
 )
+# Phases of a training loop outside the model, each known as a module of its name in parentheses.
+LOOP_PHASES = ("clipping", "scheduler", "logging", "checkpoint")
 _PARTS = "part:"
 _USER_PARTS = "user part:"  # from ranges whose names say it
 _THREAD = ("process", "thread")
@@ -111,7 +113,7 @@ class Attribution:
         self._first_calls = pl.DataFrame(schema={"path": pl.String, "name": pl.String, "start_ns": pl.Int64})
         # stepscope's annotation takes precedence over the profiler's stacks, and these over names of ranges.
         self._has_own_calls = self._has_frames = False
-        self._says_backward = False  # in a range's name
+        self._says_backward = self._says_input = False  # in a range's name
 
     @property
     def steps(self) -> pl.DataFrame:
@@ -137,6 +139,7 @@ class Attribution:
         self._has_own_calls |= bool(calls.select(is_own_call().any()).item())
         self._has_frames |= bool((calls["source"] == "module").any())
         self._says_backward |= bool((named["phase"] == "backward").any())
+        self._says_input |= bool((named["name"] == INPUT_RANGE).any())
         modules = users.filter(pl.col("module").is_not_null())
         self._calls.add(pl.concat([calls.with_columns(module=pl.lit(None, pl.String)), modules.drop("part")]))
         self._named.add(named)
@@ -175,7 +178,7 @@ class Attribution:
             framed = moments.with_columns(_find_modules(moments, evaluated, calls, self._sound(parts)), op_row=op_row)
             framed = framed.with_columns(user_range=_find_ranges(framed, ranged, main))
             known = named.join(closures, on=_INTERVAL, how="left", nulls_equal=True, maintain_order="left")
-            phased = find_phases(framed, ops, known, engine, has_backward=has_backward)
+            phased = find_phases(framed, ops, known, engine, has_backward=has_backward, has_input=self._says_input)
             step = around(steps, "step", moments, by_thread=False)
             op = {} if is_op else {"op": look_up(ops, "name", op_row)}  # an operator already has its name
             yield phased.with_columns(step=step, **op)
@@ -407,6 +410,8 @@ def _name_what_is_no_module(frame: pl.DataFrame) -> pl.DataFrame:
         .then(pl.lit(LOSS_MODULE))
         .when(phase == "input")
         .then(pl.lit(INPUT_MODULE))
+        .when(phase.is_in(LOOP_PHASES))
+        .then(pl.concat_str(pl.lit("("), phase, pl.lit(")")))
     )
     return frame.with_columns(module=named)
 

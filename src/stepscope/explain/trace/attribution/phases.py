@@ -18,6 +18,7 @@ from stepscope.explain.trace.attribution.nesting import around, innermost
 from stepscope.recording.store import Recording
 
 _OURS = "phase:"
+INPUT_RANGE = "phase:input"
 FORWARD_RANGE = "phase:forward"
 _STEP = r"^(?:ProfilerStep#|step:|step[_ ]|iteration[_ ]|iter[_ ])(\d{1,9})$"
 # Names that users and frameworks give to the parts of a step. The first match wins. Words may be joined by `_`.
@@ -40,7 +41,7 @@ _NAMED = (
     ("forward", rf"{_FORWARD}|\(F\)\s*$|\bexecute_(?:model|\d+_context)"),
     ("warm-up", r"(?i)^warm-?up"),
 )
-_LOSS_OPS = (
+LOSS_OPS = (
     r"^aten::(?:cross_entropy_loss|nll_loss\w*|mse_loss|(?:smooth_)?l1_loss|binary_cross_entropy\w*"
     r"|kl_div|_?log_softmax|huber_loss|ctc_loss)$"
 )
@@ -49,12 +50,19 @@ _AFTER_NODES = "torch.distributed.ddp.reducer::"
 
 
 def find_phases(
-    frame: pl.DataFrame, ops: pl.DataFrame, named: pl.DataFrame, engine: pl.DataFrame, *, has_backward: bool
+    frame: pl.DataFrame,
+    ops: pl.DataFrame,
+    named: pl.DataFrame,
+    engine: pl.DataFrame,
+    *,
+    has_backward: bool,
+    has_input: bool,
 ) -> pl.DataFrame:
     """Add `phase` to rows with `in_backward`, `module`, `op_row` (of `ops`) and the moment (`process`, `thread`, `ns`),
     and drop `in_backward`. `named` are the `named_ranges`, with `closure` where an optimizer runs one;
-    `engine` are the threads (`process`, `thread`) that run backward and nothing else."""
-    loss_ops = ops.filter(pl.col("name").str.contains(_LOSS_OPS))
+    `engine` are the threads (`process`, `thread`) that run backward and nothing else. If ranges mark the input of a
+    loop (`has_input`), copies to the GPU outside its other parts carry what was loaded."""
+    loss_ops = ops.filter(pl.col("name").str.contains(LOSS_OPS))
     in_loss = innermost(loss_ops, frame).is_not_null()
     after_nodes = innermost(ops.filter(pl.col("name").str.starts_with(_AFTER_NODES)), frame).is_not_null()
     threads = engine.with_columns(engine=pl.lit(value=True))
@@ -81,7 +89,7 @@ def find_phases(
         .then(pl.lit("forward"))
         .when(anywhere.is_not_null())
         .then(anywhere)
-        .when(sequence & copies_in)
+        .when((sequence | pl.lit(has_input) & op_known) & copies_in)
         .then(pl.lit("input"))
         .when(sequence)
         .then(pl.lit("forward"))

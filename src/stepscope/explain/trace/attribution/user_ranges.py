@@ -9,7 +9,7 @@ BETWEEN = "\x1f"  # between the names of nested ranges
 PARTS = ("scores", "softmax", "values")
 # Ranges of PyTorch, its compiler and libraries, and those with which stepscope names modules, phases and steps.
 _NOT_FROM_USERS = (
-    r"^(?:module:|phase:|part:|ProfilerStep#|Optimizer\.|nccl|gloo:|record_param_comms|## Call CompiledFxGraph"
+    r"^(?:module:|phase:|part:|sync:|ProfilerStep#|Optimizer\.|nccl|gloo:|record_param_comms|## Call CompiledFxGraph"
     r"|Torch-Compiled Region|CompiledFunction|AOTDispatcher|AOTAutograd|TorchDynamo|Pregraph bytecode|PyTorch Profiler"
     r"|enumerate\(DataLoader\)|DistributedDataParallel\.|FullyShardedDataParallel\.|Inductor|cu[A-Z]|cuda[A-Z]|cublas"
     r"|cudnn|\w+::)"

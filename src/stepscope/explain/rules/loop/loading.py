@@ -7,8 +7,11 @@ import polars as pl
 
 from stepscope.explain.ranks.collectives import CoveredTime
 from stepscope.explain.rules.evidence import WORTH_SAYING, StepEvidence, ms
+from stepscope.explain.rules.loop.loader_advice import LoadedInput, configure_loader, pin_batches, say_loader
 from stepscope.explain.rules.replay import Change, Floats, Ints
-from stepscope.explain.rules.rule import Hit, Rule, count_per_step
+from stepscope.explain.rules.rule import Hit, Rule, count_per_step, say_launching_lines
+from stepscope.explain.trace.loop.loop_time import COLLATE, FROM_WORKERS, IN_PROCESS
+from stepscope.recording.rows.loop_run import LoaderFacts
 
 # Ranges of PyTorch, names that people choose, and Python frames.
 _INPUT = (
@@ -16,10 +19,8 @@ _INPUT = (
     r"|\b(?:next|load|get|fetch)[ _]batch\b|^phase:input$|: preprocess$"
     r"|torch/utils/data/dataloader\.py\(\d+\): __next__$"
 )
-_IN_PROCESS, _FROM_WORKERS = r"_SingleProcessDataLoaderIter", r"_MultiProcessingDataLoaderIter"
+_TRAINER = r"\btransformers/trainer\.py:"
 _PIPELINE = r"transformers/pipelines/\S+: preprocess$"
-# Operators count as collating only inside a loader: `default_collate` stacks the samples of a batch.
-_COLLATE = r"(?i)\bcollate_fn$|default_collate$|^aten::stack$"
 _PAGEABLE = r"(?i)HtoD.*Pageable|Pageable.*(?:-> ?Device|to device)"
 _TO_DEVICE = r"(?i)HtoD|host to device"
 # What pinned copies reach on PCIe 4.0 ×16, and their share of the time of pageable ones whose bytes are unknown: an
@@ -54,18 +55,15 @@ def find_input_stalls(evidence: StepEvidence) -> Hit | None:
     on_cpu = evidence.profile.on_cpu
     starts, ends = _waiting(evidence)
     idle = CoveredTime(loading).between(starts, ends)
-    # What the profiler adds to the CPU's time is not saved.
-    scale = min(1.0, evidence.step_ns / max(1, evidence.clock.profiled_ns)) if on_cpu else evidence.idle_scale
-    stalled = float(idle.sum()) / evidence.num_steps * scale
+    stalled = _find_stalled(evidence, loading, float(idle.sum()))
     if stalled < WORTH_SAYING * evidence.step_ns:
         return None
     gain = None if on_cpu else evidence.gain(_without(evidence, loading, idle[:-1]))
-    saving = stalled if gain is None else gain.step_ns
+    saving = stalled if gain is None or evidence.timed_input_ns is not None else gain.step_ns
     parts = {
         what: float(CoveredTime(ranges).between(starts, ends).sum()) / max(1.0, float(idle.sum()))
         for what, ranges in _parts(evidence, loading).items()
     }
-    action, paste = _load_better(parts, on_cpu=on_cpu)
     per_step = evidence.clock.say_per_step
     if on_cpu:
         title, text = (
@@ -76,7 +74,52 @@ def find_input_stalls(evidence: StepEvidence) -> Hit | None:
         title = f"GPU waits for input: {ms(stalled)} {per_step}"
         text = f"the GPU is idle for {ms(stalled)} {per_step} while the CPU loads the next batch"
     text += _say_parts(parts, stalled)
+    loader = None if parts["pipeline"] > _MOST else _find_loader(evidence)
+    if loader is None:
+        action, paste = _load_better(parts, on_cpu=on_cpu)
+    else:
+        text += f"; {say_loader(loader)}"
+        loaded = LoadedInput(
+            loader=loader, step_ns=evidence.step_ns, loading_ns=evidence.timed_input_ns or stalled, stalled_ns=stalled
+        )
+        action, paste = configure_loader(loaded, on_cpu=on_cpu, uses_trainer=_uses_trainer(evidence))
     return Hit(title=title, evidence=text, saving_ns=saving, gain=gain, about_ns=stalled, action=action, paste=paste)
+
+
+def _find_stalled(evidence: StepEvidence, loading: pl.DataFrame, idle_ns: float) -> float:
+    """Return how long a step waits for input, by the clock. On a GPU, loading holds the step up while nothing runs: a
+    loader that is done before the GPU is free costs nothing. What the profiler adds to the CPU's time is not saved."""
+    timed_ns, clock = evidence.timed_input_ns, evidence.clock
+    if evidence.profile.on_cpu:
+        scale = min(1.0, evidence.step_ns / max(1, clock.profiled_ns))
+        return idle_ns / evidence.num_steps * scale if timed_ns is None else timed_ns
+    share = _share_exposed(evidence, loading)
+    if timed_ns is not None:
+        return min(timed_ns * (1.0 if share is None else share), clock.idle_ns)
+    if share is not None and clock.has_steps:
+        idle_ns = share * CoveredTime(loading).between(*(np.array([one]) for one in evidence.window))[0]
+    return min(float(idle_ns) / evidence.num_steps * evidence.idle_scale, clock.idle_ns)
+
+
+def _share_exposed(evidence: StepEvidence, loading: pl.DataFrame) -> float | None:
+    """Return the share of the time of loading in which the GPU is idle; None if nothing is loaded after the first
+    kernel. Before it, loading does not count: a recording begins with an idle GPU, whatever was running until then."""
+    starts, ends = _waiting(evidence)
+    covered = CoveredTime(loading)
+    loading_ns = float(covered.between(ends[:1], ends[-1:]).sum())
+    return float(covered.between(starts[1:], ends[1:]).sum()) / loading_ns if loading_ns else None
+
+
+def _find_loader(evidence: StepEvidence) -> LoaderFacts | None:
+    """Return the loader that gives most batches to a step, if the recording knows how it is configured."""
+    loop = evidence.profile.recording.manifest.loop
+    return max(loop.loaders, key=lambda one: one.batches_per_step, default=None) if loop else None
+
+
+def _uses_trainer(evidence: StepEvidence) -> bool:
+    """Whether the Trainer of transformers makes the loader: its arguments configure it."""
+    ops = evidence.profile.ops
+    return bool(ops["source"].str.contains(_TRAINER).any())
 
 
 def _waiting(evidence: StepEvidence) -> tuple[Ints, Ints]:
@@ -101,7 +144,7 @@ def _parts(evidence: StepEvidence, loading: pl.DataFrame) -> dict[str, pl.DataFr
     """Return ranges inside `loading` by what happens in them; they may overlap."""
     copies = evidence.kernels.filter(pl.col("name").str.contains(_TO_DEVICE) & pl.col("launch_ns").is_not_null())
     copies = copies.select(start_ns="launch_ns", end_ns="launch_end_ns")
-    inner = {"collate": _named(evidence, _COLLATE), "copies": copies}
+    inner = {"collate": _named(evidence, COLLATE), "copies": copies}
     starts, ends = (loading[name].to_numpy() for name in ("start_ns", "end_ns"))
     done = np.maximum.accumulate(ends)
     found = {}
@@ -111,7 +154,7 @@ def _parts(evidence: StepEvidence, loading: pl.DataFrame) -> dict[str, pl.DataFr
             pl.Series((place >= 0) & (done[np.maximum(0, place)] >= ranges["end_ns"].to_numpy()))
         )
     name = pl.col("name")
-    for what, pattern in (("process", _IN_PROCESS), ("workers", _FROM_WORKERS), ("pipeline", _PIPELINE)):
+    for what, pattern in (("process", IN_PROCESS), ("workers", FROM_WORKERS), ("pipeline", _PIPELINE)):
         found[what] = loading.filter(name.str.contains(pattern))
     return found
 
@@ -170,11 +213,15 @@ def find_pageable_copies(evidence: StepEvidence) -> Hit | None:
         return None
     count = count_per_step(evidence, copies.height, "copy", "copies")
     text = (
-        f"the copies take {ms(evidence.per_step(copies))} on the GPU and block the CPU meanwhile; from pinned memory "
-        f"they would take about {ms(float(change.time_ns[rows].sum()) / evidence.num_steps)}"
+        f"the copies take {ms(evidence.per_step(copies))} on the GPU and block the CPU meanwhile"
+        f"{say_launching_lines(evidence, copies)}; from pinned memory they would take about "
+        f"{ms(float(change.time_ns[rows].sum()) / evidence.num_steps)}"
     )
     title = f"Copies to the GPU use pageable memory: {count}"
     hit = Hit(title=title, evidence=text, saving_ns=gain.step_ns, gain=gain)
+    loader = _find_loader(evidence)
+    if loader is not None and not loader.pin_memory:
+        return replace(hit, paste=pin_batches(loader, uses_trainer=_uses_trainer(evidence)))
     return hit if find_loading(evidence).height else replace(hit, action="Copy from pinned memory", paste=_FROM_PINNED)
 
 
@@ -195,9 +242,12 @@ RULES = (
         seen="""The ranges that PyTorch records around a DataLoader (`enumerate(DataLoader)`), ranges with such a name,
             and, if stacks were recorded, the frames of a DataLoader and of `preprocess`, on the threads that run the
             step: GPU idle time inside them, or, on a CPU, all of their time. The name of the range says whether the
-            loader has workers. Collating is `default_collate`, `collate_fn` or `aten::stack` inside a loader.""",
+            loader has workers; a recording of `stepscope run` also has its arguments, and the time that unprofiled
+            steps wait for it. Collating is `default_collate`, `collate_fn` or `aten::stack` inside a loader.""",
         saving="""The recording is replayed without the CPU time inside these ranges, assuming that loading can overlap
-            with the step. On a CPU, this is their time, and needs cores that the model does not use.""",
+            with the step. On a CPU, this is their time, and needs cores that the model does not use. If unprofiled
+            steps were timed by phase, it is the time that they wait for input, as far as the GPU is idle meanwhile.
+            """,
         builtin="not needed: its batch stays on the device",
         own=(
             "loader = DataLoader(data, num_workers=8, pin_memory=True, prefetch_factor=4)",
