@@ -19,7 +19,15 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 # Tests with ranks run one after another: more ranks on the same cores would run into their timeouts.
-_TOGETHER = {"tests/cpu/parallel/": "ranks", "tests/cli/test_train.py": "ranks", "tests/cli/test_comm.py": "ranks"}
+_TOGETHER = dict.fromkeys(
+    (
+        "tests/cpu/parallel/",
+        "tests/cli/test_train.py",
+        "tests/cli/test_comm.py",
+        "tests/cli/loops/test_run_libraries.py",
+    ),
+    "ranks",
+)
 
 
 @pytest.hookimpl(tryfirst=True)  # before pytest-xdist reads the groups

@@ -6,7 +6,8 @@ loop takes batches from a DataLoader in every step, the next step begins with it
 scheduler belong to the step that they follow; otherwise it begins at once.
 
 Optimizers that do not derive from `torch.optim.Optimizer`, or whose `step` is compiled, are not seen. Then the calls of
-`zero_grad` separate the steps, and without these every backward pass is a step.
+`zero_grad` separate the steps, and without these every backward pass is a step. The latter takes many passes to say:
+the first optimizer step of a loop may come after a hundred micro-batches.
 """
 
 from collections import Counter
@@ -14,7 +15,8 @@ from typing import Literal
 
 FoundBy = Literal["optimizer steps", "calls of zero_grad", "backward passes"]
 LEAST_STEPS = 2  # before anything can be said about a loop
-_WITHOUT_OPTIMIZER = 3  # times as many signs of a step are needed without an optimizer
+_LEAST_CLEARED, _LEAST_ALONE = 6, 200  # backward passes without an optimizer step, with and without zero_grad
+_PATIENCE = 20  # steps of others, for an optimizer that has stepped once
 _IN_MOST_STEPS = 0.8
 
 
@@ -26,7 +28,7 @@ class StepFinder:
         self.found_by: FoundBy = "optimizer steps"
         self.backwards = 0
         self._optimizer_steps: Counter[int] = Counter()
-        self._last_optimizer = 0
+        self._others_before: dict[int, int] = {}  # steps of other optimizers before an optimizer's first
         self._cleared = 0  # calls of zero_grad with a backward pass before them
         self._is_dirty = False
         self._loader_steps: Counter[int] = Counter()  # in how many steps a loader was used
@@ -40,8 +42,8 @@ class StepFinder:
     # --- Events -------------------------------------------------------------------------------------------------------
 
     def optimizer_stepped(self, optimizer: int) -> bool:
+        self._others_before.setdefault(optimizer, self.optimizer_steps)
         self._optimizer_steps[optimizer] += 1
-        self._last_optimizer = optimizer
         if self._settled:
             return self.found_by == "optimizer steps" and optimizer == self._anchor and self._end_step()
         if optimizer != self._find_anchor():
@@ -55,14 +57,14 @@ class StepFinder:
         self._cleared += was_dirty
         if self._settled:
             return was_dirty and self.found_by == "calls of zero_grad" and self._end_step()
-        return was_dirty and not self._optimizer_steps and self._has_no_optimizer()
+        return was_dirty and not self._optimizer_steps and self._are_cleared
 
     def backward_ran(self) -> bool:
         self.backwards += 1
         self._is_dirty = True
         if self._settled:
             return self.found_by == "backward passes"
-        return not self._optimizer_steps and self._has_no_optimizer()
+        return not self._optimizer_steps and not self._are_cleared and self.backwards >= _LEAST_ALONE
 
     def batch_requested(self, loader: int) -> bool:
         self._requested.add(loader)
@@ -82,6 +84,16 @@ class StepFinder:
         return max(self._optimizer_steps.values(), default=0) or self._count_without_optimizer()
 
     @property
+    def is_waiting(self) -> bool:
+        """Whether an optimizer may step less often than those that have repeated their step: it has stepped only once,
+        and its second step may still come. The search must not end before it is clear."""
+        total = self.optimizer_steps
+        return any(
+            steps < LEAST_STEPS and total - self._others_before[one] <= self._others_before[one] + _PATIENCE
+            for one, steps in self._optimizer_steps.items()
+        )
+
+    @property
     def optimizer_steps(self) -> int:
         return sum(self._optimizer_steps.values())
 
@@ -92,7 +104,7 @@ class StepFinder:
         """Decide what marks steps."""
         self._settled, self._anchor = True, self._find_anchor()
         if self._anchor is None and not self._optimizer_steps:
-            self.found_by = "calls of zero_grad" if self._cleared >= LEAST_STEPS else "backward passes"
+            self.found_by = "calls of zero_grad" if self._are_cleared else "backward passes"
         if self._anchor is not None and self._loader_steps:
             loader, steps = self._loader_steps.most_common(1)[0]
             if steps >= _IN_MOST_STEPS * (self._optimizer_steps[self._anchor] - 1):
@@ -115,10 +127,12 @@ class StepFinder:
         latest = [one for one, steps in repeated.items() if steps <= fewest]
         return latest[-1]
 
-    def _has_no_optimizer(self) -> bool:
-        return self.backwards >= _WITHOUT_OPTIMIZER * LEAST_STEPS
+    @property
+    def _are_cleared(self) -> bool:
+        """Whether calls of zero_grad separate backward passes."""
+        return self._cleared >= LEAST_STEPS and self.backwards >= _LEAST_CLEARED
 
     def _count_without_optimizer(self) -> int:
-        if not self._has_no_optimizer():
-            return 0
-        return self._cleared if self._cleared >= LEAST_STEPS else self.backwards
+        if self._are_cleared:
+            return self._cleared
+        return self.backwards if self.backwards >= _LEAST_ALONE else 0

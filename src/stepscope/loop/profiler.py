@@ -1,5 +1,6 @@
 """PyTorch's profiler around some steps of a loop that has its own pace: it starts in one step and stops in another."""
 
+import errno
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -103,4 +104,13 @@ class LoopProfiler:
         return self._profiler.profiler.kineto_results
 
     def write(self, path: Path) -> None:
-        self._profiler.export_chrome_trace(str(path))
+        write_trace(self._profiler, path)
+
+
+def write_trace(profiler: _KinetoProfile, path: Path) -> None:
+    """Write the trace of a profiler. PyTorch only logs a failure, and leaves a part of the trace under another name."""
+    path.unlink(missing_ok=True)
+    profiler.export_chrome_trace(str(path))
+    if not path.exists():
+        path.with_name(f"{path.name}.tmp").unlink(missing_ok=True)
+        raise OSError(errno.EIO, "PyTorch could not write the trace; the disk may be full")

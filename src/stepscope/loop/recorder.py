@@ -225,7 +225,8 @@ class LoopRecorder:
 
     @property
     def _has_warmed_up(self) -> bool:
-        return self.steps_seen >= max(self.plan.skip, LEAST_STEPS)
+        is_clear = bool(self._marked_by) or not self._finder.is_waiting
+        return is_clear and self.steps_seen >= max(self.plan.skip, LEAST_STEPS)
 
     # --- Stages -------------------------------------------------------------------------------------------------------
 
@@ -358,7 +359,11 @@ class LoopRecorder:
         if self.is_done or os.getpid() != self._process:
             return
         self.is_done = True
-        self._stages.close()
+        try:
+            self._stages.close()
+        except StepscopeError as error:  # what was complete could not be written
+            self._tell(f"error: {error}")
+            self._has_failed = True
         self._watch.uninstall()
         self._undo.close()
         if not self._kept.trace or not self._kept.recorded_ns:

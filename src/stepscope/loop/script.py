@@ -77,7 +77,10 @@ class ScriptRun:
             status = 1
         finally:
             os._exit = exit_at_once
-        self._finish()
+        try:
+            self._finish()
+        except KeyboardInterrupt:
+            status = Exit.INTERRUPTED
         sys.exit(status)
 
     def _run_script(self, arguments: Sequence[str]) -> None:
@@ -114,8 +117,10 @@ class ScriptRun:
         """A script that ends with `os._exit` runs no other code at its end."""
 
         def exit_at_once(status: int) -> NoReturn:
-            if os.getpid() == self._process:
+            try:
                 self._finish()
+            except KeyboardInterrupt:
+                status = Exit.INTERRUPTED
             original(status)
 
         return exit_at_once
@@ -127,7 +132,11 @@ class ScriptRun:
         if recorder is None:
             tell("nothing was recorded: the script did not import torch")
             return
-        recorder.end()
+        try:
+            recorder.end()
+        except KeyboardInterrupt:
+            tell("stopped before the page was complete")
+            raise
 
 
 def _stop() -> None:

@@ -69,10 +69,10 @@ def _walk(roots: list[Any]) -> Iterator[tuple[int, _Called]]:
         event, line = waiting.pop()
         if event.tag in (_EventType.PyCall, _EventType.PyCCall):
             fields = event.extra_fields
-            line = _nearer(line, fields.caller.file_name, fields.caller.line_number)
+            line = _nearer(line, fields.caller)
             if event.tag == _EventType.PyCall:
                 # Arithmetic is not a call: of its line, only the function is known, by its first line.
-                line = _nearer(line, fields.callsite.file_name, fields.callsite.line_number)
+                line = _nearer(line, fields.callsite)
         elif event.tag == _EventType.TorchOp:
             if event.name.startswith(_NODE):
                 continue
@@ -81,8 +81,12 @@ def _walk(roots: list[Any]) -> Iterator[tuple[int, _Called]]:
         waiting.extend((child, line) for child in event.children)
 
 
-def _nearer(line: Line, file: str, number: int) -> Line:
-    """`line`, or the one in `file` if that is of interest. A new line of the user hides the libraries around it."""
+def _nearer(line: Line, frame: Any) -> Line:
+    """`line`, or that of the frame if its file is of interest. A new line of the user hides the libraries around it."""
+    try:
+        file, number = frame.file_name, frame.line_number
+    except UnicodeDecodeError:  # code that no longer exists, like that of an imported module: PyTorch kept no copy
+        return line
     kind = classify_file(file)
     if kind == "other":
         return line
@@ -119,11 +123,10 @@ def shorten_path(name: str) -> str:
 
 @cache
 def _find_file(name: str) -> str | None:
-    if Path(name).is_absolute():
-        return os.path.realpath(name)
+    # Names of code that no longer exists are random, and `isfile` takes any. An absolute one replaces the directory.
     for folder in sys.path:
-        path = Path(folder or ".", name)
-        if path.is_file():
+        path = os.path.join(folder or ".", name)  # noqa: PTH118
+        if os.path.isfile(path):  # noqa: PTH113
             return os.path.realpath(path)
     return None
 

@@ -10,6 +10,7 @@ from stepscope.files import write_atomically, writing
 from stepscope.hardware import Hardware
 from stepscope.loop.finish import Finisher
 from stepscope.loop.place import RunPlace
+from stepscope.loop.profiler import write_trace
 from stepscope.loop.recorder import rank_of
 from stepscope.loop.source_lines import read_lines
 from stepscope.measure.environment import cpu_name, describe
@@ -35,7 +36,7 @@ def hand_over_trace(profiler: Any, place: RunPlace, *, script: str) -> Finisher:
     folder = place.raw_folder(rank)
     with writing(folder, if_full="the trace was not saved", hint="choose another directory"):
         folder.mkdir(parents=True, exist_ok=True)
-        profiler.export_chrome_trace(str(folder / TRACE_NAME))
+        write_trace(profiler, folder / TRACE_NAME)
         write_atomically(folder / HANDOVER_NAME, msgspec.json.encode(run))
     finisher = Finisher(place, rank)
     finisher.start()
