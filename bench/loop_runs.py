@@ -5,8 +5,8 @@
 Without scripts: the six in bench/loops, which know nothing about stepscope; ddp.py runs with two ranks. For each:
 
 - `stepscope run --stop SCRIPT` in its own process: how steps were found, the page's headline, and its first finding.
-- The overhead on steps that are not recorded: the script runs again, and stepscope's hooks are installed for five steps
-  and removed for five, in turns, so that a busy machine slows both alike. The ratio is that of the median step times.
+- The overhead on steps that are not recorded: the script runs again, and stepscope's hooks are installed for six steps
+  and removed for six, in turns, so that a busy machine slows both alike. The ratio is that of the median step times.
 """
 
 import argparse
@@ -24,7 +24,7 @@ from stepscope.recording.store import load
 
 LOOPS = Path(__file__).parent / "loops"
 OF_RANKS = ("ddp.py",)
-TURN = 5  # steps with and without the hooks
+TURN = 6  # steps with and without the hooks
 
 
 def main() -> None:
@@ -102,7 +102,7 @@ def overhead(script: Path, place: Path, arguments: list[str]) -> dict[str, float
 def time_in_turns(script: str, arguments: list[str]) -> None:
     """Run a script with the hooks of stepscope in every other turn, and print the median step times."""
     import torch
-    from torch.optim.optimizer import register_optimizer_step_post_hook
+    from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
     from stepscope.loop.place import RunPlace
     from stepscope.loop.recorder import LoopRecorder, RecordingPlan
@@ -111,26 +111,38 @@ def time_in_turns(script: str, arguments: list[str]) -> None:
     place = RunPlace(folder=Path("unused"), page=Path("unused.html"))
     recorder: LoopRecorder | None = None
     marks: dict[bool, list[float]] = {False: [], True: []}
-    state = {"count": 0, "last": 0.0}
+    count, last = 0, 0.0
+    is_due = False
 
     def after_step(*_: object) -> None:
-        nonlocal recorder
+        nonlocal count, last, is_due
         if torch.cuda.is_available():
             torch.cuda.synchronize()
         now = time.perf_counter()
-        # The first step of a turn is slow either way: Python specializes the changed functions again.
-        if state["count"] % TURN:
-            marks[recorder is not None].append(now - state["last"])
-        state["count"] += 1
-        if state["count"] % TURN == 0:
+        # The first two steps of a turn are slow either way: Python specializes the changed functions again.
+        if count % TURN > 1:
+            marks[recorder is not None].append(now - last)
+        count += 1
+        is_due = count % TURN == 0
+        last = time.perf_counter()
+
+    def clear(*args: Any, **kwargs: Any) -> None:
+        """Change turns here: hooks of optimizers must not be changed while one runs."""
+        nonlocal recorder, is_due
+        if is_due:
+            is_due = False
             if recorder is None:
                 recorder = LoopRecorder(place, never, script="turns", tell=lambda _: None)
                 recorder.start()
             else:
                 recorder._watch.uninstall()
+                recorder._undo.close()
+                recorder.oom.close()
                 recorder = None
-        state["last"] = time.perf_counter()
+        zero_grad(*args, **kwargs)
 
+    zero_grad = Optimizer.zero_grad
+    Optimizer.zero_grad = clear  # type: ignore[method-assign]
     register_optimizer_step_post_hook(after_step)
     sys.argv = [script, *arguments]
     sys.path[0] = str(Path(script).parent)
