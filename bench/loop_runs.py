@@ -7,6 +7,7 @@ Without scripts: the six in bench/loops, which know nothing about stepscope; ddp
 - `stepscope run --stop SCRIPT` in its own process: how steps were found, the page's headline, and its first finding.
 - The overhead on steps that are not recorded: the script runs again, and stepscope's hooks are installed for six steps
   and removed for six, in turns, so that a busy machine slows both alike. The ratio is that of the median step times.
+  Watching for out-of-memory errors is on in both turns: `oom_page.py cost` measures it.
 """
 
 import argparse
@@ -107,6 +108,9 @@ def time_in_turns(script: str, arguments: list[str]) -> None:
     from stepscope.loop.place import RunPlace
     from stepscope.loop.recorder import LoopRecorder, RecordingPlan
 
+    stepscope.explain_oom(
+        "unused"
+    )  # in both turns: it records stacks in the first steps, which every turn would repeat
     never = RecordingPlan(skip=10**9)
     place = RunPlace(folder=Path("unused"), page=Path("unused.html"))
     recorder: LoopRecorder | None = None

@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 from stepscope import cost
 from stepscope.explain.memory.saved import compare_saved, held_storages, saved_and_predicted
 from stepscope.measure.memory.marks import LOSS, Places
-from stepscope.measure.memory.saved_tensors import SavedTensor, audit
+from stepscope.measure.memory.saved_tensors import SavedTensor, audit, held_tensors
 from stepscope.nn.model import SwiGLU
 from stepscope.recording.tables import SCHEMAS
 from stepscope.spec import Case, Factory, Workload, build_case
@@ -284,3 +284,22 @@ def test_nodes_outside_all_calls_have_no_module() -> None:
     assert step.loss is not None
     assert step.loss.grad_fn is not None
     assert places.find(step.loss.grad_fn._sequence_nr()) == LOSS
+
+
+class _Double(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return 2 * x
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        return 2 * gradients[0] + 0 * ctx.saved_tensors[0]
+
+
+def test_a_custom_function_holds_nothing_after_its_backward() -> None:
+    """PyTorch raises an error if one asks, and a loop may still hold the loss of the last step."""
+    y = _Double.apply(torch.ones(3, requires_grad=True)).sum()
+    assert [argument for _, argument, _ in held_tensors(y.grad_fn)]
+    y.backward()
+    assert not [argument for _, argument, _ in held_tensors(y.grad_fn)]

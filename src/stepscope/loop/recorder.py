@@ -25,8 +25,7 @@ from torch import nn
 from torch.optim.optimizer import Optimizer
 from torch.profiler import ProfilerActivity
 
-from stepscope.annotate import activate, open_range
-from stepscope.errors import StepscopeError
+from stepscope.annotate import Close, Opener, activate, open_range
 from stepscope.files import write_atomically, writing
 from stepscope.hardware import Hardware
 from stepscope.loop.annotation import annotating, find_roots, list_wrappers, unwrap
@@ -330,7 +329,7 @@ class LoopRecorder:
         memory.start()
         try:
             yield from self._next_step()
-            with activate(memory.open):
+            with activate(self._guard(memory.open)):
                 close = open_range("step:0")
                 try:
                     yield from self._next_step()
@@ -339,6 +338,18 @@ class LoopRecorder:
         finally:
             with writing(self.place.memory_folder, if_full="memory was not recorded", hint="--out DIR"):
                 memory.stop()
+
+    def _guard(self, opener: Opener) -> Opener:
+        """Ranges open in the user's own calls, which must not fail because of them."""
+
+        def open_guarded(name: str) -> Close:
+            try:
+                return opener(name)
+            except Exception as error:  # noqa: BLE001  # a guest in the user's program, which must go on
+                self._kept.notes[f"memory was not attributed completely: {error or type(error).__name__}"] = None
+                return lambda: None
+
+        return open_guarded
 
     def _keep_trace(self, profiler: LoopProfiler) -> None:
         folder = self.place.raw_folder(rank_of()[0])
@@ -361,8 +372,8 @@ class LoopRecorder:
         self.is_done = True
         try:
             self._stages.close()
-        except StepscopeError as error:  # what was complete could not be written
-            self._tell(f"error: {error}")
+        except Exception as error:  # noqa: BLE001  # a guest: the script's own end matters more
+            self._tell(f"error: {error or type(error).__name__}")
             self._has_failed = True
         self._watch.uninstall()
         self._undo.close()
@@ -375,8 +386,8 @@ class LoopRecorder:
         try:
             with writing(folder, if_full="nothing was recorded", hint="--out DIR"):
                 write_atomically(folder / HANDOVER_NAME, msgspec.json.encode(self._hand_over()))
-        except StepscopeError as error:
-            self._tell(f"error: {error}")
+        except Exception as error:  # noqa: BLE001  # as above; the device may be unusable after the script's own error
+            self._tell(f"error: nothing was recorded: {error or type(error).__name__}")
             return
         self.finisher = Finisher(self.place, rank)
         self.finisher.start()

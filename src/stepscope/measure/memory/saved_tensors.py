@@ -124,7 +124,10 @@ def visit(*roots: Any) -> list[Any]:
 def _raw_tensors(node: Any) -> Iterator[tuple[str, Any]]:
     for attribute in dir(node):
         if attribute.startswith(_RAW):
-            name, value = attribute.removeprefix(_RAW), getattr(node, attribute)
+            try:
+                name, value = attribute.removeprefix(_RAW), getattr(node, attribute)
+            except RuntimeError:  # a custom function, or compiled code, whose backward has run
+                continue
             if isinstance(value, tuple | list):
                 yield from ((f"{name}[{place}]", one) for place, one in enumerate(value))
             elif value is not None:
