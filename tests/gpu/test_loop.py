@@ -105,6 +105,7 @@ def test_item_has_its_line(recorded: Recording) -> None:
     assert len(lines) == 1  # the others are the optimizer's
 
 
+@pytest.mark.filterwarnings("ignore:TensorFloat32 tensor cores")
 def test_a_compiled_model_is_not_compiled_again(tmp_path: Path) -> None:
     """Its modules have no ranges: the functions that compiled code calls must be the ones that were compiled."""
     loop = Loop(compiled=True)

@@ -77,7 +77,7 @@ class RunPlace:
         if not is_of_kind(folder / RUN_NAME, RUN_SCHEMA):
             raise StepscopeError(
                 f"`{shown}` is not the directory of a run",
-                detail=f"it has files but no {RUN_NAME}; expected a new or empty directory, or that of an earlier run",
+                detail=f"it has files but no valid {RUN_NAME}; expected a new or empty directory, or an earlier run",
                 hint="--out DIR",
             )
         foreign = find_foreign(folder, lambda name: _PARTS.fullmatch(name.rstrip("/")) is not None)

@@ -31,6 +31,7 @@ from stepscope.hardware import Hardware
 from stepscope.loop.annotation import annotating, find_roots, list_wrappers, unwrap
 from stepscope.loop.finder import LEAST_STEPS, StepFinder
 from stepscope.loop.finish import Finisher
+from stepscope.loop.line_marks import LineMarks
 from stepscope.loop.loop_clock import LoopClock
 from stepscope.loop.memory_history import StepMemory
 from stepscope.loop.oom import Place, watching_memory
@@ -208,6 +209,8 @@ class LoopRecorder:
         except StopIteration:
             self.finish()
         except Exception as error:  # noqa: BLE001  # a guest in the user's program, which must go on
+            if isinstance(error.__context__, KeyboardInterrupt):
+                raise KeyboardInterrupt from None  # it came while a profiler stopped, and belongs to the script
             self._tell(f"error: nothing was recorded: {error or type(error).__name__}")
             self._has_failed = True
             self._kept.recorded_ns.clear()
@@ -296,7 +299,7 @@ class LoopRecorder:
                 kept.clock_mhz = _read_clock(device)
                 yield from self._next_gap()
                 _wait_for(device)
-        except _ProfilerTakenError:
+        except (_ProfilerTakenError, KeyboardInterrupt):
             kept.recorded_ns.clear()
             raise
         finally:  # the script may have ended after some of the steps
@@ -318,8 +321,9 @@ class LoopRecorder:
         yield from self._next_gap()
         with profiler:
             profiler.keep_events()
-            yield from self._next_step()
-            yield from self._next_gap()
+            with LineMarks():
+                yield from self._next_step()
+                yield from self._next_gap()
         self._kept.sources = read_lines(profiler.results)
 
     def _record_memory(self) -> Stage:
@@ -465,6 +469,8 @@ class LoopRecorder:
                     "nothing was recorded: another profiler was active until the end. For a page about its trace, pass "
                     "`on_trace_ready=stepscope.trace_handler(DIR)` to torch.profiler.profile"
                 )
+            if seen >= needed:
+                return "nothing was recorded: the script ended before the first recorded step was complete"
             short = RecordingPlan(skip=LEAST_STEPS)
             fewer = f" ({short.least} with {self._write_skip(short.skip)})" if short.least < needed else ""
             return f"nothing was recorded: the script ran {count_noun(seen, 'step')}; {needed} are needed{fewer}"

@@ -8,8 +8,10 @@ The recorder is installed when the script's own `import torch` has finished.
 import importlib.util
 import os
 import runpy
+import signal
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from io import open_code
@@ -68,12 +70,15 @@ class ScriptRun:
             status = 0
         except SystemExit as end:
             status = end.code
-        except KeyboardInterrupt:
-            self._finish()
-            raise
+        except KeyboardInterrupt as error:
+            _show(error)
+            with suppress(KeyboardInterrupt):  # twice: without the page
+                self._finish()
+            # As Python does: whoever started this process can tell that it was interrupted.
+            signal.signal(signal.SIGINT, signal.SIG_DFL)
+            os.kill(os.getpid(), signal.SIGINT)
         except BaseException as error:  # noqa: BLE001  # the script's own error, shown as Python would
-            error.__traceback__ = _own_part(error)  # this is what Python prints, and not the argument
-            sys.excepthook(type(error), error, error.__traceback__)
+            _show(error)
             status = 1
         finally:
             os._exit = exit_at_once
@@ -150,6 +155,12 @@ def _compile(path: str) -> CodeType:
     except OSError as error:
         raise StepscopeError(f"cannot read `{path}`: {error.strerror}") from None
     return compile(content, path, "exec", dont_inherit=True)
+
+
+def _show(error: BaseException) -> None:
+    """Print an error of the script as Python would."""
+    error.__traceback__ = _own_part(error)  # this is what Python prints, and not the argument
+    sys.excepthook(type(error), error, error.__traceback__)
 
 
 def _own_part(error: BaseException) -> Any:

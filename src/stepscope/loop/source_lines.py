@@ -22,6 +22,7 @@ from torch._C._profiler import RecordScope, _EventType
 from stepscope.recording.rows.loop_run import UNKNOWN_LINE, SourceLines
 
 _NODE = "autograd::engine::evaluate_function"
+MARK = "line:"  # in the name of an event that says which line runs
 _UNINFORMATIVE = 0.5  # of the operators of a step
 _OF_PYTORCH = ("torch/", "functorch/", "torchgen/", "stepscope/")
 _NO_FILE = ("<", "nn.Module")
@@ -37,14 +38,25 @@ def read_lines(results: Any) -> SourceLines:
     # The loop's thread, among those that pin memory, collate or log: it runs the most operators.
     longest = max(map(len, by_thread.values()), default=0)
     found = sorted(next((called for called in by_thread.values() if len(called) == longest), []))
-    common = Counter(user for _, _, (user, _) in found if user)
-    useless = {user for user, count in common.items() if count > _UNINFORMATIVE * len(found)}
+    operators = list(_apply_marks(found))
+    common = Counter(user for _, (user, _) in operators if user)
+    useless = {user for user, count in common.items() if count > _UNINFORMATIVE * len(operators)}
     lines: dict[str, int] = {}
     places = []
-    for _, _, (user, library) in found:
+    for _, (user, library) in operators:
         line = user if user and not (user in useless and library) else library
         places.append(lines.setdefault(line, len(lines)) if line else UNKNOWN_LINE)
-    return SourceLines(names=tuple(name for _, name, _ in found), places=tuple(places), lines=tuple(lines))
+    return SourceLines(names=tuple(name for name, _ in operators), places=tuple(places), lines=tuple(lines))
+
+
+def _apply_marks(found: list[_Called]) -> Iterator[tuple[str, Line]]:
+    """Yield the operators with their lines: the user's is that of the last mark, if there are any (`line_marks`)."""
+    marked = ""
+    for _, name, (user, library) in found:
+        if name.startswith(MARK):
+            marked = name.removeprefix(MARK)
+        else:
+            yield name, (marked or user, library)
 
 
 def find_caller() -> str:
@@ -65,32 +77,37 @@ def find_caller() -> str:
 def _walk(roots: list[Any]) -> Iterator[tuple[int, _Called]]:
     """Yield thread, start, name and line of every operator outside the backward pass."""
     waiting: list[tuple[Any, Line]] = [(root, ("", "")) for root in roots]
+    began_ns = min((root.start_time_ns for root in roots), default=0)
     while waiting:
         event, line = waiting.pop()
         if event.tag in (_EventType.PyCall, _EventType.PyCCall):
             fields = event.extra_fields
-            line = _nearer(line, fields.caller)
+            # Calls that began before the recording have the line at which that began.
+            is_older = event.start_time_ns <= began_ns
+            line = line if is_older else _nearer(line, fields.caller)
             if event.tag == _EventType.PyCall:
                 # Arithmetic is not a call: of its line, only the function is known, by its first line.
-                line = _nearer(line, fields.callsite)
+                line = _nearer(line, fields.callsite, is_function=True, has_line=not is_older)
         elif event.tag == _EventType.TorchOp:
             if event.name.startswith(_NODE):
                 continue
-            if event.extra_fields.scope != RecordScope.USER_SCOPE:
+            if event.extra_fields.scope != RecordScope.USER_SCOPE or event.name.startswith(MARK):
                 yield event.start_tid, (event.start_time_ns, event.name, line)
         waiting.extend((child, line) for child in event.children)
 
 
-def _nearer(line: Line, frame: Any) -> Line:
+def _nearer(line: Line, frame: Any, *, is_function: bool = False, has_line: bool = True) -> Line:
     """`line`, or that of the frame if its file is of interest. A new line of the user hides the libraries around it."""
     try:
-        file, number = frame.file_name, frame.line_number
+        file, number, function = frame.file_name, frame.line_number, frame.function_name
     except UnicodeDecodeError:  # code that no longer exists, like that of an imported module: PyTorch kept no copy
         return line
     kind = classify_file(file)
     if kind == "other":
         return line
-    text = f"{shorten_path(file)}:{number}"
+    text = f"{shorten_path(file)}:{number}" if has_line else shorten_path(file)
+    if is_function and not function.startswith("<"):
+        text += f" ({function})"
     return (text, "") if kind == "user" else (line[0], text)
 
 

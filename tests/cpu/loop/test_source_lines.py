@@ -4,6 +4,7 @@ import importlib
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -13,6 +14,7 @@ import torch
 from torch._C._profiler import RecordScope, _EventType
 
 from stepscope.loop import source_lines
+from stepscope.loop.line_marks import LineMarks
 from stepscope.loop.profiler import LoopProfiler, OtherProfilers
 from stepscope.loop.source_lines import classify_file, find_caller, read_lines, shorten_path
 
@@ -34,6 +36,12 @@ def through_library(x):
 
 def only_library(x):
     return scale_all(x)
+
+def multiply_later(x):
+    return -absolute(x)
+
+def absolute(x):
+    return abs(x)
 """
 LIBRARY = """\
 import torch
@@ -72,14 +80,15 @@ def user(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType
     _forget()
 
 
-def lines_of(*calls: Callable[[torch.Tensor], Any]) -> dict[str, str | None]:
+def lines_of(*calls: Callable[[torch.Tensor], Any], marked: bool = False) -> dict[str, str | None]:
     """The line of each operator that is called once."""
     x = torch.ones(2, 2)
     profiler = LoopProfiler([torch.profiler.ProfilerActivity.CPU], OtherProfilers(lambda: None), with_stack=True)
     with profiler:
         profiler.keep_events()
-        for call in calls:
-            call(x)
+        with LineMarks() if marked else nullcontext():
+            for call in calls:
+                call(x)
     found = read_lines(profiler.results)
     assert len(found.names) == len(found.places)
     return {
@@ -95,7 +104,36 @@ def test_an_operator_has_the_line_that_calls_it(user: ModuleType) -> None:
 
 def test_arithmetic_has_the_line_of_its_function(user: ModuleType) -> None:
     """It is not a call, so the stack does not have its line."""
-    assert lines_of(user.add)["aten::add"] == "user_code.py:9"
+    assert lines_of(user.add)["aten::add"] == "user_code.py:9 (add)"
+
+
+def test_marks_have_the_line_of_arithmetic(user: ModuleType) -> None:
+    lines = lines_of(user.add, user.call, user.multiply_later, marked=True)
+    assert lines["aten::add"] == "user_code.py:11"
+    assert lines["aten::mm"] == "user_code.py:6"
+    assert lines["aten::relu"] == "user_code.py:7"
+    assert lines["aten::neg"] == "user_code.py:20"  # after a call of the user's own code on the same line
+    assert lines["aten::abs"] == "user_code.py:23"
+
+
+def test_lines_are_not_traced_afterwards(user: ModuleType) -> None:
+    lines_of(user.add, marked=True)
+    assert sys.gettrace() is None
+    assert sys._getframe().f_trace is None
+
+
+def test_a_debugger_keeps_its_tracing_function(user: ModuleType) -> None:
+    def trace(*_: object) -> None:
+        return None
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        with LineMarks():
+            assert sys.gettrace() is trace
+        assert sys.gettrace() is trace
+    finally:
+        sys.settrace(before)
 
 
 def test_the_innermost_line_of_the_user_counts(user: ModuleType) -> None:
@@ -122,14 +160,15 @@ class Freed:
 
 def test_code_that_no_longer_exists_has_no_line(user: ModuleType) -> None:
     """The code of a module that the step imports is freed when it has run."""
-    known = SimpleNamespace(file_name="user_code.py", line_number=6)
+    known = SimpleNamespace(file_name="user_code.py", line_number=6, function_name="call")
     scope = SimpleNamespace(scope=RecordScope.FUNCTION)
     operator = SimpleNamespace(
         tag=_EventType.TorchOp, name="aten::mm", extra_fields=scope, start_tid=1, start_time_ns=5, children=[]
     )
     frames = SimpleNamespace(caller=known, callsite=Freed())
-    inner = SimpleNamespace(tag=_EventType.PyCall, extra_fields=frames, children=[operator])
-    outer = SimpleNamespace(tag=_EventType.PyCCall, extra_fields=SimpleNamespace(caller=Freed()), children=[inner])
+    inner = SimpleNamespace(tag=_EventType.PyCall, extra_fields=frames, start_time_ns=3, children=[operator])
+    freed = SimpleNamespace(caller=Freed())
+    outer = SimpleNamespace(tag=_EventType.PyCCall, extra_fields=freed, start_time_ns=1, children=[inner])
     found = read_lines(SimpleNamespace(experimental_event_tree=lambda: [outer]))
     assert (found.names, found.lines) == (("aten::mm",), ("user_code.py:6",))
 

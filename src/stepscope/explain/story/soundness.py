@@ -27,6 +27,7 @@ DISAGREE = 0.05  # between two peaks of memory, before it is mentioned
 DISAGREE_MUCH = 0.15  # between two clocks of one step
 NOISE = 0.05  # kernels may exceed the step time by this much, because the two were measured separately
 WELL_KNOWN = 0.9  # of the kernel time; below it, the unknown part is mentioned
+_UNEVEN = 0.25  # of the median, in the middle 60% of profiled steps
 
 
 def judge(opening: Opening) -> Soundness:
@@ -87,6 +88,7 @@ def _doubts(opening: Opening) -> Iterator[str]:
     for one, when in ((materials.profile, "unprofiled steps"), (materials.memory, "while recording memory")):
         if one is not None:
             yield from _say_doubts(one.recording.manifest.doubts, f"{when}: ")
+    yield from _few_profiled_steps(materials)
     yield from _kernels_beyond_step(materials)
     yield from _disagreeing_clocks(materials)
     yield from _allocator(materials)
@@ -101,6 +103,18 @@ def _name_bench(materials: Materials) -> str:
 
 def _say_doubts(doubts: Sequence[Doubt], when: str) -> Iterator[str]:
     yield from (f"{when}{doubt.text}" for doubt in doubts if doubt.code not in STEP_DOUBTS)
+
+
+def _few_profiled_steps(materials: Materials) -> Iterator[str]:
+    """A script's own steps differ, and a few of them are recorded."""
+    profile, samples = materials.profile, [float(one) for one in materials.step_samples]
+    if profile is None or profile.recording.manifest.loop is None or materials.timed_by != "profiled" or not samples:
+        return
+    spread = summarise(samples).spread
+    if len(samples) == 1:
+        yield "only one profiled step was recorded"
+    elif spread > _UNEVEN:
+        yield f"the middle 60% of profiled steps spread over {say_percent(spread)} of the median"
 
 
 def _kernels_beyond_step(materials: Materials) -> Iterator[str]:
