@@ -180,7 +180,7 @@ def late_table(times: RankTimes, *, top: int | None = None) -> Table:
     ]
     if any(one.reason is None for one in late):
         notes.append(
-            "late before: since the collective before, or since the recording began, it did nothing longer than the "
+            "late before: since the previous collective, or since the recording began, it did nothing longer than the "
             "others"
         )
     if rest:

@@ -17,7 +17,7 @@ from stepscope.explain.statistics import summarise
 from stepscope.explain.story.bounds import Shares
 from stepscope.explain.story.commands import find_case, find_strangers
 from stepscope.explain.story.phrases import name_step, say_started
-from stepscope.explain.story.script import find_loop, find_model_class, name_script
+from stepscope.explain.story.script import find_loop, find_model_class, name_script, say_passes
 from stepscope.explain.story.sections.environment_facts import find_environment
 from stepscope.explain.story.sources import Materials
 from stepscope.explain.trace.profile import kernel_word
@@ -121,7 +121,7 @@ def _title_script(materials: Materials) -> str:
     if loop is None:
         return ""
     passes = loop.backwards_per_step
-    micro = f"{count_noun(round(passes, 2), 'micro-batch', 'micro-batches')} per step" if passes > 1 else ""
+    micro = f"{say_passes(loop)} per step" if passes > 1 else ""
     words = (find_model_class(materials), "training step", micro, _count_ranks(materials))
     return f"{loop.script}: {', '.join(word for word in words if word)}"
 

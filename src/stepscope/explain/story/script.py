@@ -36,6 +36,14 @@ def name_script(materials: Materials) -> tuple[str, ...]:
     return (f"{model} in {loop.script}", loop.script) if model else (loop.script,)
 
 
+def say_passes(loop: LoopFacts) -> str:
+    """Return `4 micro-batches`. With several optimizers, backward passes need not be those of micro-batches."""
+    count = round(loop.backwards_per_step, 1)
+    if len(loop.optimizers) > 1:
+        return count_noun(count, "backward pass", "backward passes")
+    return count_noun(count, "micro-batch", "micro-batches")
+
+
 def tabulate_loop(materials: Materials) -> Table | None:
     loop = find_loop(materials)
     if loop is None:
@@ -57,7 +65,7 @@ def _list_facts(loop: LoopFacts, model: str) -> Iterator[tuple[str, str]]:
     yield "steps found by", loop.found_by
     if loop.steps_seen:
         yield "steps before the recording", f"{loop.steps_seen:,}"
-    yield "micro-batches per step", f"{loop.backwards_per_step:.3g}"
+    yield "backward passes per step", f"{loop.backwards_per_step:.3g}"
     if loop.optimizers:
         yield "optimizer", ", ".join(loop.optimizers)
     if loop.uses_scaler:

@@ -1,11 +1,12 @@
 """The training loop: what its thread does in a step next to the kernels of each part, and its waits for the GPU."""
 
+from stepscope.explain.story.script import say_passes
 from stepscope.explain.story.sources import Materials
 from stepscope.explain.trace.loop.loop_tables import syncs_table, tabulate_loop
 from stepscope.explain.trace.loop.loop_time import INPUT_PARTS, SYNCHRONISATION, LoopTime
 from stepscope.explain.trace.profile import Profile
 from stepscope.findings import Bars, Exhibit, Section
-from stepscope.units import count_noun, say_percent, say_time
+from stepscope.units import say_percent, say_time
 
 _MS = 1e6
 _NAMED = 3  # parts in the lead
@@ -32,7 +33,7 @@ def _say_loop(profile: Profile, loop: LoopTime) -> str:
     named = ", ".join(f"{part.label} {say_percent(part.cpu_ns / loop.step_ns)}" for part in longest)
     facts = profile.recording.manifest.loop
     passes = facts.backwards_per_step if facts else 1.0
-    batches = f" with {count_noun(round(passes, 2), 'micro-batch', 'micro-batches')}" if passes > 1 else ""
+    batches = f" with {say_passes(facts)}" if facts is not None and passes > 1 else ""
     said = [f"The CPU spends a step of {say_time(loop.step_ns)}{batches} mostly on {named}."]
     labels = [part.key for part in longest]
     loading_ns, waiting_ns = loop.time_of(*INPUT_PARTS), loop.time_of(SYNCHRONISATION)
