@@ -74,7 +74,7 @@ class ScriptRun:
             _show(error)
             with suppress(KeyboardInterrupt):  # twice: without the page
                 self._finish()
-            # As Python does: whoever started this process can tell that it was interrupted.
+            # As Python does, so that the parent process can tell that it was interrupted.
             signal.signal(signal.SIGINT, signal.SIG_DFL)
             os.kill(os.getpid(), signal.SIGINT)
         except BaseException as error:  # noqa: BLE001  # the script's own error, shown as Python would
