@@ -38,6 +38,16 @@ def summarise(run: stepscope.Run) -> list[str]:
     return [*frame.columns, *sentences, table.render("md"), page.html, str(saved), str(document)]
 
 
+def train(batches: list[float]) -> None:
+    watch = stepscope.explain_oom("runs/oom")
+    recorder: stepscope.Recorder
+    with watch, stepscope.record("runs/today", steps=2) as recorder:
+        recorder.step()
+    total: float = sum(stepscope.steps(batches, out="runs/steps"))
+    handler = stepscope.trace_handler("runs/trace")
+    print(total, handler)
+
+
 @stepscope.annotate("forward")
 def measure(path: str) -> stepscope.Workload:
     shape = stepscope.ModelShape(d_model=64, d_ff=128, num_layers=2, num_heads=2, num_kv_heads=2)
