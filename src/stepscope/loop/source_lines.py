@@ -97,7 +97,7 @@ def _walk(roots: list[Any]) -> Iterator[tuple[int, _Called]]:
 
 
 def _nearer(line: Line, frame: Any, *, is_function: bool = False, has_line: bool = True) -> Line:
-    """`line`, or that of the frame if its file is of interest. A new line of the user hides the libraries around it."""
+    """Return the line of the frame if its file matters, else `line`. A line in the user's code replaces a library's."""
     try:
         file, number, function = frame.file_name, frame.line_number, frame.function_name
     except UnicodeDecodeError:  # code that no longer exists, like that of an imported module: PyTorch kept no copy
