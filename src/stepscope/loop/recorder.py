@@ -27,7 +27,6 @@ from torch.profiler import ProfilerActivity
 
 from stepscope.annotate import Close, Opener, activate, open_range
 from stepscope.files import write_atomically, writing
-from stepscope.hardware import Hardware
 from stepscope.loop.annotation import annotating, find_roots, list_wrappers, unwrap
 from stepscope.loop.finder import LEAST_STEPS, StepFinder
 from stepscope.loop.finish import Finisher
@@ -40,7 +39,7 @@ from stepscope.loop.profiler import LoopProfiler, OtherProfilers
 from stepscope.loop.source_lines import read_lines
 from stepscope.loop.watch import LoopWatch
 from stepscope.measure import nvml
-from stepscope.measure.environment import cpu_name, describe
+from stepscope.measure.environment import describe_unmeasured
 from stepscope.patches import is_compiled
 from stepscope.recording.rows.loop_run import HANDOVER_NAME, TRACE_NAME, LoaderFacts, LoopFacts, LoopRun, SourceLines
 from stepscope.units import count_noun
@@ -411,11 +410,9 @@ class LoopRecorder:
         kept, (rank, world_size) = self._kept, rank_of()
         device, roots = self._find_device(), kept.roots
         parameters = {id(one): one.numel() for root in roots for one in root.parameters()}
-        name = cpu_name()
-        known = Hardware(name=name, peak_flops={}, bandwidth=None, source="measured")
         return LoopRun(
             facts=self._facts(),
-            environment=describe(device, (), known=known),
+            environment=describe_unmeasured(device),
             started=self._started,
             rank=rank,
             world_size=world_size,

@@ -7,13 +7,12 @@ import msgspec
 import torch
 
 from stepscope.files import write_atomically, writing
-from stepscope.hardware import Hardware
 from stepscope.loop.finish import Finisher
 from stepscope.loop.place import RunPlace
 from stepscope.loop.profiler import write_trace
 from stepscope.loop.recorder import rank_of
 from stepscope.loop.source_lines import read_lines
-from stepscope.measure.environment import cpu_name, describe
+from stepscope.measure.environment import describe_unmeasured
 from stepscope.recording.rows.loop_run import HANDOVER_NAME, TRACE_NAME, LoopFacts, LoopRun, SourceLines
 
 
@@ -22,11 +21,10 @@ def hand_over_trace(profiler: Any, place: RunPlace, *, script: str) -> Finisher:
     rank, world_size = rank_of()
     on_cuda = torch.cuda.is_available() and torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
     device = torch.device("cuda", torch.cuda.current_device()) if on_cuda else torch.device("cpu")
-    known = Hardware(name=cpu_name(), peak_flops={}, bandwidth=None, source="measured")
     has_stacks = profiler.with_stack and profiler.profiler is not None
     run = LoopRun(
         facts=LoopFacts(script=script, found_by="torch.profiler"),
-        environment=describe(device, (), known=known),
+        environment=describe_unmeasured(device),
         started=datetime.now(UTC).isoformat(timespec="seconds"),
         rank=rank,
         world_size=world_size,

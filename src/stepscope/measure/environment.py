@@ -80,6 +80,11 @@ def describe(device: torch.device, precisions: Collection[Precision], *, known: 
     )
 
 
+def describe_unmeasured(device: torch.device) -> Environment:
+    """Return the environment of `device` without measuring peaks, which would disturb a program that is training."""
+    return describe(device, (), known=Hardware(name=cpu_name(), peak_flops={}, bandwidth=None, source="measured"))
+
+
 def installed_version(package: str) -> str | None:
     try:
         return version(package)
