@@ -5,6 +5,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Awaitable, Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +33,9 @@ def connect(folder: Path, use: Callable[[Client], Awaitable[None]]) -> str:
             async with Client(stdio_client(server, errlog=said)) as client:
                 await use(client)
 
-    anyio.run(run)
+    # A thread of its own: browser tests leave an event loop running in the one of pytest.
+    with ThreadPoolExecutor(max_workers=1) as pool:
+        pool.submit(anyio.run, run).result()
     return (folder / "stderr.txt").read_text()
 
 

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from stepscope.loop import oom
 from stepscope.measure.memory.saved_tensors import held_tensors
@@ -81,8 +82,20 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> FakeCuda:
     return install(monkeypatch)
 
 
+def _hide_the_past(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Models of earlier tests in the process, which something may still hold, are not part of the stand-in's memory."""
+    gc.collect()
+    get_objects = gc.get_objects
+    past = [one for one in get_objects() if issubclass(type(one), Tensor | nn.Module | Optimizer)]
+    hidden = {id(one) for one in past}  # `past` keeps them, so that no new object gets one of their numbers
+    monkeypatch.setattr(
+        gc, "get_objects", lambda: [one for one in get_objects() if id(one) not in hidden and one is not past]
+    )
+
+
 def install(monkeypatch: pytest.MonkeyPatch) -> FakeCuda:
     fake = FakeCuda()
+    _hide_the_past(monkeypatch)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(torch.cuda, "get_allocator_backend", lambda: "native")
     monkeypatch.setattr(torch.cuda, "_lazy_call", lambda call: call())

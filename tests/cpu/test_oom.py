@@ -1,6 +1,5 @@
 """`explain_oom` with a stand-in for CUDA: what it records, what it leaves to the script, and what it removes again."""
 
-import gc
 import os
 import subprocess
 import sys
@@ -65,10 +64,9 @@ class Model(nn.Module):
 
 
 @pytest.fixture(autouse=True)
-def _no_children(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Pages are written in this process, by the tests that look at them. Tensors of earlier tests are gone."""
+def _no_children(cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pages are written in this process, by the tests that look at them."""
     monkeypatch.setattr(OomWatch, "_explain", lambda *_: None)
-    gc.collect()
 
 
 @pytest.fixture

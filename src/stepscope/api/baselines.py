@@ -130,7 +130,8 @@ def read_source(path: Path) -> Measured:
 
 def _read_profile(profile: Profile, path: Path, identity: str, peak_bytes: int | None) -> BaselineRun:
     """Unprofiled steps count if the recording has any. `Clock` chooses profiled ones if the two hardly differ, and that
-    choice could differ between two runs of unchanged code."""
+    choice could differ between two runs of unchanged code. So could the number of operators on a CPU, whose times
+    decide which of two nested ones counts."""
     clock, manifest = profile.clock, profile.recording.manifest
     is_profiled = not clock.unprofiled_steps
     samples = clock.profiled_steps if is_profiled else clock.unprofiled_steps
@@ -142,7 +143,7 @@ def _read_profile(profile: Profile, path: Path, identity: str, peak_bytes: int |
         clock="profiled" if is_profiled else "unprofiled",
         step_ns=steps,
         idle_ns=max(0.0, statistics.median(steps) - clock.busy_ns) if steps and profile.has_gaps else None,
-        kernels=clock.per_step(int(profile.kernels["count"].sum())),
+        kernels=None if profile.on_cpu else clock.per_step(int(profile.kernels["count"].sum())),
         peak_bytes=peak_bytes,
         classes=_per_step(profile, "class"),
         phases=_per_step(profile, "phase"),

@@ -8,10 +8,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from torch.autograd.profiler_util import FunctionEvent
 
 from stepscope.explain.trace.profile import make_profile
 from stepscope.measure.timing import settle_heap, time_steps
 from stepscope.recording.readers.formats import open_recording
+
+_MACHINERY = ("autograd::", "torch::autograd::")  # has operators inside and is none itself
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,7 +61,7 @@ def time_callable(run: Callable[[], object], *, warmup: int, steps: int, count_k
 
 
 def _count_kernels(run: Callable[[], object]) -> int:
-    """Kernels of one call, or operators on a CPU, counted as in a recording."""
+    """Kernels of one call, counted as in a recording; on a CPU the operators that no other operator calls."""
     with warnings.catch_warnings(), tempfile.TemporaryDirectory() as folder:
         warnings.simplefilter("ignore")  # the profiler's own; the caller's project may treat them as errors
         with torch.profiler.profile() as profiler:
@@ -66,4 +69,13 @@ def _count_kernels(run: Callable[[], object]) -> int:
         trace = Path(folder) / "trace.json"
         profiler.export_chrome_trace(str(trace))
         profile = make_profile(open_recording(trace))
+    if profile.on_cpu:
+        return sum(_is_outermost(event) for event in profiler.events())
     return int(profile.kernels["count"].sum())
+
+
+def _is_outermost(event: FunctionEvent) -> bool:
+    callers = [event]
+    while callers[-1].cpu_parent is not None:
+        callers.append(callers[-1].cpu_parent)
+    return [one for one in callers if "::" in one.name and not one.name.startswith(_MACHINERY)] == [event]
