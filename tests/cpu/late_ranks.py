@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 from torch.utils.data import DataLoader, Dataset
 
-SLEEP_S = 0.06
+SLEEP_S = 0.2  # far more than the hiccups of a busy machine
 WARM_UP, STEPS = 2, 3
 WIDTH, TOKENS, MORE_TOKENS, LAYERS = 128, 64, 2048, 3
 

@@ -413,9 +413,10 @@ def test_all_calls_of_a_cpu_operator_count_alike(tmp_path: Path) -> None:
         ("aten::mm", "aten::expand", [90, 90, 900], [5, 5, 890]),  # interrupted
         ("aten::div", "aten::to", [10, 10, 900], [8, 8, 8]),  # two scalars
         ("aten::abs", "aten::abs", [90, 90, 90], [80, 80, 80]),  # with an `out` argument
+        ("c10d::_reduce_scatter_base_", "aten::clone", [90, 90, 90], [80, 80, 80]),  # queues a collective
     )
     kernels = kineto.read(write_trace(tmp_path / "t.json", events)).kernels
-    names = ("aten::addmm", "aten::mm", "aten::div", "aten::abs")
+    names = ("aten::addmm", "aten::mm", "aten::div", "aten::abs", "c10d::_reduce_scatter_base_")
     assert kernels["name"].to_list() == [name for name in names for _ in range(3)]
     assert kernels["kind"].unique().to_list() == ["cpu"]
 

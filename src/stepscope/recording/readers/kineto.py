@@ -27,6 +27,8 @@ from stepscope.units import count_noun
 _MODULE_FRAME = "nn.Module: "
 # Autograd's wrappers around operators: their time is dispatch, not work.
 _MACHINERY = r"^autograd::engine|^torch::autograd|Backward\d*$|^detach$"
+# Operators that queue a collective: one each, whatever they call and however long that takes.
+_QUEUEING = "c10d::"
 _FEW_PRESENT = 0.1  # of the launches after a cut: kernels of other streams end later
 _REST_OF_STEP = 0.05  # after its last launch
 _LOST_NOTE = "kernels were launched, but the profiler recorded none: it may lack access to the GPU's activity (CUPTI)"
@@ -317,7 +319,11 @@ class HostKernels:
         """Return the operators that count as kernels."""
         for opened in self._threads.values():
             self._close(opened)
-        delegating = [name for name, calls in self._calls.items() if calls < 0 and self._time_ns[name] < 0]
+        delegating = [
+            name
+            for name, calls in self._calls.items()
+            if calls < 0 and self._time_ns[name] < 0 and not name.startswith(_QUEUEING)
+        ]
         calls = _outer_first(ops.filter(~pl.col("name").is_in(delegating))).select(
             "name", "start_ns", *self._ends.columns
         )
