@@ -194,46 +194,60 @@ _OPTIONS = ("num_warps", "maxnreg")
 # Bytes, by kernel, width and mask: what the code has under both supported compilers, rounded up. None of it is in an
 # inner loop except in backward at 64, where tiles of 128 queries do not fit and are still the fastest.
 _MOST_SPILLED_ON_HOPPER = {
-    ("forward", 128, False, True): 0,
-    ("forward", 128, False, False): 0,
-    ("forward", 128, True, False): 16,
-    ("forward", 64, False, True): 0,
-    ("forward", 64, False, False): 48,
-    ("forward", 64, True, False): 0,
-    ("backward", 128, False, True): 0,
-    ("backward", 128, False, False): 0,
-    ("backward", 128, True, False): 64,
-    ("backward", 64, False, True): 128,
-    ("backward", 64, False, False): 160,
-    ("backward", 64, True, False): 256,
+    ("forward", 128, "whole"): 0,
+    ("forward", 128, "ragged"): 0,
+    ("forward", 128, "causal"): 16,
+    ("forward", 128, "window"): 32,
+    ("forward", 128, "documents"): 32,
+    ("forward", 64, "whole"): 0,
+    ("forward", 64, "ragged"): 48,
+    ("forward", 64, "causal"): 0,
+    ("forward", 64, "window"): 0,
+    ("forward", 64, "documents"): 0,
+    ("backward", 128, "whole"): 0,
+    ("backward", 128, "ragged"): 0,
+    ("backward", 128, "causal"): 64,
+    ("backward", 128, "window"): 64,
+    ("backward", 128, "documents"): 80,
+    ("backward", 64, "whole"): 128,
+    ("backward", 64, "ragged"): 160,
+    ("backward", 64, "causal"): 256,
+    ("backward", 64, "window"): 256,
+    ("backward", 64, "documents"): 256,
+}
+# Under a causal mask it makes no difference whether the keys fill their tiles.
+_MASKS: dict[str, dict[str, bool]] = {
+    "whole": {"causal": False, "whole_keys": True},
+    "ragged": {"causal": False, "whole_keys": False},
+    "causal": {"causal": True, "whole_keys": False},
+    "window": {"causal": True, "whole_keys": False, "has_window": True},
+    "documents": {"causal": True, "whole_keys": False, "has_documents": True},
 }
 
 
 def _hopper() -> Iterator[Shipped]:
-    """Under a causal mask it makes no difference whether the keys fill their tiles."""
-    masks = ((False, True), (False, False), (True, False))
-    for dtype, width, (causal, whole_keys) in itertools.product(("bf16", "fp16"), (64, 128), masks):
+    for dtype, width, mask in itertools.product(("bf16", "fp16"), (64, 128), _MASKS):
         for stage, kernel in (("forward", attention_hopper_forward), ("backward", attention_hopper_backward)):
-            settings = dict(
-                (forward_settings if stage == "forward" else backward_settings)(
-                    width, causal=causal, whole_keys=whole_keys
-                )
-            )
+            settings = dict((forward_settings if stage == "forward" else backward_settings)(width, **_MASKS[mask]))
             options = {name: settings.pop(name) for name in _OPTIONS}
             types = _forward_types(dtype, width) if stage == "forward" else _backward_types(dtype, width)
+            if mask == "documents":
+                types |= {"starts": "*i32", "ends": "*i32"}
+            else:
+                settings |= {"starts": None, "ends": None}
             signature = {name: types.get(name, "i32") for name in kernel.arg_names}
             yield Shipped(
-                name=f"hopper {stage} {dtype} {width} {'causal' if causal else 'whole' if whole_keys else 'ragged'}",
+                name=f"hopper {stage} {dtype} {width} {mask}",
                 kernel=kernel,
                 signature=signature | dict.fromkeys(settings, "constexpr"),
                 constants=settings,
                 options=options,
                 arch=90,
                 product="HGMMA",
-                most_spilled=_MOST_SPILLED_ON_HOPPER[stage, width, causal, whole_keys],
+                most_spilled=_MOST_SPILLED_ON_HOPPER[stage, width, mask],
                 aligned=("lse_ptr",) if stage == "forward" else (),
                 gluon=True,
-                sample=dtype == "bf16" and (causal or (whole_keys and stage == "forward")),
+                sample=dtype == "bf16" and (mask == "causal" or (mask == "whole" and stage == "forward")),
             )
 
 

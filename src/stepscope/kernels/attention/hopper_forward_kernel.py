@@ -50,12 +50,15 @@ def padded_head(head_dim: int) -> int:
 
 
 @cache
-def forward_settings(width: int, *, causal: bool, whole_keys: bool) -> dict[str, Any]:
+def forward_settings(
+    width: int, *, causal: bool, whole_keys: bool, has_window: bool = False, has_documents: bool = False
+) -> dict[str, Any]:
     """The constants and options of the forward kernel, for its launcher and for `make aot`. Nothing needs tuning:
     at each width one choice fills the registers and the shared memory of an SM. `whole_keys`: the key length is a
     multiple of the tile's.
     """
-    consumers = 3 if width == 64 and not causal else 2
+    is_local = has_window or has_documents
+    consumers = 3 if width == 64 and not causal and not is_local else 2
     return {
         "CONSUMERS": consumers,
         "ROWS": ROWS_OF_CONSUMER,
@@ -63,7 +66,9 @@ def forward_settings(width: int, *, causal: bool, whole_keys: bool) -> dict[str,
         "D": width,
         "STAGES": NUM_STAGES,
         "CAUSAL": causal,
-        "MASK": causal or not whole_keys,
+        "MASK": causal or is_local or not whole_keys,
+        "WINDOW": has_window,
+        "DOCUMENTS": has_documents,
         "num_warps": 4,
         # Initially; then the warpgroups redistribute registers.
         "maxnreg": {2: 168, 3: 128}[consumers],
@@ -80,12 +85,35 @@ def make_barriers(COUNT: gl.constexpr, ARRIVALS: gl.constexpr):
 
 
 @gluon.jit
-def find_last_keys(rows, num_queries, num_keys, CAUSAL: gl.constexpr):
-    """The last key that each row sees. A causal mask is aligned at the end: the last row sees all keys."""
+def find_last_keys(rows, z, sizes, near, CAUSAL: gl.constexpr, WINDOW: gl.constexpr, DOCUMENTS: gl.constexpr):
+    """The last key that each row sees, which never falls from one row to the next. A causal mask is aligned at the end:
+    the last row sees all keys.
+    """
+    num_queries, num_keys = sizes
+    left, right, starts, ends = near
+    last = gl.where(rows >= 0, num_keys - 1, 0)
     if CAUSAL:
-        return gl.minimum(rows + (num_keys - num_queries), num_keys - 1)
-    else:
-        return gl.where(rows >= 0, num_keys - 1, 0)
+        last = gl.minimum(last, rows + (num_keys - num_queries))
+    elif WINDOW:
+        last = gl.minimum(last, rows + (num_keys - num_queries + right))
+    if DOCUMENTS and not CAUSAL:  # with a causal mask, a position of the same document is the last anyway
+        end = gl.load(ends + z * num_queries + rows, mask=rows < num_queries, other=num_keys)
+        last = gl.minimum(last, end - 1)
+    return last
+
+
+@gluon.jit
+def find_first_keys(rows, z, sizes, near, WINDOW: gl.constexpr, DOCUMENTS: gl.constexpr):
+    """The first key that each row sees, if it sees any; it never falls from one row to the next."""
+    num_queries, num_keys = sizes
+    left, right, starts, ends = near
+    first = gl.where(rows >= 0, 0, 1)
+    if WINDOW:
+        first = gl.maximum(first, rows + (num_keys - num_queries - left))
+    if DOCUMENTS:
+        start = gl.load(starts + z * num_queries + rows, mask=rows < num_queries, other=0)
+        first = gl.maximum(first, start)
+    return first
 
 
 @gluon.jit
@@ -110,30 +138,43 @@ def _count_halves(item, num_tiles, CAUSAL: gl.constexpr):
 
 
 @gluon.jit
-def _count_key_tiles(row, num_queries, num_keys, ALL_ROWS: gl.constexpr, KEYS: gl.constexpr, CAUSAL: gl.constexpr):
-    """The number of key tiles that rows [row, row + ALL_ROWS) see, and how many of them need a mask; at least one
-    each.
+def _find_key_tiles(
+    row, z, sizes, near,
+    ALL_ROWS: gl.constexpr, KEYS: gl.constexpr, CAUSAL: gl.constexpr, WINDOW: gl.constexpr, DOCUMENTS: gl.constexpr,
+):  # fmt: skip
+    """The key tiles that rows [row, row + ALL_ROWS) see, as four borders: they are [first, end), at least one, and of
+    them [low, high) need no mask.
     """
-    if CAUSAL:
-        shift = num_keys - num_queries
-        end = gl.minimum(num_keys, row + ALL_ROWS + shift)
-        whole = gl.minimum(num_keys, gl.maximum(0, row + 1 + shift)) // KEYS
-    else:
-        end = num_keys
-        whole = num_keys // KEYS
-    total = gl.maximum(1, gl.cdiv(end, KEYS))
-    return total, total - gl.minimum(whole, total - 1)
+    num_queries, num_keys = sizes
+    last_row = gl.minimum(row + ALL_ROWS, num_queries) - 1
+    seen_by_all = find_last_keys(row, z, sizes, near, CAUSAL, WINDOW, DOCUMENTS) + 1
+    seen_by_any = find_last_keys(last_row, z, sizes, near, CAUSAL, WINDOW, DOCUMENTS) + 1
+    first = 0
+    low = 0
+    if WINDOW or DOCUMENTS:
+        first = find_first_keys(row, z, sizes, near, WINDOW, DOCUMENTS)
+        first = gl.maximum(0, gl.minimum(first, num_keys - 1)) // KEYS
+        low = gl.cdiv(gl.maximum(0, find_first_keys(last_row, z, sizes, near, WINDOW, DOCUMENTS)), KEYS)
+    end = gl.maximum(first + 1, gl.cdiv(gl.maximum(0, seen_by_any), KEYS))
+    high = gl.maximum(first, gl.minimum(gl.maximum(0, seen_by_all) // KEYS, end - 1))
+    return first, gl.maximum(first, gl.minimum(low, high)), high, end
 
 
 @gluon.jit
-def _softmax(s, maximum, total, scale, first_key, last_keys, MASK: gl.constexpr, KEYS: gl.constexpr, S: gl.constexpr):
+def _softmax(
+    s, maximum, total, scale, first_key, first_keys, last_keys,
+    MASK: gl.constexpr, LOCAL: gl.constexpr, KEYS: gl.constexpr, S: gl.constexpr,
+):  # fmt: skip
     """One step of the online softmax, in base 2: the weights, the new maximum and sum, and the factor for the old
     ones.
     """
     if MASK:
         keys = first_key + gl.arange(0, KEYS, gl.SliceLayout(0, S))
         # -inf rather than a large negative number, with which a row that sees nothing would average V.
-        s = gl.where(keys[None, :] <= last_keys[:, None], s * scale, -float("inf"))
+        visible = keys[None, :] <= last_keys[:, None]
+        if LOCAL:
+            visible = visible & (keys[None, :] >= first_keys[:, None])
+        s = gl.where(visible, s * scale, -float("inf"))
         new_maximum = gl.maximum(maximum, gl.max(s, 1))
         shift = gl.where(new_maximum == -float("inf"), 0.0, new_maximum)
         p = gl.exp2(s - shift[:, None])
@@ -148,9 +189,9 @@ def _softmax(s, maximum, total, scale, first_key, last_keys, MASK: gl.constexpr,
 @gluon.jit
 def _attend_tiles(
     q, k_bufs, v_bufs, held, k_full, v_full, empty, turns, acc, p, maximum, total, first, last, visited, turn,
-    last_keys, scale,
-    CONSUMER: gl.constexpr, CONSUMERS: gl.constexpr, MASK: gl.constexpr, ROWS: gl.constexpr, KEYS: gl.constexpr,
-    STAGES: gl.constexpr, S: gl.constexpr, ACC: gl.constexpr,
+    first_keys, last_keys, scale,
+    CONSUMER: gl.constexpr, CONSUMERS: gl.constexpr, MASK: gl.constexpr, LOCAL: gl.constexpr, ROWS: gl.constexpr,
+    KEYS: gl.constexpr, STAGES: gl.constexpr, S: gl.constexpr, ACC: gl.constexpr,
 ):  # fmt: skip
     """Tiles first, first - 1 … last: the scores of each, and the values of the one before it."""
     D: gl.constexpr = k_bufs.shape[-1]
@@ -168,7 +209,7 @@ def _attend_tiles(
         mbarrier.arrive(turns.index((CONSUMER + 1) % CONSUMERS), count=1)
         s = warpgroup_mma_wait(1, deps=[s])
         new_p, maximum, total, shrink = _softmax(
-            s, maximum, total, scale, (first - back) * KEYS, last_keys, MASK, KEYS, S
+            s, maximum, total, scale, (first - back) * KEYS, first_keys, last_keys, MASK, LOCAL, KEYS, S
         )
         if CONSUMERS == 2:
             # ptxas moves the next wait up to the last barrier, past the exponentials that are meant to hide it, unless
@@ -188,9 +229,9 @@ def _attend_tiles(
 
 @gluon.jit
 def _consume(
-    buffers, barriers, o_desc, lse_ptr, sizes, scale,
+    buffers, barriers, o_desc, lse_ptr, sizes, near, scale,
     CONSUMER: gl.constexpr, CONSUMERS: gl.constexpr, ROWS: gl.constexpr, KEYS: gl.constexpr, STAGES: gl.constexpr,
-    CAUSAL: gl.constexpr, MASK: gl.constexpr,
+    CAUSAL: gl.constexpr, MASK: gl.constexpr, WINDOW: gl.constexpr, DOCUMENTS: gl.constexpr,
 ):  # fmt: skip
     q_bufs, k_bufs, v_bufs, o_bufs, held = buffers
     q_full, q_empty, k_full, v_full, empty, turns = barriers
@@ -201,6 +242,8 @@ def _consume(
     P: gl.constexpr = gl.DotOperandLayout(0, ACC, 2)
     s_rows: gl.constexpr = gl.SliceLayout(1, S)
     dtype: gl.constexpr = k_bufs.dtype
+    LOCAL: gl.constexpr = WINDOW or DOCUMENTS
+    lengths = (num_queries, num_keys)
     q = q_bufs.index(CONSUMER).reshape([ROWS, D])
     o = o_bufs.index(CONSUMER)
     zeros = gl.zeros([ROWS, KEYS], gl.float32, S)
@@ -211,10 +254,13 @@ def _consume(
         for half in range(_count_halves(item, num_tiles, CAUSAL)):
             z, h, tile = _locate(item, half, H, num_tiles, CAUSAL)
             row = tile * (CONSUMERS * ROWS)
-            count, masked = _count_key_tiles(row, num_queries, num_keys, CONSUMERS * ROWS, KEYS, CAUSAL)
+            first, low, high, end = _find_key_tiles(
+                row, z, lengths, near, CONSUMERS * ROWS, KEYS, CAUSAL, WINDOW, DOCUMENTS
+            )
             row += CONSUMER * ROWS
             rows = row + gl.arange(0, ROWS, s_rows)
-            last_keys = find_last_keys(rows, num_queries, num_keys, CAUSAL)
+            first_keys = find_first_keys(rows, z, lengths, near, WINDOW, DOCUMENTS)
+            last_keys = find_last_keys(rows, z, lengths, near, CAUSAL, WINDOW, DOCUMENTS)
             maximum = gl.full([ROWS], -float("inf"), gl.float32, s_rows)
             total = gl.full([ROWS], 0.0, gl.float32, s_rows)
             acc = gl.zeros([ROWS, D], gl.float32, ACC)
@@ -227,21 +273,28 @@ def _consume(
             s = warpgroup_mma_wait(0, deps=[s])
             mbarrier.arrive(empty.index(kb), count=1)
             p, maximum, total, _ = _softmax(
-                s, maximum, total, scale, (count - 1) * KEYS, last_keys, MASK, KEYS, S
-            )  # fmt: skip
+                s, maximum, total, scale, (end - 1) * KEYS, first_keys, last_keys, MASK, LOCAL, KEYS, S
+            )
             p = gl.convert_layout(p.to(dtype), P)
             visited += 1
 
-            if CAUSAL:
+            if CAUSAL or LOCAL:
                 acc, p, maximum, total, visited, turn = _attend_tiles(
-                    q, k_bufs, v_bufs, held, k_full, v_full, empty, turns, acc, p, maximum, total, count - 2,
-                    count - masked, visited, turn, last_keys, scale, CONSUMER, CONSUMERS, True, ROWS, KEYS, STAGES,
+                    q, k_bufs, v_bufs, held, k_full, v_full, empty, turns, acc, p, maximum, total, end - 2, high,
+                    visited, turn, first_keys, last_keys, scale, CONSUMER, CONSUMERS, True, LOCAL, ROWS, KEYS, STAGES,
                     S, ACC,
                 )  # fmt: skip
             acc, p, maximum, total, visited, turn = _attend_tiles(
-                q, k_bufs, v_bufs, held, k_full, v_full, empty, turns, acc, p, maximum, total, count - masked - 1,
-                0, visited, turn, last_keys, scale, CONSUMER, CONSUMERS, False, ROWS, KEYS, STAGES, S, ACC,
+                q, k_bufs, v_bufs, held, k_full, v_full, empty, turns, acc, p, maximum, total, high - 1, low,
+                visited, turn, first_keys, last_keys, scale, CONSUMER, CONSUMERS, False, LOCAL, ROWS, KEYS, STAGES,
+                S, ACC,
             )  # fmt: skip
+            if LOCAL:
+                acc, p, maximum, total, visited, turn = _attend_tiles(
+                    q, k_bufs, v_bufs, held, k_full, v_full, empty, turns, acc, p, maximum, total, low - 1, first,
+                    visited, turn, first_keys, last_keys, scale, CONSUMER, CONSUMERS, True, LOCAL, ROWS, KEYS, STAGES,
+                    S, ACC,
+                )  # fmt: skip
             mbarrier.arrive(q_empty.index(CONSUMER), count=1)
 
             vb = (visited - 1) % STAGES
@@ -263,8 +316,9 @@ def _consume(
 
 @gluon.jit
 def _produce(
-    buffers, barriers, q_desc, k_desc, v_desc, sizes,
+    buffers, barriers, q_desc, k_desc, v_desc, sizes, near,
     CONSUMERS: gl.constexpr, ROWS: gl.constexpr, KEYS: gl.constexpr, STAGES: gl.constexpr, CAUSAL: gl.constexpr,
+    WINDOW: gl.constexpr, DOCUMENTS: gl.constexpr,
 ):  # fmt: skip
     q_bufs, k_bufs, v_bufs, o_bufs, held = buffers
     q_full, q_empty, k_full, v_full, empty, turns = barriers
@@ -280,9 +334,11 @@ def _produce(
                 mbarrier.wait(q_empty.index(c), (tiles & 1) ^ 1)
                 mbarrier.expect(q_full.index(c), q_desc.block_type.nbytes)
                 tma.async_copy_global_to_shared(q_desc, [z, h, row + c * ROWS, 0], q_full.index(c), q_bufs.index(c))
-            count, _ = _count_key_tiles(row, num_queries, num_keys, CONSUMERS * ROWS, KEYS, CAUSAL)
-            for back in range(count):
-                key = (count - 1 - back) * KEYS
+            first, _, _, end = _find_key_tiles(
+                row, z, (num_queries, num_keys), near, CONSUMERS * ROWS, KEYS, CAUSAL, WINDOW, DOCUMENTS
+            )
+            for back in range(end - first):
+                key = (end - 1 - back) * KEYS
                 b = fetched % STAGES
                 mbarrier.wait(empty.index(b), ((fetched // STAGES) & 1) ^ 1)
                 mbarrier.expect(k_full.index(b), k_desc.block_type.nbytes)
@@ -298,13 +354,17 @@ def _produce(
 
 # No specializations for lengths of one or of multiples of 16: they would gain nothing and cost seconds of compilation
 # each.
-@gluon.jit(do_not_specialize=["scale", "H", "G", "num_queries", "num_keys", "num_tiles", "num_items"])
+@gluon.jit(do_not_specialize=["scale", "H", "G", "num_queries", "num_keys", "num_tiles", "num_items", "left", "right"])
 def attention_hopper_forward(
-    q_desc, k_desc, v_desc, o_desc, lse_ptr, scale, H, G, num_queries, num_keys, num_tiles, num_items,
+    q_desc, k_desc, v_desc, o_desc, lse_ptr, starts, ends, scale, H, G, num_queries, num_keys, num_tiles, num_items,
+    left, right,
     CONSUMERS: gl.constexpr, ROWS: gl.constexpr, KEYS: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr,
-    CAUSAL: gl.constexpr, MASK: gl.constexpr,
+    CAUSAL: gl.constexpr, MASK: gl.constexpr, WINDOW: gl.constexpr, DOCUMENTS: gl.constexpr,
 ):  # fmt: skip
-    """o and the log-sum-exp. A query tile has CONSUMERS * ROWS rows; MASK: causal, or a ragged end of the keys."""
+    """o and the log-sum-exp. A query tile has CONSUMERS * ROWS rows. MASK: some query does not see some key of a tile.
+    WINDOW: a query sees `left` keys before its position and `right` after it. DOCUMENTS: and only those of its document,
+    for which `starts` and `ends` have the borders of each position's.
+    """
     buffers = (
         gl.allocate_shared_memory(q_desc.dtype, [CONSUMERS, 1, 1, ROWS, D], q_desc.layout),
         gl.allocate_shared_memory(k_desc.dtype, [STAGES, 1, 1, KEYS, D], k_desc.layout),
@@ -321,17 +381,25 @@ def attention_hopper_forward(
         make_barriers(CONSUMERS, 1),  # turns
     )
     sizes = (H, G, num_queries, num_keys, num_tiles, num_items)
+    near = (left, right, starts, ends)
     base2 = scale * LOG2_E
     if CONSUMERS == 2:
         gl.warp_specialize([
-            (_consume, (buffers, barriers, o_desc, lse_ptr, sizes, base2, 0, 2, ROWS, KEYS, STAGES, CAUSAL, MASK)),
-            (_consume, (buffers, barriers, o_desc, lse_ptr, sizes, base2, 1, 2, ROWS, KEYS, STAGES, CAUSAL, MASK)),
-            (_produce, (buffers, barriers, q_desc, k_desc, v_desc, sizes, 2, ROWS, KEYS, STAGES, CAUSAL)),
+            (_consume, (buffers, barriers, o_desc, lse_ptr, sizes, near, base2,
+                        0, 2, ROWS, KEYS, STAGES, CAUSAL, MASK, WINDOW, DOCUMENTS)),
+            (_consume, (buffers, barriers, o_desc, lse_ptr, sizes, near, base2,
+                        1, 2, ROWS, KEYS, STAGES, CAUSAL, MASK, WINDOW, DOCUMENTS)),
+            (_produce, (buffers, barriers, q_desc, k_desc, v_desc, sizes, near,
+                        2, ROWS, KEYS, STAGES, CAUSAL, WINDOW, DOCUMENTS)),
         ], [4, 1], [240, 24])  # fmt: skip
     else:
         gl.warp_specialize([
-            (_consume, (buffers, barriers, o_desc, lse_ptr, sizes, base2, 0, 3, ROWS, KEYS, STAGES, CAUSAL, MASK)),
-            (_consume, (buffers, barriers, o_desc, lse_ptr, sizes, base2, 1, 3, ROWS, KEYS, STAGES, CAUSAL, MASK)),
-            (_consume, (buffers, barriers, o_desc, lse_ptr, sizes, base2, 2, 3, ROWS, KEYS, STAGES, CAUSAL, MASK)),
-            (_produce, (buffers, barriers, q_desc, k_desc, v_desc, sizes, 3, ROWS, KEYS, STAGES, CAUSAL)),
+            (_consume, (buffers, barriers, o_desc, lse_ptr, sizes, near, base2,
+                        0, 3, ROWS, KEYS, STAGES, CAUSAL, MASK, WINDOW, DOCUMENTS)),
+            (_consume, (buffers, barriers, o_desc, lse_ptr, sizes, near, base2,
+                        1, 3, ROWS, KEYS, STAGES, CAUSAL, MASK, WINDOW, DOCUMENTS)),
+            (_consume, (buffers, barriers, o_desc, lse_ptr, sizes, near, base2,
+                        2, 3, ROWS, KEYS, STAGES, CAUSAL, MASK, WINDOW, DOCUMENTS)),
+            (_produce, (buffers, barriers, q_desc, k_desc, v_desc, sizes, near,
+                        3, ROWS, KEYS, STAGES, CAUSAL, WINDOW, DOCUMENTS)),
         ], [4, 4, 1], [160, 160, 24])  # fmt: skip

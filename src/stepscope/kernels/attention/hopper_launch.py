@@ -1,14 +1,19 @@
-"""Launches the Hopper kernels. `problem.is_tma_able` says which tensors the bulk copy engine (TMA) can read."""
+"""Launches the Hopper kernels. `problem.is_tma_able` says which tensors the bulk copy engine (TMA) can read.
+
+Short sequences are CPU-bound, so everything that only depends on shapes, strides, dtypes, device and settings is in a
+plan, which is made once: the grid, the constants, the descriptors of the tensors but for their addresses, and the
+compiled kernels. A call allocates its results and launches.
+"""
 
 # B batch, H query heads, G key/value heads, L queries, K keys, D head dim, N = B * H.
 
 import math
 from functools import cache
+from typing import Any
 
 import torch
 from torch import Tensor
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from stepscope.kernels.attention.hopper_backward_kernel import (
     KEYS_OF_PROGRAM,
@@ -25,50 +30,32 @@ from stepscope.kernels.attention.hopper_forward_kernel import (
     forward_settings,
     padded_head,
 )
-from stepscope.kernels.attention.problem import is_tma_able, tma_strides
+from stepscope.kernels.attention.launching import Launch, Tile, tiles_of
+from stepscope.kernels.attention.problem import NO_EXTRAS, TMA_ALIGNMENT, Extras, is_tma_able, tma_strides
 
 PREPARED_ROWS = 128  # a multiple of the rows of every tile
 FINISHED_ROWS = 64
+MOST_PLANS = 4096
+_NO_LIMIT = 1 << 30  # keys: wider than any window
 _GLUON_TYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16, torch.float32: gl.float32}
 _ROWS_LAYOUT = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)
 
 
 def forward(
-    q_BHLD: Tensor, k_BGKD: Tensor, v_BGKD: Tensor, *, causal: bool, scale: float, tf32: bool
+    q_BHLD: Tensor,
+    k_BGKD: Tensor,
+    v_BGKD: Tensor,
+    *,
+    causal: bool,
+    scale: float,
+    tf32: bool,
+    extras: Extras = NO_EXTRAS,
 ) -> tuple[Tensor, Tensor]:
     """Return the output and the log-sum-exp of each row (natural logarithm, fp32). Only fp16 and bf16, so tf32 does not
     apply.
     """
     del tf32
-    batch, num_heads, num_queries, head_dim = q_BHLD.shape
-    num_groups, num_keys = k_BGKD.shape[1:3]
-    o_BHLD = torch.empty_like(q_BHLD)
-    lse_BHL = torch.empty(batch, num_heads, num_queries, dtype=torch.float32, device=q_BHLD.device)
-    if o_BHLD.numel() == 0:
-        return o_BHLD, lse_BHL
-    if num_keys == 0:
-        return o_BHLD.zero_(), lse_BHL.fill_(math.inf)
-    width = padded_head(head_dim)
-    settings = forward_settings(width, causal=causal, whole_keys=num_keys % KEYS_OF_TILE == 0)
-    num_tiles = -(-num_queries // (settings["CONSUMERS"] * ROWS_OF_CONSUMER))
-    # Under a causal mask, a long tile and a short one make an item.
-    num_items = batch * num_heads * ((num_tiles + 1) // 2 if causal else num_tiles)
-    attention_hopper_forward[(min(num_items, _count_multiprocessors(q_BHLD.device)),)](
-        _describe(q_BHLD, ROWS_OF_CONSUMER, width),
-        _describe(k_BGKD, KEYS_OF_TILE, width),
-        _describe(v_BGKD, KEYS_OF_TILE, width),
-        _describe(o_BHLD, ROWS_OF_CONSUMER, width),
-        lse_BHL,
-        scale,
-        num_heads,
-        num_groups,
-        num_queries,
-        num_keys,
-        num_tiles,
-        num_items,
-        **settings,
-    )
-    return o_BHLD, lse_BHL
+    return plan_forward(q_BHLD, k_BGKD, v_BGKD, causal, scale, extras)(q_BHLD, k_BGKD, v_BGKD, extras.documents)
 
 
 def backward(
@@ -82,74 +69,181 @@ def backward(
     causal: bool,
     scale: float,
     tf32: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
+    extras: Extras = NO_EXTRAS,
+    wants_dbias: bool = False,
+) -> tuple[Tensor, Tensor, Tensor, None]:
     """Return the gradients of q, k and v. dq is summed in no fixed order: its last bits differ between runs."""
-    del tf32
-    if not is_tma_able(do_BHLD):
-        do_BHLD = do_BHLD.contiguous()  # the gradient of a sum, for example, is one number broadcast
-    batch, num_heads, num_queries, head_dim = q_BHLD.shape
-    num_groups, num_keys = k_BGKD.shape[1:3]
-    dq_BHLD, dk_BGKD, dv_BGKD = (torch.empty_like(x) for x in (q_BHLD, k_BGKD, v_BGKD))
-    if q_BHLD.numel() == 0 or k_BGKD.numel() == 0:
-        return dq_BHLD.zero_(), dk_BGKD.zero_(), dv_BGKD.zero_()
-    width = padded_head(head_dim)
-    rows = ROWS_OF_TILE[width]
-    heads = batch * num_heads
-    padded = -(-num_queries // PREPARED_ROWS) * PREPARED_ROWS
-    statistics_2NL = torch.empty(2, heads, padded, dtype=torch.float32, device=q_BHLD.device)
-    sums_BHLD = torch.empty(q_BHLD.shape, dtype=torch.float32, device=q_BHLD.device)
-    attention_hopper_prepare[(padded // PREPARED_ROWS * heads,)](
-        o_BHLD, do_BHLD, lse_BHL, statistics_2NL[0], statistics_2NL[1], sums_BHLD, num_heads, num_queries, padded,
-        head_dim, *o_BHLD.stride()[:3], *do_BHLD.stride(), ROWS=PREPARED_ROWS, BLOCK_D=width, num_warps=8,
+    del tf32, wants_dbias  # a bias is not supported
+    plan = plan_forward(q_BHLD, k_BGKD, v_BGKD, causal, scale, extras)
+    return *plan.backward(do_BHLD, q_BHLD, k_BGKD, v_BGKD, o_BHLD, lse_BHL, extras.documents), None
+
+
+# --- Plans ---
+
+_plans: "dict[tuple[Any, ...], ForwardPlan]" = {}
+
+
+def plan_forward(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float, extras: Extras) -> "ForwardPlan":
+    """The plan of such a call, for tensors that are as aligned as `is_tma_able` requires."""
+    key = (
+        q.shape, q.stride(), k.shape, k.stride(), v.shape, v.stride(), q.dtype, q.device, causal, scale,
+        extras.left, extras.right, extras.documents is None,
     )  # fmt: skip
-    attention_hopper_backward[(-(-num_keys // KEYS_OF_PROGRAM) * batch * num_groups,)](
-        _describe(q_BHLD, rows, width),
-        _describe(k_BGKD, KEYS_OF_PROGRAM, width),
-        _describe(v_BGKD, KEYS_OF_PROGRAM // 2, width),
-        _describe(do_BHLD, rows, width),
-        _describe_rows(statistics_2NL[0], rows),
-        _describe_rows(statistics_2NL[1], rows),
-        _describe(sums_BHLD, 64, 64),
-        _describe(dk_BGKD, KEYS_OF_PROGRAM // 2, width),
-        _describe(dv_BGKD, KEYS_OF_PROGRAM // 2, width),
-        scale,
-        num_heads,
-        num_groups,
-        num_queries,
-        num_keys,
-        **backward_settings(width, causal=causal, whole_keys=num_keys % KEYS_OF_PROGRAM == 0),
-    )
-    attention_hopper_finish[(-(-num_queries // FINISHED_ROWS) * heads,)](
-        sums_BHLD, dq_BHLD, scale, num_heads, num_queries, head_dim, *dq_BHLD.stride()[:3],
-        ROWS=FINISHED_ROWS, BLOCK_D=width, num_warps=4,
-    )  # fmt: skip
-    return dq_BHLD, dk_BGKD, dv_BGKD
+    plan = _plans.get(key)
+    if plan is None:
+        if len(_plans) >= MOST_PLANS:  # every call has a new length: plans are cheap to make again
+            _plans.clear()
+        plan = _plans[key] = ForwardPlan(q, k, v, causal=causal, scale=scale, extras=extras)
+    return plan
 
 
-# --- Tensor descriptors for the copy engine ---
+class ForwardPlan:
+    """Forward for tensors of fixed shapes and strides. Called with them, it returns o and the log-sum-exp."""
+
+    def __init__(self, q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float, extras: Extras) -> None:
+        batch, num_heads, num_queries, head_dim = q.shape
+        num_groups, num_keys = k.shape[1:3]
+        self.causal, self.scale, self.extras = causal, scale, extras._replace(documents=None)
+        self.has_documents = extras.documents is not None
+        self._device, self._lse_shape = q.device, (batch, num_heads, num_queries)
+        self._backward: dict[tuple[Any, ...], BackwardPlan] = {}
+        self._is_empty = q.numel() == 0 or num_keys == 0
+        if self._is_empty:
+            return
+        width = padded_head(head_dim)
+        settings = forward_settings(
+            width,
+            causal=causal,
+            whole_keys=num_keys % KEYS_OF_TILE == 0,
+            has_window=_has_window(extras),
+            has_documents=self.has_documents,
+        )
+        num_tiles = -(-num_queries // (settings["CONSUMERS"] * ROWS_OF_CONSUMER))
+        # Under a causal mask, a long tile and a short one make an item.
+        num_items = batch * num_heads * ((num_tiles + 1) // 2 if causal else num_tiles)
+        num_programs = min(num_items, _count_multiprocessors(q.device))
+        self._q, self._k, self._v = (
+            _tiles(q, ROWS_OF_CONSUMER, width),
+            _tiles(k, KEYS_OF_TILE, width),
+            _tiles(v, KEYS_OF_TILE, width),
+        )
+        self._o = _tiles(torch.empty_like(q, device="meta"), ROWS_OF_CONSUMER, width)
+        self._numbers = (
+            scale, num_heads, num_groups, num_queries, num_keys, num_tiles, num_items, *_window(extras),
+        )  # fmt: skip
+        self._launch = Launch(attention_hopper_forward, num_programs, q.device, **settings)
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        o = torch.empty_like(q)
+        lse = torch.empty(self._lse_shape, dtype=torch.float32, device=self._device)
+        if self._is_empty:
+            return o.zero_(), lse.fill_(math.inf)
+        starts, ends = _borders(documents)
+        self._launch(self._q(q), self._k(k), self._v(v), self._o(o), lse, starts, ends, *self._numbers)
+        return o, lse
+
+    def backward(
+        self, do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, documents: Tensor | None = None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the gradients of q, k and v."""
+        plan = self._backward.get((do.stride(), o.stride()))
+        if plan is None or (do.data_ptr() | o.data_ptr() | lse.data_ptr()) % TMA_ALIGNMENT:
+            do = do if is_tma_able(do) else do.contiguous()  # the gradient of a sum is one number broadcast
+            o, lse = (x.clone() if x.data_ptr() % TMA_ALIGNMENT else x for x in (o, lse))
+            key = (do.stride(), o.stride())
+            plan = self._backward.get(key) or self._backward.setdefault(key, BackwardPlan(do, q, k, v, o, self))
+        return plan(do, q, k, v, o, lse, documents)
 
 
-def _describe(x_BHLD: Tensor, rows: int, columns: int) -> TensorDescriptor:
+class BackwardPlan:
+    """Backward for tensors of fixed shapes and strides. Called with them, it returns dq, dk and dv."""
+
+    def __init__(self, do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, forward: ForwardPlan) -> None:
+        batch, num_heads, num_queries, head_dim = q.shape
+        num_groups, num_keys = k.shape[1:3]
+        self._device, self._sums_shape = q.device, q.shape
+        self._is_empty = q.numel() == 0 or k.numel() == 0
+        if self._is_empty:
+            return
+        width = padded_head(head_dim)
+        rows, heads = ROWS_OF_TILE[width], batch * num_heads
+        padded = -(-num_queries // PREPARED_ROWS) * PREPARED_ROWS
+        self._statistics_shape = (2, heads, padded)
+        dq, dk, dv = (torch.empty_like(x, device="meta") for x in (q, k, v))
+        sums = torch.empty(q.shape, dtype=torch.float32, device="meta")
+        statistics = tiles_of([heads, padded], [padded, 1], [1, rows], _ROWS_LAYOUT)
+        self._tiles = (
+            _tiles(q, rows, width),
+            _tiles(k, KEYS_OF_PROGRAM, width),
+            _tiles(v, KEYS_OF_PROGRAM // 2, width),
+            _tiles(do, rows, width),
+            statistics,
+            statistics,
+            _tiles(sums, 64, 64),
+            _tiles(dk, KEYS_OF_PROGRAM // 2, width),
+            _tiles(dv, KEYS_OF_PROGRAM // 2, width),
+        )
+        self._prepare = Launch(
+            attention_hopper_prepare, padded // PREPARED_ROWS * heads, q.device,
+            ROWS=PREPARED_ROWS, BLOCK_D=width, num_warps=8,
+        )  # fmt: skip
+        self._prepare_numbers = (num_heads, num_queries, padded, head_dim, *o.stride()[:3], *do.stride())
+        settings = backward_settings(
+            width,
+            causal=forward.causal,
+            whole_keys=num_keys % KEYS_OF_PROGRAM == 0,
+            has_window=_has_window(forward.extras),
+            has_documents=forward.has_documents,
+        )
+        num_programs = -(-num_keys // KEYS_OF_PROGRAM) * batch * num_groups
+        self._main = Launch(attention_hopper_backward, num_programs, q.device, **settings)
+        self._main_numbers = (
+            forward.scale, num_heads, num_groups, num_queries, num_keys, *_window(forward.extras),
+        )  # fmt: skip
+        self._finish = Launch(
+            attention_hopper_finish, -(-num_queries // FINISHED_ROWS) * heads, q.device,
+            ROWS=FINISHED_ROWS, BLOCK_D=width, num_warps=4,
+        )  # fmt: skip
+        self._finish_numbers = (forward.scale, num_heads, num_queries, head_dim, *dq.stride()[:3])
+
+    def __call__(
+        self, do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, documents: Tensor | None = None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+        if self._is_empty:
+            return dq.zero_(), dk.zero_(), dv.zero_()
+        lse2, delta = torch.empty(self._statistics_shape, dtype=torch.float32, device=self._device)
+        sums = torch.empty(self._sums_shape, dtype=torch.float32, device=self._device)
+        starts, ends = _borders(documents)
+        self._prepare(o, do, lse, lse2, delta, sums, *self._prepare_numbers)
+        tensors = (q, k, v, do, lse2, delta, sums, dk, dv)
+        tiles = (tile(tensor) for tile, tensor in zip(self._tiles, tensors, strict=True))
+        self._main(*tiles, starts, ends, *self._main_numbers)
+        self._finish(sums, dq, *self._finish_numbers)
+        return dq, dk, dv
+
+
+def _has_window(extras: Extras) -> bool:
+    return extras.left >= 0 or extras.right >= 0
+
+
+def _window(extras: Extras) -> tuple[int, int]:
+    left, right = (_NO_LIMIT if one < 0 else min(one, _NO_LIMIT) for one in (extras.left, extras.right))
+    return left, right
+
+
+def _borders(documents: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
+    """The first position and the end of each position's document. Kernels are compiled for an aligned table."""
+    if documents is None:
+        return None, None
+    starts, ends = documents.clone() if documents.data_ptr() % TMA_ALIGNMENT else documents
+    return starts, ends
+
+
+def _tiles(x_BHLD: Tensor, rows: int, columns: int) -> type[Tile]:
     """x in tiles of rows × columns of one head. Elements outside read as zero and are not written."""
     layout = _tile_layout(rows, columns, x_BHLD.dtype)
-    return _make_descriptor(x_BHLD, list(x_BHLD.shape), tma_strides(x_BHLD), [1, 1, rows, columns], layout)
-
-
-def _describe_rows(x_NL: Tensor, length: int) -> TensorDescriptor:
-    """A matrix with one number per row of a head, in blocks of a tile's length."""
-    return _make_descriptor(x_NL, list(x_NL.shape), list(x_NL.stride()), [1, length], _ROWS_LAYOUT)
-
-
-def _make_descriptor(
-    x: Tensor, sizes: list[int], strides: list[int], block: list[int], layout: gl.NVMMASharedLayout
-) -> TensorDescriptor:
-    """Build a descriptor without its constructor, whose checks were made already (`is_tma_able`) and take six times as
-    long as the rest. A backward pass has nine descriptors, and short sequences are CPU-bound.
-    """
-    descriptor = TensorDescriptor.__new__(TensorDescriptor)
-    descriptor.base, descriptor.shape, descriptor.strides = x, sizes, strides
-    descriptor.block_shape, descriptor.layout, descriptor.padding = block, layout, "zero"
-    return descriptor
+    return tiles_of(list(x_BHLD.shape), tma_strides(x_BHLD), [1, 1, rows, columns], layout)
 
 
 @cache
