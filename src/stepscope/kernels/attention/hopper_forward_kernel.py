@@ -39,6 +39,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 thread_barrier = gl.thread_barrier if triton.__version__.startswith("3.6") else gl.barrier
 LOG2_E = gl.constexpr(1.4426950408889634)
 LN_2 = gl.constexpr(0.6931471805599453)
+LOWEST = gl.constexpr(-3.0e38)
+SMALLEST_SCALE = gl.constexpr(1e-37)  # instead of zero, which would turn a hidden score into NaN
 ROWS_OF_CONSUMER = 64
 KEYS_OF_TILE = 128
 NUM_STAGES = 2
@@ -51,20 +53,21 @@ def padded_head(head_dim: int) -> int:
 
 @cache
 def forward_settings(
-    width: int, *, causal: bool, whole_keys: bool, has_window: bool = False, has_documents: bool = False
+    width: int, *, causal: bool, whole_keys: bool, has_window: bool = False, has_documents: bool = False,
+    consumers: int = 0, stages: int = NUM_STAGES,
 ) -> dict[str, Any]:
     """The constants and options of the forward kernel, for its launcher and for `make aot`. Nothing needs tuning:
     at each width one choice fills the registers and the shared memory of an SM. `whole_keys`: the key length is a
     multiple of the tile's.
     """
     is_local = has_window or has_documents
-    consumers = 3 if width == 64 and not causal and not is_local else 2
+    consumers = consumers or (3 if width == 64 and not causal and not is_local else 2)
     return {
         "CONSUMERS": consumers,
         "ROWS": ROWS_OF_CONSUMER,
         "KEYS": KEYS_OF_TILE,
         "D": width,
-        "STAGES": NUM_STAGES,
+        "STAGES": stages,
         "CAUSAL": causal,
         "MASK": causal or is_local or not whole_keys,
         "WINDOW": has_window,
@@ -161,43 +164,49 @@ def _find_key_tiles(
 
 
 @gluon.jit
-def _softmax(
-    s, maximum, total, scale, first_key, first_keys, last_keys,
-    MASK: gl.constexpr, LOCAL: gl.constexpr, KEYS: gl.constexpr, S: gl.constexpr,
-):  # fmt: skip
-    """One step of the online softmax, in base 2: the weights, the new maximum and sum, and the factor for the old
-    ones.
+def _hide(s, first_key, first_keys, last_keys, LOCAL: gl.constexpr, KEYS: gl.constexpr, S: gl.constexpr):
+    """The scores, with -inf for unseen keys: with a large negative number, a row that sees nothing would average V."""
+    keys = first_key + gl.arange(0, KEYS, gl.SliceLayout(0, S))
+    visible = keys[None, :] <= last_keys[:, None]
+    if LOCAL:
+        visible = visible & (keys[None, :] >= first_keys[:, None])
+    return gl.where(visible, s, -float("inf"))
+
+
+@gluon.jit
+def _softmax(s, maximum, totals, scale):
+    """One step of the online softmax, in base 2: the weights, the new maximum and sums, and the factor for the old ones.
+    The maximum starts at a finite number, so that -inf minus -inf never happens.
     """
-    if MASK:
-        keys = first_key + gl.arange(0, KEYS, gl.SliceLayout(0, S))
-        # -inf rather than a large negative number, with which a row that sees nothing would average V.
-        visible = keys[None, :] <= last_keys[:, None]
-        if LOCAL:
-            visible = visible & (keys[None, :] >= first_keys[:, None])
-        s = gl.where(visible, s * scale, -float("inf"))
-        new_maximum = gl.maximum(maximum, gl.max(s, 1))
-        shift = gl.where(new_maximum == -float("inf"), 0.0, new_maximum)
-        p = gl.exp2(s - shift[:, None])
-        shrink = gl.exp2(maximum - shift)
-    else:
-        new_maximum = gl.maximum(maximum, gl.max(s, 1) * scale)
-        p = gl.exp2(s * scale - new_maximum[:, None])
-        shrink = gl.exp2(maximum - new_maximum)
-    return p, new_maximum, total * shrink + gl.sum(p, 1), shrink
+    new_maximum = gl.maximum(maximum, gl.max(s, 1) * scale)
+    p = gl.exp2(s * scale - new_maximum[:, None])
+    shrink = gl.exp2(maximum - new_maximum)
+    own = _sum_in_threads(p)
+    factor = gl.convert_layout(shrink, gl.SliceLayout(1, own.type.layout))
+    return p, new_maximum, totals * factor[:, None] + own, shrink
+
+
+@gluon.jit
+def _sum_in_threads(p):
+    """The sums of each row, one for each of the four threads that share it. They are added up at the end: only the
+    maximum of a row is needed in each step, which costs shuffles.
+    """
+    return gl.sum(gl.sum(p.reshape([p.shape[0], p.shape[1] // 8, 4, 2]), 3), 1)
 
 
 @gluon.jit
 def _attend_tiles(
-    q, k_bufs, v_bufs, held, k_full, v_full, empty, turns, acc, p, maximum, total, first, last, visited, turn,
-    first_keys, last_keys, scale,
+    q, k_bufs, v_bufs, held, k_full, v_full, empty, turns, acc, p, maximum, totals, first, low, high, end, visited,
+    turn, first_keys, last_keys, scale,
     CONSUMER: gl.constexpr, CONSUMERS: gl.constexpr, MASK: gl.constexpr, LOCAL: gl.constexpr, ROWS: gl.constexpr,
     KEYS: gl.constexpr, STAGES: gl.constexpr, S: gl.constexpr, ACC: gl.constexpr,
 ):  # fmt: skip
-    """Tiles first, first - 1 … last: the scores of each, and the values of the one before it."""
+    """Tiles end - 2, end - 3 … first: the scores of each, and the values of the one before it."""
     D: gl.constexpr = k_bufs.shape[-1]
     dtype: gl.constexpr = k_bufs.dtype
     zeros = gl.zeros([ROWS, KEYS], gl.float32, S)
-    for back in range(first - last + 1):
+    for back in range(end - first - 1):
+        tile = end - 2 - back
         kb = visited % STAGES
         vb = (visited - 1) % STAGES
         mbarrier.wait(k_full.index(kb), (visited // STAGES) & 1)
@@ -208,23 +217,27 @@ def _attend_tiles(
         acc = warpgroup_mma(p, v_bufs.index(vb).reshape([KEYS, D]), acc, is_async=True)
         mbarrier.arrive(turns.index((CONSUMER + 1) % CONSUMERS), count=1)
         s = warpgroup_mma_wait(1, deps=[s])
-        new_p, maximum, total, shrink = _softmax(
-            s, maximum, total, scale, (first - back) * KEYS, first_keys, last_keys, MASK, LOCAL, KEYS, S
-        )
+        if MASK:
+            needs_mask = tile >= high
+            if LOCAL:
+                needs_mask = needs_mask | (tile < low)
+            if needs_mask:
+                s = _hide(s, tile * KEYS, first_keys, last_keys, LOCAL, KEYS, S)
+        new_p, maximum, totals, shrink = _softmax(s, maximum, totals, scale)
         if CONSUMERS == 2:
             # ptxas moves the next wait up to the last barrier, past the exponentials that are meant to hide it, unless
             # a store that depends on them comes before a barrier. Two consumers gain up to 7% from it; three have no
             # registers left for it, and hide their exponentials behind each other's matmuls.
-            held.index(CONSUMER).store(total)
+            held.index(CONSUMER).store(totals)
             thread_barrier()
         # The operand passes through the wait: its registers must not be reused while the matmul still reads them.
         acc, p = warpgroup_mma_wait(0, deps=[acc, p])
         mbarrier.arrive(empty.index(kb), count=1)
         acc = acc * gl.convert_layout(shrink, gl.SliceLayout(1, ACC))[:, None]
-        p = gl.convert_layout(new_p.to(dtype), gl.DotOperandLayout(0, ACC, 2))
+        p = gl.convert_layout(new_p.to(dtype), p.type.layout)
         visited += 1
         turn += 1
-    return acc, p, maximum, total, visited, turn
+    return acc, p, maximum, totals, visited, turn
 
 
 @gluon.jit
@@ -254,17 +267,30 @@ def _consume(
         for half in range(_count_halves(item, num_tiles, CAUSAL)):
             z, h, tile = _locate(item, half, H, num_tiles, CAUSAL)
             row = tile * (CONSUMERS * ROWS)
-            first, low, high, end = _find_key_tiles(
+            first, _, _, end = _find_key_tiles(
                 row, z, lengths, near, CONSUMERS * ROWS, KEYS, CAUSAL, WINDOW, DOCUMENTS
             )
             row += CONSUMER * ROWS
+            _, low, high, own_end = _find_key_tiles(row, z, lengths, near, ROWS, KEYS, CAUSAL, WINDOW, DOCUMENTS)
+            own_end = gl.minimum(gl.maximum(own_end, first + 1), end)
             rows = row + gl.arange(0, ROWS, s_rows)
             first_keys = find_first_keys(rows, z, lengths, near, WINDOW, DOCUMENTS)
             last_keys = find_last_keys(rows, z, lengths, near, CAUSAL, WINDOW, DOCUMENTS)
-            maximum = gl.full([ROWS], -float("inf"), gl.float32, s_rows)
-            total = gl.full([ROWS], 0.0, gl.float32, s_rows)
+            maximum = gl.full([ROWS], LOWEST, gl.float32, s_rows)
+            totals = _sum_in_threads(zeros)
             acc = gl.zeros([ROWS, D], gl.float32, ACC)
 
+            if CAUSAL or LOCAL:
+                # Tiles that only the rows of other consumers see: nothing but one's turn and the release of the buffer.
+                for _skipped in range(end - own_end):
+                    kb = visited % STAGES
+                    mbarrier.wait(k_full.index(kb), (visited // STAGES) & 1)
+                    mbarrier.wait(turns.index(CONSUMER), (turn & 1) ^ (1 if CONSUMER == 0 else 0))
+                    mbarrier.arrive(turns.index((CONSUMER + 1) % CONSUMERS), count=1)
+                    mbarrier.arrive(empty.index(kb), count=1)
+                    visited += 1
+                    turn += 1
+                end = own_end
             mbarrier.wait(q_full.index(CONSUMER), tiles & 1)
             kb = visited % STAGES
             mbarrier.wait(k_full.index(kb), (visited // STAGES) & 1)
@@ -272,29 +298,16 @@ def _consume(
             s = warpgroup_mma(q, k.permute((1, 0)), zeros, use_acc=False, is_async=True)
             s = warpgroup_mma_wait(0, deps=[s])
             mbarrier.arrive(empty.index(kb), count=1)
-            p, maximum, total, _ = _softmax(
-                s, maximum, total, scale, (end - 1) * KEYS, first_keys, last_keys, MASK, LOCAL, KEYS, S
-            )
+            if MASK:
+                s = _hide(s, (end - 1) * KEYS, first_keys, last_keys, LOCAL, KEYS, S)
+            p, maximum, totals, _ = _softmax(s, maximum, totals, scale)
             p = gl.convert_layout(p.to(dtype), P)
             visited += 1
-
-            if CAUSAL or LOCAL:
-                acc, p, maximum, total, visited, turn = _attend_tiles(
-                    q, k_bufs, v_bufs, held, k_full, v_full, empty, turns, acc, p, maximum, total, end - 2, high,
-                    visited, turn, first_keys, last_keys, scale, CONSUMER, CONSUMERS, True, LOCAL, ROWS, KEYS, STAGES,
-                    S, ACC,
-                )  # fmt: skip
-            acc, p, maximum, total, visited, turn = _attend_tiles(
-                q, k_bufs, v_bufs, held, k_full, v_full, empty, turns, acc, p, maximum, total, high - 1, low,
-                visited, turn, first_keys, last_keys, scale, CONSUMER, CONSUMERS, False, LOCAL, ROWS, KEYS, STAGES,
-                S, ACC,
+            acc, p, maximum, totals, visited, turn = _attend_tiles(
+                q, k_bufs, v_bufs, held, k_full, v_full, empty, turns, acc, p, maximum, totals, first, low, high, end,
+                visited, turn, first_keys, last_keys, scale, CONSUMER, CONSUMERS, CAUSAL or LOCAL, LOCAL, ROWS, KEYS,
+                STAGES, S, ACC,
             )  # fmt: skip
-            if LOCAL:
-                acc, p, maximum, total, visited, turn = _attend_tiles(
-                    q, k_bufs, v_bufs, held, k_full, v_full, empty, turns, acc, p, maximum, total, low - 1, first,
-                    visited, turn, first_keys, last_keys, scale, CONSUMER, CONSUMERS, True, LOCAL, ROWS, KEYS, STAGES,
-                    S, ACC,
-                )  # fmt: skip
             mbarrier.arrive(q_empty.index(CONSUMER), count=1)
 
             vb = (visited - 1) % STAGES
@@ -302,6 +315,7 @@ def _consume(
             acc = warpgroup_mma(p, v_bufs.index(vb).reshape([KEYS, D]), acc, is_async=True)
             acc, p = warpgroup_mma_wait(0, deps=[acc, p])
 
+            total = gl.convert_layout(gl.sum(totals, 1), s_rows)
             blind = total == 0.0
             lse = gl.where(blind, float("inf"), (maximum + gl.log2(total)) * LN_2)
             gl.store(lse_ptr + (z * H + h).to(gl.int64) * num_queries + rows, lse, mask=rows < num_queries)
@@ -370,7 +384,7 @@ def attention_hopper_forward(
         gl.allocate_shared_memory(k_desc.dtype, [STAGES, 1, 1, KEYS, D], k_desc.layout),
         gl.allocate_shared_memory(v_desc.dtype, [STAGES, 1, 1, KEYS, D], v_desc.layout),
         gl.allocate_shared_memory(o_desc.dtype, [CONSUMERS, 1, 1, ROWS, D], o_desc.layout),
-        gl.allocate_shared_memory(gl.float32, [CONSUMERS, ROWS], gl.SwizzledSharedLayout(1, 1, 1, [0])),
+        gl.allocate_shared_memory(gl.float32, [CONSUMERS, ROWS, 4], gl.SwizzledSharedLayout(1, 1, 1, [1, 0])),
     )
     barriers = (
         make_barriers(CONSUMERS, 1),  # q_full
@@ -382,7 +396,7 @@ def attention_hopper_forward(
     )
     sizes = (H, G, num_queries, num_keys, num_tiles, num_items)
     near = (left, right, starts, ends)
-    base2 = scale * LOG2_E
+    base2 = gl.maximum(scale * LOG2_E, SMALLEST_SCALE)
     if CONSUMERS == 2:
         gl.warp_specialize([
             (_consume, (buffers, barriers, o_desc, lse_ptr, sizes, near, base2,
