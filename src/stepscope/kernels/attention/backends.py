@@ -134,7 +134,7 @@ def _ask_sdpa(backend: str, problem: Problem) -> str | None:
     }
     if torch.compiler.is_compiling():
         return None  # not traceable; where PyTorch cannot run it, it raises itself
-    q_BHLD, k_BGKD, v_BGKD, causal = problem
+    q_BHLD, k_BGKD, v_BGKD, causal = problem[:4]
     params = torch.backends.cuda.SDPAParams(q_BHLD, k_BGKD, v_BGKD, None, 0.0, causal, problem.is_grouped)
     if asks[backend](params):
         return None

@@ -55,7 +55,7 @@ def _run_flash(
 ) -> Tensor:
     if torch.compiler.is_compiling():
         problem = prepare(q, k, v, causal=causal)
-        o_BHLD, _ = forward_operator(*problem, *_settings(problem.q_BHLD, scale, backend, deterministic))
+        o_BHLD, _ = forward_operator(*problem[:4], *_settings(problem.q_BHLD, scale, backend, deterministic))
         return cast(Tensor, o_BHLD.view(q.shape))
     if backend == "tiled":
         return _apply(FlashAttentionTiled, q, k, v, causal, scale)

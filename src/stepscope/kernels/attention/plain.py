@@ -27,7 +27,7 @@ SMALLEST_SCALE = 1e-37
 
 def run(backend: str, problem: Problem, scale: float) -> Tensor:
     """Return the output, for a backend that supports the problem."""
-    q_BHLD, k_BGKD, v_BGKD, causal = problem
+    q_BHLD, k_BGKD, v_BGKD, causal = problem[:4]
     if backend == "naive" or (backend == "compiled" and torch.compiler.is_compiling()):
         return functional.attention(q_BHLD, k_BGKD, v_BGKD, causal=causal, scale=scale)
     if backend == "compiled":

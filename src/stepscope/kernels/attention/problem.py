@@ -28,6 +28,31 @@ class UnsupportedError(ValueError):
     """The request is valid, but not supported: by this backend, or by any."""
 
 
+class Extras(NamedTuple):
+    """What a call adds to plain attention: it hides keys or changes scores. The defaults add nothing.
+
+    The position of query i is i + K - L, as for a causal mask. A query at position p sees the keys from p - `left` to p +
+    `right`; a negative number is no limit, and a causal mask is a `right` of 0. With `documents`, it sees only keys of
+    its own document, which requires as many queries as keys: the table has the first position of each position's
+    document, and the one after its last.
+
+    A score is scale · q·k, then softcap · tanh(score / softcap) unless `softcap` is zero, then plus `bias`, then plus
+    slope · (key - position of the query). `sinks` are one more score per head, which takes part in the softmax and has
+    no value.
+    """
+
+    left: int = -1
+    right: int = -1
+    softcap: float = 0.0
+    bias: Tensor | None = None  # (B or 1, H or 1, L or 1, K or 1), in the dtype of q or fp32
+    slopes: Tensor | None = None  # (B or 1, H), fp32
+    sinks: Tensor | None = None  # (H,), fp32
+    documents: Tensor | None = None  # (2, B, L), int32
+
+
+NO_EXTRAS = Extras()
+
+
 class Problem(NamedTuple):
     """One call of attention. A tuple rather than a dataclass: one is created per call, and microseconds count."""
 
@@ -35,6 +60,7 @@ class Problem(NamedTuple):
     k_BGKD: Tensor
     v_BGKD: Tensor
     causal: bool
+    extras: Extras = NO_EXTRAS
 
     @property
     def head_dim(self) -> int:
