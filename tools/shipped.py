@@ -45,6 +45,7 @@ from stepscope.kernels.attention.hopper_forward_kernel import (  # noqa: E402
 )
 from stepscope.kernels.attention.tiles import Arithmetic, Pass, Tile, TileKey  # noqa: E402
 from stepscope.kernels.attention.triton_kernels import (  # noqa: E402
+    KernelExtras,
     attention_backward_keys,
     attention_backward_queries,
     attention_forward,
@@ -88,6 +89,20 @@ DESCRIBED: dict[Pass, tuple[str, ...]] = {
     "backward_queries": ("k", "v"),
     "backward_keys": ("q", "do", "rows"),
 }
+# What a call can add to plain attention, by what its tensors and numbers are.
+_BIAS = {"bias": "*bf16", "bias_strides": ("i32", "i32", "i32", "constexpr")}
+_ALIBI = {"slopes": "*fp32", "slopes_strides": ("i32", "constexpr")}
+_DOCUMENTS = {"document_starts": "*i32", "document_ends": "*i32"}
+EXTRAS: dict[str, dict[str, Any]] = {
+    "window": {"left": "i32"},
+    "softcap": {"softcap": "fp32"},
+    "bias": _BIAS,
+    "alibi": _ALIBI,
+    "sinks": {"sinks": "*fp32"},
+    "documents": _DOCUMENTS,
+    "everything": {"left": "i32", "softcap": "fp32", "sinks": "*fp32", **_BIAS, **_ALIBI, **_DOCUMENTS},
+}
+WIDTHS_WITH_EXTRAS = (64, 128)
 ARCHITECTURES: dict[int, tiles.Architecture] = {80: "ampere", 90: "hopper"}
 
 
@@ -101,9 +116,11 @@ def _triton() -> Iterator[Shipped]:
                             stage=stage, arithmetic=arithmetic, width=width, causal=causal, architecture=architecture
                         )
                         yield triton_entry(key, tiles.choose(key), arch)
+                        if arithmetic == "half" and causal and width in WIDTHS_WITH_EXTRAS:
+                            yield from (triton_entry(key, tiles.choose(key), arch, extras) for extras in EXTRAS)
 
 
-def triton_entry(key: TileKey, tile: Tile, arch: int) -> Shipped:
+def triton_entry(key: TileKey, tile: Tile, arch: int, extras: str = "") -> Shipped:
     """A Triton kernel with one tile, for lengths that no tile divides."""
     kernel = KERNELS[key.stage]
     element = "bf16" if key.arithmetic == "half" else "fp32"
@@ -119,6 +136,8 @@ def triton_entry(key: TileKey, tile: Tile, arch: int) -> Shipped:
         "WHOLE_QUERIES" if key.stage == "backward_keys" else "WHOLE_KEYS": False,
         "PRECISION": "tf32x3" if key.arithmetic == "tf32x3" else "tf32",
     }
+    if key.stage == "backward_queries" and "bias" not in EXTRAS.get(extras, {}):
+        constants["dbias"] = None
     signature: dict[str, Any] = {}
     aligned: list[Any] = []
     for index, name in enumerate(kernel.arg_names):
@@ -126,6 +145,11 @@ def triton_entry(key: TileKey, tile: Tile, arch: int) -> Shipped:
             signature[name] = "constexpr"
         elif name in described:
             signature[name] = _descriptor(name, element, tile, key.width)
+        elif name == "extras":
+            signature[name] = KernelExtras(*("constexpr",) * len(KernelExtras._fields))._replace(
+                **EXTRAS.get(extras, {})
+            )
+            constants |= _constants_within(signature[name], (index,))
         elif name.endswith("_strides"):
             signature[name] = ("i32", "i32", "i32", "constexpr")
             constants[index, 3] = 1
@@ -136,7 +160,7 @@ def triton_entry(key: TileKey, tile: Tile, arch: int) -> Shipped:
                 aligned.append((index,))
     mask = "causal" if key.causal else "full"
     return Shipped(
-        name=f"triton {key.stage} {key.arithmetic} {key.width} {mask} sm_{arch}",
+        name=" ".join(filter(None, ("triton", key.stage, key.arithmetic, str(key.width), mask, extras, f"sm_{arch}"))),
         kernel=kernel,
         signature=signature,
         constants=constants,
@@ -146,8 +170,19 @@ def triton_entry(key: TileKey, tile: Tile, arch: int) -> Shipped:
         product="HGMMA" if arch >= 90 and (element == "bf16" or _is_asynchronous(key.stage, tile)) else "HMMA",
         most_spilled=_MOST_SPILLED.get((key.stage, key.arithmetic, key.width), USUALLY_SPILLED),
         # What a bf16 Transformer uses, on both architectures: a dozen, together with the Hopper kernels.
-        sample=key.arithmetic == "half" and key.width == 128 and key.causal,
+        sample=key.arithmetic == "half" and key.width == 128 and key.causal and not extras,
     )
+
+
+def _constants_within(types: tuple[Any, ...], place: tuple[int, ...]) -> dict[Any, Any]:
+    """What is constant within a tuple: None for what is absent, and one for the last of some strides."""
+    found: dict[Any, Any] = {}
+    for index, member in enumerate(types):
+        if isinstance(member, tuple):
+            found |= {(*place, index, len(member) - 1): 1}
+        elif member == "constexpr":
+            found[*place, index] = None
+    return found
 
 
 def _descriptor(name: str, element: str, tile: Tile, width: int) -> str:
@@ -158,7 +193,7 @@ def _descriptor(name: str, element: str, tile: Tile, width: int) -> str:
 
 
 def _scalar_or_pointer(name: str, element: str) -> str:
-    if name in ("lse", "rows"):
+    if name in ("lse", "rows", "dbias"):
         return "*fp32"
     if name == "scale":
         return "fp32"
