@@ -193,7 +193,7 @@ def check(case: Case, dtype: torch.dtype, *, std: float = 1.0) -> None:
 # Each alone, then several. Tiles have 16 or 32 rows, so most bounds lie within tiles.
 CASES = {
     "causal window": Case(window=(10, -1)),
-    "window of one key": Case(window=(0, -1)),
+    "window of one key": Case(window=(0, -1), sinks=True),
     "window as long as the keys but one": Case(window=(48, -1)),
     "window on both sides": Case(causal=False, window=(3, 9)),
     "window to the left": Case(causal=False, window=(20, -1)),
@@ -206,7 +206,7 @@ CASES = {
     "softcap without a mask": Case(causal=False, softcap=2.0, shape=(1, 2, 1, 33, 47, 16)),
     "bias": Case(bias=(1, 2, 50, 50)),
     "bias per key": Case(shape=(2, 2, 1, 20, 40, 16), causal=False, bias=(2, 1, 1, 40)),
-    "bias per query and head": Case(shape=(2, 2, 1, 33, 20, 16), bias=(1, 2, 33, 1)),
+    "bias per query and head": Case(shape=(2, 2, 1, 33, 20, 16), bias=(1, 2, 33, 1), sinks=True),
     "one bias for all": Case(shape=(2, 2, 1, 20, 20, 16), bias=(1, 1, 20, 20)),
     "ALiBi": Case(slopes=(1, 2)),
     "ALiBi per sequence, and more keys": Case(shape=(2, 2, 1, 20, 40, 16), causal=False, slopes=(2, 2)),
@@ -247,7 +247,7 @@ def test_extras_match_naive_attention_in_half_precision(name: str, dtype: torch.
 @pytest.mark.parametrize("std", [1e-4, 30.0], ids=["tiny scores", "large scores"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_softcap_is_accurate_for_tiny_and_for_large_scores(std: float, dtype: torch.dtype) -> None:
-    check(Case(shape=(1, 1, 1, 20, 20, 16), softcap=20.0), dtype, std=std)
+    check(Case(shape=(1, 1, 1, 20, 20, 16), softcap=5.0), dtype, std=std)
 
 
 def test_tiny_scores_keep_their_relative_accuracy_under_a_softcap() -> None:
@@ -269,9 +269,9 @@ def test_window_that_hides_nothing_gives_the_bits_of_plain_attention() -> None:
 
 
 UNSEEN = {
-    "window": Case(shape=(1, 2, 1, 128, 128, 16), window=(20, -1)),
-    "window on both sides": Case(shape=(1, 2, 1, 128, 128, 16), causal=False, window=(20, 11)),
-    "documents": Case(shape=(1, 2, 1, 128, 128, 16), causal=False, documents=((30, 2, 60, 36),)),
+    "window": Case(shape=(1, 1, 1, 96, 96, 16), window=(20, -1)),
+    "window on both sides": Case(shape=(1, 1, 1, 96, 96, 16), causal=False, window=(9, 12)),
+    "documents": Case(shape=(1, 1, 1, 96, 96, 16), causal=False, documents=((30, 2, 28, 36),)),
 }
 
 
@@ -283,28 +283,23 @@ def test_tiles_that_no_query_sees_are_never_read(name: str) -> None:
     settings: dict[str, Any] = {"causal": case.causal, "scale": 0.25, "tf32": False}
     settings["extras"] = make_extras(case, None, None)
     o, lse = launch.forward(q, k, v, **settings)
-    do = torch.ones_like(o)
     for stage, tile in SMALL_TILES.items():
         rows, columns = tile.block_m, tile.block_n
-        sees_tile = ~torch.nn.functional.max_pool2d((case.hidden_BLK == False).float(), (rows, columns)).bool()[0]
-        assert sees_tile.any()
-        for block in range(sees_tile.shape[0] if stage != "backward_keys" else sees_tile.shape[1]):
-            poisoned = [x.clone() for x in (do, v)]
-            if stage == "backward_keys":
-                unseen = sees_tile[:, block].repeat_interleave(rows)
-                poisoned[0][:, :, unseen] = math.nan
-                _, dk, dv, _ = launch.backward(poisoned[0], q, k, v, o, lse, **settings)
-                mine = slice(block * columns, (block + 1) * columns)
-                assert torch.stack([dk, dv])[..., mine, :].isfinite().all()
-                continue
-            unseen = sees_tile[block].repeat_interleave(columns)
-            poisoned[1][:, :, unseen] = math.nan
-            mine = slice(block * rows, (block + 1) * rows)
+        unseen = case.hidden_BLK[0].unflatten(1, (-1, columns)).unflatten(0, (-1, rows)).all(3).all(1)
+        if stage == "backward_keys":
+            unseen, rows, columns = unseen.T, columns, rows
+        assert unseen[::2].any()
+        for block in range(0, len(unseen), 2):
+            poison = torch.zeros_like(o)
+            poison[:, :, unseen[block].repeat_interleave(columns)] = math.nan
             if stage == "forward":
-                result = launch.forward(q, k, poisoned[1], **settings)[0]
+                results = launch.forward(q, k, v + poison, **settings)[:1]
+            elif stage == "backward_queries":
+                results = launch.backward(o, q, k, v + poison, o, lse, **settings)[:1]
             else:
-                result = launch.backward(do, q, k, poisoned[1], o, lse, **settings)[0]
-            assert result[:, :, mine].isfinite().all()
+                results = launch.backward(o + poison, q, k, v, o, lse, **settings)[1:3]
+            for result in results:
+                assert result[:, :, block * rows : (block + 1) * rows].isfinite().all()
 
 
 def test_bias_of_minus_infinity_hides_keys_and_rows() -> None:
@@ -329,8 +324,9 @@ def test_rows_beyond_the_last_never_spread(value: float) -> None:
     q, k, v = (x.float() for x in Case().make_inputs())
     settings: dict[str, Any] = {"causal": False, "scale": 0.25, "tf32": False}
     for extras in (Extras(bias=torch.full((1, 1, 1, 50), value)), Extras(slopes=torch.full((1, 2), value))):
-        o, lse = launch.forward(q, k, v, **settings, extras=extras)
-        gradients = launch.backward(o, q, k, v, o, lse, **settings, extras=extras)[:3]
+        with np.errstate(invalid="ignore"):
+            o, lse = launch.forward(q, k, v, **settings, extras=extras)
+            gradients = launch.backward(o, q, k, v, o, lse, **settings, extras=extras)[:3]
         assert all(x.isfinite().all() for x in (o, lse, *gradients))  # type: ignore[union-attr]
 
 

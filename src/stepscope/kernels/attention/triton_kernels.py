@@ -118,55 +118,54 @@ def load_document(position, batch, length, extras):
 
 
 @triton.jit
-def keys_of_query(query, document, num_queries, num_keys, extras, CAUSAL: tl.constexpr):
-    """The query sees the keys from `first` on and before `end`. Both may be negative."""
-    position = query + (num_keys - num_queries)
-    first, end = document
-    if extras.left is not None:
-        first = tl.maximum(first, position - extras.left)
+def sees(query, key, num_queries, num_keys, extras, CAUSAL: tl.constexpr):
+    """Whether each query sees each key, if they are in the same document; the two broadcast. Undefined for queries
+    beyond the last.
+    """
     if CAUSAL:
-        end = position + 1
+        visible = key <= query + (num_keys - num_queries)
+    else:
+        visible = key < num_keys
+    if extras.right is not None:
+        visible = visible & (key <= query + (num_keys - num_queries) + extras.right)
+    if extras.left is not None:
+        visible = visible & (key >= query + (num_keys - num_queries) - extras.left)
+    return visible
+
+
+@triton.jit
+def contains(document, position):
+    """Whether each document contains each position; the two broadcast."""
+    start, end = document
+    return (position >= start) & (position < end)
+
+
+@triton.jit
+def keys_of_query(query, batch, num_queries, num_keys, extras, CAUSAL: tl.constexpr):
+    """The query sees the keys from `first` on and before `end`."""
+    first, end = load_document(query, batch, num_keys, extras)
+    behind = query + 1 + num_keys - num_queries
+    if extras.left is not None:
+        first = tl.maximum(first, behind - 1 - extras.left)
+    if CAUSAL:
+        end = tl.minimum(num_keys, tl.maximum(0, behind))
     elif extras.right is not None:
-        end = tl.minimum(end, position + 1 + extras.right)
+        end = tl.minimum(end, tl.maximum(0, behind + extras.right))
     return first, end
 
 
 @triton.jit
-def queries_of_key(key, document, num_queries, num_keys, extras, CAUSAL: tl.constexpr):
-    """The queries from `first` on and before `end` see the key. Both may be negative."""
-    query = key + (num_queries - num_keys)
-    first, end = document
+def queries_of_key(key, batch, num_queries, num_keys, extras, CAUSAL: tl.constexpr):
+    """The queries from `first` on and before `end` see the key."""
+    first, end = load_document(key, batch, num_queries, extras)
+    query = key + num_queries - num_keys
     if extras.left is not None:
         end = tl.minimum(end, query + 1 + extras.left)
     if CAUSAL:
-        first = query
+        first = tl.maximum(0, query)
     elif extras.right is not None:
         first = tl.maximum(first, query - extras.right)
     return first, end
-
-
-@triton.jit
-def sees(query, key, document, num_queries, num_keys, extras, CAUSAL: tl.constexpr):
-    """Whether each query sees each key; the two broadcast. `document` is the query's. Undefined for queries beyond the
-    last.
-    """
-    first, end = keys_of_query(query, document, num_queries, num_keys, extras, CAUSAL)
-    visible = key < end
-    if extras.left is not None or extras.document_starts is not None:
-        visible = visible & (key >= first)
-    return visible
-
-
-@triton.jit
-def is_seen(key, query, document, num_queries, num_keys, extras, CAUSAL: tl.constexpr, TO_END: tl.constexpr):
-    """The same for the document of the key. Undefined for keys beyond the last, and unless TO_END for queries beyond
-    the last.
-    """
-    first, end = queries_of_key(key, document, num_queries, num_keys, extras, CAUSAL)
-    visible = query >= first
-    if TO_END:
-        visible = visible & (query < end)
-    return visible
 
 
 @triton.jit
@@ -174,12 +173,9 @@ def keys_of_queries(first_query, batch, num_queries, num_keys, extras, BLOCK_M: 
     """For BLOCK_M queries: none sees a key before `first` or from `end` on, and every one of them sees the keys from
     `all_from` on and before `all_to`.
     """
-    last_query = first_query + BLOCK_M - 1
-    document = load_document(first_query, batch, num_keys, extras)
-    first, all_to = keys_of_query(first_query, document, num_queries, num_keys, extras, CAUSAL)
-    document = load_document(last_query, batch, num_keys, extras)
-    all_from, end = keys_of_query(last_query, document, num_queries, num_keys, extras, CAUSAL)
-    return tl.maximum(0, first), tl.minimum(num_keys, tl.maximum(0, end)), all_from, all_to
+    first, all_to = keys_of_query(first_query, batch, num_queries, num_keys, extras, CAUSAL)
+    all_from, end = keys_of_query(first_query + BLOCK_M - 1, batch, num_queries, num_keys, extras, CAUSAL)
+    return first, end, all_from, all_to
 
 
 @triton.jit
@@ -187,12 +183,9 @@ def queries_of_keys(first_key, batch, num_queries, num_keys, extras, BLOCK_N: tl
     """For BLOCK_N keys: no query before `first` or from `end` on sees any of them, and every query from `all_from` on
     and before `all_to` sees them all.
     """
-    last_key = first_key + BLOCK_N - 1
-    document = load_document(first_key, batch, num_queries, extras)
-    first, all_to = queries_of_key(first_key, document, num_queries, num_keys, extras, CAUSAL)
-    document = load_document(last_key, batch, num_queries, extras)
-    all_from, end = queries_of_key(last_key, document, num_queries, num_keys, extras, CAUSAL)
-    return tl.maximum(0, first), end, all_from, all_to
+    first, all_to = queries_of_key(first_key, batch, num_queries, num_keys, extras, CAUSAL)
+    all_from, end = queries_of_key(first_key + BLOCK_N - 1, batch, num_queries, num_keys, extras, CAUSAL)
+    return first, end, all_from, all_to
 
 
 # --- Scores ---
@@ -207,9 +200,8 @@ def change_scores(
     """The scores in base 2 from the products q·k, and the derivative of the softcap."""
     steepness = 1.0
     if extras.softcap is not None:
-        tanh = scaled_tanh(products, scale / extras.softcap, PRECISION)
+        tanh, steepness = scaled_tanh(products, scale / extras.softcap, PRECISION)
         scores = tanh * (extras.softcap * LOG2_E)
-        steepness = 1.0 - tanh * tanh
     else:
         scores = products * (scale * LOG2_E)
     if extras.bias is not None:
@@ -223,17 +215,24 @@ def change_scores(
 
 @triton.jit
 def scaled_tanh(x, factor, PRECISION: tl.constexpr):
-    """tanh(factor · x). Near zero, the difference of two numbers close to 1 has a large relative error. That only
-    matters in full fp32, where a polynomial takes over; its coefficients are those of the Cephes library.
+    """tanh(factor · x), and 1 - tanh², its derivative by factor · x.
+
+    The distance to 1 is exact to the last bits where it is small, but near zero the tanh is a difference of two numbers
+    close to 1, and at -1 its derivative is. That only matters in full fp32, where the tanh of small numbers is a
+    polynomial, with the coefficients of the Cephes library, and that of negative numbers is mirrored.
     """
-    tanh = 1.0 - 2.0 / (1.0 + tl.math.exp2(x * (factor * (2 * LOG2_E))))
     if PRECISION == "tf32x3":
         x = x * factor
+        below_one = 2.0 / (1.0 + tl.math.exp2(tl.abs(x) * (2 * LOG2_E)))
+        tanh = tl.where(x < 0, below_one - 1.0, 1.0 - below_one)
         square = x * x
         series = ((-5.70498872745e-3 * square + 2.06390887954e-2) * square - 5.37397155531e-2) * square
         series = ((series + 1.33314422036e-1) * square - 3.33332819422e-1) * square
-        tanh = tl.where(tl.abs(x) < 0.625, x + x * series, tanh)
-    return tanh
+        tanh = tl.where(square < 0.625 * 0.625, x + x * series, tanh)
+    else:
+        below_one = 2.0 / (1.0 + tl.math.exp2(x * (factor * (2 * LOG2_E))))
+        tanh = 1.0 - below_one
+    return tanh, below_one * (2.0 - below_one)
 
 
 @triton.jit
@@ -378,15 +377,18 @@ def attention_forward(
         first_key = tl.multiple_of(first_key, BLOCK_N)
         k_ND = load_tile(k, k_strides, batch, group, first_key, num_keys, HEAD_DIM, BLOCK_N, WIDTH, WHOLE_KEYS)
         scores_MN = multiply(q_MD, k_ND.T, tl.zeros([BLOCK_M, BLOCK_N], tl.float32), PRECISION)
-        key_N = first_key + tl.arange(0, BLOCK_N)
         if CHANGED:
+            key_N = first_key + tl.arange(0, BLOCK_N)
             scores_MN, _ = change_scores(
                 scores_MN, query_M[:, None], key_N[None, :], batch, head, slope, scale, num_queries, num_keys, extras,
                 PRECISION,
             )  # fmt: skip
         if CAUSAL or not WHOLE_KEYS or HIDDEN:
             if first_key + BLOCK_N > all_to or (HIDDEN and first_key < all_from):
-                visible_MN = sees(query_M[:, None], key_N[None, :], document_M1, num_queries, num_keys, extras, CAUSAL)
+                key_N = first_key + tl.arange(0, BLOCK_N)
+                visible_MN = sees(query_M[:, None], key_N[None, :], num_queries, num_keys, extras, CAUSAL)
+                if extras.document_starts is not None:
+                    visible_MN = visible_MN & contains(document_M1, key_N[None, :])
                 scores_MN = tl.where(visible_MN, scores_MN, float("-inf"))
         new_max_M = tl.maximum(max_M, tl.max(scores_MN, 1) * scale2)
         weights_MN = tl.math.exp2(scores_MN * scale2 - new_max_M[:, None])
@@ -442,8 +444,8 @@ def attention_backward_queries(
         k_ND = load_tile(k, k_strides, batch, group, first_key, num_keys, HEAD_DIM, BLOCK_N, WIDTH, WHOLE_KEYS)
         v_ND = load_tile(v, v_strides, batch, group, first_key, num_keys, HEAD_DIM, BLOCK_N, WIDTH, WHOLE_KEYS)
         scores_MN = multiply(q_MD, k_ND.T, tl.zeros([BLOCK_M, BLOCK_N], tl.float32), PRECISION)
-        key_N = first_key + tl.arange(0, BLOCK_N)
         if CHANGED:
+            key_N = first_key + tl.arange(0, BLOCK_N)
             scores_MN, steepness_MN = change_scores(
                 scores_MN, query_M[:, None], key_N[None, :], batch, head, slope, scale, num_queries, num_keys, extras,
                 PRECISION,
@@ -451,11 +453,15 @@ def attention_backward_queries(
         weights_MN = tl.math.exp2(scores_MN * scale2 - lse2_M[:, None])
         if CAUSAL or not WHOLE_KEYS or HIDDEN:
             if first_key + BLOCK_N > all_to or (HIDDEN and first_key < all_from):
-                visible_MN = sees(query_M[:, None], key_N[None, :], document_M1, num_queries, num_keys, extras, CAUSAL)
+                key_N = first_key + tl.arange(0, BLOCK_N)
+                visible_MN = sees(query_M[:, None], key_N[None, :], num_queries, num_keys, extras, CAUSAL)
+                if extras.document_starts is not None:
+                    visible_MN = visible_MN & contains(document_M1, key_N[None, :])
                 weights_MN = tl.where(visible_MN, weights_MN, 0.0)
         dweights_MN = multiply(do_MD, v_ND.T, tl.zeros([BLOCK_M, BLOCK_N], tl.float32), PRECISION)
         dscores_MN = weights_MN * (dweights_MN - delta_M[:, None])
         if dbias is not None:
+            key_N = first_key + tl.arange(0, BLOCK_N)
             place_MN = (sequence * num_queries + query_M[:, None]) * num_keys + key_N[None, :]
             inside_MN = (query_M[:, None] < num_queries) & (key_N[None, :] < num_keys)
             tl.store(dbias + place_MN, dscores_MN, mask=inside_MN)
@@ -482,8 +488,7 @@ def attention_backward_keys(
     dk_ND = tl.zeros([BLOCK_N, WIDTH], tl.float32)
     dv_ND = tl.zeros([BLOCK_N, WIDTH], tl.float32)
     scale2 = 1.0 if CHANGED else scale * LOG2_E
-    key_N = first_key + tl.arange(0, BLOCK_N)
-    document_N1 = load_document(key_N[:, None], batch, num_queries, extras)
+    document_N1 = load_document((first_key + tl.arange(0, BLOCK_N))[:, None], batch, num_queries, extras)
     first, end, all_from, all_to = queries_of_keys(first_key, batch, num_queries, num_keys, extras, BLOCK_N, CAUSAL)
     # A bias or a slope may give rows beyond the last an infinite weight, which is NaN times zero.
     TO_END: tl.constexpr = (
@@ -505,8 +510,9 @@ def attention_backward_keys(
             delta_M = load_row(rows, padded_queries, 2 * sequence + 1, first_query, num_queries, BLOCK_M, WHOLE_QUERIES)
             # Scores and weights are transposed, keys by queries: they are the left operand of the last two matmuls.
             scores_NM = multiply(k_ND, q_MD.T, tl.zeros([BLOCK_N, BLOCK_M], tl.float32), PRECISION)
-            query_M = first_query + tl.arange(0, BLOCK_M)
             if CHANGED:
+                query_M = first_query + tl.arange(0, BLOCK_M)
+                key_N = first_key + tl.arange(0, BLOCK_N)
                 scores_NM, steepness_NM = change_scores(
                     scores_NM, query_M[None, :], key_N[:, None], batch, head, slope, scale, num_queries, num_keys,
                     extras, PRECISION,
@@ -515,9 +521,11 @@ def attention_backward_keys(
             # Keys beyond the last need no mask: their results are not stored.
             if CAUSAL or HIDDEN or TO_END:
                 if first_query < all_from or (TO_END and first_query + BLOCK_M > all_to):
-                    visible_NM = is_seen(
-                        key_N[:, None], query_M[None, :], document_N1, num_queries, num_keys, extras, CAUSAL, TO_END
-                    )
+                    query_M = first_query + tl.arange(0, BLOCK_M)
+                    key_N = first_key + tl.arange(0, BLOCK_N)
+                    visible_NM = sees(query_M[None, :], key_N[:, None], num_queries, num_keys, extras, CAUSAL)
+                    if TO_END:
+                        visible_NM = visible_NM & contains(document_N1, query_M[None, :])
                     weights_NM = tl.where(visible_NM, weights_NM, 0.0)
             dweights_NM = multiply(v_ND, do_MD.T, tl.zeros([BLOCK_N, BLOCK_M], tl.float32), PRECISION)
             dv_ND = multiply(weights_NM.to(do_MD.dtype), do_MD, dv_ND, PRECISION)
