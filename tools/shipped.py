@@ -90,18 +90,20 @@ DESCRIBED: dict[Pass, tuple[str, ...]] = {
     "backward_keys": ("q", "do", "rows"),
 }
 # What a call can add to plain attention, by what its tensors and numbers are.
-_BIAS = {"bias": "*bf16", "bias_strides": ("i32", "i32", "i32", "constexpr")}
+_BIAS = {"bias": "*bf16", "bias_strides": ("i32", "i32", "i32", "constexpr"), "bias_keys": "i32"}
 _ALIBI = {"slopes": "*fp32", "slopes_strides": ("i32", "constexpr")}
 _DOCUMENTS = {"document_starts": "*i32", "document_ends": "*i32"}
 EXTRAS: dict[str, dict[str, Any]] = {
     "window": {"left": "i32"},
     "softcap": {"softcap": "fp32"},
     "bias": _BIAS,
+    "dbias": _BIAS,
     "alibi": _ALIBI,
     "sinks": {"sinks": "*fp32"},
     "documents": _DOCUMENTS,
     "everything": {"left": "i32", "softcap": "fp32", "sinks": "*fp32", **_BIAS, **_ALIBI, **_DOCUMENTS},
 }
+WITH_DBIAS = ("dbias", "everything")
 WIDTHS_WITH_EXTRAS = (64, 128)
 ARCHITECTURES: dict[int, tiles.Architecture] = {80: "ampere", 90: "hopper"}
 
@@ -117,7 +119,13 @@ def _triton() -> Iterator[Shipped]:
                         )
                         yield triton_entry(key, tiles.choose(key), arch)
                         if arithmetic == "half" and causal and width in WIDTHS_WITH_EXTRAS:
-                            yield from (triton_entry(key, tiles.choose(key), arch, extras) for extras in EXTRAS)
+                            yield from (triton_entry(key, _tile_for(key, extras), arch, extras) for extras in EXTRAS)
+
+
+def _tile_for(key: TileKey, extras: str) -> Tile:
+    """As `triton_launch.tile_for`, which imports torch."""
+    is_heavy = any(name in EXTRAS[extras] for name in ("softcap", "bias", "document_starts"))
+    return (tiles.choose_for_extras(key) if is_heavy else None) or tiles.choose(key)
 
 
 def triton_entry(key: TileKey, tile: Tile, arch: int, extras: str = "") -> Shipped:
@@ -136,7 +144,7 @@ def triton_entry(key: TileKey, tile: Tile, arch: int, extras: str = "") -> Shipp
         "WHOLE_QUERIES" if key.stage == "backward_keys" else "WHOLE_KEYS": False,
         "PRECISION": "tf32x3" if key.arithmetic == "tf32x3" else "tf32",
     }
-    if key.stage == "backward_queries" and "bias" not in EXTRAS.get(extras, {}):
+    if key.stage == "backward_queries" and extras not in WITH_DBIAS:
         constants["dbias"] = None
     signature: dict[str, Any] = {}
     aligned: list[Any] = []
@@ -150,6 +158,7 @@ def triton_entry(key: TileKey, tile: Tile, arch: int, extras: str = "") -> Shipp
                 **EXTRAS.get(extras, {})
             )
             constants |= _constants_within(signature[name], (index,))
+            aligned += _aligned_within(signature[name], (index,))
         elif name.endswith("_strides"):
             signature[name] = ("i32", "i32", "i32", "constexpr")
             constants[index, 3] = 1
@@ -182,6 +191,19 @@ def _constants_within(types: tuple[Any, ...], place: tuple[int, ...]) -> dict[An
             found |= {(*place, index, len(member) - 1): 1}
         elif member == "constexpr":
             found[*place, index] = None
+    return found
+
+
+def _aligned_within(types: KernelExtras, place: tuple[int, ...]) -> list[Any]:
+    """What is aligned within the extras: pointers, strides, and the number of keys of a bias, whose rows are otherwise
+    not aligned.
+    """
+    found: list[Any] = []
+    for index, (name, member) in enumerate(zip(types._fields, types, strict=True)):
+        if isinstance(member, tuple):
+            found += [(*place, index, stride) for stride in range(len(member) - 1)]
+        elif member.startswith("*") or (name == "bias_keys" and member == "i32"):
+            found.append((*place, index))
     return found
 
 

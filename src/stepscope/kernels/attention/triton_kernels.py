@@ -52,6 +52,7 @@ class KernelExtras(NamedTuple):
     softcap: Any = None
     bias: Any = None  # (B, H, L, K), by strides: zero to broadcast a dimension, None for L
     bias_strides: Any = None
+    bias_keys: Any = None  # K: unlike `num_keys`, Triton knows if 16 divides it, and then loads several numbers at once
     slopes: Any = None  # (B, H), by strides
     slopes_strides: Any = None
     sinks: Any = None  # (H,)
@@ -205,7 +206,7 @@ def change_scores(
     else:
         scores = products * (scale * LOG2_E)
     if extras.bias is not None:
-        scores += load_bias(batch, head, query, key, num_queries, num_keys, extras).to(tl.float32) * LOG2_E
+        scores += load_bias(batch, head, query, key, num_queries, extras).to(tl.float32) * LOG2_E
     if extras.slopes is not None:
         # The difference of two small integers is exact; that of their products with the slope would not be.
         position = query + (num_keys - num_queries)
@@ -246,12 +247,12 @@ def load_slope(batch, head, extras):
 
 
 @triton.jit
-def load_bias(batch, head, query, key, num_queries, num_keys, extras):
+def load_bias(batch, head, query, key, num_queries, extras):
     """The bias of each query and key; the two broadcast. One without queries is loaded once for all of them."""
     strides = extras.bias_strides
     pointers = extras.bias + (tl.cast(batch, tl.int64) * strides[0] + tl.cast(head, tl.int64) * strides[1])
     pointers += key.to(tl.int64) * strides[3]
-    inside = key < num_keys
+    inside = key < extras.bias_keys
     if strides[2] is not None:
         pointers += query.to(tl.int64) * strides[2]
         inside = inside & (query < num_queries)
@@ -462,8 +463,8 @@ def attention_backward_queries(
         dscores_MN = weights_MN * (dweights_MN - delta_M[:, None])
         if dbias is not None:
             key_N = first_key + tl.arange(0, BLOCK_N)
-            place_MN = (sequence * num_queries + query_M[:, None]) * num_keys + key_N[None, :]
-            inside_MN = (query_M[:, None] < num_queries) & (key_N[None, :] < num_keys)
+            place_MN = (sequence * num_queries + query_M[:, None]) * extras.bias_keys + key_N[None, :]
+            inside_MN = (query_M[:, None] < num_queries) & (key_N[None, :] < extras.bias_keys)
             tl.store(dbias + place_MN, dscores_MN, mask=inside_MN)
         if extras.softcap is not None:
             dscores_MN = dscores_MN * steepness_MN

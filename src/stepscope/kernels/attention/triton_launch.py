@@ -49,6 +49,14 @@ class PassSettings:
     tf32: bool
     extras: KernelExtras = _PLAIN
 
+    @property
+    def is_heavy(self) -> bool:
+        """Whether the extras need more registers than the usual tile leaves. The others need none or a few."""
+        extras = self.extras
+        return extras is not _PLAIN and any(
+            x is not None for x in (extras.softcap, extras.bias, extras.document_starts)
+        )
+
 
 def arithmetic(dtype: torch.dtype, *, tf32: bool) -> Arithmetic:
     """Return how matmuls of this dtype are computed."""
@@ -96,8 +104,8 @@ def forward(
     if q_BHLD.numel() == 0:
         return o_BHLD, lse_BHL
     kind = arithmetic(q_BHLD.dtype, tf32=tf32)
-    tile = tile_for("forward", kind, q_BHLD.shape[-1], q_BHLD.device, causal=causal)
     settings = PassSettings(causal=causal, scale=scale, tf32=tf32, extras=kernel_extras(extras, q_BHLD, k_BGKD))
+    tile = tile_for("forward", kind, q_BHLD.shape[-1], q_BHLD.device, causal=causal, is_heavy=settings.is_heavy)
     launch_forward(q_BHLD, k_BGKD, v_BGKD, o_BHLD, lse_BHL, tile, settings)
     return o_BHLD, lse_BHL
 
@@ -160,9 +168,9 @@ def backward(
     if q_BHLD.numel() == 0 or k_BGKD.numel() == 0:
         return dq_BHLD.zero_(), dk_BGKD.zero_(), dv_BGKD.zero_(), None if bias is None else torch.zeros_like(bias)
     problem = arithmetic(q_BHLD.dtype, tf32=tf32), q_BHLD.shape[-1], q_BHLD.device
-    queries_tile = tile_for("backward_queries", *problem, causal=causal)
-    keys_tile = tile_for("backward_keys", *problem, causal=causal)
     settings = PassSettings(causal=causal, scale=scale, tf32=tf32, extras=kernel_extras(extras, q_BHLD, k_BGKD))
+    queries_tile = tile_for("backward_queries", *problem, causal=causal, is_heavy=settings.is_heavy)
+    keys_tile = tile_for("backward_keys", *problem, causal=causal, is_heavy=settings.is_heavy)
     rows = row_values(lse_BHL)
     # Zeros, because tiles that no query sees are never written.
     dbias_BHLK = None if bias is None else torch.zeros(*lse_BHL.shape, k_BGKD.shape[2], device=q_BHLD.device)
@@ -284,7 +292,7 @@ def kernel_extras(extras: Extras, q_BHLD: Tensor, k_BGKD: Tensor) -> KernelExtra
         found["softcap"] = extras.softcap
     if extras.bias is not None:
         strides = extras.bias.expand(batch, num_heads, num_queries, num_keys).stride()
-        found["bias"] = extras.bias
+        found["bias"], found["bias_keys"] = extras.bias, num_keys
         found["bias_strides"] = (*strides[:2], None if extras.bias.shape[2] == 1 else strides[2], strides[3])
     if extras.slopes is not None:
         found["slopes"] = extras.slopes
@@ -321,9 +329,14 @@ def row_source(rows: Tensor, length: int, block: int) -> Tensor | TensorDescript
 
 
 @cache
-def tile_for(stage: Pass, kind: Arithmetic, head_dim: int, device: torch.device, *, causal: bool) -> Tile:
-    """Return the tile that was tuned on this GPU if there is one, else the table's."""
+def tile_for(
+    stage: Pass, kind: Arithmetic, head_dim: int, device: torch.device, *, causal: bool, is_heavy: bool = False
+) -> Tile:
+    """Return the tile for heavy extras if there is one, else the one that was tuned on this GPU, else the table's."""
     key = tile_key(stage, kind, head_dim, device, causal=causal)
+    heavy = tiles.choose_for_extras(key) if is_heavy else None
+    if heavy is not None:
+        return heavy
     chosen = tuned_tiles(torch.cuda.get_device_name(device)).get(key) if device.type == "cuda" else None
     return chosen or tiles.choose(key)
 
