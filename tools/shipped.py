@@ -90,8 +90,9 @@ DESCRIBED: dict[Pass, tuple[str, ...]] = {
     "backward_keys": ("q", "do", "rows"),
 }
 # What a call can add to plain attention, by what its tensors and numbers are.
-_BIAS = {"bias": "*bf16", "bias_strides": ("i32", "i32", "i32", "constexpr"), "bias_keys": "i32"}
-_ALIBI = {"slopes": "*fp32", "slopes_strides": ("i32", "constexpr")}
+_BIAS = {"bias": "*bf16", "bias_batch_stride": "i32", "bias_head_stride": "i32", "bias_query_stride": "i32"}
+_BIAS["bias_keys"] = "i32"
+_ALIBI = {"slopes": "*fp32", "slopes_batch_stride": "i32"}
 _DOCUMENTS = {"document_starts": "*i32", "document_ends": "*i32"}
 EXTRAS: dict[str, dict[str, Any]] = {
     "window": {"left": "i32"},
@@ -154,11 +155,12 @@ def triton_entry(key: TileKey, tile: Tile, arch: int, extras: str = "") -> Shipp
         elif name in described:
             signature[name] = _descriptor(name, element, tile, key.width)
         elif name == "extras":
-            signature[name] = KernelExtras(*("constexpr",) * len(KernelExtras._fields))._replace(
-                **EXTRAS.get(extras, {})
-            )
-            constants |= _constants_within(signature[name], (index,))
-            aligned += _aligned_within(signature[name], (index,))
+            signature[name] = KernelExtras(**dict.fromkeys(KernelExtras._fields, "constexpr") | EXTRAS.get(extras, {}))
+            for place, (field, kind) in enumerate(signature[name]._asdict().items()):
+                if kind == "constexpr":
+                    constants[index, place] = 1 if field in ("bias_key_stride", "slopes_head_stride") else None
+                elif kind.startswith("*") or field.startswith("bias"):
+                    aligned.append((index, place))
         elif name.endswith("_strides"):
             signature[name] = ("i32", "i32", "i32", "constexpr")
             constants[index, 3] = 1
@@ -181,30 +183,6 @@ def triton_entry(key: TileKey, tile: Tile, arch: int, extras: str = "") -> Shipp
         # What a bf16 Transformer uses, on both architectures: a dozen, together with the Hopper kernels.
         sample=key.arithmetic == "half" and key.width == 128 and key.causal and not extras,
     )
-
-
-def _constants_within(types: tuple[Any, ...], place: tuple[int, ...]) -> dict[Any, Any]:
-    """What is constant within a tuple: None for what is absent, and one for the last of some strides."""
-    found: dict[Any, Any] = {}
-    for index, member in enumerate(types):
-        if isinstance(member, tuple):
-            found |= {(*place, index, len(member) - 1): 1}
-        elif member == "constexpr":
-            found[*place, index] = None
-    return found
-
-
-def _aligned_within(types: KernelExtras, place: tuple[int, ...]) -> list[Any]:
-    """What is aligned within the extras: pointers, strides, and the number of keys of a bias, whose rows are otherwise
-    not aligned.
-    """
-    found: list[Any] = []
-    for index, (name, member) in enumerate(zip(types._fields, types, strict=True)):
-        if isinstance(member, tuple):
-            found += [(*place, index, stride) for stride in range(len(member) - 1)]
-        elif member.startswith("*") or (name == "bias_keys" and member == "i32"):
-            found.append((*place, index))
-    return found
 
 
 def _descriptor(name: str, element: str, tile: Tile, width: int) -> str:

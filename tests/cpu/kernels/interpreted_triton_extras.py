@@ -54,8 +54,7 @@ class Case(NamedTuple):
     documents: tuple[tuple[int, ...], ...] = ()  # the lengths of the documents of each sequence
     scale: float = 0.25
 
-    @property
-    def hidden_BLK(self) -> Tensor:
+    def make_hidden(self) -> Tensor:
         """True where a query must not see a key."""
         batch, _, _, num_queries, num_keys, _ = self.shape
         position_L1 = torch.arange(num_queries)[:, None] + num_keys - num_queries
@@ -91,7 +90,11 @@ class Case(NamedTuple):
         """q, k and v, then the bias and the sinks if there are any."""
         batch, num_heads, num_groups, num_queries, num_keys, head_dim = self.shape
         keys = (batch, num_groups, num_keys, head_dim)
-        inputs = [normal(batch, num_heads, num_queries, head_dim, std=std), normal(*keys, seed=2), normal(*keys, seed=3)]
+        inputs = [
+            normal(batch, num_heads, num_queries, head_dim, std=std),
+            normal(*keys, seed=2),
+            normal(*keys, seed=3),
+        ]
         if self.bias is not None:
             inputs.append(normal(*self.bias, seed=4))
         if self.sinks:
@@ -119,7 +122,7 @@ def naive(case: Case, q_BHLD: Tensor, k_BGKD: Tensor, v_BGKD: Tensor, *rest: Ten
     if slopes is not None:
         distance_LK = torch.arange(num_keys) - (torch.arange(num_queries)[:, None] + num_keys - num_queries)
         score_BHLK = score_BHLK + slopes.to(wide)[..., None, None] * distance_LK
-    score_BHLK = score_BHLK.masked_fill(case.hidden_BLK[:, None], -math.inf)
+    score_BHLK = score_BHLK.masked_fill(case.make_hidden()[:, None], -math.inf)
     if sinks is not None:
         sink_BHL1 = sinks.to(wide)[:, None, None].expand(*score_BHLK.shape[:3], 1)
         score_BHLK = torch.cat([score_BHLK, sink_BHL1], dim=-1)
@@ -285,13 +288,14 @@ def test_tiles_that_no_query_sees_are_never_read(name: str) -> None:
     o, lse = launch.forward(q, k, v, **settings)
     for stage, tile in SMALL_TILES.items():
         rows, columns = tile.block_m, tile.block_n
-        unseen = case.hidden_BLK[0].unflatten(1, (-1, columns)).unflatten(0, (-1, rows)).all(3).all(1)
+        unseen = case.make_hidden().view(96 // rows, rows, 96 // columns, columns).all(3).all(1)
         if stage == "backward_keys":
             unseen, rows, columns = unseen.T, columns, rows
         assert unseen[::2].any()
         for block in range(0, len(unseen), 2):
             poison = torch.zeros_like(o)
             poison[:, :, unseen[block].repeat_interleave(columns)] = math.nan
+            results: tuple[Tensor | None, ...]
             if stage == "forward":
                 results = launch.forward(q, k, v + poison, **settings)[:1]
             elif stage == "backward_queries":
@@ -299,6 +303,7 @@ def test_tiles_that_no_query_sees_are_never_read(name: str) -> None:
             else:
                 results = launch.backward(o + poison, q, k, v, o, lse, **settings)[1:3]
             for result in results:
+                assert result is not None
                 assert result[:, :, block * rows : (block + 1) * rows].isfinite().all()
 
 
@@ -327,7 +332,7 @@ def test_rows_beyond_the_last_never_spread(value: float) -> None:
         with np.errstate(invalid="ignore"):
             o, lse = launch.forward(q, k, v, **settings, extras=extras)
             gradients = launch.backward(o, q, k, v, o, lse, **settings, extras=extras)[:3]
-        assert all(x.isfinite().all() for x in (o, lse, *gradients))  # type: ignore[union-attr]
+        assert all(x.isfinite().all() for x in (o, lse, *gradients))
 
 
 def test_sink_of_minus_infinity_is_none() -> None:

@@ -45,16 +45,24 @@ SMALLEST_SCALE = tl.constexpr(1e-37)
 
 
 class KernelExtras(NamedTuple):
-    """`Extras` as kernels take them. A member is None if the call does not ask for it."""
+    """`Extras` as kernels take them. A member is None if the call does not ask for it.
+
+    Strides are members, and not in tuples of their own: triton 3.6.0 loses constants in tuples within tuples. They are
+    zero in a dimension that is broadcast.
+    """
 
     left: Any = None
     right: Any = None  # None under a causal mask, which is a right of 0
     softcap: Any = None
-    bias: Any = None  # (B, H, L, K), by strides: zero to broadcast a dimension, None for L
-    bias_strides: Any = None
+    bias: Any = None  # (B, H, L, K)
+    bias_batch_stride: Any = None
+    bias_head_stride: Any = None
+    bias_query_stride: Any = None  # None, and not zero, if all queries have the same bias
+    bias_key_stride: Any = None
     bias_keys: Any = None  # K: unlike `num_keys`, Triton knows if 16 divides it, and then loads several numbers at once
-    slopes: Any = None  # (B, H), by strides
-    slopes_strides: Any = None
+    slopes: Any = None  # (B, H)
+    slopes_batch_stride: Any = None
+    slopes_head_stride: Any = None
     sinks: Any = None  # (H,)
     document_starts: Any = None  # (B, L), as the next
     document_ends: Any = None
@@ -241,7 +249,7 @@ def load_slope(batch, head, extras):
     """The ALiBi slope of a head, or zero if there is none."""
     slope = 0.0
     if extras.slopes is not None:
-        place = tl.cast(batch, tl.int64) * extras.slopes_strides[0] + head * extras.slopes_strides[1]
+        place = tl.cast(batch, tl.int64) * extras.slopes_batch_stride + head * extras.slopes_head_stride
         slope = tl.load(extras.slopes + place)
     return slope
 
@@ -249,12 +257,11 @@ def load_slope(batch, head, extras):
 @triton.jit
 def load_bias(batch, head, query, key, num_queries, extras):
     """The bias of each query and key; the two broadcast. One without queries is loaded once for all of them."""
-    strides = extras.bias_strides
-    pointers = extras.bias + (tl.cast(batch, tl.int64) * strides[0] + tl.cast(head, tl.int64) * strides[1])
-    pointers += key.to(tl.int64) * strides[3]
+    first = tl.cast(batch, tl.int64) * extras.bias_batch_stride + tl.cast(head, tl.int64) * extras.bias_head_stride
+    pointers = extras.bias + first + key.to(tl.int64) * extras.bias_key_stride
     inside = key < extras.bias_keys
-    if strides[2] is not None:
-        pointers += query.to(tl.int64) * strides[2]
+    if extras.bias_query_stride is not None:
+        pointers += query.to(tl.int64) * extras.bias_query_stride
         inside = inside & (query < num_queries)
     return tl.load(pointers, mask=inside, other=0.0)
 

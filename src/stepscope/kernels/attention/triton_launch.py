@@ -293,10 +293,13 @@ def kernel_extras(extras: Extras, q_BHLD: Tensor, k_BGKD: Tensor) -> KernelExtra
     if extras.bias is not None:
         strides = extras.bias.expand(batch, num_heads, num_queries, num_keys).stride()
         found["bias"], found["bias_keys"] = extras.bias, num_keys
-        found["bias_strides"] = (*strides[:2], None if extras.bias.shape[2] == 1 else strides[2], strides[3])
+        found["bias_batch_stride"], found["bias_head_stride"] = strides[:2]
+        found["bias_query_stride"] = None if extras.bias.shape[2] == 1 else strides[2]
+        found["bias_key_stride"] = strides[3]
     if extras.slopes is not None:
         found["slopes"] = extras.slopes
-        found["slopes_strides"] = extras.slopes.expand(batch, num_heads).stride()
+        strides = extras.slopes.expand(batch, num_heads).stride()
+        found["slopes_batch_stride"], found["slopes_head_stride"] = strides
     if extras.sinks is not None:
         found["sinks"] = extras.sinks.contiguous()
     if extras.documents is not None:
