@@ -69,6 +69,7 @@ class Shipped:
     product: str  # the tensor-core instruction that must be present
     most_spilled: int  # bytes
     aligned: tuple[Any, ...] = ()
+    may_serialize: bool = False  # whether its asynchronous matmuls may wait for one another
     gluon: bool = False
     sample: bool = False  # one of the dozen that `make test` compiles
 
@@ -105,6 +106,7 @@ EXTRAS: dict[str, dict[str, Any]] = {
     "everything": {"left": "i32", "softcap": "fp32", "sinks": "*fp32", **_BIAS, **_ALIBI, **_DOCUMENTS},
 }
 WITH_DBIAS = ("dbias", "everything")
+_STAGES_OF: dict[str, tuple[Pass, ...]] = {"dbias": ("backward_queries",), "sinks": ("forward",)}
 WIDTHS_WITH_EXTRAS = (64, 128)
 ARCHITECTURES: dict[int, tiles.Architecture] = {80: "ampere", 90: "hopper"}
 
@@ -120,7 +122,9 @@ def _triton() -> Iterator[Shipped]:
                         )
                         yield triton_entry(key, tiles.choose(key), arch)
                         if arithmetic == "half" and causal and width in WIDTHS_WITH_EXTRAS:
-                            yield from (triton_entry(key, _tile_for(key, extras), arch, extras) for extras in EXTRAS)
+                            for extras in EXTRAS:
+                                if stage in _STAGES_OF.get(extras, tiles.PASSES):
+                                    yield triton_entry(key, _tile_for(key, extras), arch, extras)
 
 
 def _tile_for(key: TileKey, extras: str) -> Tile:
@@ -180,6 +184,8 @@ def triton_entry(key: TileKey, tile: Tile, arch: int, extras: str = "") -> Shipp
         aligned=tuple(aligned),
         product="HGMMA" if arch >= 90 and (element == "bf16" or _is_asynchronous(key.stage, tile)) else "HMMA",
         most_spilled=_MOST_SPILLED.get((key.stage, key.arithmetic, key.width), USUALLY_SPILLED),
+        # A bias moves through shared memory, in both directions if it has a gradient. Its bytes then set the speed.
+        may_serialize="bias" in EXTRAS.get(extras, {}),
         # What a bf16 Transformer uses, on both architectures: a dozen, together with the Hopper kernels.
         sample=key.arithmetic == "half" and key.width == 128 and key.causal and not extras,
     )
