@@ -129,7 +129,7 @@ def _triton() -> Iterator[Shipped]:
 
 def _tile_for(key: TileKey, extras: str) -> Tile:
     """As `triton_launch.tile_for`, which imports torch."""
-    is_heavy = any(name in EXTRAS[extras] for name in ("softcap", "bias", "document_starts"))
+    is_heavy = any(name in EXTRAS[extras] for name in ("softcap", "bias", "slopes", "document_starts"))
     return (tiles.choose_for_extras(key) if is_heavy else None) or tiles.choose(key)
 
 

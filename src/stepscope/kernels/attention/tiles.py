@@ -70,7 +70,7 @@ def choose(key: TileKey) -> Tile:
 
 
 def choose_for_extras(key: TileKey) -> Tile | None:
-    """The tile for a softcap, a bias or documents, where the default leaves too few registers or too little memory."""
+    """The tile for changed scores or documents, where the default leaves too few registers or too little memory."""
     return _FOR_EXTRAS.get((key.architecture, key.stage, key.arithmetic, key.width))
 
 

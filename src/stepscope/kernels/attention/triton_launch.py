@@ -54,7 +54,7 @@ class PassSettings:
         """Whether the extras need more registers than the usual tile leaves. The others need none or a few."""
         extras = self.extras
         return extras is not _PLAIN and any(
-            x is not None for x in (extras.softcap, extras.bias, extras.document_starts)
+            x is not None for x in (extras.softcap, extras.bias, extras.slopes, extras.document_starts)
         )
 
 
