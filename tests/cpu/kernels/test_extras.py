@@ -446,6 +446,18 @@ def test_operators_pass_opcheck() -> None:
     opcheck(operators.forward_operator, (*learned[:3], *settings, *extras))
 
 
+@pytest.mark.parametrize("name", LEARNED)
+def test_operator_is_differentiable(name: str) -> None:
+    """Also with fewer arguments than the operator has."""
+    tensors, options = all_of_them(torch.float64)
+    learned = [x.requires_grad_() for x in (*tensors, options[name])]
+    output, _ = operators.forward_operator(*tensors, True, 8**-0.5, "tiled", False, False, **{name: options[name]})  # noqa: FBT003
+    ours = torch.autograd.grad(output.sum(), learned)
+    plain = flash_attention(*tensors, causal=True, backend="tiled", **{name: options[name]})
+    theirs = torch.autograd.grad(plain.sum(), learned)
+    assert all(error(a, b) < 1e-12 for a, b in zip((output, *ours), (plain, *theirs), strict=True))
+
+
 def test_activation_checkpointing_gives_the_same_gradients() -> None:
     tensors, options = all_of_them()
 

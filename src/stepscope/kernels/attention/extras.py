@@ -106,7 +106,8 @@ def _prepare_bias(problem: Problem, like_q: Tensor, bias: Tensor) -> Tensor:
     sizes = (1,) * (len(full) - bias.dim()) + tuple(bias.shape)
     if len(sizes) != len(full) or any(size not in (1, whole) for size, whole in zip(sizes, full, strict=True)):
         raise ValueError(f"expected `bias` to have a shape that broadcasts to {full}, but got {tuple(bias.shape)}")
-    bias = bias.view(sizes)
+    if bias.dim() != len(sizes):
+        bias = bias.view(sizes)
     if like_q.dim() > 4 and any(size != 1 for size in sizes[:-3]):
         bias = bias.expand(*full[:-3], *sizes[-3:])
     return as_4d(bias)

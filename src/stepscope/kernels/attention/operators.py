@@ -45,7 +45,7 @@ _library.define(  # type: ignore[no-untyped-call]
 forward_operator = torch.ops.stepscope.flash_attention_forward.default
 backward_operator = torch.ops.stepscope.flash_attention_backward.default
 NUM_EXTRAS = len(Extras._fields)
-BIAS = Extras._fields.index("bias")
+BIAS, SINKS = Extras._fields.index("bias"), Extras._fields.index("sinks")
 NUM_TENSORS = NUM_EXTRAS - BIAS  # the bias and everything after it
 
 
@@ -156,9 +156,11 @@ def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> N
 def _differentiate(ctx: Any, do_BHLD: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
     q_BHLD, k_BGKD, v_BGKD, o_BHLD, lse_BHL, *tensors = ctx.saved_tensors
     extras = Extras(*ctx.numbers, *tensors)
-    *_, wants_dbias, _slopes, wants_dsinks, _documents = ctx.needs_input_grad
+    # Trailing defaults are missing here, but not in the inputs of `_keep`.
+    needs = dict(enumerate(ctx.needs_input_grad[3 + len(ctx.settings) :]))
+    wanted = needs.get(BIAS, False), needs.get(SINKS, False)
     dq, dk, dv, dbias, dsinks = differentiate(
-        do_BHLD, q_BHLD, k_BGKD, v_BGKD, o_BHLD, lse_BHL, ctx.settings, extras, wants_dbias, wants_dsinks
+        do_BHLD, q_BHLD, k_BGKD, v_BGKD, o_BHLD, lse_BHL, ctx.settings, extras, *wanted
     )
     return dq, dk, dv, *(None for _ in ctx.settings), *(None for _ in ctx.numbers), dbias, None, dsinks, None
 
