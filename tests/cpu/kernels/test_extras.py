@@ -131,7 +131,10 @@ CASES: dict[str, dict[str, Any]] = {
 
 
 def cast_of(options: dict[str, Any], dtype: torch.dtype) -> dict[str, Any]:
-    return {name: x.to(dtype) if isinstance(x, Tensor) and x.is_floating_point() else x for name, x in options.items()}
+    return {
+        name: x.to(dtype, copy=True) if isinstance(x, Tensor) and x.is_floating_point() else x
+        for name, x in options.items()
+    }
 
 
 def with_gradients(op: Callable[..., Tensor], tensors: list[Tensor], options: dict[str, Any]) -> list[Tensor]:
