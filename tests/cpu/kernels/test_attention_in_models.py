@@ -167,11 +167,12 @@ def written_out() -> dict[str, Tensor]:
 # --- What models add to plain attention ---
 
 WINDOW = 6
-GEMMA = {**LLAMA, "head_dim": 8, "query_pre_attn_scalar": 16, "sliding_window": WINDOW}
+LIMIT = 1e-4
+GEMMA = {**LLAMA, "head_dim": 8, "query_pre_attn_scalar": 16, "sliding_window": WINDOW, "initializer_range": 0.2}
 EXPERTS = {"num_local_experts": 2, "num_experts_per_tok": 1}
 TINY: dict[str, tuple[str, dict[str, Any]]] = {
     "mistral": ("mistral", {**LLAMA, "sliding_window": WINDOW}),
-    "gemma 2": ("gemma2", {**GEMMA, "attn_logit_softcapping": 0.05}),
+    "gemma 2": ("gemma2", {**GEMMA, "attn_logit_softcapping": 0.5}),
     "gemma 3": ("gemma3_text", {**GEMMA, "layer_types": ["sliding_attention", "full_attention"]}),
     "gpt-oss": ("gpt_oss", {**LLAMA, **EXPERTS, "head_dim": 8, "sliding_window": WINDOW}),
     "phimoe": ("phimoe", {**LLAMA, **EXPERTS, "sliding_window": WINDOW}),  # tells its window to the mask only
@@ -182,14 +183,14 @@ TINY: dict[str, tuple[str, dict[str, Any]]] = {
 def logits_and_gradients(name: str, attention: str, **arguments: Any) -> list[Tensor]:
     """Of a model with sinks that are not all zero."""
     kind, fields = TINY[name]
-    model = model_of(kind, attention, **fields).double()
+    model = model_of(kind, attention, **fields)
     with torch.no_grad():
         for parameter_name, parameter in model.named_parameters():
             if "sinks" in parameter_name:
                 parameter += torch.arange(len(parameter)) - 1
     output = model(**{"input_ids": IDS_BL, "use_cache": False, **arguments})
     upstream = torch.randn(output.logits.shape, generator=torch.Generator().manual_seed(1))
-    output.logits.backward(upstream.double())
+    output.logits.backward(upstream)
     return [output.logits, *(p.grad for p in model.parameters() if p.grad is not None)]
 
 
@@ -197,7 +198,7 @@ def logits_and_gradients(name: str, attention: str, **arguments: Any) -> list[Te
 @pytest.mark.parametrize("name", TINY)
 def test_model_trains_as_with_eager(name: str, backend: str) -> None:
     ours, theirs = (logits_and_gradients(name, attention) for attention in (register(backend), "eager"))
-    assert_close(ours, theirs, 1e-8)
+    assert_close(ours, theirs, LIMIT)
 
 
 @pytest.mark.parametrize(
@@ -218,14 +219,14 @@ def test_extras_matter_in_these_models(
     kind, fields = TINY[name]
     monkeypatch.setitem(TINY, name, (kind, {**fields, field: value}))
     without = logits_and_gradients(name, register("tiled"))[0]
-    assert (ours - without).abs().max() > 1e-6 * ours.abs().max()
+    assert (ours - without).abs().max() > 10 * LIMIT * ours.abs().max()
 
 
 @pytest.mark.parametrize("name", TINY)
 def test_packed_batch_trains_as_with_eager(name: str) -> None:
     """Each row packed in its own way, recognized by positions that restart."""
     ours, theirs = (logits_and_gradients(name, attention, **packed()) for attention in (register("tiled"), "eager"))
-    assert_close(ours, theirs, 1e-8)
+    assert_close(ours, theirs, LIMIT)
 
 
 def cu_seq_lens(*starts: int) -> dict[str, Any]:
@@ -239,9 +240,9 @@ def test_cu_seq_lens_separate_documents() -> None:
     packed_row = {"input_ids": IDS_BL[:1], "position_ids": packed()["position_ids"][:1]}
     theirs = logits_and_gradients("llama", "eager", **packed_row)
     ours = logits_and_gradients("llama", register("tiled"), **packed_row, **cu_seq_lens(0, 9, 17))
-    assert_close(ours, theirs, 1e-8)
+    assert_close(ours, theirs, LIMIT)
     others = logits_and_gradients("llama", register("tiled"), **packed_row, **cu_seq_lens(0, 8, 17))
-    assert (others[0] - theirs[0]).abs().max() > 1e-6
+    assert (others[0] - theirs[0]).abs().max() > 10 * LIMIT * theirs[0].abs().max()
 
 
 def test_refilled_cu_seq_lens_are_read_again() -> None:
