@@ -187,7 +187,7 @@ def logits_and_gradients(name: str, attention: str, **arguments: Any) -> list[Te
     with torch.no_grad():
         for parameter_name, parameter in model.named_parameters():
             if "sinks" in parameter_name:
-                parameter += torch.arange(len(parameter)) - 1
+                parameter.add_(torch.arange(len(parameter)) - 1)
     output = model(**{"input_ids": IDS_BL, "use_cache": False, **arguments})
     upstream = torch.randn(output.logits.shape, generator=torch.Generator().manual_seed(1))
     output.logits.backward(upstream)
@@ -313,8 +313,12 @@ def test_unsupported_features_raise(kind: str, fields: dict[str, Any], message: 
 
 def test_block_of_an_image_raises() -> None:
     """Its tokens see each other, before and after."""
-    arguments = {"config": model_of("llama", register(), **LLAMA).config, "inputs_embeds": torch.zeros(1, 8, 32)}
-    arguments |= {"attention_mask": None, "past_key_values": None}
+    arguments: dict[str, Any] = {
+        "config": model_of("llama", register(), **LLAMA).config,
+        "inputs_embeds": torch.zeros(1, 8, 32),
+        "attention_mask": None,
+        "past_key_values": None,
+    }
     create_causal_mask(**arguments, block_sequence_ids=torch.full((1, 8), -1))
     with pytest.raises(ValueError, match="but the model uses another mask"):
         create_causal_mask(**arguments, block_sequence_ids=torch.tensor([[-1, -1, 0, 0, 0, -1, -1, -1]]))

@@ -6,7 +6,7 @@ results. The backend is chosen inside, where tensors have addresses, so a compil
 They take four dimensions and checked arguments (`problem.py`, `extras.py`), and can be differentiated once. The extras
 are the last arguments, with defaults, so that a plain call does not mention them. Forward returns the output and the
 log-sum-exp. Backward returns a list: dq, dk, dv, and if `bias_grad` is set the gradient of the bias. The gradient of
-the sinks follows from what forward saved, and is no part of the operator (`sink_gradient`).
+the sinks follows from what forward saved, so `sink_gradient` computes it outside the operator.
 """
 
 # B batch, H query heads, G key/value heads (G divides H), L queries, K keys, D head dim.

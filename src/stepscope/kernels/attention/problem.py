@@ -32,7 +32,7 @@ class Extras(NamedTuple):
     """What a call adds to plain attention: it hides keys or changes scores. The defaults add nothing.
 
     The position of query i is i + K - L, as for a causal mask. A query at position p sees the keys from p - `left` to
-    p + `right`; a negative number is no limit, and a causal mask is a `right` of 0. With `documents`, it sees only keys
+    p + `right`; a negative number means all, and a causal mask is a `right` of 0. With `documents`, it sees only keys
     of its own document, which requires as many queries as keys: the table has the first position of each position's
     document, and the one after its last.
 

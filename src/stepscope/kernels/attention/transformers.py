@@ -17,7 +17,7 @@ This requires `transformers` 5, and is the only kernel file that imports it.
 
 # B batch, H query heads, G key/value heads (G divides H), L queries, K keys, D head dim.
 
-from collections.abc import Callable
+from collections.abc import Callable, MutableMapping
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -135,7 +135,7 @@ def _attend(
 
 # The same tensor comes with every layer, so its table is computed once. With its version, because it may be a buffer
 # that is filled again.
-_tables = WeakIdKeyDictionary()  # type: ignore[no-untyped-call]
+_tables: MutableMapping[Tensor, tuple[tuple[int, int], Tensor]] = WeakIdKeyDictionary()
 
 
 def _read_cu_seq_lens(cu_seq_lens_q: Tensor, cu_seq_lens_k: Tensor | None, length: int) -> Tensor:
@@ -147,11 +147,11 @@ def _read_cu_seq_lens(cu_seq_lens_q: Tensor, cu_seq_lens_k: Tensor | None, lengt
     if torch.compiler.is_compiling() or cu_seq_lens_q.is_inference():
         return document_bounds(cu_seq_lens_q, length)
     key = cu_seq_lens_q._version, length
-    known_key, table = _tables.get(cu_seq_lens_q, (None, None))
-    if known_key != key or table is None:
-        table = document_bounds(cu_seq_lens_q, length)
-        _tables[cu_seq_lens_q] = key, table
-    return table
+    known = _tables.get(cu_seq_lens_q)
+    if known is None or known[0] != key:
+        known = key, document_bounds(cu_seq_lens_q, length)
+        _tables[cu_seq_lens_q] = known
+    return known[1]
 
 
 # --- The mask of a model ---
