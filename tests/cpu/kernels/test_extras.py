@@ -15,6 +15,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
+from torch._dynamo.testing import CompileCounter
 from torch.autograd.graph import saved_tensors_hooks
 from torch.library import opcheck
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
@@ -436,6 +437,20 @@ def test_cu_seqlens_compile_without_a_graph_break() -> None:
         assert torch.equal(compiled(cu_seqlens), run(cu_seqlens))
     with pytest.raises(RuntimeError, match="`cu_seqlens` must start at 0"):
         compiled(torch.tensor([1, 2, 3, 4, 5, LENGTH]))
+
+
+@pytest.mark.usefixtures("fresh_compiler")
+def test_lengths_may_change_without_recompiling() -> None:
+    def run(x: Tensor, cu_seqlens: Tensor) -> Tensor:
+        options: dict[str, Any] = {"window": 3, "sinks": torch.ones(4), "softcap": 2.0, "cu_seqlens": cu_seqlens}
+        return flash_attention(x, x, x, causal=True, backend="tiled", **options)
+
+    count = CompileCounter()
+    compiled = torch.compile(run, fullgraph=True, dynamic=True, backend=count)
+    for length in (9, 11, 17):
+        x, cu_seqlens = normal(1, 4, length, 8), torch.tensor([0, 5, length])
+        assert torch.equal(compiled(x, cu_seqlens), run(x, cu_seqlens))
+    assert count.frame_count == 1
 
 
 def test_operators_pass_opcheck() -> None:

@@ -185,10 +185,12 @@ def document_bounds(cu_seqlens: Tensor, length: int) -> Tensor:
     if cu_seqlens.dim() != 1 or cu_seqlens.shape[0] < 2:
         raise ValueError(f"expected `cu_seqlens` to have shape (documents + 1,), but got {tuple(cu_seqlens.shape)}")
     rises = (cu_seqlens[0] == 0) & (cu_seqlens[-1] == length) & (cu_seqlens.diff() >= 0).all()
-    message = f"`cu_seqlens` must start at 0, never decrease, and end at the length {length}"
+    message = (
+        "`cu_seqlens` must start at 0, never decrease, and end at the length"  # a number would fix it for a compiler
+    )
     if cu_seqlens.device.type == "cpu" and not torch.compiler.is_compiling():
         if not bool(rises):
-            raise ValueError(f"{message}, but got {cu_seqlens.tolist()}")
+            raise ValueError(f"{message} {length}, but got {cu_seqlens.tolist()}")
     else:
         torch._assert_async(rises, message)
     starts_N = cu_seqlens.to(torch.int32)

@@ -72,7 +72,7 @@ def flash_attention(
     backends.check_backend(backend)
     if deterministic is None:
         deterministic = torch.are_deterministic_algorithms_enabled()
-    if (
+    if not (
         window is None
         and softcap is None
         and bias is None
@@ -81,27 +81,21 @@ def flash_attention(
         and cu_seqlens is None
         and documents is None
     ):
-        return _run(q, k, v, causal, scale, backend, deterministic)
-    problem = prepare_extras(
-        prepare(q, k, v, causal=causal),
-        q,
-        window=window,
-        softcap=softcap,
-        bias=bias,
-        alibi_slopes=alibi_slopes,
-        sinks=sinks,
-        cu_seqlens=cu_seqlens,
-        documents=documents,
-    )
-    if not problem.extras.names:
-        return _run(q, k, v, problem.causal, scale, backend, deterministic)
-    return _run_with_extras(problem, scale, backend, deterministic).view(q.shape)
-
-
-def _run(
-    q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float | None, backend: str, deterministic: bool
-) -> Tensor:
-    """A plain call."""
+        problem = prepare_extras(
+            prepare(q, k, v, causal=causal),
+            q,
+            window=window,
+            softcap=softcap,
+            bias=bias,
+            alibi_slopes=alibi_slopes,
+            sinks=sinks,
+            cu_seqlens=cu_seqlens,
+            documents=documents,
+        )
+        if problem.extras.names:
+            return _run_with_extras(problem, scale, backend, deterministic).view(q.shape)
+        causal = problem.causal
+    # A plain call.
     if backend in backends.PLAIN or (backend == "auto" and not _has_kernel(q)):
         return _run_plain(q, k, v, causal, scale, backend, deterministic)
     return _run_flash(q, k, v, causal, scale, backend, deterministic)

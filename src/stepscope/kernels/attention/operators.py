@@ -105,12 +105,15 @@ def _run_backward(
     return [*gradients, dbias] if bias_grad else gradients
 
 
+_SAME_DEVICE = nullcontext()
+
+
 def _device(x: Tensor) -> AbstractContextManager[object]:
     """Triton launches on the current device. That is nearly always the tensors' own, and then nothing needs to change:
     setting the same device again takes microseconds.
     """
     if not x.is_cuda or x.device.index == torch.cuda.current_device():
-        return nullcontext()
+        return _SAME_DEVICE
     return torch.cuda.device(x.device)
 
 
