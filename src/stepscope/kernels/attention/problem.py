@@ -32,13 +32,16 @@ class Extras(NamedTuple):
     """What a call adds to plain attention: it hides keys or changes scores. The defaults add nothing.
 
     The position of query i is i + K - L, as for a causal mask. A query at position p sees the keys from p - `left` to
-    p + `right`; a negative number is no limit, and a causal mask is a `right` of 0. With `documents`, it sees only keys
+    p + `right`; a negative number means all, and a causal mask is a `right` of 0. With `documents`, it sees only keys
     of its own document, which requires as many queries as keys: the table has the first position of each position's
     document, and the one after its last.
 
     A score is scale · q·k, then softcap · tanh(score / softcap) unless `softcap` is zero, then plus `bias`, then plus
     slope · (key - position of the query). `sinks` are one more score per head, which takes part in the softmax and has
     no value.
+
+    With a causal mask, `right` stays negative: so a plain causal call has no extras. In float64, `slopes` and `sinks`
+    are float64 too.
     """
 
     left: int = -1
@@ -48,6 +51,19 @@ class Extras(NamedTuple):
     slopes: Tensor | None = None  # (B or 1, H), fp32
     sinks: Tensor | None = None  # (H,), fp32
     documents: Tensor | None = None  # (2, B, L), int32
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The arguments of `flash_attention` that these come from."""
+        used = {
+            "window": self.left >= 0 or self.right >= 0,
+            "softcap": self.softcap != 0,
+            "bias": self.bias is not None,
+            "alibi_slopes": self.slopes is not None,
+            "sinks": self.sinks is not None,
+            "documents": self.documents is not None,
+        }
+        return tuple(name for name, is_used in used.items() if is_used)
 
 
 NO_EXTRAS = Extras()
@@ -153,13 +169,17 @@ def choose_scale(scale: float | None, head_dim: int) -> float:
     """
     if scale is None:
         return 1 / math.sqrt(head_dim)
-    if isinstance(scale, bool) or not isinstance(scale, int | float):
-        raise TypeError(f"`scale` must be a number, but got {type(scale).__name__}")
+    check_number("scale", scale)
     if not 0 <= scale <= sys.float_info.max:  # not `isfinite`, which a compiler cannot trace
         raise ValueError(
             f"`scale` must be finite and non-negative, because the row maximum is taken before scaling, but got {scale}"
         )
     return float(scale)
+
+
+def check_number(name: str, number: float) -> None:
+    if isinstance(number, bool) or not isinstance(number, int | float):
+        raise TypeError(f"`{name}` must be a number, but got {type(number).__name__}")
 
 
 def as_4d(x: Tensor) -> Tensor:
