@@ -259,6 +259,11 @@ def _warn_of_extras(backend: str, problem: Problem) -> None:
     )
 
 
+def count(backend: str) -> None:
+    """Record that `auto` chose its first preference, as for an equal call before."""
+    _chosen[backend, ""] += 1
+
+
 def preferences(device: torch.device) -> tuple[str, ...]:
     """Best first. On a CPU, PyTorch's own kernel is far faster than tiles in Python."""
     return ("hopper", "triton", "sdpa", "tiled") if device.type == "cuda" else ("sdpa", "tiled", "triton")

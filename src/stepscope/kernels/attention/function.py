@@ -17,7 +17,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from stepscope.kernels.attention import backends, plain
+from stepscope.kernels.attention import backends, plain, planned
 from stepscope.kernels.attention.extras import Window, prepare_extras
 from stepscope.kernels.attention.operators import backward_operator, differentiate, forward_operator
 from stepscope.kernels.attention.problem import (
@@ -96,6 +96,10 @@ def flash_attention(
             return _run_with_extras(problem, scale, backend, deterministic).view(q.shape)
         causal = problem.causal
     # A plain call.
+    if not deterministic and not torch.compiler.is_compiling():
+        out = planned.attend(q, k, v, causal, scale, backend)
+        if out is not None:
+            return out
     if backend in backends.PLAIN or (backend == "auto" and not _has_kernel(q)):
         return _run_plain(q, k, v, causal, scale, backend, deterministic)
     return _run_flash(q, k, v, causal, scale, backend, deterministic)
@@ -253,7 +257,9 @@ def _forward(
     q, k, v = check(q, k, v, causal=causal)
     ctx.settings = (causal, *_settings(q, scale, backend, deterministic))
     o, lse = _call(forward_operator, as_4d(q), as_4d(k), as_4d(v), *ctx.settings)
-    if q.dim() != 4:
+    if q.dim() == 4:
+        planned.remember(Problem(q, k, v, causal), scale, ctx.settings[1], backend)
+    else:
         # Not `view`: autograd forbids in-place changes of views created in here.
         o, lse = torch.ops.aten._unsafe_view(o, q.shape), lse.view(q.shape[:-1])
     ctx.save_for_backward(q, k, v, o, lse)

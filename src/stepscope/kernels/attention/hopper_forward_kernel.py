@@ -53,8 +53,14 @@ def padded_head(head_dim: int) -> int:
 
 @cache
 def forward_settings(
-    width: int, *, causal: bool, whole_keys: bool, has_window: bool = False, has_documents: bool = False,
-    consumers: int = 0, stages: int = NUM_STAGES,
+    width: int,
+    *,
+    causal: bool,
+    whole_keys: bool,
+    has_window: bool = False,
+    has_documents: bool = False,
+    consumers: int = 0,
+    stages: int = NUM_STAGES,
 ) -> dict[str, Any]:
     """The constants and options of the forward kernel, for its launcher and for `make aot`. Nothing needs tuning:
     at each width one choice fills the registers and the shared memory of an SM. `whole_keys`: the key length is a
@@ -267,9 +273,7 @@ def _consume(
         for half in range(_count_halves(item, num_tiles, CAUSAL)):
             z, h, tile = _locate(item, half, H, num_tiles, CAUSAL)
             row = tile * (CONSUMERS * ROWS)
-            first, _, _, end = _find_key_tiles(
-                row, z, lengths, near, CONSUMERS * ROWS, KEYS, CAUSAL, WINDOW, DOCUMENTS
-            )
+            first, _, _, end = _find_key_tiles(row, z, lengths, near, CONSUMERS * ROWS, KEYS, CAUSAL, WINDOW, DOCUMENTS)
             row += CONSUMER * ROWS
             _, low, high, own_end = _find_key_tiles(row, z, lengths, near, ROWS, KEYS, CAUSAL, WINDOW, DOCUMENTS)
             own_end = gl.minimum(gl.maximum(own_end, first + 1), end)

@@ -24,7 +24,7 @@ from torch.utils.flop_counter import register_flop_formula
 
 from stepscope.cost.operators import attention_flops
 from stepscope.cost.products import BACKWARD_PRODUCTS
-from stepscope.kernels.attention import backends
+from stepscope.kernels.attention import backends, planned
 from stepscope.kernels.attention.problem import NO_EXTRAS, Extras, Problem
 
 _library = torch.library.Library("stepscope", "DEF")  # type: ignore[no-untyped-call]  # registrations last as long as it does
@@ -63,8 +63,12 @@ def _run_forward(
     """Forward is always deterministic; backward checks. The dispatcher leaves out trailing defaults, so `extra` is
     empty for a plain call.
     """
+    plan = None if extra else planned.find(q_BHLD, k_BGKD, v_BGKD, causal, scale, backend)
+    if plan is not None:
+        return plan(q_BHLD, k_BGKD, v_BGKD)
     extras = Extras(*extra) if extra else NO_EXTRAS
     problem = Problem(q_BHLD, k_BGKD, v_BGKD, causal, extras)
+    planned.remember(problem, scale, scale, backend)
     if backend == "auto":
         backend = backends.choose(problem, among=backends.KERNELS)
     else:
@@ -90,6 +94,9 @@ def _run_backward(
     deterministic: bool,
     *extra: Any,
 ) -> list[Tensor]:
+    plan = None if extra or deterministic else planned.find(q_BHLD, k_BGKD, v_BGKD, causal, scale, backend)
+    if plan is not None:
+        return list(plan.backward(do_BHLD, q_BHLD, k_BGKD, v_BGKD, o_BHLD, lse_BHL))
     extras = Extras(*extra[:NUM_EXTRAS]) if extra else NO_EXTRAS
     bias_grad = len(extra) > NUM_EXTRAS
     if backend == "auto":

@@ -2,7 +2,7 @@
 
 An earlier call with the same shapes, strides, dtypes, device and settings passed every check and was run by `hopper`;
 `remember` keeps its plan. What the lookup cannot know is checked each time: the alignment of the addresses, and whether
-something watches or changes operators (a profiler, autocast, a dispatch mode such as a FLOP counter, `torch.func`). Such
+something sees or changes operators (a profiler, autocast, a dispatch mode such as a FLOP counter, `torch.func`). Such
 calls take the usual way through the operators, and so does a backward pass that is itself to be differentiated.
 """
 
@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 
 _MOST_PLANS = 4096
 _TYPES = (Tensor, Parameter)
+_BACKENDS = ("auto", "hopper")
+_DTYPES = (torch.bfloat16, torch.float16)
 _plans: "dict[tuple[Any, ...], ForwardPlan]" = {}
 
 
@@ -33,12 +35,12 @@ def attend(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float | None, b
     if plan is None:
         return None
     if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
-        return cast(Tensor, _PlannedAttention.apply(q, k, v, plan))  # type: ignore[no-untyped-call]
+        return cast(Tensor, _PlannedAttention.apply(q, k, v, plan, backend))  # type: ignore[no-untyped-call]
     return plan(q, k, v)[0]
 
 
 def find(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float | None, backend: str) -> "ForwardPlan | None":
-    """Return the plan for such a call on the current device. A plan that `auto` finds counts as its choice."""
+    """Return the plan for such a call on the current device. If `auto` finds one, that counts as its choice."""
     plan = _plans.get(_key(q, k, v, causal, scale, backend))
     if plan is None or (q.data_ptr() | k.data_ptr() | v.data_ptr()) % TMA_ALIGNMENT:
         return None
@@ -49,16 +51,18 @@ def find(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float | None, bac
     return plan
 
 
-def remember(problem: Problem, scale: float | None, effective_scale: float, backend: str) -> None:
-    """Plan calls like this one, which has been checked, if `hopper` runs them. `scale` is what the caller gave."""
-    if problem.extras is not NO_EXTRAS or backends.refusal("hopper", problem) is not None:
+def remember(problem: Problem, given_scale: float | None, scale: float, backend: str) -> None:
+    """Plan calls like this one, which has been checked, if `hopper` runs them."""
+    if backend not in _BACKENDS or problem.q_BHLD.dtype not in _DTYPES or problem.extras is not NO_EXTRAS:
+        return
+    if backends.refusal("hopper", problem) is not None:
         return
     from stepscope.kernels.attention.hopper_launch import plan_forward
 
     q, k, v, causal = problem[:4]
     if len(_plans) >= _MOST_PLANS:  # every call has a new length: plans are cheap to make again
         _plans.clear()
-    _plans[_key(q, k, v, causal, scale, backend)] = plan_forward(q, k, v, causal, effective_scale, NO_EXTRAS)
+    _plans[_key(q, k, v, causal, given_scale, backend)] = plan_forward(q, k, v, causal, scale, NO_EXTRAS)
 
 
 def is_watched() -> bool:
@@ -81,15 +85,18 @@ def _key(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float | None, bac
 
 class _PlannedAttention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, plan: "ForwardPlan") -> Tensor:
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, plan: "ForwardPlan", backend: str) -> Tensor:
         o, lse = plan(q, k, v)
         ctx.save_for_backward(q, k, v, o, lse)
-        ctx.plan = plan
+        ctx.plan, ctx.backend = plan, backend
         return o
 
     @staticmethod
     def backward(ctx: Any, do: Tensor) -> tuple[Tensor | None, ...]:
-        tensors, plan = ctx.saved_tensors, ctx.plan
+        plan, backend = ctx.plan, ctx.backend
         if torch.is_grad_enabled() or is_watched():
-            return *_backward_operator()(do, *tensors, plan.causal, plan.scale), None
-        return *plan.backward(do, *tensors), None
+            settings = (plan.causal, plan.scale, backend, False, False)
+            return *torch.ops.stepscope.flash_attention_backward(do, *ctx.saved_tensors, *settings), None, None
+        if backend == "auto":
+            backends.count("hopper")
+        return *plan.backward(do, *ctx.saved_tensors), None, None
