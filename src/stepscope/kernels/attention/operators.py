@@ -152,11 +152,13 @@ def _keep_with_extras(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, T
 
 
 def _differentiate_with_extras(ctx: Any, do_BHLD: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
-    *tensors, bias, slopes, sinks, documents = ctx.saved_tensors
-    extras = Extras(*ctx.numbers, bias, slopes, sinks, documents)
+    q_BHLD, k_BGKD, v_BGKD, o_BHLD, lse_BHL, *tensors = ctx.saved_tensors
+    extras = Extras(*(*ctx.numbers, *tensors))
     first = 3 + len(ctx.settings)
-    wanted = ctx.needs_input_grad[first + BIAS], ctx.needs_input_grad[first + SINKS]
-    *gradients, dbias, dsinks = differentiate(do_BHLD, *tensors, ctx.settings, extras, *wanted)
+    wants_dbias, wants_dsinks = ctx.needs_input_grad[first + BIAS], ctx.needs_input_grad[first + SINKS]
+    *gradients, dbias, dsinks = differentiate(
+        do_BHLD, q_BHLD, k_BGKD, v_BGKD, o_BHLD, lse_BHL, ctx.settings, extras, wants_dbias, wants_dsinks
+    )
     return *gradients, *(None for _ in (*ctx.settings, *ctx.numbers)), dbias, None, dsinks, None
 
 
