@@ -74,11 +74,11 @@ def measure(device: str, backend: str) -> dict[str, Any]:
     plain = [x.detach() for x in leaves]
     wait = torch.cuda.synchronize if device == "cuda" else lambda: None
 
-    def ours(*tensors: Any) -> Any:
-        return flash_attention(*tensors, causal=True, backend=backend)
+    def ours(q: Any, k: Any, v: Any) -> Any:
+        return flash_attention(q, k, v, causal=True, backend=backend)
 
-    def sdpa(*tensors: Any) -> Any:
-        return scaled_dot_product_attention(*tensors, is_causal=True)
+    def sdpa(q: Any, k: Any, v: Any) -> Any:
+        return scaled_dot_product_attention(q, k, v, is_causal=True)
 
     first_forward_s = time_s(lambda: ours(*plain), wait)
     calls: dict[str, Callable[[], object]] = {}

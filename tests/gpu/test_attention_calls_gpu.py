@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
-from stepscope.kernels import chosen_backends, flash_attention
-from stepscope.kernels.attention import planned
+from stepscope.kernels import flash_attention
+from stepscope.kernels.attention import chosen_backends, planned
 from tests.gpu.test_attention_gpu import CUDA, needs_hopper
 
 pytestmark = needs_hopper
@@ -51,7 +51,7 @@ def test_a_planned_call_does_what_the_first_did_with_other_tensors() -> None:
     for seed in range(5):
         leaves = make_leaves(seed=seed)
         found, expected = gradients(attend, leaves), through_operators(leaves)
-        assert planned.find(leaves[0], leaves[1], leaves[2], True, None, "auto") is not None
+        assert planned.find(leaves[0], leaves[1], leaves[2], causal=True, scale=None, backend="auto") is not None
         assert torch.equal(found[0], expected[0])
         assert_alike(found, expected)
 

@@ -24,8 +24,12 @@ def on_gpu(backend: str, **settings: Any) -> Op:
     """Attention on the GPU for tensors on the CPU. `naive` is the reference."""
 
     def run(*inputs: Tensor) -> Tensor:
-        moved = {name: value.to(CUDA) if isinstance(value, Tensor) else value for name, value in settings.items()}
-        return flash_attention(*(x.to(CUDA) for x in inputs), backend=backend, **moved).cpu()
+        moved: dict[str, Any] = {
+            name: value.to(CUDA) if isinstance(value, Tensor) else value for name, value in settings.items()
+        }
+        return flash_attention(
+            inputs[0].to(CUDA), inputs[1].to(CUDA), inputs[2].to(CUDA), backend=backend, **moved
+        ).cpu()
 
     return run
 
@@ -72,7 +76,7 @@ def test_rows_of_a_batch_have_documents_of_their_own(backend: str) -> None:
 @pytest.mark.parametrize("extra", ["softcap", "bias", "alibi", "sinks", "all"])
 def test_triton_changes_scores(extra: str, shape: tuple[int, ...], dtype: torch.dtype) -> None:
     _, num_heads, _, num_queries, num_keys, _ = shape
-    every = {
+    every: dict[str, dict[str, Any]] = {
         "softcap": {"softcap": 5.0},
         "bias": {"bias": normal(1, num_heads, num_queries, num_keys, seed=5).float()},
         "alibi": {"alibi_slopes": torch.tensor([0.5**i for i in range(num_heads)])},

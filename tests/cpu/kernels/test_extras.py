@@ -457,20 +457,20 @@ def test_operators_pass_opcheck() -> None:
     tensors, options = all_of_them(torch.float64)
     extras = (8, -1, 3.0, options["bias"], SLOPES[None], options["sinks"], options["documents"])
     settings = (True, 0.3, "tiled", False, False)
-    o, lse = operators.forward_operator(*tensors, *settings, *extras)
-    opcheck(operators.backward_operator, (o, *tensors, o, lse, *settings, *extras, True))
-    opcheck(operators.backward_operator, (o, *tensors, o, lse, *settings, *extras))
+    o, lse = operators.forward_with_extras(*tensors, *settings, *extras)
+    opcheck(operators.backward_with_extras, (o, *tensors, o, lse, *settings, *extras, True))
+    opcheck(operators.backward_with_extras, (o, *tensors, o, lse, *settings, *extras, False))
     learned = [x.detach().requires_grad_() for x in (*tensors, options["bias"], options["sinks"])]
     extras = (8, -1, 3.0, learned[3], SLOPES[None], learned[4], options["documents"])
-    opcheck(operators.forward_operator, (*learned[:3], *settings, *extras))
+    opcheck(operators.forward_with_extras, (*learned[:3], *settings, *extras))
 
 
 @pytest.mark.parametrize("name", LEARNED)
 def test_operator_is_differentiable(name: str) -> None:
-    """Also with fewer arguments than the operator has."""
     tensors, options = all_of_them(torch.float64)
     learned = [x.requires_grad_() for x in (*tensors, options[name])]
-    output, _ = operators.forward_operator(*tensors, True, 8**-0.5, "tiled", False, False, **{name: options[name]})  # noqa: FBT003
+    extras = Extras(**{name: options[name]})
+    output, _ = operators.forward_with_extras(*tensors, True, 8**-0.5, "tiled", False, False, *extras)  # noqa: FBT003
     ours = torch.autograd.grad(output.sum(), learned)
     plain = flash_attention(*tensors, causal=True, backend="tiled", **{name: options[name]})
     theirs = torch.autograd.grad(plain.sum(), learned)

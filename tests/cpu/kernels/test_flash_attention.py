@@ -365,7 +365,16 @@ def test_flops_count_a_causal_mask_as_half(causal: bool, share: int) -> None:
 @pytest.mark.parametrize(
     ("window", "pairs"), [({}, 16 * 24 / 2), ({"left": "2"}, 16 * 3), ({"left": "-1", "right": "-1"}, 16 * 24 / 2)]
 )
-@pytest.mark.parametrize("operator", [operators.forward_operator, operators.backward_operator], ids=str)
+@pytest.mark.parametrize(
+    "operator",
+    [
+        operators.forward_operator,
+        operators.forward_with_extras,
+        operators.backward_operator,
+        operators.backward_with_extras,
+    ],
+    ids=str,
+)
 def test_trace_of_the_operators_gives_their_cost(operator: Any, window: dict[str, str], pairs: float) -> None:
     """From the position of each argument, as a profiler writes them."""
     shapes = {"grad": (2, 4, 16, 8), "q": (2, 4, 16, 8), "k": (2, 2, 24, 8), "v": (2, 2, 24, 8), "lse": (2, 4, 16)}
@@ -377,8 +386,8 @@ def test_trace_of_the_operators_gives_their_cost(operator: Any, window: dict[str
         json.dumps(["True" if name == "causal" else window.get(name, "") for name in names]),
     )
     assert found is not None
-    products = 2 if operator is operators.forward_operator else 5
-    assert found.flops == products * 2 * 2 * 4 * pairs * 8
+    products = 5 if "grad" in names else 2
+    assert found.flops == products * 2 * 2 * 4 * (pairs if "left" in names else 16 * 24 / 2) * 8
 
 
 # --- Invalid arguments ---

@@ -19,7 +19,12 @@ from torch import Tensor
 
 from stepscope.kernels.attention import backends, plain, planned
 from stepscope.kernels.attention.extras import Window, prepare_extras
-from stepscope.kernels.attention.operators import backward_operator, differentiate, forward_operator
+from stepscope.kernels.attention.operators import (
+    backward_operator,
+    differentiate,
+    forward_operator,
+    forward_with_extras,
+)
 from stepscope.kernels.attention.problem import (
     Extras,
     Problem,
@@ -100,6 +105,10 @@ def flash_attention(
         out = planned.attend(q, k, v, causal, scale, backend)
         if out is not None:
             return out
+    if not deterministic and not torch.compiler.is_compiling():
+        out = planned.attend(q, k, v, causal, scale, backend)
+        if out is not None:
+            return out
     if backend in backends.PLAIN or (backend == "auto" and not _has_kernel(q)):
         return _run_plain(q, k, v, causal, scale, backend, deterministic)
     return _run_flash(q, k, v, causal, scale, backend, deterministic)
@@ -113,7 +122,7 @@ def _run_with_extras(problem: Problem, scale: float | None, backend: str, determ
     if backend in backends.PLAIN:
         return plain.run(backend, problem, settings[1])
     if torch.compiler.is_compiling():
-        return cast(Tensor, forward_operator(*problem[:3], *settings, *problem.extras)[0])
+        return cast(Tensor, forward_with_extras(*problem[:3], *settings, *problem.extras)[0])
     extras = problem.extras
     return _apply(
         _FlashAttentionWithExtras, *problem[:3], extras.bias, extras.sinks, extras.slopes, extras.documents, settings,
@@ -224,7 +233,7 @@ class _FlashAttentionWithExtras(torch.autograd.Function):
         settings: tuple[bool, float, str, bool, bool],
         extras: Extras,
     ) -> Tensor:
-        o_BHLD, lse_BHL = _call(forward_operator, q_BHLD, k_BGKD, v_BGKD, *settings, *extras)
+        o_BHLD, lse_BHL = _call(forward_with_extras, q_BHLD, k_BGKD, v_BGKD, *settings, *extras)
         ctx.settings, ctx.numbers = settings, extras._replace(bias=None, sinks=None, slopes=None, documents=None)
         ctx.save_for_backward(q_BHLD, k_BGKD, v_BGKD, o_BHLD, lse_BHL, bias, sinks, slopes, documents)
         return cast(Tensor, o_BHLD)

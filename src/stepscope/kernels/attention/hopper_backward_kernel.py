@@ -80,8 +80,8 @@ def _range_of_tiles(
     key, z, sizes, near,
     ROWS: gl.constexpr, CAUSAL: gl.constexpr, WINDOW: gl.constexpr, DOCUMENTS: gl.constexpr,
 ):  # fmt: skip
-    """The query tiles that see keys [key, key + KEYS), as four borders: they are [first, end), at least one, and of them
-    [low, high) need no mask.
+    """The query tiles that see keys [key, key + KEYS), as four borders: they are [first, end), at least one, and of
+    them [low, high) need no mask.
     """
     num_queries, num_keys = sizes
     left, right, starts, ends = near
@@ -126,8 +126,8 @@ def _mask(
     p, key, tile, z, sizes, near,
     ROWS: gl.constexpr, S: gl.constexpr, CAUSAL: gl.constexpr, WINDOW: gl.constexpr, DOCUMENTS: gl.constexpr,
 ):  # fmt: skip
-    """Weights (keys, rows), with zero for unseen keys. A thread has few keys and many rows, so documents are compared by
-    the borders of the keys' documents.
+    """Weights (keys, rows), with zero for unseen keys. A thread has few keys and many rows, so documents are compared
+    by the borders of the keys' documents.
     """
     num_queries, num_keys = sizes
     left, right, starts, ends = near

@@ -181,8 +181,8 @@ def _hide(s, first_key, first_keys, last_keys, LOCAL: gl.constexpr, KEYS: gl.con
 
 @gluon.jit
 def _softmax(s, maximum, totals, scale):
-    """One step of the online softmax, in base 2: the weights, the new maximum and sums, and the factor for the old ones.
-    The maximum starts at a finite number, so that -inf minus -inf never happens.
+    """One step of the online softmax, in base 2: the weights, the new maximum and sums, and the factor for the old
+    ones. The maximum starts at a finite number, so that -inf minus -inf never happens.
     """
     new_maximum = gl.maximum(maximum, gl.max(s, 1) * scale)
     p = gl.exp2(s * scale - new_maximum[:, None])
@@ -380,8 +380,8 @@ def attention_hopper_forward(
     CAUSAL: gl.constexpr, MASK: gl.constexpr, WINDOW: gl.constexpr, DOCUMENTS: gl.constexpr,
 ):  # fmt: skip
     """o and the log-sum-exp. A query tile has CONSUMERS * ROWS rows. MASK: some query does not see some key of a tile.
-    WINDOW: a query sees `left` keys before its position and `right` after it. DOCUMENTS: and only those of its document,
-    for which `starts` and `ends` have the borders of each position's.
+    WINDOW: a query sees `left` keys before its position and `right` after it. DOCUMENTS: it sees only those of its own
+    document; `starts` and `ends` have the borders of each position's.
     """
     buffers = (
         gl.allocate_shared_memory(q_desc.dtype, [CONSUMERS, 1, 1, ROWS, D], q_desc.layout),

@@ -18,7 +18,6 @@ from torch import Tensor
 
 MAX_HEAD_DIM = 256
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-NAMES = ("q", "k", "v")
 # bytes, for Hopper's bulk copy engine: alignment of the first element and of every stride but the last
 TMA_ALIGNMENT = 16
 _NEVER_TAKEN = 16  # elements: a stride that passes every check
@@ -116,7 +115,7 @@ def _has_autocast(kind: str) -> bool:
 
 
 def _check_kinds(q: Tensor, k: Tensor, v: Tensor, *, causal: bool) -> None:
-    for name, x in zip(NAMES, (q, k, v), strict=True):
+    for name, x in (("q", q), ("k", k), ("v", v)):
         if not isinstance(x, Tensor):
             raise TypeError(f"`{name}` must be a tensor, but got {type(x).__name__}")
         if x.dtype not in DTYPES:
@@ -127,18 +126,19 @@ def _check_kinds(q: Tensor, k: Tensor, v: Tensor, *, causal: bool) -> None:
 
 def _check_shapes(q: Tensor, k: Tensor, v: Tensor) -> None:
     """Check for one dtype, one device, and matching shapes."""
-    alike = q.dtype == k.dtype == v.dtype and q.device == k.device == v.device and q.shape == k.shape == v.shape
+    shape = q.shape  # each access creates a tuple
+    alike = q.dtype == k.dtype == v.dtype and q.device == k.device == v.device and shape == k.shape == v.shape
     if not alike:  # grouped heads, different lengths, or mistakes: check each
         _check_against_q("k", k, q)
         _check_against_q("v", v, q)
         if v.shape != k.shape:
             raise ValueError(f"expected `v` to have the shape of `k` {tuple(k.shape)}, but got {tuple(v.shape)}")
-    if q.dim() < 2:
-        raise ValueError(f"expected `q` to have shape (..., length, head dim), but got {tuple(q.shape)}")
-    if not 1 <= q.shape[-1] <= MAX_HEAD_DIM:
-        raise UnsupportedError(f"expected `q` to have a head dim from 1 to {MAX_HEAD_DIM}, but got {q.shape[-1]}")
-    if q.dim() > 3 and q.shape[-3] == 0:
-        raise ValueError(f"expected `q` to have at least one head, but got shape {tuple(q.shape)}")
+    if len(shape) < 2:
+        raise ValueError(f"expected `q` to have shape (..., length, head dim), but got {tuple(shape)}")
+    if not 1 <= shape[-1] <= MAX_HEAD_DIM:
+        raise UnsupportedError(f"expected `q` to have a head dim from 1 to {MAX_HEAD_DIM}, but got {shape[-1]}")
+    if len(shape) > 3 and shape[-3] == 0:
+        raise ValueError(f"expected `q` to have at least one head, but got shape {tuple(shape)}")
 
 
 def _check_against_q(name: str, x: Tensor, q: Tensor) -> None:
