@@ -304,7 +304,7 @@ def _backward_types(dtype: str, width: int) -> dict[str, str]:
     return {
         **dict.fromkeys(("q_desc", "do_desc"), rows),
         **dict.fromkeys(("v_desc", "dk_desc", "dv_desc"), keys),
-        **dict.fromkeys(("lse_desc", "delta_desc"), statistics),
+        "rows_desc": statistics,
         "k_desc": _tile(dtype, KEYS_OF_PROGRAM, width),
         "dq_desc": _tile("fp32", 64, 64),
         "scale": "fp32",

@@ -156,7 +156,7 @@ def _consume(
     k_buf, v_bufs, q_bufs, do_bufs, lse_bufs, delta_bufs, ds_bufs, dq_bufs = buffers
     kv_full, q_full, q_empty, do_full, do_empty, ds_full = barriers
     z, g, key = place
-    H, G, num_queries, num_keys = sizes
+    H, G, heads, num_queries, num_keys = sizes
     lengths = (num_queries, num_keys)
     D: gl.constexpr = k_buf.shape[-1]
     S: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, ROWS, 16])
@@ -248,13 +248,13 @@ def _consume(
 
 @gluon.jit
 def _produce(
-    buffers, barriers, q_desc, k_desc, v_desc, do_desc, lse_desc, delta_desc, place, sizes, near,
+    buffers, barriers, q_desc, k_desc, v_desc, do_desc, rows_desc, place, sizes, near,
     ROWS: gl.constexpr, STAGES: gl.constexpr, CAUSAL: gl.constexpr, WINDOW: gl.constexpr, DOCUMENTS: gl.constexpr,
 ):  # fmt: skip
     k_buf, v_bufs, q_bufs, do_bufs, lse_bufs, delta_bufs, ds_bufs, dq_bufs = buffers
     kv_full, q_full, q_empty, do_full, do_empty, ds_full = barriers
     z, g, key = place
-    H, G, num_queries, num_keys = sizes
+    H, G, heads, num_queries, num_keys = sizes
     lengths = (num_queries, num_keys)
     kv = kv_full.index(0)
     mbarrier.expect(kv, k_desc.block_type.nbytes + 2 * v_desc.block_type.nbytes)
@@ -271,35 +271,37 @@ def _produce(
         mbarrier.wait(q_empty.index(b), phase ^ 1)
         mbarrier.expect(full, q_desc.block_type.nbytes + ROWS * 4)
         tma.async_copy_global_to_shared(q_desc, [z, h, tile * ROWS, 0], full, q_bufs.index(b))
-        tma.async_copy_global_to_shared(lse_desc, [z * H + h, tile * ROWS], full, lse_bufs.index(b))
+        tma.async_copy_global_to_shared(rows_desc, [z * H + h, tile * ROWS], full, lse_bufs.index(b))
         full = do_full.index(b)
         mbarrier.wait(do_empty.index(b), phase ^ 1)
         mbarrier.expect(full, do_desc.block_type.nbytes + ROWS * 4)
         tma.async_copy_global_to_shared(do_desc, [z, h, tile * ROWS, 0], full, do_bufs.index(b))
-        tma.async_copy_global_to_shared(delta_desc, [z * H + h, tile * ROWS], full, delta_bufs.index(b))
+        tma.async_copy_global_to_shared(rows_desc, [heads + z * H + h, tile * ROWS], full, delta_bufs.index(b))
         h, tile = _next_tile(h, tile, first, end)
 
 
-@gluon.jit(do_not_specialize=["scale", "H", "G", "num_queries", "num_keys", "left", "right"])
+@gluon.jit(do_not_specialize=["scale", "H", "G", "heads", "num_queries", "num_keys", "left", "right"])
 def attention_hopper_backward(
-    q_desc, k_desc, v_desc, do_desc, lse_desc, delta_desc, dq_desc, dk_desc, dv_desc, starts, ends, scale, H, G,
+    q_desc, k_desc, v_desc, do_desc, rows_desc, dq_desc, dk_desc, dv_desc, starts, ends, scale, H, G, heads,
     num_queries, num_keys, left, right,
     ROWS: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr, CAUSAL: gl.constexpr, MASK: gl.constexpr,
     WINDOW: gl.constexpr, DOCUMENTS: gl.constexpr,
 ):  # fmt: skip
-    """dk, dv, and the unscaled sums of dq. The arguments mean the same as in forward."""
+    """dk, dv, and the unscaled sums of dq. `rows_desc` has the log-sum-exp of every row, and below all `heads` of them
+    the deltas. The other arguments mean the same as in forward.
+    """
     tiles = gl.cdiv(num_keys, KEYS)
     zg = gl.program_id(0) // tiles
     place = (zg // G, zg % G, (gl.program_id(0) % tiles) * KEYS)
-    sizes = (H, G, num_queries, num_keys)
+    sizes = (H, G, heads, num_queries, num_keys)
     ds_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([KEYS, ROWS], q_desc.dtype)
     buffers = (
         gl.allocate_shared_memory(k_desc.dtype, [1, 1, KEYS, D], k_desc.layout),
         gl.allocate_shared_memory(v_desc.dtype, [2, 1, 1, OWN_KEYS, D], v_desc.layout),
         gl.allocate_shared_memory(q_desc.dtype, [STAGES, 1, 1, ROWS, D], q_desc.layout),
         gl.allocate_shared_memory(do_desc.dtype, [STAGES, 1, 1, ROWS, D], do_desc.layout),
-        gl.allocate_shared_memory(gl.float32, [STAGES, 1, ROWS], lse_desc.layout),
-        gl.allocate_shared_memory(gl.float32, [STAGES, 1, ROWS], delta_desc.layout),
+        gl.allocate_shared_memory(gl.float32, [STAGES, 1, ROWS], rows_desc.layout),
+        gl.allocate_shared_memory(gl.float32, [STAGES, 1, ROWS], rows_desc.layout),
         gl.allocate_shared_memory(q_desc.dtype, [2, KEYS, ROWS], ds_layout),
         gl.allocate_shared_memory(gl.float32, [2, 1, 1, 64, 64], dq_desc.layout),
     )
@@ -318,18 +320,20 @@ def attention_hopper_backward(
                     0, ROWS, STAGES, CAUSAL, MASK, WINDOW, DOCUMENTS)),
         (_consume, (buffers, barriers, dq_desc, dk_desc, dv_desc, place, sizes, near, base2, scale,
                     1, ROWS, STAGES, CAUSAL, MASK, WINDOW, DOCUMENTS)),
-        (_produce, (buffers, barriers, q_desc, k_desc, v_desc, do_desc, lse_desc, delta_desc, place, sizes, near,
+        (_produce, (buffers, barriers, q_desc, k_desc, v_desc, do_desc, rows_desc, place, sizes, near,
                     ROWS, STAGES, CAUSAL, WINDOW, DOCUMENTS)),
     ], [4, 1], [240, 24])  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["H", "num_queries", "padded"])
+@triton.jit(do_not_specialize=["H", "num_queries", "padded", "heads"])
 def attention_hopper_prepare(
-    o_ptr, do_ptr, lse_ptr, lse2_ptr, delta_ptr, dq_ptr, H, num_queries, padded, D,
+    o_ptr, do_ptr, lse_ptr, rows_ptr, dq_ptr, H, num_queries, padded, heads, D,
     o_z, o_h, o_l, do_z, do_h, do_l, do_d,
     ROWS: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """Each row's log-sum-exp in base 2 and delta, the sum of o * do, padded to full tiles; and a dQ of zeros."""
+    """Each row's log-sum-exp in base 2 and, below all `heads`, delta, the sum of o * do, padded to full tiles; and a dQ
+    of zeros.
+    """
     tiles = tl.cdiv(num_queries, ROWS)
     bh = tl.program_id(0) // tiles
     z, h = (bh // H).to(tl.int64), (bh % H).to(tl.int64)
@@ -342,8 +346,8 @@ def attention_hopper_prepare(
     do = tl.load(do_ptr + z * do_z + h * do_h + wide * do_l + columns[None, :] * do_d, mask=keep, other=0.0)
     delta = tl.sum(o.to(tl.float32) * do.to(tl.float32), 1)
     lse = tl.load(lse_ptr + bh.to(tl.int64) * num_queries + rows, mask=inside, other=float("inf"))
-    tl.store(lse2_ptr + bh.to(tl.int64) * padded + rows, lse * LOG2_E)
-    tl.store(delta_ptr + bh.to(tl.int64) * padded + rows, delta)
+    tl.store(rows_ptr + bh.to(tl.int64) * padded + rows, lse * LOG2_E)
+    tl.store(rows_ptr + (heads + bh).to(tl.int64) * padded + rows, delta)
     dq = dq_ptr + (bh.to(tl.int64) * num_queries + wide) * D + columns[None, :]
     tl.store(dq, tl.zeros([ROWS, BLOCK_D], tl.float32), mask=keep)
 

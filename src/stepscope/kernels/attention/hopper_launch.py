@@ -30,7 +30,7 @@ from stepscope.kernels.attention.hopper_forward_kernel import (
     forward_settings,
     padded_head,
 )
-from stepscope.kernels.attention.launching import Launch, Tile, tiles_of
+from stepscope.kernels.attention.launching import Launch, Tiles
 from stepscope.kernels.attention.problem import NO_EXTRAS, TMA_ALIGNMENT, Extras, is_tma_able, tma_strides
 
 PREPARED_ROWS = 128  # a multiple of the rows of every tile
@@ -121,25 +121,26 @@ class ForwardPlan:
         num_tiles = -(-num_queries // (settings["CONSUMERS"] * ROWS_OF_CONSUMER))
         # Under a causal mask, a long tile and a short one make an item.
         num_items = batch * num_heads * ((num_tiles + 1) // 2 if causal else num_tiles)
-        num_programs = min(num_items, _count_multiprocessors(q.device))
-        self._q, self._k, self._v = (
-            _tiles(q, ROWS_OF_CONSUMER, width),
-            _tiles(k, KEYS_OF_TILE, width),
-            _tiles(v, KEYS_OF_TILE, width),
+        self._launch = Launch(
+            attention_hopper_forward,
+            min(num_items, _count_multiprocessors(q.device)),
+            q.device,
+            tiles=(
+                _tiles(q, ROWS_OF_CONSUMER, width),
+                _tiles(k, KEYS_OF_TILE, width),
+                _tiles(v, KEYS_OF_TILE, width),
+                _tiles(torch.empty_like(q, device="meta"), ROWS_OF_CONSUMER, width),
+            ),
+            numbers=(scale, num_heads, num_groups, num_queries, num_keys, num_tiles, num_items, *_window(extras)),
+            constants=settings,
         )
-        self._o = _tiles(torch.empty_like(q, device="meta"), ROWS_OF_CONSUMER, width)
-        self._numbers = (
-            scale, num_heads, num_groups, num_queries, num_keys, num_tiles, num_items, *_window(extras),
-        )  # fmt: skip
-        self._launch = Launch(attention_hopper_forward, num_programs, q.device, **settings)
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None = None) -> tuple[Tensor, Tensor]:
         o = torch.empty_like(q)
         lse = torch.empty(self._lse_shape, dtype=torch.float32, device=self._device)
         if self._is_empty:
             return o.zero_(), lse.fill_(math.inf)
-        starts, ends = _borders(documents)
-        self._launch(self._q(q), self._k(k), self._v(v), self._o(o), lse, starts, ends, *self._numbers)
+        self._launch((q, k, v, o), (lse, *_borders(documents)))
         return o, lse
 
     def backward(
@@ -168,43 +169,46 @@ class BackwardPlan:
         width = padded_head(head_dim)
         rows, heads = ROWS_OF_TILE[width], batch * num_heads
         padded = -(-num_queries // PREPARED_ROWS) * PREPARED_ROWS
-        self._statistics_shape = (2, heads, padded)
         dq, dk, dv = (torch.empty_like(x, device="meta") for x in (q, k, v))
         sums = torch.empty(q.shape, dtype=torch.float32, device="meta")
-        statistics = tiles_of([heads, padded], [padded, 1], [1, rows], _ROWS_LAYOUT)
-        self._tiles = (
-            _tiles(q, rows, width),
-            _tiles(k, KEYS_OF_PROGRAM, width),
-            _tiles(v, KEYS_OF_PROGRAM // 2, width),
-            _tiles(do, rows, width),
-            statistics,
-            statistics,
-            _tiles(sums, 64, 64),
-            _tiles(dk, KEYS_OF_PROGRAM // 2, width),
-            _tiles(dv, KEYS_OF_PROGRAM // 2, width),
-        )
+        self._statistics_shape = (2 * heads, padded)
         self._prepare = Launch(
-            attention_hopper_prepare, padded // PREPARED_ROWS * heads, q.device,
-            ROWS=PREPARED_ROWS, BLOCK_D=width, num_warps=8,
-        )  # fmt: skip
-        self._prepare_numbers = (num_heads, num_queries, padded, head_dim, *o.stride()[:3], *do.stride())
-        settings = backward_settings(
-            width,
-            causal=forward.causal,
-            whole_keys=num_keys % KEYS_OF_PROGRAM == 0,
-            has_window=_has_window(forward.extras),
-            has_documents=forward.has_documents,
+            attention_hopper_prepare,
+            padded // PREPARED_ROWS * heads,
+            q.device,
+            numbers=(num_heads, num_queries, padded, heads, head_dim, *o.stride()[:3], *do.stride()),
+            constants={"ROWS": PREPARED_ROWS, "BLOCK_D": width, "num_warps": 8},
         )
-        num_programs = -(-num_keys // KEYS_OF_PROGRAM) * batch * num_groups
-        self._main = Launch(attention_hopper_backward, num_programs, q.device, **settings)
-        self._main_numbers = (
-            forward.scale, num_heads, num_groups, num_queries, num_keys, *_window(forward.extras),
-        )  # fmt: skip
+        self._main = Launch(
+            attention_hopper_backward,
+            -(-num_keys // KEYS_OF_PROGRAM) * batch * num_groups,
+            q.device,
+            tiles=(
+                _tiles(q, rows, width),
+                _tiles(k, KEYS_OF_PROGRAM, width),
+                _tiles(v, KEYS_OF_PROGRAM // 2, width),
+                _tiles(do, rows, width),
+                Tiles([2 * heads, padded], [padded, 1], [1, rows], _ROWS_LAYOUT),
+                _tiles(sums, 64, 64),
+                _tiles(dk, KEYS_OF_PROGRAM // 2, width),
+                _tiles(dv, KEYS_OF_PROGRAM // 2, width),
+            ),
+            numbers=(forward.scale, num_heads, num_groups, heads, num_queries, num_keys, *_window(forward.extras)),
+            constants=backward_settings(
+                width,
+                causal=forward.causal,
+                whole_keys=num_keys % KEYS_OF_PROGRAM == 0,
+                has_window=_has_window(forward.extras),
+                has_documents=forward.has_documents,
+            ),
+        )
         self._finish = Launch(
-            attention_hopper_finish, -(-num_queries // FINISHED_ROWS) * heads, q.device,
-            ROWS=FINISHED_ROWS, BLOCK_D=width, num_warps=4,
-        )  # fmt: skip
-        self._finish_numbers = (forward.scale, num_heads, num_queries, head_dim, *dq.stride()[:3])
+            attention_hopper_finish,
+            -(-num_queries // FINISHED_ROWS) * heads,
+            q.device,
+            numbers=(forward.scale, num_heads, num_queries, head_dim, *dq.stride()[:3]),
+            constants={"ROWS": FINISHED_ROWS, "BLOCK_D": width, "num_warps": 4},
+        )
 
     def __call__(
         self, do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, documents: Tensor | None = None
@@ -212,14 +216,11 @@ class BackwardPlan:
         dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
         if self._is_empty:
             return dq.zero_(), dk.zero_(), dv.zero_()
-        lse2, delta = torch.empty(self._statistics_shape, dtype=torch.float32, device=self._device)
+        statistics = torch.empty(self._statistics_shape, dtype=torch.float32, device=self._device)
         sums = torch.empty(self._sums_shape, dtype=torch.float32, device=self._device)
-        starts, ends = _borders(documents)
-        self._prepare(o, do, lse, lse2, delta, sums, *self._prepare_numbers)
-        tensors = (q, k, v, do, lse2, delta, sums, dk, dv)
-        tiles = (tile(tensor) for tile, tensor in zip(self._tiles, tensors, strict=True))
-        self._main(*tiles, starts, ends, *self._main_numbers)
-        self._finish(sums, dq, *self._finish_numbers)
+        self._prepare((), (o, do, lse, statistics, sums))
+        self._main((q, k, v, do, statistics, sums, dk, dv), _borders(documents))
+        self._finish((), (sums, dq))
         return dq, dk, dv
 
 
@@ -240,10 +241,10 @@ def _borders(documents: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
     return starts, ends
 
 
-def _tiles(x_BHLD: Tensor, rows: int, columns: int) -> type[Tile]:
+def _tiles(x_BHLD: Tensor, rows: int, columns: int) -> Tiles:
     """x in tiles of rows × columns of one head. Elements outside read as zero and are not written."""
     layout = _tile_layout(rows, columns, x_BHLD.dtype)
-    return tiles_of(list(x_BHLD.shape), tma_strides(x_BHLD), [1, 1, rows, columns], layout)
+    return Tiles(list(x_BHLD.shape), tma_strides(x_BHLD), [1, 1, rows, columns], layout)
 
 
 @cache

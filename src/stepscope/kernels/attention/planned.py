@@ -35,7 +35,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float | None, b
     if plan is None:
         return None
     if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
-        return cast(Tensor, _PlannedAttention.apply(q, k, v, plan, backend))  # type: ignore[no-untyped-call]
+        return cast(Tensor, _apply(q, k, v, plan, backend))  # type: ignore[no-untyped-call]
     return plan(q, k, v)[0]
 
 
@@ -100,3 +100,7 @@ class _PlannedAttention(torch.autograd.Function):
         if backend == "auto":
             backends.count("hopper")
         return *plan.backward(do, *ctx.saved_tensors), None, None
+
+
+# `Function.apply` first looks for `torch.func`, which `is_watched` has done.
+_apply = super(torch.autograd.Function, _PlannedAttention).apply
