@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
 from stepscope.kernels import flash_attention
-from stepscope.kernels.attention import chosen_backends, planned
+from stepscope.kernels.attention import chosen_backends, plans
 from tests.gpu.test_attention_gpu import CUDA, needs_hopper
 
 pytestmark = needs_hopper
@@ -51,7 +51,7 @@ def test_a_planned_call_does_what_the_first_did_with_other_tensors() -> None:
     for seed in range(5):
         leaves = make_leaves(seed=seed)
         found, expected = gradients(attend, leaves), through_operators(leaves)
-        assert planned.find(leaves[0], leaves[1], leaves[2], causal=True, scale=None, backend="auto") is not None
+        assert plans.find(leaves[0], leaves[1], leaves[2], causal=True, scale=None, backend="auto") is not None
         assert torch.equal(found[0], expected[0])
         assert_alike(found, expected)
 
@@ -85,6 +85,7 @@ def test_gradients_of_every_layout_are_accepted() -> None:
     assert_alike(list(torch.autograd.grad(attend(*leaves), leaves, turned)), list(expected))
 
 
+@pytest.mark.filterwarnings("ignore:Warning. Profiler clears events")
 def test_watchers_see_the_operators() -> None:
     leaves = make_leaves()
     gradients(attend, leaves)
@@ -138,6 +139,7 @@ def test_a_cuda_graph_replays_forward_and_backward_with_new_data(head_dim: int) 
         assert_alike([x.clone() for x in captured], gradients(attend, new))
 
 
+@pytest.mark.filterwarnings("ignore:The CUDA Graph is empty")  # the first of PyTorch's own
 @pytest.mark.parametrize("mode", ["default", "reduce-overhead"])
 def test_a_compiled_function_has_one_graph_and_follows_the_data(mode: str) -> None:
     torch._dynamo.reset()

@@ -15,7 +15,8 @@ from tests.gpu.test_attention_gpu import CUDA, make_inputs, needs_hopper
 kernels = pytest.mark.parametrize("backend", ["triton", pytest.param("hopper", marks=needs_hopper)])
 # B, H, G, L, K, D: whole tiles; odd lengths and groups; more keys than queries.
 SHAPES = [(1, 2, 2, 512, 512, 128), (2, 4, 2, 517, 517, 64), (1, 2, 1, 300, 711, 128), (1, 2, 1, 300, 711, 64)]
-WINDOWS = [(True, 1), (True, 100), (True, 128), (True, 5000), (False, (60, 70)), (False, (None, 30)), (False, (200, 0))]
+# Not one key: its weight is constant, so the true gradient is zero, and any rounding is too much.
+WINDOWS = [(True, 2), (True, 100), (True, 128), (True, 5000), (False, (60, 70)), (False, (None, 30)), (False, (200, 0))]
 # Lengths of documents: of one position, across tiles, and ending with a tile.
 PACKED = [(1, 127, 128, 300, 1, 155), (512,), (40,) * 12, (700, 5, 7)]
 

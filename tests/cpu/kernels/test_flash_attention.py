@@ -340,7 +340,7 @@ def test_operators_pass_opcheck() -> None:
 
 def test_operator_is_differentiable() -> None:
     inputs = qkv(2, 2, 7, 8)
-    output, lse = operators.forward_operator(*inputs, True, 8**-0.5, "tiled", False, False)  # noqa: FBT003
+    output, lse = operators.differentiable_operator(*inputs, True, 8**-0.5, "tiled", False, False)  # noqa: FBT003
     assert output.requires_grad
     assert not lse.requires_grad
     ours = torch.autograd.grad(output.sum(), inputs)

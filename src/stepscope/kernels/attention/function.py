@@ -17,11 +17,12 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from stepscope.kernels.attention import backends, plain, planned
+from stepscope.kernels.attention import backends, plain, planned, plans
 from stepscope.kernels.attention.extras import Window, prepare_extras
 from stepscope.kernels.attention.operators import (
-    backward_operator,
+    differentiable_operator,
     differentiate,
+    differentiate_once,
     forward_operator,
     forward_with_extras,
 )
@@ -135,7 +136,7 @@ def _run_flash(
 ) -> Tensor:
     if torch.compiler.is_compiling():
         problem = prepare(q, k, v, causal=causal)
-        o_BHLD, _ = forward_operator(*problem[:4], *_settings(problem.q_BHLD, scale, backend, deterministic))
+        o_BHLD, _ = differentiable_operator(*problem[:4], *_settings(problem.q_BHLD, scale, backend, deterministic))
         return cast(Tensor, o_BHLD.view(q.shape))
     if backend == "tiled":
         return _apply(FlashAttentionTiled, q, k, v, causal, scale)
@@ -265,10 +266,10 @@ def _forward(
 ) -> Tensor:
     q, k, v = check(q, k, v, causal=causal)
     ctx.settings = (causal, *_settings(q, scale, backend, deterministic))
-    o, lse = _call(forward_operator, as_4d(q), as_4d(k), as_4d(v), *ctx.settings)
-    if q.dim() == 4:
-        planned.remember(Problem(q, k, v, causal), scale, ctx.settings[1], backend)
-    else:
+    o, lse = forward_operator(as_4d(q), as_4d(k), as_4d(v), *ctx.settings)
+    if q.dim() == 4 and not torch.compiler.is_compiling():
+        plans.remember(Problem(q, k, v, causal), scale, ctx.settings[1], backend)
+    elif q.dim() != 4:
         # Not `view`: autograd forbids in-place changes of views created in here.
         o, lse = torch.ops.aten._unsafe_view(o, q.shape), lse.view(q.shape[:-1])
     ctx.save_for_backward(q, k, v, o, lse)
@@ -278,15 +279,15 @@ def _forward(
 def _backward(ctx: Any, do: Tensor) -> Sequence[Tensor]:
     q, k, v, o, lse = ctx.saved_tensors
     if q.dim() == 4:
-        return cast(list[Tensor], _call(backward_operator, do, q, k, v, o, lse, *ctx.settings))
+        return differentiate_once(do, q, k, v, o, lse, *ctx.settings)
     lse_BHL = as_4d(lse.unsqueeze(-1)).squeeze(-1)
-    dq, dk, dv = _call(backward_operator, *map(as_4d, (do, q, k, v, o)), lse_BHL, *ctx.settings)
+    dq, dk, dv = differentiate_once(*map(as_4d, (do, q, k, v, o)), lse_BHL, *ctx.settings)
     return dq.view(q.shape), dk.view(k.shape), dv.view(v.shape)
 
 
 def _call(operator: Callable[..., Any], *args: Any) -> Any:
-    """Call the operator below autograd, unless a graph of it is needed (`create_graph=True`), or for a compiler,
-    which has layers of its own.
+    """Call an operator with extras below autograd, unless a graph of it is needed (`create_graph=True`), or for a
+    compiler, which has layers of its own.
     """
     if torch.is_grad_enabled() or torch.compiler.is_compiling():
         return operator(*args)

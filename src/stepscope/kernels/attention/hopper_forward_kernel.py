@@ -11,12 +11,15 @@ tenth of its runtime; here the producer loads the next query tile while the cons
 causal mask, tile i is paired with tile n - 1 - i of the same head: all pairs have the same length, and a fixed
 assignment of pairs to programs is as balanced as a queue would be.
 
-Keys are visited from the last tile to the first: tiles that need a mask (the diagonal, the ragged end) come first, and
-the main loop has none. FLOPs: 4 L K D per head, half of it under a causal mask; bytes: q, k, v and o once, as K and V
-of the heads in flight stay in L2.
+Keys are visited from the last tile to the first, in one loop with a branch around the mask, which few tiles need: the
+diagonal, the ragged end, the edges of a window or a document. Two loops, one without a mask, made the compiler unpack
+and pack the weights again in each iteration, 64 instructions of 488 at a head size of 64. Tiles that no row of a
+consumer sees are skipped. FLOPs: 4 L K D per head, half of it under a causal mask; bytes: q, k, v and o once, as K and
+V of the heads in flight stay in L2.
 
-Three warpgroups need less of L2 and are faster at a head size of 64 without a mask (3% at 8192 keys); with one, their
-192 rows waste more of the diagonal (30% at 2048 keys), and at 128 there are not enough registers.
+Three warpgroups need less of L2 and are faster at a head size of 64: by 15% without a mask, and under a causal one by
+2% at 8192 keys and 5% at 16384. Below, their 192 rows waste more of the diagonal (23% at 1024 keys), and at 128 there
+are not enough registers.
 """
 
 # z batch element; H query heads, h one of them; G key/value heads, g one of them; D head dim, padded.
@@ -44,6 +47,7 @@ SMALLEST_SCALE = gl.constexpr(1e-37)  # instead of zero, which would turn a hidd
 ROWS_OF_CONSUMER = 64
 KEYS_OF_TILE = 128
 NUM_STAGES = 2
+LONG = 8192  # queries
 
 
 def padded_head(head_dim: int) -> int:
@@ -57,23 +61,22 @@ def forward_settings(
     *,
     causal: bool,
     whole_keys: bool,
+    long: bool = False,
     has_window: bool = False,
     has_documents: bool = False,
-    consumers: int = 0,
-    stages: int = NUM_STAGES,
 ) -> dict[str, Any]:
     """The constants and options of the forward kernel, for its launcher and for `make aot`. Nothing needs tuning:
     at each width one choice fills the registers and the shared memory of an SM. `whole_keys`: the key length is a
-    multiple of the tile's.
+    multiple of the tile's; `long`: there are at least `LONG` queries.
     """
     is_local = has_window or has_documents
-    consumers = consumers or (3 if width == 64 and not causal and not is_local else 2)
+    consumers = 3 if width == 64 and not is_local and (long or not causal) else 2
     return {
         "CONSUMERS": consumers,
         "ROWS": ROWS_OF_CONSUMER,
         "KEYS": KEYS_OF_TILE,
         "D": width,
-        "STAGES": stages,
+        "STAGES": NUM_STAGES,
         "CAUSAL": causal,
         "MASK": causal or is_local or not whole_keys,
         "WINDOW": has_window,

@@ -25,6 +25,7 @@ from stepscope.kernels.attention.hopper_backward_kernel import (
 )
 from stepscope.kernels.attention.hopper_forward_kernel import (
     KEYS_OF_TILE,
+    LONG,
     ROWS_OF_CONSUMER,
     attention_hopper_forward,
     forward_settings,
@@ -115,6 +116,7 @@ class ForwardPlan:
             width,
             causal=causal,
             whole_keys=num_keys % KEYS_OF_TILE == 0,
+            long=num_queries >= LONG,
             has_window=_has_window(extras),
             has_documents=self.has_documents,
         )

@@ -3,15 +3,18 @@
 `torch.compile` sees each as one graph node, with a fake-tensor implementation that gives the shapes and strides of the
 results. The backend is chosen inside, where tensors have addresses, so a compiled graph does not fix the choice.
 
-They take four dimensions and checked arguments (`problem.py`, `extras.py`), and can be differentiated once. Both have
-an overload with extras: arguments cost time even where they are defaults, 2 µs in a plain forward and backward pass.
+Autograd does not look at these two, because that takes 10 µs of a call. A compiler traces a third operator, which can
+be differentiated once, and finds the two inside.
+
+They take four dimensions and checked arguments (`problem.py`, `extras.py`). Both have an overload with extras, which is
+differentiable itself: arguments cost time even where they are defaults, 2 µs in a plain forward and backward pass.
 Its backward returns a list, with the gradient of the bias as the last of it if `bias_grad` is set. The gradient of the
 sinks follows from what forward saved, so `sink_gradient` computes it outside the operator.
 """
 
 # B batch, H query heads, G key/value heads (G divides H), L queries, K keys, D head dim.
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache
 from importlib import import_module
@@ -24,7 +27,7 @@ from torch.utils.flop_counter import register_flop_formula
 
 from stepscope.cost.operators import attention_flops
 from stepscope.cost.products import BACKWARD_PRODUCTS
-from stepscope.kernels.attention import backends, planned
+from stepscope.kernels.attention import backends, plans
 from stepscope.kernels.attention.problem import NO_EXTRAS, Extras, Problem
 
 _library = torch.library.Library("stepscope", "DEF")  # type: ignore[no-untyped-call]  # registrations last as long as it does
@@ -32,6 +35,7 @@ _INPUTS = "Tensor q, Tensor k, Tensor v"
 _SETTINGS = "bool causal, float scale, str backend, bool tf32, bool deterministic"
 _EXTRAS = "int left, int right, float softcap, Tensor? bias, Tensor? slopes, Tensor? sinks, Tensor? documents"
 for _schema in (
+    f"flash_attention({_INPUTS}, {_SETTINGS}) -> (Tensor, Tensor)",
     f"flash_attention_forward({_INPUTS}, {_SETTINGS}) -> (Tensor, Tensor)",
     f"flash_attention_forward.extras({_INPUTS}, {_SETTINGS}, {_EXTRAS}) -> (Tensor, Tensor)",
     f"flash_attention_backward(Tensor grad, {_INPUTS}, Tensor o, Tensor lse, {_SETTINGS}) -> (Tensor, Tensor, Tensor)",
@@ -39,6 +43,7 @@ for _schema in (
     " bool bias_grad) -> Tensor[]",
 ):
     _library.define(_schema, tags=(torch.Tag.pt2_compliant_tag,))  # type: ignore[no-untyped-call]
+differentiable_operator = torch.ops.stepscope.flash_attention.default
 forward_operator = torch.ops.stepscope.flash_attention_forward.default
 forward_with_extras = torch.ops.stepscope.flash_attention_forward.extras
 backward_operator = torch.ops.stepscope.flash_attention_backward.default
@@ -58,12 +63,12 @@ def _run_forward(
     *extra: Any,
 ) -> tuple[Tensor, Tensor]:
     """Forward is always deterministic; backward checks."""
-    plan = None if extra else planned.find(q_BHLD, k_BGKD, v_BGKD, causal, scale, backend)
+    plan = None if extra else plans.find(q_BHLD, k_BGKD, v_BGKD, causal, scale, backend)
     if plan is not None:
         return plan(q_BHLD, k_BGKD, v_BGKD)
     extras = Extras(*extra) if extra else NO_EXTRAS
     problem = Problem(q_BHLD, k_BGKD, v_BGKD, causal, extras)
-    planned.remember(problem, scale, scale, backend)
+    plans.remember(problem, scale, scale, backend)
     if backend == "auto":
         backend = backends.choose(problem, among=backends.KERNELS)
     else:
@@ -89,7 +94,7 @@ def _run_backward(
     deterministic: bool,
     *extra: Any,
 ) -> tuple[Tensor, ...]:
-    plan = None if extra or deterministic else planned.find(q_BHLD, k_BGKD, v_BGKD, causal, scale, backend)
+    plan = None if extra or deterministic else plans.find(q_BHLD, k_BGKD, v_BGKD, causal, scale, backend)
     if plan is not None:
         return plan.backward(do_BHLD, q_BHLD, k_BGKD, v_BGKD, o_BHLD, lse_BHL)
     extras, wants_dbias = (Extras(*extra[:-1]), extra[-1]) if extra else (NO_EXTRAS, False)
@@ -140,15 +145,45 @@ def _fake_backward_with_extras(*arguments: Any) -> list[Tensor]:
     return [*_fake_backward(*arguments), *([torch.empty_like(bias)] if bias_grad else [])]
 
 
-def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    q_BHLD, k_BGKD, v_BGKD, *ctx.settings = inputs
-    ctx.mark_non_differentiable(output[1])
-    ctx.save_for_backward(q_BHLD, k_BGKD, v_BGKD, *output)
+class _Differentiable(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, q_BHLD: Tensor, k_BGKD: Tensor, v_BGKD: Tensor, *settings: Any) -> tuple[Tensor, Tensor]:
+        o_BHLD, lse_BHL = forward_operator(q_BHLD, k_BGKD, v_BGKD, *settings)
+        ctx.settings = settings
+        ctx.mark_non_differentiable(lse_BHL)
+        ctx.save_for_backward(q_BHLD, k_BGKD, v_BGKD, o_BHLD, lse_BHL)
+        return o_BHLD, lse_BHL
+
+    @staticmethod
+    def backward(ctx: Any, do_BHLD: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+        return *differentiate_once(do_BHLD, *ctx.saved_tensors, *ctx.settings), *(None for _ in ctx.settings)
 
 
-def _differentiate(ctx: Any, do_BHLD: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
-    gradients = backward_operator(do_BHLD, *ctx.saved_tensors, *ctx.settings)
-    return *gradients, *(None for _ in ctx.settings)
+class _RefusesTwice(torch.autograd.Function):
+    """The backward pass as part of a graph (`create_graph=True`), which must not silently lack a part."""
+
+    @staticmethod
+    def forward(_ctx: Any, *arguments: Any) -> tuple[Tensor, ...]:
+        gradients: tuple[Tensor, ...] = backward_operator(*arguments)
+        return gradients
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> None:
+        _refuse_twice(ctx, *gradients)
+
+
+def differentiate_once(*arguments: Any) -> tuple[Tensor, ...]:
+    """Call the backward operator. If its result is differentiated in turn, that raises."""
+    gradients: tuple[Tensor, ...] = (
+        _RefusesTwice.apply(*arguments) if torch.is_grad_enabled() else backward_operator(*arguments)  # type: ignore[no-untyped-call]
+    )
+    return gradients
+
+
+def _run_differentiably(q_BHLD: Tensor, k_BGKD: Tensor, v_BGKD: Tensor, *settings: Any) -> tuple[Tensor, Tensor]:
+    needs_graph = torch.is_grad_enabled() and any(x.requires_grad for x in (q_BHLD, k_BGKD, v_BGKD))
+    run: Callable[..., tuple[Tensor, Tensor]] = _Differentiable.apply if needs_graph else forward_operator
+    return run(q_BHLD, k_BGKD, v_BGKD, *settings)
 
 
 def _keep_with_extras(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
@@ -243,6 +278,7 @@ def _count_backward(
 
 
 for _operator, _run, _fake in (
+    (differentiable_operator, _run_forward, _fake_forward),
     (forward_operator, _run_forward, _fake_forward),
     (forward_with_extras, _run_forward, _fake_forward),
     (backward_operator, _run_backward, _fake_backward),
@@ -250,11 +286,12 @@ for _operator, _run, _fake in (
 ):
     _library.impl(_operator, _run, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
     torch.library.register_fake(_operator, _fake, lib=_library)
-torch.library.register_autograd(forward_operator, _differentiate, setup_context=_keep, lib=_library)
+_library.impl(differentiable_operator, _run_differentiably, "Autograd")  # type: ignore[no-untyped-call]
+for _operator in (forward_operator, backward_operator):
+    _library.impl(_operator, torch.library.fallthrough_kernel, "Autograd")  # type: ignore[no-untyped-call]
 torch.library.register_autograd(
     forward_with_extras, _differentiate_with_extras, setup_context=_keep_with_extras, lib=_library
 )
-torch.library.register_autograd(backward_operator, _refuse_twice, lib=_library)
 torch.library.register_autograd(backward_with_extras, _refuse_twice, lib=_library)
 # For both overloads.
 register_flop_formula(torch.ops.stepscope.flash_attention_forward)(_count_forward)
