@@ -31,13 +31,13 @@ _import_without_torch()
 from triton.experimental.gluon import language as gl  # noqa: E402
 
 from stepscope.kernels.attention import tiles  # noqa: E402
-from stepscope.kernels.attention.hopper_backward_kernel import (  # noqa: E402
+from stepscope.kernels.attention.hopper.backward_kernel import (  # noqa: E402
     KEYS_OF_PROGRAM,
     ROWS_OF_TILE,
     attention_hopper_backward,
     backward_settings,
 )
-from stepscope.kernels.attention.hopper_forward_kernel import (  # noqa: E402
+from stepscope.kernels.attention.hopper.forward_kernel import (  # noqa: E402
     KEYS_OF_TILE,
     ROWS_OF_CONSUMER,
     attention_hopper_forward,

@@ -14,8 +14,8 @@ pytest.importorskip("triton")
 import triton
 from triton.experimental.gluon import language as gl
 
-from stepscope.kernels.attention import launching
-from stepscope.kernels.attention.launching import Launch, Tiles
+from stepscope.kernels.attention.hopper import launching
+from stepscope.kernels.attention.hopper.launching import Launch, Tiles
 
 DEVICE = torch.device("cuda", 0)
 STREAM = 77

@@ -18,7 +18,7 @@ ON_A_CPU = -1  # the number of the device
 
 
 class Plan:
-    """What `hopper_launch.ForwardPlan` does, with the reference in tiles."""
+    """What `hopper.launch.ForwardPlan` does, with the reference in tiles."""
 
     causal, scale = True, SCALE
 

@@ -173,7 +173,7 @@ class BackendFunctions(NamedTuple):
 
 
 FUNCTIONS = {
-    "hopper": BackendFunctions(_refuses_hopper, "hopper_launch", needs_gpu=True, repeats="never"),
+    "hopper": BackendFunctions(_refuses_hopper, "hopper.launch", needs_gpu=True, repeats="never"),
     "triton": BackendFunctions(_refuses_triton, "triton_launch", needs_gpu=True),
     "tiled": BackendFunctions(_refuses_nothing, "tiled"),
     "naive": BackendFunctions(_refuses_plain),

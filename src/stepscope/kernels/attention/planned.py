@@ -17,7 +17,7 @@ from stepscope.kernels.attention import backends, plans
 from stepscope.kernels.attention.operators import differentiate_once
 
 if TYPE_CHECKING:
-    from stepscope.kernels.attention.hopper_launch import ForwardPlan
+    from stepscope.kernels.attention.hopper.launch import ForwardPlan
 
 _TYPES = (Tensor, Parameter)
 

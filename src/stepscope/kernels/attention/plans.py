@@ -15,7 +15,7 @@ from stepscope.kernels.attention import backends
 from stepscope.kernels.attention.problem import NO_EXTRAS, TMA_ALIGNMENT, Problem
 
 if TYPE_CHECKING:
-    from stepscope.kernels.attention.hopper_launch import ForwardPlan
+    from stepscope.kernels.attention.hopper.launch import ForwardPlan
 
 _MOST_PLANS = 4096
 _BACKENDS = ("auto", "hopper")
@@ -37,13 +37,13 @@ def find(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float | None, bac
 
 def remember(problem: Problem, given_scale: float | None, scale: float, backend: str) -> None:
     """Plan calls like this one, which has been checked, if `hopper` runs them."""
-    if backend not in _BACKENDS or problem.q_BHLD.dtype not in _DTYPES or problem.extras is not NO_EXTRAS:
+    q, k, v, causal, extras = problem
+    if backend not in _BACKENDS or not q.is_cuda or q.dtype not in _DTYPES or extras is not NO_EXTRAS:
         return
     if backends.refusal("hopper", problem) is not None:
         return
-    from stepscope.kernels.attention.hopper_launch import plan_forward
+    from stepscope.kernels.attention.hopper.launch import plan_forward
 
-    q, k, v, causal = problem[:4]
     if len(_plans) >= _MOST_PLANS:  # every call has a new length: plans are cheap to make again
         _plans.clear()
     _plans[_key(q, k, v, causal, given_scale, backend)] = plan_forward(q, k, v, causal, scale, NO_EXTRAS)

@@ -1,5 +1,5 @@
 """Flash attention forward for Hopper (sm_90a), in Gluon: the kernel and its tiles, without torch, so that it can be
-compiled where torch is not installed; `hopper_launch.py` launches it.
+compiled where torch is not installed; `launch.py` launches it.
 
 A program is one producer warp, which loads tiles with the bulk copy engine, and two or three consumer warpgroups of 64
 query rows each, which take turns: while one computes its softmax, another uses the tensor cores. Within a warpgroup,
@@ -85,6 +85,16 @@ def forward_settings(
         # Initially; then the warpgroups redistribute registers.
         "maxnreg": {2: 168, 3: 128}[consumers],
     }
+
+
+def name_kernel(specialization: Any) -> str:
+    """Kernels that skip far tiles have a name of their own: the work of one cannot be told from its grid."""
+    constants = specialization.constants
+    return (
+        "attention_hopper_local_forward"
+        if constants["WINDOW"] or constants["DOCUMENTS"]
+        else "attention_hopper_forward"
+    )
 
 
 @gluon.jit
@@ -375,7 +385,10 @@ def _produce(
 
 # No specializations for lengths of one or of multiples of 16: they would gain nothing and cost seconds of compilation
 # each.
-@gluon.jit(do_not_specialize=["scale", "H", "G", "num_queries", "num_keys", "num_tiles", "num_items", "left", "right"])
+@gluon.jit(
+    repr=name_kernel,
+    do_not_specialize=["scale", "H", "G", "num_queries", "num_keys", "num_tiles", "num_items", "left", "right"],
+)
 def attention_hopper_forward(
     q_desc, k_desc, v_desc, o_desc, lse_ptr, starts, ends, scale, H, G, num_queries, num_keys, num_tiles, num_items,
     left, right,

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from triton.experimental.gluon import language as gl
 
-from stepscope.kernels.attention.hopper_backward_kernel import (
+from stepscope.kernels.attention.hopper.backward_kernel import (
     KEYS_OF_PROGRAM,
     ROWS_OF_TILE,
     attention_hopper_backward,
@@ -23,7 +23,7 @@ from stepscope.kernels.attention.hopper_backward_kernel import (
     attention_hopper_prepare,
     backward_settings,
 )
-from stepscope.kernels.attention.hopper_forward_kernel import (
+from stepscope.kernels.attention.hopper.forward_kernel import (
     KEYS_OF_TILE,
     LONG,
     ROWS_OF_CONSUMER,
@@ -31,7 +31,7 @@ from stepscope.kernels.attention.hopper_forward_kernel import (
     forward_settings,
     padded_head,
 )
-from stepscope.kernels.attention.launching import Launch, Tiles
+from stepscope.kernels.attention.hopper.launching import Launch, Tiles
 from stepscope.kernels.attention.problem import NO_EXTRAS, TMA_ALIGNMENT, Extras, is_tma_able, tma_strides
 
 PREPARED_ROWS = 128  # a multiple of the rows of every tile

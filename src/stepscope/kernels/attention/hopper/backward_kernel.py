@@ -1,5 +1,5 @@
 """Flash attention backward for Hopper (sm_90a), in Gluon: the kernels and their tiles, without torch, as in
-`hopper_forward_kernel.py`.
+`forward_kernel.py`.
 
 A program owns 128 keys, 64 for each of its two consumer warpgroups, and loops over the query tiles that see them. There
 are five matmuls per tile: the scores and their gradient, transposed, so that both end up as register operands of dV and
@@ -36,7 +36,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from stepscope.kernels.attention.hopper_forward_kernel import (
+from stepscope.kernels.attention.hopper.forward_kernel import (
     LOG2_E,
     NUM_STAGES,
     find_first_keys,
