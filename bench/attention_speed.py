@@ -32,6 +32,8 @@ WARMUP_MS, MEASURED_MS = 10, 30
 CHECKED_ROWS = 128
 DIRECTIONS = ("forward", "backward")
 SHAPES = ((8, 16, 2048), (4, 16, 4096), (2, 16, 8192), (1, 16, 16384))  # batch, heads, length
+SHORT_SHAPES = ((16, 16, 512), (8, 16, 1024), (4, 16, 2048))
+GROUPED_SHAPES = ((4, 32, 8, 2048), (1, 32, 8, 8192), (1, 64, 8, 4096))  # batch, heads, key/value heads, length
 FP32_SHAPES = ((8, 1, 1024), (8, 1, 4096), (8, 1, 16384))
 
 
@@ -48,10 +50,12 @@ class Case:
     length: int
     head_dim: int
     implementations: tuple[str, ...]
+    groups: int  # key/value heads
 
     @property
     def name(self) -> str:
-        shape = f"{self.batch},{self.heads},{self.length},{self.head_dim}"
+        heads = f"{self.heads}" if self.groups == self.heads else f"{self.heads}/{self.groups}"
+        shape = f"{self.batch},{heads},{self.length},{self.head_dim}"
         return f"{self.dtype} {'causal' if self.causal else 'full'} {shape}"
 
     def tflop(self, direction: str) -> float:
@@ -106,21 +110,38 @@ TARGETS = (
 
 def cases() -> Iterator[Case]:
     half = ("hopper", "hopper+deterministic", "triton", "sdpa-cudnn", "sdpa-flash")
-    for head_dim, causal, (batch, heads, length) in itertools.product((128, 64), (True, False), SHAPES):
-        yield Case(
-            dtype="bf16",
-            causal=causal,
-            batch=batch,
-            heads=heads,
-            length=length,
-            head_dim=head_dim,
-            implementations=half,
-        )
+    for head_dim, mask, (batch, heads, length) in itertools.product((128, 64), ("causal", "full"), SHAPES):
+        yield make_case("bf16", mask, batch, heads, heads, length, head_dim, half)
+    peers = ("hopper", "sdpa-cudnn", "sdpa-flash")
+    for head_dim, (batch, heads, length) in itertools.product((128, 64), SHORT_SHAPES):
+        yield make_case("bf16", "causal", batch, heads, heads, length, head_dim, peers)
+    for batch, heads, groups, length in GROUPED_SHAPES:
+        yield make_case("bf16", "causal", batch, heads, groups, length, 128, peers)
     full = ("triton", "triton+tf32", "sdpa-efficient")
     for head_dim, (batch, heads, length) in itertools.product((64, 128), FP32_SHAPES):
-        yield Case(
-            dtype="fp32", causal=True, batch=batch, heads=heads, length=length, head_dim=head_dim, implementations=full
-        )
+        yield make_case("fp32", "causal", batch, heads, heads, length, head_dim, full)
+
+
+def make_case(
+    dtype: str,
+    mask: str,
+    batch: int,
+    heads: int,
+    groups: int,
+    length: int,
+    head_dim: int,
+    implementations: tuple[str, ...],
+) -> Case:
+    return Case(
+        dtype=dtype,
+        causal=mask == "causal",
+        batch=batch,
+        heads=heads,
+        groups=groups,
+        length=length,
+        head_dim=head_dim,
+        implementations=implementations,
+    )
 
 
 def main() -> int:
@@ -186,11 +207,13 @@ def measure_case(case: Case, rounds: int) -> Iterator[dict[str, Any]]:
 
     torch.manual_seed(0)
     dtype = {"bf16": torch.bfloat16, "fp32": torch.float32}[case.dtype]
-    shape = (case.batch, case.heads, case.length, case.head_dim)
-    q, k, v = (torch.randn(shape, device="cuda", dtype=dtype, requires_grad=True) for _ in range(3))
-    do = torch.randn(shape, device="cuda", dtype=dtype)
+    shapes = [(case.batch, heads, case.length, case.head_dim) for heads in (case.heads, case.groups, case.groups)]
+    q, k, v = (torch.randn(shape, device="cuda", dtype=dtype, requires_grad=True) for shape in shapes)
+    do = torch.randn(shapes[0], device="cuda", dtype=dtype)
     errors = {name: check(name, case, q, k, v) for name in case.implementations}
-    shared = {name: getattr(case, name) for name in ("dtype", "causal", "batch", "heads", "length", "head_dim")}
+    shared = {
+        name: getattr(case, name) for name in ("dtype", "causal", "batch", "heads", "groups", "length", "head_dim")
+    }
     for direction in DIRECTIONS:
         calls = {name: prepare(name, case, direction, q, k, v, do) for name in case.implementations}
         times: dict[str, list[float]] = {name: [] for name in calls}
@@ -217,7 +240,8 @@ def run(name: str, case: Case, q: Any, k: Any, v: Any) -> Any:
 
     backend, _, setting = name.partition("+")
     if backend.startswith("sdpa-"):
-        return torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=case.causal)
+        grouped = case.groups != case.heads
+        return torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=case.causal, enable_gqa=grouped)
     return flash_attention(q, k, v, causal=case.causal, backend=backend, deterministic=setting == "deterministic")
 
 
@@ -298,7 +322,9 @@ def print_table(rows: list[dict[str, Any]]) -> int:
             missed += value < target.ratio
             mark = "" if value >= target.ratio else " **missed**"
             verdicts.append(f"{target.ours} / {target.peer} {value:.2f}, {target.ratio:g}{mark}")
-        shape = f"{row['batch']},{row['heads']},{row['length']},{row['head_dim']}"
+        groups = row.get("groups", row["heads"])
+        heads = row["heads"] if groups == row["heads"] else f"{row['heads']}/{groups}"
+        shape = f"{row['batch']},{heads},{row['length']},{row['head_dim']}"
         mask = "causal" if row["causal"] else "full"
         line = (row["direction"], row["dtype"], mask, shape, describe_row(row), "; ".join(verdicts))
         print("| " + " | ".join(line) + " |")
@@ -320,7 +346,7 @@ def draw(rows: list[dict[str, Any]], path: Path) -> None:
         )
         for row in sorted(rows, key=lambda row: (row["direction"] == "backward", -row["head_dim"], row["causal"]))
         for name in shown
-        if name in row["tflops"] and row["dtype"] == "bf16"
+        if name in row["tflops"] and row["dtype"] == "bf16" and "triton" in row["tflops"]
     ]
     figure = Figure(
         title="Attention in bf16: throughput",

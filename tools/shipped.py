@@ -31,13 +31,13 @@ _import_without_torch()
 from triton.experimental.gluon import language as gl  # noqa: E402
 
 from stepscope.kernels.attention import tiles  # noqa: E402
-from stepscope.kernels.attention.hopper_backward_kernel import (  # noqa: E402
+from stepscope.kernels.attention.hopper.backward_kernel import (  # noqa: E402
     KEYS_OF_PROGRAM,
     ROWS_OF_TILE,
     attention_hopper_backward,
     backward_settings,
 )
-from stepscope.kernels.attention.hopper_forward_kernel import (  # noqa: E402
+from stepscope.kernels.attention.hopper.forward_kernel import (  # noqa: E402
     KEYS_OF_TILE,
     ROWS_OF_CONSUMER,
     attention_hopper_forward,
@@ -45,6 +45,7 @@ from stepscope.kernels.attention.hopper_forward_kernel import (  # noqa: E402
 )
 from stepscope.kernels.attention.tiles import Arithmetic, Pass, Tile, TileKey  # noqa: E402
 from stepscope.kernels.attention.triton_kernels import (  # noqa: E402
+    KernelExtras,
     attention_backward_keys,
     attention_backward_queries,
     attention_forward,
@@ -68,6 +69,7 @@ class Shipped:
     product: str  # the tensor-core instruction that must be present
     most_spilled: int  # bytes
     aligned: tuple[Any, ...] = ()
+    may_serialize: bool = False  # whether its asynchronous matmuls may wait for one another
     gluon: bool = False
     sample: bool = False  # one of the dozen that `make test` compiles
 
@@ -88,6 +90,24 @@ DESCRIBED: dict[Pass, tuple[str, ...]] = {
     "backward_queries": ("k", "v"),
     "backward_keys": ("q", "do", "rows"),
 }
+# What a call can add to plain attention, by what its tensors and numbers are.
+_BIAS = {"bias": "*bf16", "bias_batch_stride": "i32", "bias_head_stride": "i32", "bias_query_stride": "i32"}
+_BIAS["bias_keys"] = "i32"
+_ALIBI = {"slopes": "*fp32", "slopes_batch_stride": "i32"}
+_DOCUMENTS = {"document_starts": "*i32", "document_ends": "*i32"}
+EXTRAS: dict[str, dict[str, Any]] = {
+    "window": {"left": "i32"},
+    "softcap": {"softcap": "fp32"},
+    "bias": _BIAS,
+    "dbias": _BIAS,
+    "alibi": _ALIBI,
+    "sinks": {"sinks": "*fp32"},
+    "documents": _DOCUMENTS,
+    "everything": {"left": "i32", "softcap": "fp32", "sinks": "*fp32", **_BIAS, **_ALIBI, **_DOCUMENTS},
+}
+WITH_DBIAS = ("dbias", "everything")
+_STAGES_OF: dict[str, tuple[Pass, ...]] = {"dbias": ("backward_queries",), "sinks": ("forward",)}
+WIDTHS_WITH_EXTRAS = (64, 128)
 ARCHITECTURES: dict[int, tiles.Architecture] = {80: "ampere", 90: "hopper"}
 
 
@@ -101,9 +121,19 @@ def _triton() -> Iterator[Shipped]:
                             stage=stage, arithmetic=arithmetic, width=width, causal=causal, architecture=architecture
                         )
                         yield triton_entry(key, tiles.choose(key), arch)
+                        if arithmetic == "half" and causal and width in WIDTHS_WITH_EXTRAS:
+                            for extras in EXTRAS:
+                                if stage in _STAGES_OF.get(extras, tiles.PASSES):
+                                    yield triton_entry(key, _tile_for(key, extras), arch, extras)
 
 
-def triton_entry(key: TileKey, tile: Tile, arch: int) -> Shipped:
+def _tile_for(key: TileKey, extras: str) -> Tile:
+    """As `triton_launch.tile_for`, which imports torch."""
+    is_heavy = any(name in EXTRAS[extras] for name in ("softcap", "bias", "slopes", "document_starts"))
+    return (tiles.choose_for_extras(key) if is_heavy else None) or tiles.choose(key)
+
+
+def triton_entry(key: TileKey, tile: Tile, arch: int, extras: str = "") -> Shipped:
     """A Triton kernel with one tile, for lengths that no tile divides."""
     kernel = KERNELS[key.stage]
     element = "bf16" if key.arithmetic == "half" else "fp32"
@@ -119,6 +149,8 @@ def triton_entry(key: TileKey, tile: Tile, arch: int) -> Shipped:
         "WHOLE_QUERIES" if key.stage == "backward_keys" else "WHOLE_KEYS": False,
         "PRECISION": "tf32x3" if key.arithmetic == "tf32x3" else "tf32",
     }
+    if key.stage == "backward_queries" and extras not in WITH_DBIAS:
+        constants["dbias"] = None
     signature: dict[str, Any] = {}
     aligned: list[Any] = []
     for index, name in enumerate(kernel.arg_names):
@@ -126,6 +158,13 @@ def triton_entry(key: TileKey, tile: Tile, arch: int) -> Shipped:
             signature[name] = "constexpr"
         elif name in described:
             signature[name] = _descriptor(name, element, tile, key.width)
+        elif name == "extras":
+            signature[name] = KernelExtras(**dict.fromkeys(KernelExtras._fields, "constexpr") | EXTRAS.get(extras, {}))
+            for place, (field, kind) in enumerate(signature[name]._asdict().items()):
+                if kind == "constexpr":
+                    constants[index, place] = 1 if field in ("bias_key_stride", "slopes_head_stride") else None
+                elif kind.startswith("*") or field.startswith("bias"):
+                    aligned.append((index, place))
         elif name.endswith("_strides"):
             signature[name] = ("i32", "i32", "i32", "constexpr")
             constants[index, 3] = 1
@@ -136,7 +175,7 @@ def triton_entry(key: TileKey, tile: Tile, arch: int) -> Shipped:
                 aligned.append((index,))
     mask = "causal" if key.causal else "full"
     return Shipped(
-        name=f"triton {key.stage} {key.arithmetic} {key.width} {mask} sm_{arch}",
+        name=" ".join(filter(None, ("triton", key.stage, key.arithmetic, str(key.width), mask, extras, f"sm_{arch}"))),
         kernel=kernel,
         signature=signature,
         constants=constants,
@@ -145,8 +184,10 @@ def triton_entry(key: TileKey, tile: Tile, arch: int) -> Shipped:
         aligned=tuple(aligned),
         product="HGMMA" if arch >= 90 and (element == "bf16" or _is_asynchronous(key.stage, tile)) else "HMMA",
         most_spilled=_MOST_SPILLED.get((key.stage, key.arithmetic, key.width), USUALLY_SPILLED),
+        # A bias moves through shared memory, in both directions if it has a gradient. Its bytes then set the speed.
+        may_serialize="bias" in EXTRAS.get(extras, {}),
         # What a bf16 Transformer uses, on both architectures: a dozen, together with the Hopper kernels.
-        sample=key.arithmetic == "half" and key.width == 128 and key.causal,
+        sample=key.arithmetic == "half" and key.width == 128 and key.causal and not extras,
     )
 
 
@@ -158,7 +199,7 @@ def _descriptor(name: str, element: str, tile: Tile, width: int) -> str:
 
 
 def _scalar_or_pointer(name: str, element: str) -> str:
-    if name in ("lse", "rows"):
+    if name in ("lse", "rows", "dbias"):
         return "*fp32"
     if name == "scale":
         return "fp32"
@@ -194,46 +235,64 @@ _OPTIONS = ("num_warps", "maxnreg")
 # Bytes, by kernel, width and mask: what the code has under both supported compilers, rounded up. None of it is in an
 # inner loop except in backward at 64, where tiles of 128 queries do not fit and are still the fastest.
 _MOST_SPILLED_ON_HOPPER = {
-    ("forward", 128, False, True): 0,
-    ("forward", 128, False, False): 0,
-    ("forward", 128, True, False): 16,
-    ("forward", 64, False, True): 0,
-    ("forward", 64, False, False): 48,
-    ("forward", 64, True, False): 0,
-    ("backward", 128, False, True): 0,
-    ("backward", 128, False, False): 0,
-    ("backward", 128, True, False): 64,
-    ("backward", 64, False, True): 128,
-    ("backward", 64, False, False): 160,
-    ("backward", 64, True, False): 256,
+    ("forward", 128, "whole"): 0,
+    ("forward", 128, "ragged"): 0,
+    ("forward", 128, "causal"): 16,
+    ("forward", 128, "window"): 32,
+    ("forward", 128, "documents"): 32,
+    ("forward", 64, "whole"): 0,
+    ("forward", 64, "ragged"): 48,
+    ("forward", 64, "causal"): 0,
+    ("forward", 64, "causal long"): 0,
+    ("forward", 64, "window"): 0,
+    ("forward", 64, "documents"): 0,
+    ("backward", 128, "whole"): 0,
+    ("backward", 128, "ragged"): 0,
+    ("backward", 128, "causal"): 64,
+    ("backward", 128, "window"): 64,
+    ("backward", 128, "documents"): 80,
+    ("backward", 64, "whole"): 128,
+    ("backward", 64, "ragged"): 160,
+    ("backward", 64, "causal"): 256,
+    ("backward", 64, "window"): 256,
+    ("backward", 64, "documents"): 256,
+}
+# Under a causal mask it makes no difference whether the keys fill their tiles.
+_MASKS: dict[str, dict[str, bool]] = {
+    "whole": {"causal": False, "whole_keys": True},
+    "ragged": {"causal": False, "whole_keys": False},
+    "causal": {"causal": True, "whole_keys": False},
+    "causal long": {"causal": True, "whole_keys": False, "long": True},
+    "window": {"causal": True, "whole_keys": False, "has_window": True},
+    "documents": {"causal": True, "whole_keys": False, "has_documents": True},
 }
 
 
 def _hopper() -> Iterator[Shipped]:
-    """Under a causal mask it makes no difference whether the keys fill their tiles."""
-    masks = ((False, True), (False, False), (True, False))
-    for dtype, width, (causal, whole_keys) in itertools.product(("bf16", "fp16"), (64, 128), masks):
+    for dtype, width, mask in itertools.product(("bf16", "fp16"), (64, 128), _MASKS):
         for stage, kernel in (("forward", attention_hopper_forward), ("backward", attention_hopper_backward)):
-            settings = dict(
-                (forward_settings if stage == "forward" else backward_settings)(
-                    width, causal=causal, whole_keys=whole_keys
-                )
-            )
+            if (stage, width, mask) not in _MOST_SPILLED_ON_HOPPER:
+                continue  # the same code as for shorter ones
+            settings = dict((forward_settings if stage == "forward" else backward_settings)(width, **_MASKS[mask]))
             options = {name: settings.pop(name) for name in _OPTIONS}
             types = _forward_types(dtype, width) if stage == "forward" else _backward_types(dtype, width)
+            if mask == "documents":
+                types |= {"starts": "*i32", "ends": "*i32"}
+            else:
+                settings |= {"starts": None, "ends": None}
             signature = {name: types.get(name, "i32") for name in kernel.arg_names}
             yield Shipped(
-                name=f"hopper {stage} {dtype} {width} {'causal' if causal else 'whole' if whole_keys else 'ragged'}",
+                name=f"hopper {stage} {dtype} {width} {mask}",
                 kernel=kernel,
                 signature=signature | dict.fromkeys(settings, "constexpr"),
                 constants=settings,
                 options=options,
                 arch=90,
                 product="HGMMA",
-                most_spilled=_MOST_SPILLED_ON_HOPPER[stage, width, causal, whole_keys],
+                most_spilled=_MOST_SPILLED_ON_HOPPER[stage, width, mask],
                 aligned=("lse_ptr",) if stage == "forward" else (),
                 gluon=True,
-                sample=dtype == "bf16" and (causal or (whole_keys and stage == "forward")),
+                sample=dtype == "bf16" and (mask == "causal" or (mask == "whole" and stage == "forward")),
             )
 
 
@@ -249,7 +308,7 @@ def _backward_types(dtype: str, width: int) -> dict[str, str]:
     return {
         **dict.fromkeys(("q_desc", "do_desc"), rows),
         **dict.fromkeys(("v_desc", "dk_desc", "dv_desc"), keys),
-        **dict.fromkeys(("lse_desc", "delta_desc"), statistics),
+        "rows_desc": statistics,
         "k_desc": _tile(dtype, KEYS_OF_PROGRAM, width),
         "dq_desc": _tile("fp32", 64, 64),
         "scale": "fp32",

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from stepscope.cost.attention import need_of_attention
-from stepscope.kernels.attention import backends, hopper_launch, triton_launch
+from stepscope.kernels.attention import backends, triton_launch
+from stepscope.kernels.attention.hopper import launch as hopper_launch
 from stepscope.kernels.attention.problem import UnsupportedError
 from stepscope.measure.attention import cases as measure
 from stepscope.measure.attention.cases import measure_cases
@@ -208,9 +209,10 @@ def test_launchers_allocate_what_the_formula_says(
     implementation: Implementation, length: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A kernel's workspace belongs to its launcher, so launchers can be measured without their kernels and a GPU."""
-    for module in (hopper_launch, triton_launch):
-        for name in [name for name in vars(module) if name.startswith("attention_")]:
-            monkeypatch.setattr(module, name, Launched())
+    for name in [name for name in vars(triton_launch) if name.startswith("attention_")]:
+        monkeypatch.setattr(triton_launch, name, Launched())
+    monkeypatch.setattr(hopper_launch, "Launch", lambda *_, **__: lambda *_: None)
+    monkeypatch.setattr(hopper_launch, "_plans", {})
     monkeypatch.setattr(hopper_launch, "_count_multiprocessors", lambda _: 132)
     functions = backends.FUNCTIONS[implementation]._replace(refuse=lambda _: None)
     monkeypatch.setitem(backends.FUNCTIONS, implementation, functions)

@@ -43,9 +43,21 @@ def softmax_flops(elements: int) -> int:
     return SOFTMAX_OPERATIONS * elements
 
 
-def attention_flops(*, batch: int, heads: int, queries: int, keys: int, head_dim: int, causal: bool) -> int:
-    """Return the operations of one forward pass: scores and values."""
-    return 2 * 2 * batch * heads * queries * keys * head_dim // (2 if causal else 1)
+def attention_flops(
+    *,
+    batch: int,
+    heads: int,
+    queries: int,
+    keys: int,
+    head_dim: int,
+    causal: bool,
+    window: tuple[int, int] = (-1, -1),
+) -> int:
+    """Return the operations of one forward pass: scores and values. A causal mask counts as half. With a window, which
+    is how many keys a query sees before and after its own position (negative: all), the visible pairs count.
+    """
+    pairs = products.visible_pairs(queries, keys, causal=causal, window=window)
+    return 2 * batch * heads * head_dim * int(2 * pairs)
 
 
 def product_dims(name: str, shapes: str | None) -> tuple[int, int, int, int] | None:
@@ -122,6 +134,6 @@ _FORMS: dict[str, Form] = {
     "_efficient_attention_backward": products.attention(14, backward=True, heads_first=False),
     "_cudnn_attention_forward": products.attention(10),
     # our own, `stepscope::`
-    "flash_attention_forward": products.attention(3),
-    "flash_attention_backward": products.attention(6, backward=True),
+    "flash_attention_forward": products.attention(3, window_at=8),
+    "flash_attention_backward": products.attention(6, window_at=11, backward=True),
 }

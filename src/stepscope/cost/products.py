@@ -55,9 +55,36 @@ def matmul(call: Call) -> OperatorCost:
 # --- Attention
 
 
-def attention(causal_at: int, *, backward: bool = False, heads_first: bool = True) -> Form:
+def visible_pairs(queries: int, keys: int, *, causal: bool, window: tuple[int, int] = (-1, -1)) -> float:
+    """Return how many pairs of a query and a key count: half of all under a causal mask, and exactly the visible ones
+    with a window, which is how many keys a query sees before and after its own position (negative: all)."""
+    left, right = window
+    if left < 0 and right < 0:
+        return queries * keys / 2 if causal else queries * keys
+    last = 0 if causal else right if right >= 0 else queries + keys
+    first = left if left >= 0 else queries + keys
+    return _pairs_up_to(last, queries, keys) - _pairs_up_to(-first - 1, queries, keys)
+
+
+def _pairs_up_to(distance: int, queries: int, keys: int) -> int:
+    """Return the number of pairs whose key is at most this far after the position of the query. The last query is
+    aligned with the last key. Each query sees one key more than the one before it: first none, in the end all."""
+    seen_by_last = keys + distance
+
+    def triangle(size: int) -> int:
+        return max(0, size) * (max(0, size) + 1) // 2
+
+    ramp = triangle(seen_by_last) - triangle(seen_by_last - queries)
+    beyond = triangle(seen_by_last - keys) - triangle(seen_by_last - keys - queries)
+    return ramp - beyond
+
+
+def attention(
+    causal_at: int, *, window_at: int | None = None, backward: bool = False, heads_first: bool = True
+) -> Form:
     """Return the cost of attention. `causal_at` is the position of `is_causal`, or of the kind of mask, where 0 means
-    none. If the arguments were not recorded, the full square counts."""
+    none; `window_at` that of the first number of a window. If the arguments were not recorded, the full square
+    counts."""
 
     def cost(call: Call) -> OperatorCost:
         start = 1 if backward else 0
@@ -66,14 +93,20 @@ def attention(causal_at: int, *, backward: bool = False, heads_first: bool = Tru
             raise UnknownCost  # packed sequences of different lengths: only their sum is known
         length_at, heads_at = (2, 1) if heads_first else (1, 2)
         batch, heads, queries, keys = q.dims[0], q.dims[heads_at], q.dims[length_at], k.dims[length_at]
-        square = 2 * batch * heads * queries * keys * (q.dims[3] + v.dims[3])
-        forward = square / 2 if call.argument(causal_at) in ("True", "1", "2") else square
+        causal = call.argument(causal_at) in ("True", "1", "2")
+        window = (-1, -1) if window_at is None else (_limit(call, window_at), _limit(call, window_at + 1))
+        pairs = visible_pairs(queries, keys, causal=causal, window=window)
+        forward = 2 * batch * heads * pairs * (q.dims[3] + v.dims[3])
         out = Tensor((*q.dims[:3], v.dims[3]), q.kind)
         if backward:
             return make_cost(forward * BACKWARD_PRODUCTS, [q, k, v, out, out], [q, k, v])
         return make_cost(forward, [q, k, v], [out])
 
     return cost
+
+
+def _limit(call: Call, place: int) -> int:
+    return int(call.argument(place) or "-1")
 
 
 # --- Convolution

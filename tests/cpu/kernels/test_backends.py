@@ -10,7 +10,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from stepscope.kernels import flash_attention
 from stepscope.kernels.attention import backends, chosen_backends
-from stepscope.kernels.attention.problem import Problem, is_tma_able
+from stepscope.kernels.attention.problem import NO_EXTRAS, Extras, Problem, is_tma_able
 from stepscope.nn import functional
 
 
@@ -32,9 +32,10 @@ def problem(
     device: str = "cuda",
     lengths: tuple[int, int] = (8, 8),
     causal: bool = False,
+    extras: Extras = NO_EXTRAS,
 ) -> Problem:
     q, k = (torch.empty(2, 4, length, head_dim, dtype=dtype, device=device) for length in lengths)
-    return Problem(q, k, k, causal)
+    return Problem(q, k, k, causal, extras)
 
 
 @pytest.mark.usefixtures("gpu")
@@ -56,6 +57,78 @@ def test_hopper_runs_what_it_supports() -> None:
 )
 def test_hopper_rejects_unsupported_problems(options: dict[str, Any], reason: str) -> None:
     assert (backends.refusal("hopper", problem(**options)) or "").startswith(reason)
+
+
+# --- What a call adds ---
+
+TABLE = torch.zeros(2, 2, 8, dtype=torch.int32)
+OTHERS = {
+    "softcap": Extras(softcap=30.0),
+    "bias": Extras(bias=torch.zeros(1, 1, 8, 8)),
+    "alibi_slopes": Extras(slopes=torch.zeros(1, 4)),
+    "sinks": Extras(sinks=torch.zeros(4)),
+}
+
+
+@pytest.mark.usefixtures("gpu")
+def test_hopper_runs_windows_and_documents() -> None:
+    assert backends.choose(problem(extras=Extras(left=3, right=0, documents=TABLE))) == "hopper"
+
+
+@pytest.mark.usefixtures("gpu")
+@pytest.mark.parametrize("name", OTHERS)
+def test_hopper_rejects_other_extras_by_name(name: str) -> None:
+    extras = OTHERS[name]._replace(left=3)
+    assert backends.refusal("hopper", problem(extras=extras)) == f"it does not support `{name}`"
+    assert backends.refusal("triton", problem(extras=extras)) is None
+
+
+def test_auto_warns_once_that_an_extra_is_slower(gpu: pytest.MonkeyPatch) -> None:
+    gpu.setattr(backends, "_warned", set())
+    both = problem(extras=Extras(softcap=30.0, sinks=torch.zeros(4)))
+    before = dict(chosen_backends())
+    with pytest.warns(
+        UserWarning, match="`hopper` does not support `softcap` or `sinks`, so attention runs on `triton`"
+    ):
+        assert backends.choose(both) == "triton"
+    assert backends.choose(both) == "triton"  # another warning would be an error
+    with pytest.warns(UserWarning, match="`hopper` does not support `softcap`, so .* Pass `backend='triton'`"):
+        backends.choose(problem(extras=OTHERS["softcap"]))
+    new = {key: count - before.get(key, 0) for key, count in chosen_backends().items() if before.get(key) != count}
+    assert new == {
+        ("triton", "hopper: it does not support `softcap` or `sinks`"): 2,
+        ("triton", "hopper: it does not support `softcap`"): 1,
+    }
+
+
+def test_auto_does_not_warn_where_hopper_would_not_run_anyway(gpu: pytest.MonkeyPatch) -> None:
+    gpu.setattr(backends, "_warned", set())
+    assert backends.choose(problem(160, extras=OTHERS["sinks"])) == "triton"
+    gpu.setattr(backends, "_capability", lambda _: (8, 0))
+    assert backends.choose(problem(extras=OTHERS["sinks"])) == "triton"
+
+
+@pytest.mark.parametrize("backend", ["sdpa", "sdpa-flash", "sdpa-math"])
+@pytest.mark.parametrize("name", OTHERS)
+def test_sdpa_rejects_every_extra(backend: str, name: str) -> None:
+    extended = problem(device="cpu", extras=OTHERS[name])
+    assert backends.refusal(backend, extended) == f"it does not support `{name}`"
+    assert backends.refusal(backend, extended._replace(extras=Extras(left=1))) == "it does not support `window`"
+    assert (
+        backends.refusal(backend, extended._replace(extras=Extras(documents=TABLE)))
+        == "it does not support `documents`"
+    )
+
+
+def test_auto_runs_extras_in_tiles_on_a_cpu() -> None:
+    x = torch.zeros(1, 1, 3, 4)
+    before = dict(chosen_backends())
+    flash_attention(x, x, x, causal=True, window=2)
+    new = {key: count - before.get(key, 0) for key, count in chosen_backends().items() if before.get(key) != count}
+    assert new == {("tiled", "sdpa: it does not support `window`"): 1}
+
+
+# --- Other machines ---
 
 
 @pytest.mark.parametrize(

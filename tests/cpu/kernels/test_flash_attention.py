@@ -340,7 +340,7 @@ def test_operators_pass_opcheck() -> None:
 
 def test_operator_is_differentiable() -> None:
     inputs = qkv(2, 2, 7, 8)
-    output, lse = operators.forward_operator(*inputs, True, 8**-0.5, "tiled", False, False)  # noqa: FBT003
+    output, lse = operators.differentiable_operator(*inputs, True, 8**-0.5, "tiled", False, False)  # noqa: FBT003
     assert output.requires_grad
     assert not lse.requires_grad
     ours = torch.autograd.grad(output.sum(), inputs)
@@ -362,8 +362,20 @@ def test_flops_count_a_causal_mask_as_half(causal: bool, share: int) -> None:
     }
 
 
-@pytest.mark.parametrize("operator", [operators.forward_operator, operators.backward_operator], ids=str)
-def test_trace_of_the_operators_gives_their_cost(operator: Any) -> None:
+@pytest.mark.parametrize(
+    ("window", "pairs"), [({}, 16 * 24 / 2), ({"left": "2"}, 16 * 3), ({"left": "-1", "right": "-1"}, 16 * 24 / 2)]
+)
+@pytest.mark.parametrize(
+    "operator",
+    [
+        operators.forward_operator,
+        operators.forward_with_extras,
+        operators.backward_operator,
+        operators.backward_with_extras,
+    ],
+    ids=str,
+)
+def test_trace_of_the_operators_gives_their_cost(operator: Any, window: dict[str, str], pairs: float) -> None:
     """From the position of each argument, as a profiler writes them."""
     shapes = {"grad": (2, 4, 16, 8), "q": (2, 4, 16, 8), "k": (2, 2, 24, 8), "v": (2, 2, 24, 8), "lse": (2, 4, 16)}
     names = [argument.name for argument in operator._schema.arguments]
@@ -371,11 +383,11 @@ def test_trace_of_the_operators_gives_their_cost(operator: Any) -> None:
         operator.name(),
         json.dumps([shapes.get(name, shapes["q"] if name == "o" else ()) for name in names]),
         json.dumps(["c10::BFloat16" if name in (*shapes, "o") else "Scalar" for name in names]),
-        json.dumps(["True" if name == "causal" else "" for name in names]),
+        json.dumps(["True" if name == "causal" else window.get(name, "") for name in names]),
     )
     assert found is not None
-    products = 2 if operator is operators.forward_operator else 5
-    assert found.flops == products * 2 * 2 * 4 * 16 * 24 * 8 / 2
+    products = 5 if "grad" in names else 2
+    assert found.flops == products * 2 * 2 * 4 * (pairs if "left" in names else 16 * 24 / 2) * 8
 
 
 # --- Invalid arguments ---

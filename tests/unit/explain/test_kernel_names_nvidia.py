@@ -420,6 +420,7 @@ def test_helpers_of_a_convolution_are_not_convolutions(name: str, kernel_class: 
         ("attention_forward", "stepscope", "attention forward (stepscope)", "forward"),
         ("attention_backward_keys", "stepscope", "attention backward, dK and dV (stepscope)", "backward"),
         ("attention_hopper_forward", "stepscope", "attention forward (stepscope)", "forward"),
+        ("attention_hopper_local_forward", "stepscope", "attention forward (stepscope)", "forward"),
         ("attention_hopper_backward", "stepscope", "attention backward (stepscope)", "backward"),
         ("attention_hopper_finish", "stepscope", "convert the attention's dQ (stepscope)", "backward"),
         ("_attn_bwd_dkdv", "Triton", "attention backward (Triton)", "backward"),

@@ -106,7 +106,7 @@ _OTHERS: tuple[tuple[re.Pattern[str], str, str, Direction | None], ...] = compil
     (r"\b_bwd_preprocess_do_o_dot\b", "Triton", "row sums for the attention backward", "backward"),
     (r"\battention_hopper_prepare\b", "stepscope", "row sums for the attention backward", "backward"),
     (r"\battention_hopper_finish\b", "stepscope", "convert the attention's dQ", "backward"),
-    (r"\battention_(?:hopper_)?forward\b", "stepscope", "attention forward", "forward"),
+    (r"\battention_(?:hopper_)?(?:local_)?forward\b", "stepscope", "attention forward", "forward"),
     (r"\battention_backward_queries\b", "stepscope", "attention backward, dQ", "backward"),
     (r"\battention_backward_keys\b", "stepscope", "attention backward, dK and dV", "backward"),
     (r"\battention_hopper_backward\b", "stepscope", "attention backward", "backward"),

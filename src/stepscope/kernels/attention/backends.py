@@ -19,13 +19,14 @@ from typing import Literal, NamedTuple
 import torch
 
 from stepscope.errors import nearest
-from stepscope.kernels.attention.problem import Problem, UnsupportedError, is_tma_able
+from stepscope.kernels.attention.problem import NO_EXTRAS, Problem, UnsupportedError, is_tma_able
 from stepscope.spec.backends import BACKENDS as REGISTERED
 
 # Hopper's tiles are 64 or 128 wide and a head is padded to that in shared memory, which costs tensor-core work but no
 # memory traffic. These sizes still beat `triton` on an H200: 48 by 1.2× in forward, and 80 by 1.5×; at 32 they are
 # even, and at 16 `triton` wins.
 HOPPER_HEAD_DIMS = frozenset(range(40, 129, 8))
+HOPPER_EXTRAS = frozenset(("window", "documents"))
 
 
 # --- The machine ---
@@ -97,7 +98,19 @@ def _refuses_hopper(problem: Problem) -> str | None:
     for name, x in (("q", q_BHLD), ("k", problem.k_BGKD), ("v", problem.v_BGKD)):
         if not is_tma_able(x):
             return f"the copy engine cannot read `{name}`: its strides and address must be multiples of 16 bytes"
-    return None
+    return _lacks(problem, HOPPER_EXTRAS)
+
+
+def _lacks(problem: Problem, supported: frozenset[str]) -> str | None:
+    lacking = _lacking(problem, supported)
+    return f"it does not support {lacking}" if lacking else None
+
+
+def _lacking(problem: Problem, supported: frozenset[str]) -> str:
+    """Return the extras of the problem that are not supported, by the names of their arguments."""
+    if problem.extras is NO_EXTRAS:
+        return ""
+    return " or ".join(f"`{name}`" for name in problem.extras.names if name not in supported)
 
 
 def _refuses_plain(problem: Problem) -> str | None:
@@ -109,7 +122,7 @@ def _refuses_plain(problem: Problem) -> str | None:
 def _refuses_sdpa(problem: Problem) -> str | None:
     if problem.hides_keys and problem.num_queries != problem.num_keys:
         return "it aligns causal masks at the start, which requires as many queries as keys"
-    return _refuses_plain(problem)
+    return _refuses_plain(problem) or _lacks(problem, frozenset())
 
 
 def _refuses_sdpa_kernel(backend: str) -> Callable[[Problem], str | None]:
@@ -134,7 +147,7 @@ def _ask_sdpa(backend: str, problem: Problem) -> str | None:
     }
     if torch.compiler.is_compiling():
         return None  # not traceable; where PyTorch cannot run it, it raises itself
-    q_BHLD, k_BGKD, v_BGKD, causal = problem
+    q_BHLD, k_BGKD, v_BGKD, causal = problem[:4]
     params = torch.backends.cuda.SDPAParams(q_BHLD, k_BGKD, v_BGKD, None, 0.0, causal, problem.is_grouped)
     if asks[backend](params):
         return None
@@ -160,7 +173,7 @@ class BackendFunctions(NamedTuple):
 
 
 FUNCTIONS = {
-    "hopper": BackendFunctions(_refuses_hopper, "hopper_launch", needs_gpu=True, repeats="never"),
+    "hopper": BackendFunctions(_refuses_hopper, "hopper.launch", needs_gpu=True, repeats="never"),
     "triton": BackendFunctions(_refuses_triton, "triton_launch", needs_gpu=True),
     "tiled": BackendFunctions(_refuses_nothing, "tiled"),
     "naive": BackendFunctions(_refuses_plain),
@@ -182,6 +195,7 @@ PLAIN = tuple(name for name in FUNCTIONS if name not in FLASH)
 # --- The choice ---
 
 _chosen: Counter[tuple[str, str]] = Counter()
+_warned: set[str] = set()
 
 
 def check_backend(backend: str, among: Sequence[str] = BACKENDS) -> None:
@@ -225,9 +239,29 @@ def choose(problem: Problem, *, deterministic: bool = False, among: Sequence[str
         reason = refusal(backend, problem, deterministic=deterministic)
         if reason is None:
             _chosen[backend, "; ".join(reasons)] += 1
+            if problem.extras is not NO_EXTRAS and reasons:
+                _warn_of_extras(backend, problem)
             return backend
         reasons.append(f"{backend}: {reason}")
     raise UnsupportedError(f"no `backend` can run this: {'; '.join(reasons)}")
+
+
+def _warn_of_extras(backend: str, problem: Problem) -> None:
+    """Warn once per process and reason that an extra is the only thing that keeps a problem off `hopper`."""
+    lacking = _lacking(problem, HOPPER_EXTRAS)
+    if not lacking or lacking in _warned or _refuses_hopper(problem._replace(extras=NO_EXTRAS)) is not None:
+        return
+    _warned.add(lacking)
+    warnings.warn(
+        f"`hopper` does not support {lacking}, so attention runs on `{backend}`, which is slower on this GPU. Pass "
+        f"`backend='{backend}'` to accept that without this warning, or leave the argument out to run on `hopper`.",
+        stacklevel=2,
+    )
+
+
+def count(backend: str) -> None:
+    """Record that `auto` chose its first preference, as for an equal call before."""
+    _chosen[backend, ""] += 1
 
 
 def preferences(device: torch.device) -> tuple[str, ...]:

@@ -18,7 +18,6 @@ from torch import Tensor
 
 MAX_HEAD_DIM = 256
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-NAMES = ("q", "k", "v")
 # bytes, for Hopper's bulk copy engine: alignment of the first element and of every stride but the last
 TMA_ALIGNMENT = 16
 _NEVER_TAKEN = 16  # elements: a stride that passes every check
@@ -28,6 +27,47 @@ class UnsupportedError(ValueError):
     """The request is valid, but not supported: by this backend, or by any."""
 
 
+class Extras(NamedTuple):
+    """What a call adds to plain attention: it hides keys or changes scores. The defaults add nothing.
+
+    The position of query i is i + K - L, as for a causal mask. A query at position p sees the keys from p - `left` to
+    p + `right`; a negative number means all, and a causal mask is a `right` of 0. With `documents`, it sees only keys
+    of its own document, which requires as many queries as keys: the table has the first position of each position's
+    document, and the one after its last.
+
+    A score is scale · q·k, then softcap · tanh(score / softcap) unless `softcap` is zero, then plus `bias`, then plus
+    slope · (key - position of the query). `sinks` are one more score per head, which takes part in the softmax and has
+    no value.
+
+    With a causal mask, `right` stays negative: so a plain causal call has no extras. In float64, `slopes` and `sinks`
+    are float64 too.
+    """
+
+    left: int = -1
+    right: int = -1
+    softcap: float = 0.0
+    bias: Tensor | None = None  # (B or 1, H or 1, L or 1, K or 1), in the dtype of q or fp32
+    slopes: Tensor | None = None  # (B or 1, H), fp32
+    sinks: Tensor | None = None  # (H,), fp32
+    documents: Tensor | None = None  # (2, B, L), int32
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The arguments of `flash_attention` that these come from."""
+        used = {
+            "window": self.left >= 0 or self.right >= 0,
+            "softcap": self.softcap != 0,
+            "bias": self.bias is not None,
+            "alibi_slopes": self.slopes is not None,
+            "sinks": self.sinks is not None,
+            "documents": self.documents is not None,
+        }
+        return tuple(name for name, is_used in used.items() if is_used)
+
+
+NO_EXTRAS = Extras()
+
+
 class Problem(NamedTuple):
     """One call of attention. A tuple rather than a dataclass: one is created per call, and microseconds count."""
 
@@ -35,6 +75,7 @@ class Problem(NamedTuple):
     k_BGKD: Tensor
     v_BGKD: Tensor
     causal: bool
+    extras: Extras = NO_EXTRAS
 
     @property
     def head_dim(self) -> int:
@@ -74,7 +115,7 @@ def _has_autocast(kind: str) -> bool:
 
 
 def _check_kinds(q: Tensor, k: Tensor, v: Tensor, *, causal: bool) -> None:
-    for name, x in zip(NAMES, (q, k, v), strict=True):
+    for name, x in (("q", q), ("k", k), ("v", v)):
         if not isinstance(x, Tensor):
             raise TypeError(f"`{name}` must be a tensor, but got {type(x).__name__}")
         if x.dtype not in DTYPES:
@@ -85,18 +126,19 @@ def _check_kinds(q: Tensor, k: Tensor, v: Tensor, *, causal: bool) -> None:
 
 def _check_shapes(q: Tensor, k: Tensor, v: Tensor) -> None:
     """Check for one dtype, one device, and matching shapes."""
-    alike = q.dtype == k.dtype == v.dtype and q.device == k.device == v.device and q.shape == k.shape == v.shape
+    shape = q.shape  # each access creates a tuple
+    alike = q.dtype == k.dtype == v.dtype and q.device == k.device == v.device and shape == k.shape == v.shape
     if not alike:  # grouped heads, different lengths, or mistakes: check each
         _check_against_q("k", k, q)
         _check_against_q("v", v, q)
         if v.shape != k.shape:
             raise ValueError(f"expected `v` to have the shape of `k` {tuple(k.shape)}, but got {tuple(v.shape)}")
-    if q.dim() < 2:
-        raise ValueError(f"expected `q` to have shape (..., length, head dim), but got {tuple(q.shape)}")
-    if not 1 <= q.shape[-1] <= MAX_HEAD_DIM:
-        raise UnsupportedError(f"expected `q` to have a head dim from 1 to {MAX_HEAD_DIM}, but got {q.shape[-1]}")
-    if q.dim() > 3 and q.shape[-3] == 0:
-        raise ValueError(f"expected `q` to have at least one head, but got shape {tuple(q.shape)}")
+    if len(shape) < 2:
+        raise ValueError(f"expected `q` to have shape (..., length, head dim), but got {tuple(shape)}")
+    if not 1 <= shape[-1] <= MAX_HEAD_DIM:
+        raise UnsupportedError(f"expected `q` to have a head dim from 1 to {MAX_HEAD_DIM}, but got {shape[-1]}")
+    if len(shape) > 3 and shape[-3] == 0:
+        raise ValueError(f"expected `q` to have at least one head, but got shape {tuple(shape)}")
 
 
 def _check_against_q(name: str, x: Tensor, q: Tensor) -> None:
@@ -127,13 +169,17 @@ def choose_scale(scale: float | None, head_dim: int) -> float:
     """
     if scale is None:
         return 1 / math.sqrt(head_dim)
-    if isinstance(scale, bool) or not isinstance(scale, int | float):
-        raise TypeError(f"`scale` must be a number, but got {type(scale).__name__}")
+    check_number("scale", scale)
     if not 0 <= scale <= sys.float_info.max:  # not `isfinite`, which a compiler cannot trace
         raise ValueError(
             f"`scale` must be finite and non-negative, because the row maximum is taken before scaling, but got {scale}"
         )
     return float(scale)
+
+
+def check_number(name: str, number: float) -> None:
+    if isinstance(number, bool) or not isinstance(number, int | float):
+        raise TypeError(f"`{name}` must be a number, but got {type(number).__name__}")
 
 
 def as_4d(x: Tensor) -> Tensor:

@@ -69,7 +69,25 @@ def choose(key: TileKey) -> Tile:
     return candidates(key)[0]
 
 
+def choose_for_extras(key: TileKey) -> Tile | None:
+    """The tile for changed scores or documents, where the default leaves too few registers or too little memory."""
+    return _FOR_EXTRAS.get((key.architecture, key.stage, key.arithmetic, key.width))
+
+
 _Table = dict[tuple[Pass, Arithmetic], dict[int, tuple[Tile, ...]]]
+
+# Compiled, but not measured. With documents, twice as many threads as rows: Triton then keeps a row's bounds with its
+# scores, and does not move them through shared memory in the loop, which would serialize the matmuls.
+_FOR_EXTRAS: dict[tuple[Architecture, Pass, Arithmetic, int], Tile] = {
+    ("hopper", "forward", "half", 16): Tile(128, 64, 8, 3),
+    ("hopper", "forward", "half", 32): Tile(128, 64, 8, 3),
+    ("hopper", "forward", "half", 64): Tile(128, 64, 8, 3),
+    ("hopper", "forward", "half", 128): Tile(128, 64, 8, 3),
+    ("hopper", "forward", "half", 256): Tile(64, 64, 4, 2),
+    ("hopper", "backward_queries", "half", 128): Tile(64, 64, 4, 2),
+    ("hopper", "backward_keys", "half", 64): Tile(64, 64, 8, 3),
+    ("hopper", "backward_keys", "half", 128): Tile(64, 64, 8, 2),
+}
 
 # Measured on an H200. fp32 is fastest with fewer than 64 rows or fewer than four warps, where Triton uses Ampere's mma:
 # Hopper's wgmma needs both parts of every operand written back to shared memory.

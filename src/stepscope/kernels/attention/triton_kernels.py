@@ -24,10 +24,15 @@ causal).
 The first kernel also writes what the second needs of each row: delta = rowsum(o · do), from the stored o, and the
 log-sum-exp in base 2. This saves a launch compared with a separate kernel for delta, and one read of do. Both are in
 `rows`, (B·H, 2, padded queries), padded so that every head's numbers are aligned. A row beyond the last reads as zero,
-here as in q and do, and then adds nothing whatever its weight.
+here as in q and do, and then adds nothing whatever its weight, as long as that is finite.
+
+What a call adds to plain attention comes in one tuple, `KernelExtras`. Triton compiles a kernel for each combination of
+members that are None, so that a kernel only contains what its call asks for, and plain attention has none of it.
 """
 
 # M queries in a tile, N keys in a tile, D head dim padded to a power of two.
+
+from typing import Any, NamedTuple
 
 import triton
 import triton.language as tl
@@ -37,6 +42,30 @@ LN_2 = tl.constexpr(0.6931471805599453)
 LOWEST = tl.constexpr(-3.4028234663852886e38)
 # Instead of zero, which would turn a masked score into NaN: scores are the same to the last bit of the softmax.
 SMALLEST_SCALE = tl.constexpr(1e-37)
+
+
+class KernelExtras(NamedTuple):
+    """`Extras` as kernels take them. A member is None if the call does not ask for it.
+
+    Strides are members, and not in tuples of their own: triton 3.6.0 loses constants in tuples within tuples. They are
+    zero in a dimension that is broadcast.
+    """
+
+    left: Any = None
+    right: Any = None  # None under a causal mask, which is a right of 0
+    softcap: Any = None
+    bias: Any = None  # (B, H, L, K)
+    bias_batch_stride: Any = None
+    bias_head_stride: Any = None
+    bias_query_stride: Any = None  # None, and not zero, if all queries have the same bias
+    bias_key_stride: Any = None
+    bias_keys: Any = None  # K: unlike `num_keys`, Triton knows if 16 divides it, and then loads several numbers at once
+    slopes: Any = None  # (B, H)
+    slopes_batch_stride: Any = None
+    slopes_head_stride: Any = None
+    sinks: Any = None  # (H,)
+    document_starts: Any = None  # (B, L), as the next
+    document_ends: Any = None
 
 
 # --- Tile matmuls ---
@@ -74,42 +103,167 @@ def _split(x):
 
 # --- Which keys a query sees, and what follows for tiles ---
 #
-# The one place that a new kind of mask has to change. A causal mask is aligned at the end: query i of L sees key j of K
-# iff j <= i + K - L. Tiles that no query sees are skipped. Tiles in which every query sees every key need no mask, and
-# kernels branch around it: it costs a comparison and a select for every score.
+# The one place that a new kind of mask has to change. Every mask is aligned at the end: query i of L is at position
+# i + K - L, and a causal mask shows it the keys up to there. The keys that a query sees are always a range, and so are
+# the queries that see a key. Later queries see later ranges, so the first and the last query of a tile bound the range
+# of a tile. Tiles that no query sees are skipped. Tiles in which every query sees every key need no mask, and kernels
+# branch around it: it costs a comparison and a select for every score.
+#
+# A document is the same range of positions for its queries as for its keys.
 
 
 @triton.jit
-def sees(query, key, num_queries, num_keys, CAUSAL: tl.constexpr):
-    """Whether each query sees each key; the two broadcast. Undefined for queries beyond the last."""
+def load_document(position, batch, length, extras):
+    """The first position of a position's document, and the one after its last. Beyond the last position, those of the
+    last. Without documents, everything is one.
+    """
+    start = 0
+    end = length
+    if extras.document_starts is not None:
+        place = tl.cast(batch, tl.int64) * length + tl.minimum(position, length - 1)
+        start = tl.load(extras.document_starts + place)
+        end = tl.load(extras.document_ends + place)
+    return start, end
+
+
+@triton.jit
+def sees(query, key, num_queries, num_keys, extras, CAUSAL: tl.constexpr):
+    """Whether each query sees each key, if they are in the same document; the two broadcast. Undefined for queries
+    beyond the last.
+    """
     if CAUSAL:
         visible = key <= query + (num_keys - num_queries)
     else:
         visible = key < num_keys
+    if extras.right is not None:
+        visible = visible & (key <= query + (num_keys - num_queries) + extras.right)
+    if extras.left is not None:
+        visible = visible & (key >= query + (num_keys - num_queries) - extras.left)
     return visible
 
 
 @triton.jit
-def keys_of_queries(first_query, num_queries, num_keys, BLOCK_M: tl.constexpr, CAUSAL: tl.constexpr):
-    """For BLOCK_M queries: every one of them sees the keys before `all_see`, and none sees a key from `end` on."""
-    all_see = num_keys
-    end = num_keys
-    if CAUSAL:
-        seen_by_first = first_query + 1 + num_keys - num_queries
-        all_see = tl.minimum(num_keys, tl.maximum(0, seen_by_first))
-        end = tl.minimum(num_keys, tl.maximum(0, seen_by_first + BLOCK_M - 1))
-    return all_see, end
+def contains(document, position):
+    """Whether each document contains each position; the two broadcast."""
+    start, end = document
+    return (position >= start) & (position < end)
 
 
 @triton.jit
-def queries_of_keys(first_key, num_queries, num_keys, BLOCK_N: tl.constexpr, CAUSAL: tl.constexpr):
-    """For BLOCK_N keys: no query before `first` sees any of them, and every query from `all_see` on sees them all."""
-    first = 0
-    all_see = 0
+def keys_of_query(query, batch, num_queries, num_keys, extras, CAUSAL: tl.constexpr):
+    """The query sees the keys from `first` on and before `end`."""
+    first, end = load_document(query, batch, num_keys, extras)
+    behind = query + 1 + num_keys - num_queries
+    if extras.left is not None:
+        first = tl.maximum(first, behind - 1 - extras.left)
     if CAUSAL:
-        first = tl.maximum(0, first_key + num_queries - num_keys)
-        all_see = tl.maximum(0, first_key + BLOCK_N - 1 + num_queries - num_keys)
-    return first, all_see
+        end = tl.minimum(num_keys, tl.maximum(0, behind))
+    elif extras.right is not None:
+        end = tl.minimum(end, tl.maximum(0, behind + extras.right))
+    return first, end
+
+
+@triton.jit
+def queries_of_key(key, batch, num_queries, num_keys, extras, CAUSAL: tl.constexpr):
+    """The queries from `first` on and before `end` see the key."""
+    first, end = load_document(key, batch, num_queries, extras)
+    query = key + num_queries - num_keys
+    if extras.left is not None:
+        end = tl.minimum(end, query + 1 + extras.left)
+    if CAUSAL:
+        first = tl.maximum(0, query)
+    elif extras.right is not None:
+        first = tl.maximum(first, query - extras.right)
+    return first, end
+
+
+@triton.jit
+def keys_of_queries(first_query, batch, num_queries, num_keys, extras, BLOCK_M: tl.constexpr, CAUSAL: tl.constexpr):
+    """For BLOCK_M queries: none sees a key before `first` or from `end` on, and every one of them sees the keys from
+    `all_from` on and before `all_to`.
+    """
+    first, all_to = keys_of_query(first_query, batch, num_queries, num_keys, extras, CAUSAL)
+    all_from, end = keys_of_query(first_query + BLOCK_M - 1, batch, num_queries, num_keys, extras, CAUSAL)
+    return first, end, all_from, all_to
+
+
+@triton.jit
+def queries_of_keys(first_key, batch, num_queries, num_keys, extras, BLOCK_N: tl.constexpr, CAUSAL: tl.constexpr):
+    """For BLOCK_N keys: no query before `first` or from `end` on sees any of them, and every query from `all_from` on
+    and before `all_to` sees them all.
+    """
+    first, all_to = queries_of_key(first_key, batch, num_queries, num_keys, extras, CAUSAL)
+    all_from, end = queries_of_key(first_key + BLOCK_N - 1, batch, num_queries, num_keys, extras, CAUSAL)
+    return first, end, all_from, all_to
+
+
+# --- Scores ---
+#
+# In base 2: everything that a score is made of is multiplied by the logarithm of e.
+
+
+@triton.jit
+def change_scores(
+    products, query, key, batch, head, slope, scale, num_queries, num_keys, extras, PRECISION: tl.constexpr
+):
+    """The scores in base 2 from the products q·k, and the derivative of the softcap."""
+    steepness = 1.0
+    if extras.softcap is not None:
+        tanh, steepness = scaled_tanh(products, scale / extras.softcap, PRECISION)
+        scores = tanh * (extras.softcap * LOG2_E)
+    else:
+        scores = products * (scale * LOG2_E)
+    if extras.bias is not None:
+        scores += load_bias(batch, head, query, key, num_queries, extras).to(tl.float32) * LOG2_E
+    if extras.slopes is not None:
+        # The difference of two small integers is exact; that of their products with the slope would not be.
+        position = query + (num_keys - num_queries)
+        scores += (key.to(tl.float32) - position.to(tl.float32)) * (slope * LOG2_E)
+    return scores, steepness
+
+
+@triton.jit
+def scaled_tanh(x, factor, PRECISION: tl.constexpr):
+    """tanh(factor · x), and 1 - tanh², its derivative by factor · x.
+
+    The distance to 1 is exact to the last bits where it is small, but near zero the tanh is a difference of two numbers
+    close to 1, and at -1 its derivative is. That only matters in full fp32, where the tanh of small numbers is a
+    polynomial, with the coefficients of the Cephes library, and that of negative numbers is mirrored.
+    """
+    if PRECISION == "tf32x3":
+        x = x * factor
+        below_one = 2.0 / (1.0 + tl.math.exp2(tl.abs(x) * (2 * LOG2_E)))
+        tanh = tl.where(x < 0, below_one - 1.0, 1.0 - below_one)
+        square = x * x
+        series = ((-5.70498872745e-3 * square + 2.06390887954e-2) * square - 5.37397155531e-2) * square
+        series = ((series + 1.33314422036e-1) * square - 3.33332819422e-1) * square
+        tanh = tl.where(square < 0.625 * 0.625, x + x * series, tanh)
+    else:
+        below_one = 2.0 / (1.0 + tl.math.exp2(x * (factor * (2 * LOG2_E))))
+        tanh = 1.0 - below_one
+    return tanh, below_one * (2.0 - below_one)
+
+
+@triton.jit
+def load_slope(batch, head, extras):
+    """The ALiBi slope of a head, or zero if there is none."""
+    slope = 0.0
+    if extras.slopes is not None:
+        place = tl.cast(batch, tl.int64) * extras.slopes_batch_stride + head * extras.slopes_head_stride
+        slope = tl.load(extras.slopes + place)
+    return slope
+
+
+@triton.jit
+def load_bias(batch, head, query, key, num_queries, extras):
+    """The bias of each query and key; the two broadcast. One without queries is loaded once for all of them."""
+    first = tl.cast(batch, tl.int64) * extras.bias_batch_stride + tl.cast(head, tl.int64) * extras.bias_head_stride
+    pointers = extras.bias + first + key.to(tl.int64) * extras.bias_key_stride
+    inside = key < extras.bias_keys
+    if extras.bias_query_stride is not None:
+        pointers += query.to(tl.int64) * extras.bias_query_stride
+        inside = inside & (query < num_queries)
+    return tl.load(pointers, mask=inside, other=0.0)
 
 
 # --- One tile of a strided (B, H, L, D) tensor in memory ---
@@ -204,11 +358,13 @@ def locate(num_blocks, num_heads, GROWING: tl.constexpr):
 @triton.jit(do_not_specialize=["num_heads", "heads_per_group", "num_queries", "num_keys"])
 def attention_forward(
     q, k, v, o, lse, q_strides, k_strides, v_strides, o_strides,
-    scale, num_heads, heads_per_group, num_queries, num_keys,
+    scale, num_heads, heads_per_group, num_queries, num_keys, extras,
     HEAD_DIM: tl.constexpr, WIDTH: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     CAUSAL: tl.constexpr, WHOLE_KEYS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """o and lse of BLOCK_M queries. WHOLE_KEYS promises that BLOCK_N divides the number of keys."""
+    HIDDEN: tl.constexpr = extras.left is not None or extras.right is not None or extras.document_starts is not None
+    CHANGED: tl.constexpr = extras.softcap is not None or extras.bias is not None or extras.slopes is not None
     block, head, batch = locate(tl.cdiv(num_queries, BLOCK_M), num_heads, CAUSAL)
     group = head // heads_per_group
     first_query = block * BLOCK_M
@@ -216,17 +372,31 @@ def attention_forward(
     q_MD = load_tile(q, q_strides, batch, head, first_query, num_queries, HEAD_DIM, BLOCK_M, WIDTH, False)
     max_M = tl.full([BLOCK_M], LOWEST, tl.float32)
     sum_M = tl.zeros([BLOCK_M], tl.float32)
+    if extras.sinks is not None:  # one more score that every row has seen; -inf is the same as none
+        sink2 = tl.load(extras.sinks + head) * LOG2_E
+        max_M = tl.maximum(max_M, sink2)
+        sum_M = tl.math.exp2(sink2 - max_M)
     acc_MD = tl.zeros([BLOCK_M, WIDTH], tl.float32)
-    scale2 = tl.maximum(scale * LOG2_E, SMALLEST_SCALE)
-    all_see, end = keys_of_queries(first_query, num_queries, num_keys, BLOCK_M, CAUSAL)
-    for first_key in tl.range(0, end, BLOCK_N):
+    scale2 = 1.0 if CHANGED else tl.maximum(scale * LOG2_E, SMALLEST_SCALE)
+    slope = load_slope(batch, head, extras)
+    document_M1 = load_document(query_M[:, None], batch, num_keys, extras)
+    first, end, all_from, all_to = keys_of_queries(first_query, batch, num_queries, num_keys, extras, BLOCK_M, CAUSAL)
+    for first_key in tl.range(first // BLOCK_N * BLOCK_N, end, BLOCK_N):
         first_key = tl.multiple_of(first_key, BLOCK_N)
         k_ND = load_tile(k, k_strides, batch, group, first_key, num_keys, HEAD_DIM, BLOCK_N, WIDTH, WHOLE_KEYS)
         scores_MN = multiply(q_MD, k_ND.T, tl.zeros([BLOCK_M, BLOCK_N], tl.float32), PRECISION)
-        if CAUSAL or not WHOLE_KEYS:
-            if first_key + BLOCK_N > all_see:
+        if CHANGED:
+            key_N = first_key + tl.arange(0, BLOCK_N)
+            scores_MN, _ = change_scores(
+                scores_MN, query_M[:, None], key_N[None, :], batch, head, slope, scale, num_queries, num_keys, extras,
+                PRECISION,
+            )  # fmt: skip
+        if CAUSAL or not WHOLE_KEYS or HIDDEN:
+            if first_key + BLOCK_N > all_to or (HIDDEN and first_key < all_from):
                 key_N = first_key + tl.arange(0, BLOCK_N)
-                visible_MN = sees(query_M[:, None], key_N[None, :], num_queries, num_keys, CAUSAL)
+                visible_MN = sees(query_M[:, None], key_N[None, :], num_queries, num_keys, extras, CAUSAL)
+                if extras.document_starts is not None:
+                    visible_MN = visible_MN & contains(document_M1, key_N[None, :])
                 scores_MN = tl.where(visible_MN, scores_MN, float("-inf"))
         new_max_M = tl.maximum(max_M, tl.max(scores_MN, 1) * scale2)
         weights_MN = tl.math.exp2(scores_MN * scale2 - new_max_M[:, None])
@@ -249,12 +419,16 @@ def attention_forward(
 
 @triton.jit(do_not_specialize=["num_heads", "heads_per_group", "num_queries", "num_keys"])
 def attention_backward_queries(
-    q, k, v, o, do, dq, lse, rows, q_strides, k_strides, v_strides, o_strides, do_strides, dq_strides,
-    scale, num_heads, heads_per_group, num_queries, num_keys, padded_queries,
+    q, k, v, o, do, dq, dbias, lse, rows, q_strides, k_strides, v_strides, o_strides, do_strides, dq_strides,
+    scale, num_heads, heads_per_group, num_queries, num_keys, padded_queries, extras,
     HEAD_DIM: tl.constexpr, WIDTH: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     CAUSAL: tl.constexpr, WHOLE_KEYS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """dQ, delta and the base-2 log-sum-exp of BLOCK_M queries. WHOLE_KEYS: BLOCK_N divides the number of keys."""
+    """dQ, delta and the base-2 log-sum-exp of BLOCK_M queries, and dbias, (B, H, L, K), unless it is None. WHOLE_KEYS:
+    BLOCK_N divides the number of keys.
+    """
+    HIDDEN: tl.constexpr = extras.left is not None or extras.right is not None or extras.document_starts is not None
+    CHANGED: tl.constexpr = extras.softcap is not None or extras.bias is not None or extras.slopes is not None
     block, head, batch = locate(tl.cdiv(num_queries, BLOCK_M), num_heads, CAUSAL)
     group = head // heads_per_group
     first_query = block * BLOCK_M
@@ -269,45 +443,70 @@ def attention_backward_queries(
     tl.store(rows + (2 * sequence + 1) * padded_queries + query_M, delta_M, mask=query_M < num_queries)
     q_MD = load_tile(q, q_strides, batch, head, first_query, num_queries, HEAD_DIM, BLOCK_M, WIDTH, False)
     dq_MD = tl.zeros([BLOCK_M, WIDTH], tl.float32)
-    scale2 = scale * LOG2_E
-    all_see, end = keys_of_queries(first_query, num_queries, num_keys, BLOCK_M, CAUSAL)
-    for first_key in tl.range(0, end, BLOCK_N):
+    scale2 = 1.0 if CHANGED else scale * LOG2_E
+    slope = load_slope(batch, head, extras)
+    document_M1 = load_document(query_M[:, None], batch, num_keys, extras)
+    first, end, all_from, all_to = keys_of_queries(first_query, batch, num_queries, num_keys, extras, BLOCK_M, CAUSAL)
+    for first_key in tl.range(first // BLOCK_N * BLOCK_N, end, BLOCK_N):
         first_key = tl.multiple_of(first_key, BLOCK_N)
         k_ND = load_tile(k, k_strides, batch, group, first_key, num_keys, HEAD_DIM, BLOCK_N, WIDTH, WHOLE_KEYS)
         v_ND = load_tile(v, v_strides, batch, group, first_key, num_keys, HEAD_DIM, BLOCK_N, WIDTH, WHOLE_KEYS)
         scores_MN = multiply(q_MD, k_ND.T, tl.zeros([BLOCK_M, BLOCK_N], tl.float32), PRECISION)
+        if CHANGED:
+            key_N = first_key + tl.arange(0, BLOCK_N)
+            scores_MN, steepness_MN = change_scores(
+                scores_MN, query_M[:, None], key_N[None, :], batch, head, slope, scale, num_queries, num_keys, extras,
+                PRECISION,
+            )  # fmt: skip
         weights_MN = tl.math.exp2(scores_MN * scale2 - lse2_M[:, None])
-        if CAUSAL or not WHOLE_KEYS:
-            if first_key + BLOCK_N > all_see:
+        if CAUSAL or not WHOLE_KEYS or HIDDEN:
+            if first_key + BLOCK_N > all_to or (HIDDEN and first_key < all_from):
                 key_N = first_key + tl.arange(0, BLOCK_N)
-                visible_MN = sees(query_M[:, None], key_N[None, :], num_queries, num_keys, CAUSAL)
+                visible_MN = sees(query_M[:, None], key_N[None, :], num_queries, num_keys, extras, CAUSAL)
+                if extras.document_starts is not None:
+                    visible_MN = visible_MN & contains(document_M1, key_N[None, :])
                 weights_MN = tl.where(visible_MN, weights_MN, 0.0)
         dweights_MN = multiply(do_MD, v_ND.T, tl.zeros([BLOCK_M, BLOCK_N], tl.float32), PRECISION)
-        dscores_MN = (weights_MN * (dweights_MN - delta_M[:, None])).to(k_ND.dtype)
-        dq_MD = multiply(dscores_MN, k_ND, dq_MD, PRECISION)
+        dscores_MN = weights_MN * (dweights_MN - delta_M[:, None])
+        if dbias is not None:
+            key_N = first_key + tl.arange(0, BLOCK_N)
+            place_MN = (sequence * num_queries + query_M[:, None]) * extras.bias_keys + key_N[None, :]
+            inside_MN = (query_M[:, None] < num_queries) & (key_N[None, :] < extras.bias_keys)
+            tl.store(dbias + place_MN, dscores_MN, mask=inside_MN)
+        if extras.softcap is not None:
+            dscores_MN = dscores_MN * steepness_MN
+        dq_MD = multiply(dscores_MN.to(k_ND.dtype), k_ND, dq_MD, PRECISION)
     store_tile(dq, dq_strides, batch, head, first_query, num_queries, dq_MD * scale, HEAD_DIM, BLOCK_M, WIDTH)
 
 
 @triton.jit(do_not_specialize=["num_groups", "heads_per_group", "num_queries", "num_keys"])
 def attention_backward_keys(
     q, k, v, do, dk, dv, rows, q_strides, k_strides, v_strides, do_strides, dk_strides, dv_strides,
-    scale, num_groups, heads_per_group, num_queries, num_keys, padded_queries,
+    scale, num_groups, heads_per_group, num_queries, num_keys, padded_queries, extras,
     HEAD_DIM: tl.constexpr, WIDTH: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     CAUSAL: tl.constexpr, WHOLE_QUERIES: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """dK and dV of BLOCK_N keys. WHOLE_QUERIES promises that BLOCK_M divides the number of queries."""
+    HIDDEN: tl.constexpr = extras.left is not None or extras.right is not None or extras.document_starts is not None
+    CHANGED: tl.constexpr = extras.softcap is not None or extras.bias is not None or extras.slopes is not None
     block, group, batch = locate(tl.cdiv(num_keys, BLOCK_N), num_groups, False)
     first_key = block * BLOCK_N
     k_ND = load_tile(k, k_strides, batch, group, first_key, num_keys, HEAD_DIM, BLOCK_N, WIDTH, False)
     v_ND = load_tile(v, v_strides, batch, group, first_key, num_keys, HEAD_DIM, BLOCK_N, WIDTH, False)
     dk_ND = tl.zeros([BLOCK_N, WIDTH], tl.float32)
     dv_ND = tl.zeros([BLOCK_N, WIDTH], tl.float32)
-    scale2 = scale * LOG2_E
-    first, all_see = queries_of_keys(first_key, num_queries, num_keys, BLOCK_N, CAUSAL)
+    scale2 = 1.0 if CHANGED else scale * LOG2_E
+    document_N1 = load_document((first_key + tl.arange(0, BLOCK_N))[:, None], batch, num_queries, extras)
+    first, end, all_from, all_to = queries_of_keys(first_key, batch, num_queries, num_keys, extras, BLOCK_N, CAUSAL)
+    # A bias or a slope may give rows beyond the last an infinite weight, which is NaN times zero.
+    TO_END: tl.constexpr = (
+        extras.left is not None or extras.document_starts is not None or (CHANGED and not WHOLE_QUERIES)
+    )
     for member in tl.range(0, heads_per_group):
         head = group * heads_per_group + member
         sequence = (batch * num_groups + group) * heads_per_group + member
-        for first_query in tl.range(first // BLOCK_M * BLOCK_M, num_queries, BLOCK_M):
+        slope = load_slope(batch, head, extras)
+        for first_query in tl.range(first // BLOCK_M * BLOCK_M, end, BLOCK_M):
             first_query = tl.multiple_of(first_query, BLOCK_M)
             q_MD = load_tile(
                 q, q_strides, batch, head, first_query, num_queries, HEAD_DIM, BLOCK_M, WIDTH, WHOLE_QUERIES
@@ -319,17 +518,28 @@ def attention_backward_keys(
             delta_M = load_row(rows, padded_queries, 2 * sequence + 1, first_query, num_queries, BLOCK_M, WHOLE_QUERIES)
             # Scores and weights are transposed, keys by queries: they are the left operand of the last two matmuls.
             scores_NM = multiply(k_ND, q_MD.T, tl.zeros([BLOCK_N, BLOCK_M], tl.float32), PRECISION)
+            if CHANGED:
+                query_M = first_query + tl.arange(0, BLOCK_M)
+                key_N = first_key + tl.arange(0, BLOCK_N)
+                scores_NM, steepness_NM = change_scores(
+                    scores_NM, query_M[None, :], key_N[:, None], batch, head, slope, scale, num_queries, num_keys,
+                    extras, PRECISION,
+                )  # fmt: skip
             weights_NM = tl.math.exp2(scores_NM * scale2 - lse2_M[None, :])
             # Keys beyond the last need no mask: their results are not stored.
-            if CAUSAL:
-                if first_query < all_see:
+            if CAUSAL or HIDDEN or TO_END:
+                if first_query < all_from or (TO_END and first_query + BLOCK_M > all_to):
                     query_M = first_query + tl.arange(0, BLOCK_M)
                     key_N = first_key + tl.arange(0, BLOCK_N)
-                    visible_NM = sees(query_M[None, :], key_N[:, None], num_queries, num_keys, CAUSAL)
+                    visible_NM = sees(query_M[None, :], key_N[:, None], num_queries, num_keys, extras, CAUSAL)
+                    if TO_END:
+                        visible_NM = visible_NM & contains(document_N1, query_M[None, :])
                     weights_NM = tl.where(visible_NM, weights_NM, 0.0)
             dweights_NM = multiply(v_ND, do_MD.T, tl.zeros([BLOCK_N, BLOCK_M], tl.float32), PRECISION)
             dv_ND = multiply(weights_NM.to(do_MD.dtype), do_MD, dv_ND, PRECISION)
-            dscores_NM = (weights_NM * (dweights_NM - delta_M[None, :])).to(q_MD.dtype)
-            dk_ND = multiply(dscores_NM, q_MD, dk_ND, PRECISION)
+            dscores_NM = weights_NM * (dweights_NM - delta_M[None, :])
+            if extras.softcap is not None:
+                dscores_NM = dscores_NM * steepness_NM
+            dk_ND = multiply(dscores_NM.to(q_MD.dtype), q_MD, dk_ND, PRECISION)
     store_tile(dk, dk_strides, batch, group, first_key, num_keys, dk_ND * scale, HEAD_DIM, BLOCK_N, WIDTH)
     store_tile(dv, dv_strides, batch, group, first_key, num_keys, dv_ND, HEAD_DIM, BLOCK_N, WIDTH)

@@ -25,9 +25,10 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from stepscope.errors import StepscopeError
 from stepscope.files import cache_folder, decode, read_plain, write_atomically, writing
 from stepscope.kernels.attention import tiles
-from stepscope.kernels.attention.problem import is_tma_able, tma_strides
+from stepscope.kernels.attention.problem import NO_EXTRAS, Extras, is_tma_able, tma_strides
 from stepscope.kernels.attention.tiles import Architecture, Arithmetic, Pass, Tile, TileKey, padded_width
 from stepscope.kernels.attention.triton_kernels import (
+    KernelExtras,
     attention_backward_keys,
     attention_backward_queries,
     attention_forward,
@@ -36,6 +37,7 @@ from stepscope.kernels.attention.triton_kernels import (
 # The interpreter has no architecture; it runs any tile.
 INTERPRETED_AS: Architecture = "hopper"
 ROW_ALIGNMENT = 16  # elements: the divisibility that Triton checks in a stride
+_PLAIN = KernelExtras()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,6 +47,15 @@ class PassSettings:
     causal: bool
     scale: float
     tf32: bool
+    extras: KernelExtras = _PLAIN
+
+    @property
+    def is_heavy(self) -> bool:
+        """Whether the extras need more registers than the usual tile leaves. The others need none or a few."""
+        extras = self.extras
+        return extras is not _PLAIN and any(
+            x is not None for x in (extras.softcap, extras.bias, extras.slopes, extras.document_starts)
+        )
 
 
 def arithmetic(dtype: torch.dtype, *, tf32: bool) -> Arithmetic:
@@ -75,18 +86,26 @@ def constants(q_BHLD: Tensor, tile: Tile, settings: PassSettings) -> dict[str, A
 
 
 def forward(
-    q_BHLD: Tensor, k_BGKD: Tensor, v_BGKD: Tensor, *, causal: bool, scale: float, tf32: bool
+    q_BHLD: Tensor,
+    k_BGKD: Tensor,
+    v_BGKD: Tensor,
+    *,
+    causal: bool,
+    scale: float,
+    tf32: bool,
+    extras: Extras = NO_EXTRAS,
 ) -> tuple[Tensor, Tensor]:
     """Return o, in the memory layout of q, and the log-sum-exp of the scores (natural logarithm, fp32)."""
     o_BHLD = torch.empty_like(q_BHLD)
     lse_BHL = torch.empty(q_BHLD.shape[:-1], dtype=torch.float32, device=q_BHLD.device)
     if k_BGKD.shape[2] == 0:
-        return o_BHLD.zero_(), lse_BHL.fill_(math.inf)
+        lse_BHL.fill_(math.inf) if extras.sinks is None else lse_BHL.copy_(extras.sinks[:, None])
+        return o_BHLD.zero_(), lse_BHL
     if q_BHLD.numel() == 0:
         return o_BHLD, lse_BHL
     kind = arithmetic(q_BHLD.dtype, tf32=tf32)
-    tile = tile_for("forward", kind, q_BHLD.shape[-1], q_BHLD.device, causal=causal)
-    settings = PassSettings(causal=causal, scale=scale, tf32=tf32)
+    settings = PassSettings(causal=causal, scale=scale, tf32=tf32, extras=kernel_extras(extras, q_BHLD, k_BGKD))
+    tile = tile_for("forward", kind, q_BHLD.shape[-1], q_BHLD.device, causal=causal, is_heavy=settings.is_heavy)
     launch_forward(q_BHLD, k_BGKD, v_BGKD, o_BHLD, lse_BHL, tile, settings)
     return o_BHLD, lse_BHL
 
@@ -121,6 +140,7 @@ def launch_forward(
         num_heads // num_groups,
         num_queries,
         num_keys,
+        settings.extras,
         WHOLE_KEYS=num_keys % tile.block_n == 0,
         **constants(q_BHLD, tile, settings),
     )
@@ -137,21 +157,28 @@ def backward(
     causal: bool,
     scale: float,
     tf32: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return dq, dk and dv, each in the memory layout of its input. The same input gives the same bits: each gradient
-    is written by the one program that computes it.
+    extras: Extras = NO_EXTRAS,
+    wants_dbias: bool = False,
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """Return dq, dk and dv, each in the memory layout of its input, and dbias if it is wanted. The same input gives the
+    same bits: each gradient is written by the one program that computes it.
     """
     dq_BHLD, dk_BGKD, dv_BGKD = torch.empty_like(q_BHLD), torch.empty_like(k_BGKD), torch.empty_like(v_BGKD)
+    bias = extras.bias if wants_dbias else None
     if q_BHLD.numel() == 0 or k_BGKD.numel() == 0:
-        return dq_BHLD.zero_(), dk_BGKD.zero_(), dv_BGKD.zero_()
+        return dq_BHLD.zero_(), dk_BGKD.zero_(), dv_BGKD.zero_(), None if bias is None else torch.zeros_like(bias)
     problem = arithmetic(q_BHLD.dtype, tf32=tf32), q_BHLD.shape[-1], q_BHLD.device
-    queries_tile = tile_for("backward_queries", *problem, causal=causal)
-    keys_tile = tile_for("backward_keys", *problem, causal=causal)
-    settings = PassSettings(causal=causal, scale=scale, tf32=tf32)
+    settings = PassSettings(causal=causal, scale=scale, tf32=tf32, extras=kernel_extras(extras, q_BHLD, k_BGKD))
+    queries_tile = tile_for("backward_queries", *problem, causal=causal, is_heavy=settings.is_heavy)
+    keys_tile = tile_for("backward_keys", *problem, causal=causal, is_heavy=settings.is_heavy)
     rows = row_values(lse_BHL)
-    launch_queries(do_BHLD, q_BHLD, k_BGKD, v_BGKD, o_BHLD, lse_BHL, dq_BHLD, rows, queries_tile, settings)
+    # Zeros, because tiles that no query sees are never written.
+    dbias_BHLK = None if bias is None else torch.zeros(*lse_BHL.shape, k_BGKD.shape[2], device=q_BHLD.device)
+    launch_queries(do_BHLD, q_BHLD, k_BGKD, v_BGKD, o_BHLD, lse_BHL, dq_BHLD, rows, queries_tile, settings, dbias_BHLK)
     launch_keys(do_BHLD, q_BHLD, k_BGKD, v_BGKD, dk_BGKD, dv_BGKD, rows, keys_tile, settings)
-    return dq_BHLD, dk_BGKD, dv_BGKD
+    if bias is None or dbias_BHLK is None:
+        return dq_BHLD, dk_BGKD, dv_BGKD, None
+    return dq_BHLD, dk_BGKD, dv_BGKD, dbias_BHLK.sum_to_size(bias.shape).to(bias.dtype)
 
 
 def row_values(lse_BHL: Tensor) -> Tensor:
@@ -172,8 +199,9 @@ def launch_queries(
     rows: Tensor,
     tile: Tile,
     settings: PassSettings,
+    dbias_BHLK: Tensor | None = None,
 ) -> None:
-    """Fill dq and rows using the given tile."""
+    """Fill dq, rows and dbias, where some query of a tile sees some key, using the given tile."""
     batch, num_heads, num_queries, head_dim = q_BHLD.shape
     num_groups, num_keys = k_BGKD.shape[1:3]
     width = padded_width(head_dim)
@@ -184,6 +212,7 @@ def launch_queries(
         o_BHLD,
         do_BHLD,
         dq_BHLD,
+        dbias_BHLK,
         lse_BHL,
         rows,
         q_BHLD.stride(),
@@ -198,6 +227,7 @@ def launch_queries(
         num_queries,
         num_keys,
         rows.shape[-1],
+        settings.extras,
         WHOLE_KEYS=num_keys % tile.block_n == 0,
         **constants(q_BHLD, tile, settings),
     )
@@ -238,12 +268,43 @@ def launch_keys(
         num_queries,
         num_keys,
         rows.shape[-1],
+        settings.extras,
         WHOLE_QUERIES=num_queries % tile.block_m == 0,
         **constants(q_BHLD, tile, settings),
     )
 
 
-# --- Tensors as kernel arguments ---
+# --- Kernel arguments ---
+
+
+def kernel_extras(extras: Extras, q_BHLD: Tensor, k_BGKD: Tensor) -> KernelExtras:
+    """`extras` as kernels take them. A window that hides nothing is none: the kernel is the one without."""
+    if extras is NO_EXTRAS:
+        return _PLAIN
+    batch, num_heads, num_queries, _ = q_BHLD.shape
+    num_keys = k_BGKD.shape[2]
+    found: dict[str, Any] = {}
+    if 0 <= extras.left < num_keys - 1:
+        found["left"] = extras.left
+    if 0 <= extras.right < num_queries - 1:
+        found["right"] = extras.right
+    if extras.softcap:
+        found["softcap"] = extras.softcap
+    if extras.bias is not None:
+        strides = extras.bias.expand(batch, num_heads, num_queries, num_keys).stride()
+        found["bias"], found["bias_keys"] = extras.bias, num_keys
+        found["bias_batch_stride"], found["bias_head_stride"] = strides[:2]
+        found["bias_query_stride"] = None if extras.bias.shape[2] == 1 else strides[2]
+        found["bias_key_stride"] = strides[3]
+    if extras.slopes is not None:
+        found["slopes"] = extras.slopes
+        strides = extras.slopes.expand(batch, num_heads).stride()
+        found["slopes_batch_stride"], found["slopes_head_stride"] = strides
+    if extras.sinks is not None:
+        found["sinks"] = extras.sinks.contiguous()
+    if extras.documents is not None:
+        found["document_starts"], found["document_ends"] = extras.documents.contiguous().unbind()
+    return KernelExtras(**found)
 
 
 @cache
@@ -271,9 +332,14 @@ def row_source(rows: Tensor, length: int, block: int) -> Tensor | TensorDescript
 
 
 @cache
-def tile_for(stage: Pass, kind: Arithmetic, head_dim: int, device: torch.device, *, causal: bool) -> Tile:
-    """Return the tile that was tuned on this GPU if there is one, else the table's."""
+def tile_for(
+    stage: Pass, kind: Arithmetic, head_dim: int, device: torch.device, *, causal: bool, is_heavy: bool = False
+) -> Tile:
+    """Return the tile for heavy extras if there is one, else the one that was tuned on this GPU, else the table's."""
     key = tile_key(stage, kind, head_dim, device, causal=causal)
+    heavy = tiles.choose_for_extras(key) if is_heavy else None
+    if heavy is not None:
+        return heavy
     chosen = tuned_tiles(torch.cuda.get_device_name(device)).get(key) if device.type == "cuda" else None
     return chosen or tiles.choose(key)
 

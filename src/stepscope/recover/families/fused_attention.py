@@ -42,6 +42,7 @@ _WARPGROUP_THREADS = 128
 _TRITON_TILES = (16, 32, 64, 128)
 _HOPPER_ROWS = 64  # of a warpgroup
 _HOPPER_KEYS = 128
+_HOPPER_LONG = 8192  # queries
 # For kernels whose grid is only tiles: the possible tiles, and whether they are tiles of keys.
 _OWN_GRIDS: dict[str, tuple[Literal["forward", "backward"], tuple[int, ...], bool]] = {
     "attention_hopper_prepare": ("backward", (128,), False),
@@ -146,12 +147,12 @@ def _on_grid(sighting: Sighting, tiles: tuple[int, ...], *, of_keys: bool = Fals
 
 
 def _read_hopper_forward(sighting: Sighting, processors: int) -> Attention:
-    def launched(problem: AttentionSizes) -> int:
-        tiles = ceil_div(problem.queries, _hopper_rows(problem))
-        # With a causal mask, a long tile and a short one form a work item.
-        return problem.sequences * (ceil_div(tiles, 2) if problem.causal else tiles)
+    def fits_grid(problem: AttentionSizes) -> bool:
+        return any(
+            _persistent(sighting, _count_hopper_items(rows), processors)(problem) for rows in _hopper_rows(problem)
+        )
 
-    rules: list[Rule] = [_persistent(sighting, launched, processors)]
+    rules: list[Rule] = [fits_grid]
     # The result is stored by TMA, which is not counted; one sum of exponentials per row is.
     if stored := sighting.counters.get("store_bytes"):
         rules.append(lambda problem: stored == _LSE_BYTES * problem.sequences * problem.queries)
@@ -164,15 +165,34 @@ def _hopper_width(problem: AttentionSizes) -> int:
     return 64 if problem.head_dim <= 64 else 128
 
 
-def _hopper_rows(problem: AttentionSizes) -> int:
-    return _HOPPER_ROWS * (3 if _hopper_width(problem) == 64 and not problem.causal else 2)
+def _hopper_rows(problem: AttentionSizes) -> tuple[int, ...]:
+    """The rows of a tile. Long sequences under a causal mask have had three warpgroups since the second version."""
+    two, three = 2 * _HOPPER_ROWS, 3 * _HOPPER_ROWS
+    if _hopper_width(problem) != 64:
+        return (two,)
+    if not problem.causal:
+        return (three,)
+    return (two, three) if problem.queries >= _HOPPER_LONG else (two,)
+
+
+def _count_hopper_items(rows: int) -> Callable[[AttentionSizes], int]:
+    def count(problem: AttentionSizes) -> int:
+        tiles = ceil_div(problem.queries, rows)
+        # With a causal mask, a long tile and a short one form a work item.
+        return problem.sequences * (ceil_div(tiles, 2) if problem.causal else tiles)
+
+    return count
 
 
 def _fits_hopper_work(operations: int, problem: AttentionSizes) -> bool:
-    rows = _hopper_rows(problem)
+    return any(_fits_hopper_rows(operations, problem, rows) for rows in _hopper_rows(problem))
+
+
+def _fits_hopper_rows(operations: int, problem: AttentionSizes, rows: int) -> bool:
     pairs, rest = divmod(operations, 4 * rows * _HOPPER_KEYS * _hopper_width(problem) * problem.sequences)
-    if problem.queries % rows or problem.keys % _HOPPER_KEYS:
-        # A warpgroup may be idle in the last tile.
+    skips_own = problem.causal and rows > _HOPPER_KEYS
+    if problem.queries % rows or problem.keys % _HOPPER_KEYS or skips_own:
+        # A warpgroup may be idle in the last tile, or skip tiles that only the others see.
         return pairs <= count_tile_pairs(problem, rows, _HOPPER_KEYS, skips=False)
     return not rest and pairs == count_tile_pairs(problem, rows, _HOPPER_KEYS, skips=problem.causal)
 

@@ -285,6 +285,20 @@ def test_our_forward_without_a_mask_has_three_warpgroups() -> None:
     assert not fact.admits(*(2, 8, 8, 385, 385, 64, False))
 
 
+def test_our_forward_of_a_long_causal_sequence_has_two_or_three_warpgroups() -> None:
+    long = (1, 1, 1, 8192, 8192, 64, True)
+    for tiles in (64, 43):  # of 128 and of 192 rows
+        assert Seen(HOPPER, ((tiles + 1) // 2, 1, 1), long).fact().admits(*long)
+    assert not Seen(HOPPER, (30, 1, 1), long).fact().admits(*long)
+    shorter = (1, 1, 1, 4096, 4096, 64, True)
+    assert Seen(HOPPER, (16, 1, 1), shorter).fact().admits(*shorter)
+    assert not Seen(HOPPER, (11, 1, 1), shorter).fact().admits(*shorter)
+
+
+def test_our_forward_with_a_window_says_nothing_about_its_work() -> None:
+    assert read(Seen("attention_hopper_local_forward", (16, 1, 1), (1, 1, 1, 4096, 4096, 64, True)).sighting()) is None
+
+
 def test_partial_tiles_bound_the_work_of_our_forward() -> None:
     pair = 4 * 128 * 128 * 128
     for pairs, fits in ((5, True), (6, True), (9, True), (10, False)):

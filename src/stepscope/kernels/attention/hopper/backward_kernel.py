@@ -1,5 +1,5 @@
 """Flash attention backward for Hopper (sm_90a), in Gluon: the kernels and their tiles, without torch, as in
-`hopper_forward_kernel.py`.
+`forward_kernel.py`.
 
 A program owns 128 keys, 64 for each of its two consumer warpgroups, and loops over the query tiles that see them. There
 are five matmuls per tile: the scores and their gradient, transposed, so that both end up as register operands of dV and
@@ -36,7 +36,13 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from stepscope.kernels.attention.hopper_forward_kernel import LOG2_E, NUM_STAGES, find_last_keys, make_barriers
+from stepscope.kernels.attention.hopper.forward_kernel import (
+    LOG2_E,
+    NUM_STAGES,
+    find_first_keys,
+    find_last_keys,
+    make_barriers,
+)
 
 KEYS_OF_PROGRAM = 128
 KEYS = gl.constexpr(KEYS_OF_PROGRAM)
@@ -45,14 +51,18 @@ ROWS_OF_TILE = {64: 128, 128: 64}  # queries, by head width: as many as the regi
 
 
 @cache
-def backward_settings(width: int, *, causal: bool, whole_keys: bool) -> dict[str, Any]:
+def backward_settings(
+    width: int, *, causal: bool, whole_keys: bool, has_window: bool = False, has_documents: bool = False
+) -> dict[str, Any]:
     """The constants and options of the backward kernel, like `forward_settings` for forward."""
     return {
         "ROWS": ROWS_OF_TILE[width],
         "D": width,
         "STAGES": NUM_STAGES,
         "CAUSAL": causal,
-        "MASK": causal or not whole_keys,
+        "MASK": causal or has_window or has_documents or not whole_keys,
+        "WINDOW": has_window,
+        "DOCUMENTS": has_documents,
         "num_warps": 4,
         "maxnreg": 168,
     }
@@ -66,16 +76,41 @@ def _reduce_add(desc, coord, source, _semantic=None):
 
 
 @gluon.jit
-def _range_of_tiles(key, num_queries, num_keys, ROWS: gl.constexpr, CAUSAL: gl.constexpr):
-    """The query tiles that see keys [key, key + KEYS): the first, the first that needs no mask, and the end."""
-    end = gl.cdiv(num_queries, ROWS)
-    first = 0
-    free = 0
+def _range_of_tiles(
+    key, z, sizes, near,
+    ROWS: gl.constexpr, CAUSAL: gl.constexpr, WINDOW: gl.constexpr, DOCUMENTS: gl.constexpr,
+):  # fmt: skip
+    """The query tiles that see keys [key, key + KEYS), as four borders: they are [first, end), at least one, and of
+    them [low, high) need no mask.
+    """
+    num_queries, num_keys = sizes
+    left, right, starts, ends = near
+    shift = num_keys - num_queries
+    first_row = 0
+    end_row = num_queries
+    low_row = 0
+    high_row = num_queries
     if CAUSAL:
-        shift = num_keys - num_queries
-        first = gl.maximum(0, key - shift) // ROWS
-        free = gl.cdiv(gl.maximum(0, key + KEYS - 1 - shift), ROWS)
-    return first, gl.where(key + KEYS > num_keys, end, free), end
+        first_row = key - shift
+        low_row = key + KEYS - 1 - shift
+    elif WINDOW:
+        first_row = key - right - shift
+        low_row = key + KEYS - 1 - right - shift
+    if WINDOW:
+        end_row = gl.minimum(end_row, key + KEYS + left - shift)
+        high_row = gl.minimum(high_row, key + left + 1 - shift)
+    if DOCUMENTS:
+        last_key = gl.minimum(key + KEYS, num_keys) - 1
+        first_row = gl.maximum(first_row, gl.load(starts + z * num_queries + key))
+        low_row = gl.maximum(low_row, gl.load(starts + z * num_queries + last_key))
+        end_row = gl.minimum(end_row, gl.load(ends + z * num_queries + last_key))
+        high_row = gl.minimum(high_row, gl.load(ends + z * num_queries + key))
+    tiles = gl.cdiv(num_queries, ROWS)
+    first = gl.minimum(gl.maximum(0, first_row) // ROWS, tiles - 1)
+    end = gl.maximum(first + 1, gl.cdiv(gl.maximum(0, end_row), ROWS))
+    low = gl.where(key + KEYS > num_keys, end, gl.cdiv(gl.maximum(0, low_row), ROWS))
+    high = gl.where(high_row == num_queries, tiles, gl.maximum(0, high_row) // ROWS)
+    return first, low, high, end
 
 
 @gluon.jit
@@ -87,23 +122,42 @@ def _next_tile(h, tile, first, end):
 
 
 @gluon.jit
-def _mask(p, key, tile, num_queries, num_keys, ROWS: gl.constexpr, S: gl.constexpr, CAUSAL: gl.constexpr):
-    """Weights (keys, rows), with zero for unseen keys."""
+def _mask(
+    p, key, tile, z, sizes, near,
+    ROWS: gl.constexpr, S: gl.constexpr, CAUSAL: gl.constexpr, WINDOW: gl.constexpr, DOCUMENTS: gl.constexpr,
+):  # fmt: skip
+    """Weights (keys, rows), with zero for unseen keys. A thread has few keys and many rows, so documents are compared
+    by the borders of the keys' documents.
+    """
+    num_queries, num_keys = sizes
+    left, right, starts, ends = near
     keys = key + gl.arange(0, OWN_KEYS, gl.SliceLayout(1, S))
     rows = tile * ROWS + gl.arange(0, ROWS, gl.SliceLayout(0, S))
-    last_keys = find_last_keys(rows, num_queries, num_keys, CAUSAL)
-    return gl.where(keys[:, None] <= last_keys[None, :], p, 0.0)
+    last_keys = find_last_keys(rows, z, sizes, near, CAUSAL, WINDOW, False)
+    visible = keys[:, None] <= last_keys[None, :]
+    if WINDOW:
+        first_keys = find_first_keys(rows, z, sizes, near, True, False)
+        visible = visible & (keys[:, None] >= first_keys[None, :])
+    if DOCUMENTS:
+        end = gl.load(ends + z * num_queries + keys, mask=keys < num_keys, other=0)
+        visible = visible & (rows[None, :] < end[:, None])
+        if not CAUSAL:
+            start = gl.load(starts + z * num_queries + keys, mask=keys < num_keys, other=0)
+            visible = visible & (rows[None, :] >= start[:, None])
+    return gl.where(visible, p, 0.0)
 
 
 @gluon.jit
 def _consume(
-    buffers, barriers, dq_desc, dk_desc, dv_desc, place, sizes, base2, scale,
+    buffers, barriers, dq_desc, dk_desc, dv_desc, place, sizes, near, base2, scale,
     CONSUMER: gl.constexpr, ROWS: gl.constexpr, STAGES: gl.constexpr, CAUSAL: gl.constexpr, MASK: gl.constexpr,
+    WINDOW: gl.constexpr, DOCUMENTS: gl.constexpr,
 ):  # fmt: skip
     k_buf, v_bufs, q_bufs, do_bufs, lse_bufs, delta_bufs, ds_bufs, dq_bufs = buffers
     kv_full, q_full, q_empty, do_full, do_empty, ds_full = barriers
     z, g, key = place
-    H, G, num_queries, num_keys = sizes
+    H, G, heads, num_queries, num_keys = sizes
+    lengths = (num_queries, num_keys)
     D: gl.constexpr = k_buf.shape[-1]
     S: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, ROWS, 16])
     ACC: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, D, 16])
@@ -118,7 +172,7 @@ def _consume(
     dk = gl.zeros([OWN_KEYS, D], gl.float32, ACC)
     dv = gl.zeros([OWN_KEYS, D], gl.float32, ACC)
     zeros = gl.zeros([OWN_KEYS, ROWS], gl.float32, S)
-    first, free, end = _range_of_tiles(key, num_queries, num_keys, ROWS, CAUSAL)
+    first, low, high, end = _range_of_tiles(key, z, lengths, near, ROWS, CAUSAL, WINDOW, DOCUMENTS)
     steps = (H // G) * (end - first)
     h = g * (H // G)
     tile = first
@@ -137,8 +191,11 @@ def _consume(
         lse = lse_bufs.index(b).reshape([ROWS]).load(s_rows)
         p = gl.exp2(s * base2 - lse[None, :])
         if MASK:
-            if tile < free:
-                p = _mask(p, key + CONSUMER * OWN_KEYS, tile, num_queries, num_keys, ROWS, S, CAUSAL)
+            needs_mask = tile < low
+            if WINDOW or DOCUMENTS:
+                needs_mask = needs_mask | (tile >= high)
+            if needs_mask:
+                p = _mask(p, key + CONSUMER * OWN_KEYS, tile, z, lengths, near, ROWS, S, CAUSAL, WINDOW, DOCUMENTS)
         p_operand = gl.convert_layout(p.to(dtype), operand)
         dv = warpgroup_mma(p_operand, do, dv, is_async=True)
         dp = warpgroup_mma_wait(1, deps=[dp])
@@ -191,19 +248,20 @@ def _consume(
 
 @gluon.jit
 def _produce(
-    buffers, barriers, q_desc, k_desc, v_desc, do_desc, lse_desc, delta_desc, place, sizes,
-    ROWS: gl.constexpr, STAGES: gl.constexpr, CAUSAL: gl.constexpr,
+    buffers, barriers, q_desc, k_desc, v_desc, do_desc, rows_desc, place, sizes, near,
+    ROWS: gl.constexpr, STAGES: gl.constexpr, CAUSAL: gl.constexpr, WINDOW: gl.constexpr, DOCUMENTS: gl.constexpr,
 ):  # fmt: skip
     k_buf, v_bufs, q_bufs, do_bufs, lse_bufs, delta_bufs, ds_bufs, dq_bufs = buffers
     kv_full, q_full, q_empty, do_full, do_empty, ds_full = barriers
     z, g, key = place
-    H, G, num_queries, num_keys = sizes
+    H, G, heads, num_queries, num_keys = sizes
+    lengths = (num_queries, num_keys)
     kv = kv_full.index(0)
     mbarrier.expect(kv, k_desc.block_type.nbytes + 2 * v_desc.block_type.nbytes)
     tma.async_copy_global_to_shared(k_desc, [z, g, key, 0], kv, k_buf)
     for c in gl.static_range(2):
         tma.async_copy_global_to_shared(v_desc, [z, g, key + c * OWN_KEYS, 0], kv, v_bufs.index(c))
-    first, free, end = _range_of_tiles(key, num_queries, num_keys, ROWS, CAUSAL)
+    first, _, _, end = _range_of_tiles(key, z, lengths, near, ROWS, CAUSAL, WINDOW, DOCUMENTS)
     h = g * (H // G)
     tile = first
     for step in range((H // G) * (end - first)):
@@ -213,34 +271,37 @@ def _produce(
         mbarrier.wait(q_empty.index(b), phase ^ 1)
         mbarrier.expect(full, q_desc.block_type.nbytes + ROWS * 4)
         tma.async_copy_global_to_shared(q_desc, [z, h, tile * ROWS, 0], full, q_bufs.index(b))
-        tma.async_copy_global_to_shared(lse_desc, [z * H + h, tile * ROWS], full, lse_bufs.index(b))
+        tma.async_copy_global_to_shared(rows_desc, [z * H + h, tile * ROWS], full, lse_bufs.index(b))
         full = do_full.index(b)
         mbarrier.wait(do_empty.index(b), phase ^ 1)
         mbarrier.expect(full, do_desc.block_type.nbytes + ROWS * 4)
         tma.async_copy_global_to_shared(do_desc, [z, h, tile * ROWS, 0], full, do_bufs.index(b))
-        tma.async_copy_global_to_shared(delta_desc, [z * H + h, tile * ROWS], full, delta_bufs.index(b))
+        tma.async_copy_global_to_shared(rows_desc, [heads + z * H + h, tile * ROWS], full, delta_bufs.index(b))
         h, tile = _next_tile(h, tile, first, end)
 
 
-@gluon.jit(do_not_specialize=["scale", "H", "G", "num_queries", "num_keys"])
+@gluon.jit(do_not_specialize=["scale", "H", "G", "heads", "num_queries", "num_keys", "left", "right"])
 def attention_hopper_backward(
-    q_desc, k_desc, v_desc, do_desc, lse_desc, delta_desc, dq_desc, dk_desc, dv_desc, scale, H, G,
-    num_queries, num_keys,
+    q_desc, k_desc, v_desc, do_desc, rows_desc, dq_desc, dk_desc, dv_desc, starts, ends, scale, H, G, heads,
+    num_queries, num_keys, left, right,
     ROWS: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr, CAUSAL: gl.constexpr, MASK: gl.constexpr,
+    WINDOW: gl.constexpr, DOCUMENTS: gl.constexpr,
 ):  # fmt: skip
-    """dk, dv, and the unscaled sums of dq. MASK: causal, or a ragged end of the keys."""
+    """dk, dv, and the unscaled sums of dq. `rows_desc` has the log-sum-exp of every row, and below all `heads` of them
+    the deltas. The other arguments mean the same as in forward.
+    """
     tiles = gl.cdiv(num_keys, KEYS)
     zg = gl.program_id(0) // tiles
     place = (zg // G, zg % G, (gl.program_id(0) % tiles) * KEYS)
-    sizes = (H, G, num_queries, num_keys)
+    sizes = (H, G, heads, num_queries, num_keys)
     ds_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([KEYS, ROWS], q_desc.dtype)
     buffers = (
         gl.allocate_shared_memory(k_desc.dtype, [1, 1, KEYS, D], k_desc.layout),
         gl.allocate_shared_memory(v_desc.dtype, [2, 1, 1, OWN_KEYS, D], v_desc.layout),
         gl.allocate_shared_memory(q_desc.dtype, [STAGES, 1, 1, ROWS, D], q_desc.layout),
         gl.allocate_shared_memory(do_desc.dtype, [STAGES, 1, 1, ROWS, D], do_desc.layout),
-        gl.allocate_shared_memory(gl.float32, [STAGES, 1, ROWS], lse_desc.layout),
-        gl.allocate_shared_memory(gl.float32, [STAGES, 1, ROWS], delta_desc.layout),
+        gl.allocate_shared_memory(gl.float32, [STAGES, 1, ROWS], rows_desc.layout),
+        gl.allocate_shared_memory(gl.float32, [STAGES, 1, ROWS], rows_desc.layout),
         gl.allocate_shared_memory(q_desc.dtype, [2, KEYS, ROWS], ds_layout),
         gl.allocate_shared_memory(gl.float32, [2, 1, 1, 64, 64], dq_desc.layout),
     )
@@ -252,24 +313,27 @@ def attention_hopper_backward(
         make_barriers(STAGES, 2),  # do_empty
         make_barriers(2, 2),  # ds_full
     )
+    near = (left, right, starts, ends)
     base2 = scale * LOG2_E
     gl.warp_specialize([
-        (_consume, (buffers, barriers, dq_desc, dk_desc, dv_desc, place, sizes, base2, scale,
-                    0, ROWS, STAGES, CAUSAL, MASK)),
-        (_consume, (buffers, barriers, dq_desc, dk_desc, dv_desc, place, sizes, base2, scale,
-                    1, ROWS, STAGES, CAUSAL, MASK)),
-        (_produce, (buffers, barriers, q_desc, k_desc, v_desc, do_desc, lse_desc, delta_desc, place, sizes,
-                    ROWS, STAGES, CAUSAL)),
+        (_consume, (buffers, barriers, dq_desc, dk_desc, dv_desc, place, sizes, near, base2, scale,
+                    0, ROWS, STAGES, CAUSAL, MASK, WINDOW, DOCUMENTS)),
+        (_consume, (buffers, barriers, dq_desc, dk_desc, dv_desc, place, sizes, near, base2, scale,
+                    1, ROWS, STAGES, CAUSAL, MASK, WINDOW, DOCUMENTS)),
+        (_produce, (buffers, barriers, q_desc, k_desc, v_desc, do_desc, rows_desc, place, sizes, near,
+                    ROWS, STAGES, CAUSAL, WINDOW, DOCUMENTS)),
     ], [4, 1], [240, 24])  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["H", "num_queries", "padded"])
+@triton.jit(do_not_specialize=["H", "num_queries", "padded", "heads"])
 def attention_hopper_prepare(
-    o_ptr, do_ptr, lse_ptr, lse2_ptr, delta_ptr, dq_ptr, H, num_queries, padded, D,
+    o_ptr, do_ptr, lse_ptr, rows_ptr, dq_ptr, H, num_queries, padded, heads, D,
     o_z, o_h, o_l, do_z, do_h, do_l, do_d,
     ROWS: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """Each row's log-sum-exp in base 2 and delta, the sum of o * do, padded to full tiles; and a dQ of zeros."""
+    """Each row's log-sum-exp in base 2 and, below all `heads`, delta, the sum of o * do, padded to full tiles; and a dQ
+    of zeros.
+    """
     tiles = tl.cdiv(num_queries, ROWS)
     bh = tl.program_id(0) // tiles
     z, h = (bh // H).to(tl.int64), (bh % H).to(tl.int64)
@@ -282,8 +346,8 @@ def attention_hopper_prepare(
     do = tl.load(do_ptr + z * do_z + h * do_h + wide * do_l + columns[None, :] * do_d, mask=keep, other=0.0)
     delta = tl.sum(o.to(tl.float32) * do.to(tl.float32), 1)
     lse = tl.load(lse_ptr + bh.to(tl.int64) * num_queries + rows, mask=inside, other=float("inf"))
-    tl.store(lse2_ptr + bh.to(tl.int64) * padded + rows, lse * LOG2_E)
-    tl.store(delta_ptr + bh.to(tl.int64) * padded + rows, delta)
+    tl.store(rows_ptr + bh.to(tl.int64) * padded + rows, lse * LOG2_E)
+    tl.store(rows_ptr + (heads + bh).to(tl.int64) * padded + rows, delta)
     dq = dq_ptr + (bh.to(tl.int64) * num_queries + wide) * D + columns[None, :]
     tl.store(dq, tl.zeros([ROWS, BLOCK_D], tl.float32), mask=keep)
 

@@ -1,0 +1,1 @@
+"""Attention for Hopper in Gluon: the kernels, and what launches them."""

@@ -1,0 +1,68 @@
+"""Plain attention on a GPU, for calls like an earlier one: its plan (`plans.py`), without the dispatcher.
+
+Whatever sees or changes operators (a profiler, autocast, a dispatch mode such as a FLOP counter, `torch.func`) would
+miss such calls, so with one of them active they take the usual way through the operators. So does a backward pass that
+is itself to be differentiated.
+"""
+
+# All tensors are (B, H, L, D).
+
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from stepscope.kernels.attention import backends, plans
+from stepscope.kernels.attention.operators import differentiate_once
+
+if TYPE_CHECKING:
+    from stepscope.kernels.attention.hopper.launch import ForwardPlan
+
+_TYPES = (Tensor, Parameter)
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float | None, backend: str) -> Tensor | None:
+    """Return the output, or None if no call like this one was planned. Never for a deterministic backward pass."""
+    if type(q) not in _TYPES or type(k) not in _TYPES or type(v) not in _TYPES or q.dim() != 4 or is_watched():
+        return None
+    plan = plans.find(q, k, v, causal, scale, backend)
+    if plan is None:
+        return None
+    if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
+        return cast(Tensor, _apply(q, k, v, plan, backend))  # type: ignore[no-untyped-call]
+    return plan(q, k, v)[0]
+
+
+def is_watched() -> bool:
+    """Whether something in the process wants to see operators, or changes what they do."""
+    return bool(
+        torch._C._len_torch_dispatch_stack()
+        or torch._C._len_torch_function_stack()
+        or torch._C._are_functorch_transforms_active()
+        or torch._C._autograd._profiler_enabled()
+        or torch.is_autocast_enabled("cuda")
+    )
+
+
+class _PlannedAttention(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, plan: "ForwardPlan", backend: str) -> Tensor:
+        o, lse = plan(q, k, v)
+        ctx.save_for_backward(q, k, v, o, lse)
+        ctx.plan, ctx.backend = plan, backend
+        return o
+
+    @staticmethod
+    def backward(ctx: Any, do: Tensor) -> tuple[Tensor | None, ...]:
+        plan, backend = ctx.plan, ctx.backend
+        if torch.is_grad_enabled() or is_watched():
+            settings = (plan.causal, plan.scale, backend, False, False)
+            return *differentiate_once(do, *ctx.saved_tensors, *settings), None, None
+        if backend == "auto":
+            backends.count("hopper")
+        return *plan.backward(do, *ctx.saved_tensors), None, None
+
+
+# `Function.apply` first looks for `torch.func`, which `is_watched` has done.
+_apply = super(torch.autograd.Function, _PlannedAttention).apply

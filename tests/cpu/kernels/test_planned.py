@@ -1,0 +1,148 @@
+"""Planned calls with a stand-in for the kernels: which calls take the plan, and what surrounds it."""
+
+# All tensors are (B, H, L, D).
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.flop_counter import FlopCounterMode
+
+from stepscope.kernels import flash_attention
+from stepscope.kernels.attention import chosen_backends, plans, tiled
+
+SHAPE = (2, 3, 32, 16)
+SCALE = 0.25  # 1/sqrt(16)
+ON_A_CPU = -1  # the number of the device
+
+
+class Plan:
+    """What `hopper.launch.ForwardPlan` does, with the reference in tiles."""
+
+    causal, scale = True, SCALE
+
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        self.calls.append("forward")
+        return tiled.forward(q, k, v, causal=True, scale=SCALE, tf32=False)
+
+    def backward(self, do: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
+        self.calls.append("backward")
+        return tiled.backward(do, *tensors, causal=True, scale=SCALE, tf32=False)[:3]
+
+
+def make_leaves(seed: int = 0) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randn(SHAPE, generator=generator).requires_grad_() for _ in range(3)]
+
+
+@pytest.fixture
+def plan(monkeypatch: pytest.MonkeyPatch) -> Plan:
+    made = Plan()
+    monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: ON_A_CPU, raising=False)
+    q, k, v = make_leaves()
+    keys = [plans._key(q, k, v, causal=True, scale=scale, backend="auto") for scale in (None, SCALE)]
+    monkeypatch.setattr(plans, "_plans", dict.fromkeys(keys, made))
+    return made
+
+
+def attend(leaves: list[Tensor], **settings: Any) -> Tensor:
+    return flash_attention(leaves[0], leaves[1], leaves[2], causal=True, **settings)
+
+
+def expected(leaves: list[Tensor]) -> Tensor:
+    return attend(leaves, backend="naive")
+
+
+def test_a_known_call_takes_the_plan_both_ways(plan: Plan) -> None:
+    leaves = make_leaves(seed=1)
+    out = attend(leaves)
+    torch.testing.assert_close(out, expected(leaves))
+    do = torch.randn(SHAPE)
+    found = torch.autograd.grad(out, leaves, do)
+    for one, other in zip(found, torch.autograd.grad(expected(leaves), leaves, do), strict=True):
+        torch.testing.assert_close(one, other)
+    assert plan.calls == ["forward", "backward"]
+
+
+def test_no_graph_is_built_without_need(plan: Plan) -> None:
+    leaves = make_leaves()
+    with torch.no_grad():
+        assert attend(leaves).grad_fn is None
+    assert attend([x.detach() for x in leaves]).grad_fn is None
+    assert plan.calls == ["forward"] * 2
+
+
+def test_each_pass_counts_as_a_choice(plan: Plan) -> None:
+    before = chosen_backends().get(("hopper", ""), 0)
+    attend(make_leaves()).sum().backward()  # type: ignore[no-untyped-call]
+    assert chosen_backends()["hopper", ""] == before + 2
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"scale": 0.5},
+        {"backend": "sdpa"},
+        {"window": 4},
+        {"softcap": 2.0},
+        {"deterministic": True},
+    ],
+    ids=lambda change: next(iter(change)),
+)
+def test_another_call_does_not_take_the_plan(plan: Plan, change: dict[str, Any]) -> None:
+    attend(make_leaves(), **change)
+    assert plan.calls == []
+
+
+def test_other_tensors_do_not_take_the_plan(plan: Plan) -> None:
+    leaves = make_leaves()
+    attend([x.double() for x in leaves])
+    attend([x.transpose(1, 2).contiguous().transpose(1, 2) for x in leaves])
+    attend([x[:1] for x in leaves])
+    attend([x[0] for x in leaves])
+    memory = torch.randn(torch.Size(SHAPE).numel() + 1)[1:].view(SHAPE)  # 4 bytes after an aligned address
+    out = attend([memory, leaves[1], leaves[2]])
+    assert plan.calls == []
+    torch.testing.assert_close(out, expected([memory, leaves[1], leaves[2]]))
+
+
+def test_another_current_device_does_not_take_the_plan(plan: Plan, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: 0)
+    attend(make_leaves())
+    assert plan.calls == []
+
+
+@pytest.mark.filterwarnings("ignore:Warning. Profiler clears events")
+def test_what_watches_operators_sees_them(plan: Plan) -> None:
+    leaves = make_leaves()
+    with FlopCounterMode(display=False):
+        attend(leaves)
+    with torch.profiler.profile() as profiler:
+        attend(leaves)
+    assert plan.calls == []
+    assert any("scaled_dot_product" in event.name for event in profiler.events())
+
+
+def test_functional_transforms_take_the_usual_way(plan: Plan) -> None:
+    q, k, v = (x.detach() for x in make_leaves())
+    torch.func.grad(lambda x: attend([x, k, v]).sum())(q)
+    assert plan.calls == []
+
+
+def test_a_compiler_does_not_trace_the_plan(plan: Plan) -> None:
+    torch._dynamo.reset()
+    leaves = make_leaves()
+    out = torch.compile(lambda *x: attend(list(x)), fullgraph=True, backend="aot_eager")(*leaves)
+    torch.testing.assert_close(out, expected(leaves))
+    assert plan.calls == []
+
+
+def test_a_second_derivative_is_refused(plan: Plan) -> None:
+    leaves = make_leaves()
+    (dq,) = torch.autograd.grad(attend(leaves).square().sum(), leaves[:1], create_graph=True)
+    with pytest.raises(RuntimeError, match="does not support double backward"):
+        torch.autograd.grad(dq.sum(), leaves)
