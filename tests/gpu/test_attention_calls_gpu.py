@@ -85,6 +85,29 @@ def test_gradients_of_every_layout_are_accepted() -> None:
     assert_alike(list(torch.autograd.grad(attend(*leaves), leaves, turned)), list(expected))
 
 
+def test_gradients_that_start_at_an_odd_address_are_copied() -> None:
+    leaves = make_leaves()
+    front = torch.ones(3, device=CUDA, dtype=torch.bfloat16)
+    expected = torch.autograd.grad((attend(*leaves).float() ** 2).sum(), leaves)
+    for _ in range(2):
+        joined = torch.cat([front, attend(*leaves).flatten()])
+        assert_alike(list(torch.autograd.grad((joined.float() ** 2).sum(), leaves)), list(expected))
+
+
+def test_saved_tensors_may_come_back_in_other_memory() -> None:
+    fused = torch.randn(2, 384, 3 * 256, device=CUDA).bfloat16().requires_grad_()
+
+    def gradient() -> Tensor:
+        q, k, v = (x.view(2, 384, 4, 64).transpose(1, 2) for x in torch.split(fused, 256, dim=2))
+        (found,) = torch.autograd.grad(attend(q, k, v).float().square().sum(), fused)
+        return found
+
+    expected = [gradient() for _ in range(2)]
+    with torch.autograd.graph.save_on_cpu():
+        assert_alike([gradient(), gradient()], expected)
+    assert_alike([gradient()], expected[:1])
+
+
 @pytest.mark.filterwarnings("ignore:Warning. Profiler clears events")
 def test_watchers_see_the_operators() -> None:
     leaves = make_leaves()

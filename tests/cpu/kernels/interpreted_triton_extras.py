@@ -383,3 +383,14 @@ def test_plain_calls_pass_no_extras_to_kernels() -> None:
     q, k, _ = Case().make_inputs()
     assert all(member is None for member in launch.kernel_extras(NO_EXTRAS, q, k))
     assert all(member is None for member in launch.kernel_extras(Extras(left=49, right=60), q, k))
+
+
+def test_the_gradient_of_a_bias_has_its_strides() -> None:
+    """As PyTorch's compiler is told: a table of T5 is permuted."""
+    q, k, v = (normal(2, 3, 20, 16, seed=seed).float() for seed in range(3))
+    bias = normal(20, 20, 3, 1).float().permute(3, 2, 0, 1)
+    settings: Any = {"causal": True, "scale": 0.25, "tf32": False, "extras": Extras(bias=bias)}
+    o, lse = launch.forward(q, k, v, **settings)
+    dbias = launch.backward(o, q, k, v, o, lse, **settings, wants_dbias=True)[3]
+    assert dbias is not None
+    assert (dbias.shape, dbias.stride()) == (bias.shape, bias.stride())

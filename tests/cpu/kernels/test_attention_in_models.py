@@ -250,8 +250,16 @@ def test_refilled_cu_seq_lens_are_read_again() -> None:
     arguments = cu_seq_lens(0, 9, 17)
     before = model(input_ids=IDS_BL[:1], **arguments).logits
     assert torch.equal(model(input_ids=IDS_BL[:1], **arguments).logits, before)
-    arguments["cu_seq_lens_q"][1] = 4
+    for name in ("cu_seq_lens_q", "cu_seq_lens_k"):
+        arguments[name][1] = 4
     assert not torch.equal(model(input_ids=IDS_BL[:1], **arguments).logits, before)
+
+
+def test_keys_that_are_packed_in_another_way_are_refused() -> None:
+    model = model_of("llama", register("tiled"), **LLAMA)
+    arguments = cu_seq_lens(0, 9, 17) | {"cu_seq_lens_k": torch.tensor([0, 4, 17], dtype=torch.int32)}
+    with pytest.raises(RuntimeError, match="requires `cu_seq_lens_k` to be the same"):
+        model(input_ids=IDS_BL[:1], **arguments)
 
 
 def test_encoder_with_windows_on_both_sides() -> None:

@@ -460,6 +460,9 @@ def test_operators_pass_opcheck() -> None:
     o, lse = operators.forward_with_extras(*tensors, *settings, *extras)
     opcheck(operators.backward_with_extras, (o, *tensors, o, lse, *settings, *extras, True))
     opcheck(operators.backward_with_extras, (o, *tensors, o, lse, *settings, *extras, False))
+    permuted = options["bias"].permute(1, 2, 3, 0).contiguous().permute(3, 0, 1, 2)
+    extras = (8, -1, 3.0, permuted, SLOPES[None], options["sinks"], options["documents"])
+    opcheck(operators.backward_with_extras, (o, *tensors, o, lse, *settings, *extras, True))
     learned = [x.detach().requires_grad_() for x in (*tensors, options["bias"], options["sinks"])]
     extras = (8, -1, 3.0, learned[3], SLOPES[None], learned[4], options["documents"])
     opcheck(operators.forward_with_extras, (*learned[:3], *settings, *extras))
@@ -534,8 +537,9 @@ def test_first_derivative_is_right_with_create_graph() -> None:
     plain = torch.autograd.grad(output, learned, retain_graph=True)
     graphed = torch.autograd.grad(output, learned, create_graph=True)
     assert all(torch.equal(a, b) for a, b in zip(plain, graphed, strict=True))
-    with pytest.raises(RuntimeError, match="does not support double backward"):
-        torch.autograd.grad(graphed[0].sum(), learned[1])
+    for first in graphed:
+        with pytest.raises(RuntimeError, match="does not support double backward"):
+            torch.autograd.grad(first.sum(), learned[1], retain_graph=True)
 
 
 def test_autocast_leaves_the_extras_in_fp32() -> None:

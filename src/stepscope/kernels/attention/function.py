@@ -17,7 +17,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from stepscope.kernels.attention import backends, plain, planned, plans
+from stepscope.kernels.attention import backends, fast_path, plain, plans
 from stepscope.kernels.attention.extras import Window, prepare_extras
 from stepscope.kernels.attention.operators import (
     differentiable_operator,
@@ -103,11 +103,7 @@ def flash_attention(
         causal = problem.causal
     # A plain call.
     if not deterministic and not torch.compiler.is_compiling():
-        out = planned.attend(q, k, v, causal, scale, backend)
-        if out is not None:
-            return out
-    if not deterministic and not torch.compiler.is_compiling():
-        out = planned.attend(q, k, v, causal, scale, backend)
+        out = fast_path.attend(q, k, v, causal, scale, backend)
         if out is not None:
             return out
     if backend in backends.PLAIN or (backend == "auto" and not _has_kernel(q)):

@@ -222,8 +222,22 @@ def differentiate(
     tensors = do_BHLD, q_BHLD, k_BGKD, v_BGKD, o_BHLD, lse_BHL
     gradients = backward_with_extras(*tensors, *settings, *extras, wants_dbias)
     dbias = gradients[3] if wants_dbias else None
-    dsinks = sink_gradient(do_BHLD, o_BHLD, lse_BHL, extras.sinks) if wants_dsinks else None
-    return *gradients[:3], dbias, dsinks
+    if not wants_dsinks:
+        return *gradients[:3], dbias, None
+    of_sinks = _SinkGradient.apply if torch.is_grad_enabled() else sink_gradient
+    return *gradients[:3], dbias, of_sinks(do_BHLD, o_BHLD, lse_BHL, extras.sinks)
+
+
+class _SinkGradient(torch.autograd.Function):
+    """`sink_gradient` as part of a graph, which would lack what the log-sum-exp depends on."""
+
+    @staticmethod
+    def forward(_ctx: Any, *arguments: Any) -> Tensor:
+        return sink_gradient(*arguments)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> None:
+        _refuse_twice(ctx, *gradients)
 
 
 def sink_gradient(do_BHLD: Tensor, o_BHLD: Tensor, lse_BHL: Tensor, sinks_H: Tensor | None) -> Tensor:

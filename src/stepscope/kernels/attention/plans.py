@@ -17,7 +17,7 @@ from stepscope.kernels.attention.problem import NO_EXTRAS, TMA_ALIGNMENT, Proble
 if TYPE_CHECKING:
     from stepscope.kernels.attention.hopper.launch import ForwardPlan
 
-_MOST_PLANS = 4096
+_MOST_PLANS = 256
 _BACKENDS = ("auto", "hopper")
 _DTYPES = (torch.bfloat16, torch.float16)
 _plans: "dict[tuple[Any, ...], ForwardPlan]" = {}
@@ -40,13 +40,14 @@ def remember(problem: Problem, given_scale: float | None, scale: float, backend:
     q, k, v, causal, extras = problem
     if backend not in _BACKENDS or not q.is_cuda or q.dtype not in _DTYPES or extras is not NO_EXTRAS:
         return
-    if backends.refusal("hopper", problem) is not None:
+    key = _key(q, k, v, causal, given_scale, backend)
+    if key in _plans or backends.refusal("hopper", problem) is not None:
         return
     from stepscope.kernels.attention.hopper.launch import plan_forward
 
     if len(_plans) >= _MOST_PLANS:  # every call has a new length: plans are cheap to make again
         _plans.clear()
-    _plans[_key(q, k, v, causal, given_scale, backend)] = plan_forward(q, k, v, causal, scale, NO_EXTRAS)
+    _plans[key] = plan_forward(q, k, v, causal, scale, NO_EXTRAS)
 
 
 def _key(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float | None, backend: str) -> tuple[Any, ...]:

@@ -133,6 +133,11 @@ def _attend(
     return out_BHLD.transpose(1, 2).contiguous(), None
 
 
+_DIFFERENT = (
+    f"stepscope's attention requires `cu_seq_lens_k` to be the same as `cu_seq_lens_q`; {_HINT} if keys are packed in "
+    "another way"
+)
+
 # The same tensor comes with every layer, so its table is computed once. With its version, because it may be a buffer
 # that is filled again.
 _tables: MutableMapping[Tensor, tuple[tuple[int, int], Tensor]] = WeakIdKeyDictionary()
@@ -140,15 +145,16 @@ _tables: MutableMapping[Tensor, tuple[tuple[int, int], Tensor]] = WeakIdKeyDicti
 
 def _read_cu_seq_lens(cu_seq_lens_q: Tensor, cu_seq_lens_k: Tensor | None, length: int) -> Tensor:
     if cu_seq_lens_k is None or cu_seq_lens_k.shape != cu_seq_lens_q.shape:
-        raise ValueError(
-            f"stepscope's attention requires `cu_seq_lens_k` to be the same as `cu_seq_lens_q`; {_HINT} if keys are "
-            "packed in another way"
-        )
-    if torch.compiler.is_compiling() or cu_seq_lens_q.is_inference():
+        raise ValueError(_DIFFERENT)
+    # A CUDA graph must contain the table's computation: it is replayed with other documents.
+    is_captured = cu_seq_lens_q.is_cuda and torch.cuda.is_current_stream_capturing()
+    if torch.compiler.is_compiling() or cu_seq_lens_q.is_inference() or is_captured:
         return document_bounds(cu_seq_lens_q, length)
     key = cu_seq_lens_q._version, length
     known = _tables.get(cu_seq_lens_q)
     if known is None or known[0] != key:
+        if cu_seq_lens_k is not cu_seq_lens_q:
+            torch._assert_async((cu_seq_lens_k == cu_seq_lens_q).all(), _DIFFERENT)
         known = key, document_bounds(cu_seq_lens_q, length)
         _tables[cu_seq_lens_q] = known
     return known[1]

@@ -178,7 +178,7 @@ def backward(
     launch_keys(do_BHLD, q_BHLD, k_BGKD, v_BGKD, dk_BGKD, dv_BGKD, rows, keys_tile, settings)
     if bias is None or dbias_BHLK is None:
         return dq_BHLD, dk_BGKD, dv_BGKD, None
-    return dq_BHLD, dk_BGKD, dv_BGKD, dbias_BHLK.sum_to_size(bias.shape).to(bias.dtype)
+    return dq_BHLD, dk_BGKD, dv_BGKD, torch.empty_like(bias).copy_(dbias_BHLK.sum_to_size(bias.shape))
 
 
 def row_values(lse_BHL: Tensor) -> Tensor:

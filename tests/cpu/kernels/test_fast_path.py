@@ -7,10 +7,12 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 from torch.utils.flop_counter import FlopCounterMode
 
 from stepscope.kernels import flash_attention
 from stepscope.kernels.attention import chosen_backends, plans, tiled
+from stepscope.kernels.attention.problem import UnsupportedError
 
 SHAPE = (2, 3, 32, 16)
 SCALE = 0.25  # 1/sqrt(16)
@@ -28,6 +30,9 @@ class Plan:
     def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         self.calls.append("forward")
         return tiled.forward(q, k, v, causal=True, scale=SCALE, tf32=False)
+
+    def fits(self, *tensors: Tensor) -> bool:
+        return all(x.is_contiguous() for x in tensors)
 
     def backward(self, do: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
         self.calls.append("backward")
@@ -139,6 +144,47 @@ def test_a_compiler_does_not_trace_the_plan(plan: Plan) -> None:
     out = torch.compile(lambda *x: attend(list(x)), fullgraph=True, backend="aot_eager")(*leaves)
     torch.testing.assert_close(out, expected(leaves))
     assert plan.calls == []
+
+
+@pytest.mark.parametrize("change", [{"causal": [True]}, {"scale": [1.0]}], ids=["causal", "scale"])
+def test_arguments_of_a_wrong_type_are_named(plan: Plan, change: dict[str, Any]) -> None:
+    q, k, v = make_leaves()
+    with pytest.raises(TypeError, match=f"`{next(iter(change))}` must be"):
+        flash_attention(q, k, v, **{"causal": True, **change})
+
+
+@pytest.mark.parametrize("causal", [1, 0])
+def test_a_number_is_not_a_mask_even_after_an_equal_call(plan: Plan, causal: int) -> None:
+    q, k, v = make_leaves()
+    with pytest.raises(TypeError, match="`causal` must be True or False"):
+        flash_attention(q, k, v, causal=causal)  # type: ignore[arg-type]
+
+
+def test_a_negated_view_is_resolved(plan: Plan) -> None:
+    q, k, v = (x.detach() for x in make_leaves())
+    torch.testing.assert_close(attend([torch._neg_view(q), k, v]), expected([-q, k, v]))
+    assert plan.calls == []
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated")  # PyTorch's own
+def test_forward_mode_is_not_lost(plan: Plan) -> None:
+    q, k, v = (x.detach() for x in make_leaves())
+    with forward_ad.dual_level(), pytest.raises(NotImplementedError, match="forward AD"):
+        attend([forward_ad.make_dual(q, q), k, v])  # type: ignore[no-untyped-call]
+    assert plan.calls == []
+
+
+def test_saved_tensors_in_other_memory_take_the_usual_way(plan: Plan) -> None:
+    leaves = make_leaves()
+
+    def turn(x: Tensor) -> Tensor:
+        return x.transpose(1, 2).contiguous().transpose(1, 2) if x.dim() == 4 else x
+
+    with torch.autograd.graph.saved_tensors_hooks(turn, lambda x: x):
+        out = attend(leaves)
+    with pytest.raises(UnsupportedError):  # on a CPU, no kernel of ours takes over
+        torch.autograd.grad(out.sum(), leaves)
+    assert plan.calls == ["forward"]
 
 
 def test_a_second_derivative_is_refused(plan: Plan) -> None:

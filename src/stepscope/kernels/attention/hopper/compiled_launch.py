@@ -21,7 +21,7 @@ from triton.experimental.gluon.language import NVMMASharedLayout
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 _HAS_C_LAUNCHER = triton.__version__.startswith("3.6.")
-_MOST_ADDRESSES = 256
+_MOST_ADDRESSES = 128
 
 
 class Tiles(NamedTuple):

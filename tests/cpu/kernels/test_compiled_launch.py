@@ -14,8 +14,8 @@ pytest.importorskip("triton")
 import triton
 from triton.experimental.gluon import language as gl
 
-from stepscope.kernels.attention.hopper import launching
-from stepscope.kernels.attention.hopper.launching import Launch, Tiles
+from stepscope.kernels.attention.hopper import compiled_launch
+from stepscope.kernels.attention.hopper.compiled_launch import Launch, Tiles
 
 DEVICE = torch.device("cuda", 0)
 STREAM = 77
@@ -81,7 +81,7 @@ def use_c_launcher(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
         filled.append(arguments)
         return f"map {len(filled)}"
 
-    monkeypatch.setattr(launching, "_HAS_C_LAUNCHER", True)
+    monkeypatch.setattr(compiled_launch, "_HAS_C_LAUNCHER", True)
     active = SimpleNamespace(utils=SimpleNamespace(fill_tma_descriptor=fill))
     monkeypatch.setattr(triton.runtime, "driver", SimpleNamespace(active=active))
     return filled
@@ -92,7 +92,7 @@ def tensors() -> tuple[Tensor, Tensor]:
 
 
 def test_the_first_call_goes_through_triton(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(launching, "_HAS_C_LAUNCHER", False)
+    monkeypatch.setattr(compiled_launch, "_HAS_C_LAUNCHER", False)
     kernel = Kernel()
     x, pointer = tensors()
     launch = make_launch(kernel)
@@ -107,7 +107,7 @@ def test_the_first_call_goes_through_triton(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_later_calls_give_the_kernel_new_tensors_and_the_old_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(launching, "_HAS_C_LAUNCHER", False)
+    monkeypatch.setattr(compiled_launch, "_HAS_C_LAUNCHER", False)
     kernel = Kernel()
     launch = make_launch(kernel)
     launch(tensors()[:1], tensors()[1:])
@@ -156,7 +156,7 @@ def test_a_kernel_without_descriptors_has_no_wrapper(monkeypatch: pytest.MonkeyP
 
 def test_descriptors_of_many_addresses_are_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
     filled = use_c_launcher(monkeypatch)
-    monkeypatch.setattr(launching, "_MOST_ADDRESSES", 2)
+    monkeypatch.setattr(compiled_launch, "_MOST_ADDRESSES", 2)
     launch = make_launch(Kernel())
     kept = [torch.zeros(4, 8) for _ in range(4)]
     for x in (kept[0], *kept, *kept):

@@ -24,7 +24,11 @@ _TYPES = (Tensor, Parameter)
 
 def attend(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float | None, backend: str) -> Tensor | None:
     """Return the output, or None if no call like this one was planned. Never for a deterministic backward pass."""
-    if type(q) not in _TYPES or type(k) not in _TYPES or type(v) not in _TYPES or q.dim() != 4 or is_watched():
+    if type(causal) is not bool or not (scale is None or type(scale) is float) or is_watched():
+        return None
+    if type(q) not in _TYPES or type(k) not in _TYPES or type(v) not in _TYPES or q.dim() != 4:
+        return None
+    if q.is_neg() or k.is_neg() or v.is_neg():
         return None
     plan = plans.find(q, k, v, causal, scale, backend)
     if plan is None:
@@ -42,6 +46,7 @@ def is_watched() -> bool:
         or torch._C._are_functorch_transforms_active()
         or torch._C._autograd._profiler_enabled()
         or torch.is_autocast_enabled("cuda")
+        or torch.autograd.forward_ad._current_level >= 0
     )
 
 
@@ -55,13 +60,14 @@ class _PlannedAttention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, do: Tensor) -> tuple[Tensor | None, ...]:
-        plan, backend = ctx.plan, ctx.backend
-        if torch.is_grad_enabled() or is_watched():
+        plan, backend, tensors = ctx.plan, ctx.backend, ctx.saved_tensors
+        # Saved tensors may come back in other memory: offloaded to the CPU, for example.
+        if torch.is_grad_enabled() or is_watched() or not plan.fits(*tensors[:3]):
             settings = (plan.causal, plan.scale, backend, False, False)
-            return *differentiate_once(do, *ctx.saved_tensors, *settings), None, None
+            return *differentiate_once(do, *tensors, *settings), None, None
         if backend == "auto":
             backends.count("hopper")
-        return *plan.backward(do, *ctx.saved_tensors), None, None
+        return *plan.backward(do, *tensors), None, None
 
 
 # `Function.apply` first looks for `torch.func`, which `is_watched` has done.
