@@ -9,7 +9,7 @@ from typing import Any
 
 import polars as pl
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from stepscope.errors import StepscopeError
@@ -282,6 +282,7 @@ def test_operators_count_as_kernels_without_a_device(tmp_path: Path) -> None:
 
 @settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.integers(0, 2**32), st.integers(1, 30))
+@example(19761564, 6)  # a launch without a correlation, in a file without an end
 def test_random_damage_is_survived(tmp_path: Path, seed: int, flips: int) -> None:
     content = bytearray(write_trace(tmp_path / "whole.json", training_step()).read_bytes())
     chance = random.Random(seed)

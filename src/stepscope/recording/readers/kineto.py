@@ -82,7 +82,9 @@ def _end_with_kernels(recording: Recording) -> Recording:
 def _find_last_launch(recording: Recording) -> int | None:
     """Return when the last kernel was launched before they begin to be missing; None if no launch has a kernel."""
     launches = recording.launches.filter(pl.col("name").str.contains(KERNEL_LAUNCHES)).sort("start_ns")
-    present = launches["correlation"].is_in(recording.kernels["correlation"].implode()).to_numpy()
+    present = (
+        launches["correlation"].is_in(recording.kernels["correlation"].implode()).fill_null(value=False).to_numpy()
+    )
     if not present.any():
         return None
     present_from_here = np.cumsum(present[::-1])[::-1] / np.arange(len(present), 0, -1)
