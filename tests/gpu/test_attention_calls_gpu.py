@@ -35,7 +35,7 @@ def gradients(call: Callable[..., Tensor], leaves: list[Tensor]) -> list[Tensor]
 
 
 def through_operators(leaves: list[Tensor]) -> list[Tensor]:
-    """The same without plans: a profiler wants to see operators."""
+    """The same without plans, because a profiler is active."""
     with torch.autograd.profiler.profile():
         return gradients(attend, leaves)
 
@@ -122,7 +122,7 @@ def test_watchers_see_the_operators() -> None:
     assert {"stepscope::flash_attention_forward", "stepscope::flash_attention_backward"} <= names
 
 
-def test_autocast_and_double_backward_take_the_usual_way() -> None:
+def test_autocast_and_double_backward_go_through_the_operators() -> None:
     leaves = make_leaves()
     gradients(attend, leaves)
     wide = [x.detach().float().requires_grad_() for x in leaves]

@@ -132,7 +132,7 @@ def test_what_watches_operators_sees_them(plan: Plan) -> None:
     assert any("scaled_dot_product" in event.name for event in profiler.events())
 
 
-def test_functional_transforms_take_the_usual_way(plan: Plan) -> None:
+def test_functional_transforms_go_through_the_operators(plan: Plan) -> None:
     q, k, v = (x.detach() for x in make_leaves())
     torch.func.grad(lambda x: attend([x, k, v]).sum())(q)
     assert plan.calls == []
@@ -174,7 +174,7 @@ def test_forward_mode_is_not_lost(plan: Plan) -> None:
     assert plan.calls == []
 
 
-def test_saved_tensors_in_other_memory_take_the_usual_way(plan: Plan) -> None:
+def test_saved_tensors_in_other_memory_go_through_the_operators(plan: Plan) -> None:
     leaves = make_leaves()
 
     def turn(x: Tensor) -> Tensor:

@@ -1,8 +1,8 @@
-"""Plain attention on a GPU, for calls like an earlier one: its plan (`plans.py`), without the dispatcher.
+"""Plain attention on a GPU, for calls like an earlier one: its plan (`plans.py`) runs without PyTorch's dispatcher.
 
-Whatever sees or changes operators (a profiler, autocast, a dispatch mode such as a FLOP counter, `torch.func`) would
-miss such calls, so with one of them active they take the usual way through the operators. So does a backward pass that
-is itself to be differentiated.
+Anything that observes or changes operators (a profiler, autocast, a dispatch mode such as a FLOP counter, `torch.func`)
+would miss such calls. While one of these is active, calls go through the operators as usual, and so does a backward
+pass that will itself be differentiated.
 """
 
 # All tensors are (B, H, L, D).
@@ -39,7 +39,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float | None, b
 
 
 def is_watched() -> bool:
-    """Whether something in the process wants to see operators, or changes what they do."""
+    """Whether something observes operators, or changes what they do."""
     return bool(
         torch._C._len_torch_dispatch_stack()
         or torch._C._len_torch_function_stack()
@@ -61,7 +61,7 @@ class _PlannedAttention(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, do: Tensor) -> tuple[Tensor | None, ...]:
         plan, backend, tensors = ctx.plan, ctx.backend, ctx.saved_tensors
-        # Saved tensors may come back in other memory: offloaded to the CPU, for example.
+        # Saved tensors may return with other strides, for example after an offload to the CPU.
         if torch.is_grad_enabled() or is_watched() or not plan.fits(*tensors[:3]):
             settings = (plan.causal, plan.scale, backend, False, False)
             return *differentiate_once(do, *tensors, *settings), None, None

@@ -3,8 +3,8 @@
 `torch.compile` sees each as one graph node, with a fake-tensor implementation that gives the shapes and strides of the
 results. The backend is chosen inside, where tensors have addresses, so a compiled graph does not fix the choice.
 
-Autograd does not look at these two, because that takes 10 µs of a call. A compiler traces a third operator, which can
-be differentiated once, and finds the two inside.
+These two bypass autograd, which would add 10 µs to every call. A compiler traces a third operator, which can be
+differentiated once, and finds the two inside it.
 
 They take four dimensions and checked arguments (`problem.py`, `extras.py`). Both have an overload with extras, which is
 differentiable itself: arguments cost time even where they are defaults, 2 µs in a plain forward and backward pass.

@@ -88,7 +88,7 @@ def forward_settings(
 
 
 def name_kernel(specialization: Any) -> str:
-    """Kernels that skip far tiles have a name of their own: the work of one cannot be told from its grid."""
+    """Kernels that skip far tiles have a name of their own: their grid does not show how much they do."""
     constants = specialization.constants
     return (
         "attention_hopper_local_forward"

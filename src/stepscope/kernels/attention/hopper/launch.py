@@ -148,7 +148,7 @@ class ForwardPlan:
         return o, lse
 
     def fits(self, q: Tensor, k: Tensor, v: Tensor) -> bool:
-        """Whether tensors that had the plan's shapes are still in such memory."""
+        """Whether tensors of the plan's shapes also have its strides and alignment."""
         aligned = not (q.data_ptr() | k.data_ptr() | v.data_ptr()) % TMA_ALIGNMENT
         return aligned and (q.stride(), k.stride(), v.stride()) == self._strides
 
