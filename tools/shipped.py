@@ -230,7 +230,7 @@ _MOST_SPILLED: dict[tuple[Pass, Arithmetic, int], int] = {
 
 # --- Hopper. The type of a descriptor carries the layout of its tile. ---
 
-_GLUON_TYPES = {"bf16": gl.bfloat16, "fp16": gl.float16, "fp32": gl.float32}
+_GLUON_TYPES = {"bf16": gl.bfloat16, "fp16": gl.float16, "fp32": gl.float32, "i32": gl.int32}
 _OPTIONS = ("num_warps", "maxnreg")
 # Bytes, by kernel, width and mask: what the code has under both supported compilers, rounded up. None of it is in an
 # inner loop except in backward at 64, where tiles of 128 queries do not fit and are still the fastest.
@@ -256,6 +256,8 @@ _MOST_SPILLED_ON_HOPPER = {
     ("backward", 64, "causal"): 256,
     ("backward", 64, "window"): 256,
     ("backward", 64, "documents"): 256,
+    ("backward", 128, "deterministic"): 80,
+    ("backward", 64, "deterministic"): 256,
 }
 # Under a causal mask it makes no difference whether the keys fill their tiles.
 _MASKS: dict[str, dict[str, bool]] = {
@@ -265,6 +267,7 @@ _MASKS: dict[str, dict[str, bool]] = {
     "causal long": {"causal": True, "whole_keys": False, "long": True},
     "window": {"causal": True, "whole_keys": False, "has_window": True},
     "documents": {"causal": True, "whole_keys": False, "has_documents": True},
+    "deterministic": {"causal": True, "whole_keys": False, "deterministic": True},
 }
 
 
@@ -276,6 +279,8 @@ def _hopper() -> Iterator[Shipped]:
             settings = dict((forward_settings if stage == "forward" else backward_settings)(width, **_MASKS[mask]))
             options = {name: settings.pop(name) for name in _OPTIONS}
             types = _forward_types(dtype, width) if stage == "forward" else _backward_types(dtype, width)
+            if mask == "deterministic":
+                types["dq_desc"] = _tile("i32", 64, 64)
             if mask == "documents":
                 types |= {"starts": "*i32", "ends": "*i32"}
             else:

@@ -133,7 +133,7 @@ def test_autocast_and_double_backward_go_through_the_operators() -> None:
         torch.autograd.grad(dq.sum(), leaves)
 
 
-def test_a_deterministic_backward_pass_is_not_planned() -> None:
+def test_a_deterministic_backward_pass_repeats_after_a_planned_one() -> None:
     leaves = make_leaves(shape=(1, 2, 1000, 64))
     gradients(attend, leaves)
     found = [gradients(lambda *x: attend(*x, deterministic=True), leaves) for _ in range(3)]

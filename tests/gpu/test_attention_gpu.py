@@ -180,6 +180,37 @@ def test_hopper_forward_and_deterministic_gradients_repeat_a_hundred_times(causa
         assert all(torch.equal(a, b) for a, b in zip(gradients(), expected, strict=True))
 
 
+@needs_hopper
+@either_mask
+@pytest.mark.parametrize("dtype", LOW_DTYPES, ids=str)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_deterministic_hopper_gradients_match_float64(shape: tuple[int, ...], dtype: torch.dtype, causal: bool) -> None:
+    ours = on_gpu("hopper", causal=causal, deterministic=True)
+    assert_three_way(ours, on_gpu(None, causal=causal), make_inputs(shape), dtype=dtype)
+
+
+@needs_hopper
+@pytest.mark.parametrize(("which", "factor"), [(1, 100.0), (2, 100.0)], ids=["key", "value"])
+def test_deterministic_gradients_withstand_an_outlier(which: int, factor: float) -> None:
+    inputs = make_inputs((1, 4, 2, 1000, 1000, 64))
+    inputs[which][:, :, 17] *= factor
+    ours = on_gpu("hopper", causal=True, deterministic=True)
+    assert_three_way(ours, on_gpu(None, causal=True), inputs, dtype=torch.bfloat16)
+
+
+@needs_hopper
+@pytest.mark.parametrize("which", range(4), ids=["q", "k", "v", "do"])
+def test_deterministic_gradients_do_not_hide_nan(which: int) -> None:
+    inputs = [*make_inputs((1, 2, 2, 300, 300, 128)), normal(1, 2, 300, 128, seed=4)]
+    inputs[which][0, 0, 200, 5] = float("nan")
+    *leaves, do = (x.to(CUDA, torch.bfloat16) for x in inputs)
+    leaves = [x.requires_grad_() for x in leaves]
+    o = flash_attention(*leaves, causal=True, backend="hopper", deterministic=True)
+    dq, *_ = torch.autograd.grad(o, leaves, do)
+    assert dq[0, 0, 200].isnan().any()
+    assert not dq[0, 1].isnan().any()
+
+
 def test_compiles_without_a_graph_break_under_autocast() -> None:
     torch._dynamo.reset()
     leaves = [x.to(CUDA, torch.float32).requires_grad_() for x in make_inputs((2, 4, 2, 300, 300, 64))]

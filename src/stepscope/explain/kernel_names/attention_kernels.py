@@ -104,6 +104,7 @@ _OTHERS: tuple[tuple[re.Pattern[str], str, str, Direction | None], ...] = compil
     (r"\b(?=\w*bwd)" + _LINEAR, "Triton", "linear attention backward", "backward"),
     (r"\b" + _LINEAR, "Triton", "linear attention", None),
     (r"\b_bwd_preprocess_do_o_dot\b", "Triton", "row sums for the attention backward", "backward"),
+    (r"\battention_hopper_bound\b", "stepscope", "bounds for the attention backward", "backward"),
     (r"\battention_hopper_prepare\b", "stepscope", "row sums for the attention backward", "backward"),
     (r"\battention_hopper_finish\b", "stepscope", "convert the attention's dQ", "backward"),
     (r"\battention_(?:hopper_)?(?:local_)?forward\b", "stepscope", "attention forward", "forward"),

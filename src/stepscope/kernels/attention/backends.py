@@ -3,8 +3,7 @@
 `FUNCTIONS` has an entry for each backend in `spec.backends`: its module, and a function that returns why it cannot run
 a problem, or None if it can. A backend requested by name runs or raises with that reason; `auto` tries the backends in
 order of preference for the device and uses the first that can run, and `chosen_backends` records the choice. Reasons
-contain no lengths, so that this record stays short when every call has a different length. The only other switch
-between backends is one the caller requests: a deterministic backward pass never runs on `hopper`.
+contain no lengths, so that this record stays short when every call has a different length.
 """
 
 import os
@@ -173,7 +172,7 @@ class BackendFunctions(NamedTuple):
 
 
 FUNCTIONS = {
-    "hopper": BackendFunctions(_refuses_hopper, "hopper.launch", needs_gpu=True, repeats="never"),
+    "hopper": BackendFunctions(_refuses_hopper, "hopper.launch", needs_gpu=True),
     "triton": BackendFunctions(_refuses_triton, "triton_launch", needs_gpu=True),
     "tiled": BackendFunctions(_refuses_nothing, "tiled"),
     "naive": BackendFunctions(_refuses_plain),

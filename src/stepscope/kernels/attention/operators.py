@@ -94,19 +94,17 @@ def _run_backward(
     deterministic: bool,
     *extra: Any,
 ) -> tuple[Tensor, ...]:
-    plan = None if extra or deterministic else plans.find(q_BHLD, k_BGKD, v_BGKD, causal, scale, backend)
+    plan = None if extra else plans.find(q_BHLD, k_BGKD, v_BGKD, causal, scale, backend)
     if plan is not None:
-        return plan.backward(do_BHLD, q_BHLD, k_BGKD, v_BGKD, o_BHLD, lse_BHL)
+        return plan.backward(do_BHLD, q_BHLD, k_BGKD, v_BGKD, o_BHLD, lse_BHL, deterministic=deterministic)
     extras, wants_dbias = (Extras(*extra[:-1]), extra[-1]) if extra else (NO_EXTRAS, False)
     if backend == "auto":
         problem = Problem(q_BHLD, k_BGKD, v_BGKD, causal, extras)
         backend = backends.choose(problem, deterministic=deterministic, among=backends.KERNELS)
-    elif deterministic and backends.FUNCTIONS[backend].repeats == "never":
-        backend = "triton"
     with _device(q_BHLD):
         gradients: tuple[Tensor, ...] = _load(backend).backward(
             do_BHLD, q_BHLD, k_BGKD, v_BGKD, o_BHLD, lse_BHL,
-            causal=causal, scale=scale, tf32=tf32, extras=extras, wants_dbias=wants_dbias,
+            causal=causal, scale=scale, tf32=tf32, extras=extras, wants_dbias=wants_dbias, deterministic=deterministic,
         )  # fmt: skip
     return gradients if wants_dbias else gradients[:3]
 

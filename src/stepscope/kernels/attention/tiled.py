@@ -94,9 +94,10 @@ def backward(
     tf32: bool,
     extras: Extras = NO_EXTRAS,
     wants_dbias: bool = False,
+    deterministic: bool = True,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """Return dq, dk and dv, and the gradient of the bias if it is wanted."""
-    del tf32  # as in `forward`
+    del tf32, deterministic  # it always is
     problem = Problem(q_BHLD, k_BGKD, v_BGKD, causal, extras)
     num_heads, num_groups, num_keys = q_BHLD.shape[1], k_BGKD.shape[1], k_BGKD.shape[2]
     wide = _wide_dtype(q_BHLD)

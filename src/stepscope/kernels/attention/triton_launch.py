@@ -159,10 +159,12 @@ def backward(
     tf32: bool,
     extras: Extras = NO_EXTRAS,
     wants_dbias: bool = False,
+    deterministic: bool = True,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """Return dq, dk and dv, each in the memory layout of its input, and dbias if it is wanted. The same input gives the
     same bits: each gradient is written by the one program that computes it.
     """
+    del deterministic  # it always is
     dq_BHLD, dk_BGKD, dv_BGKD = torch.empty_like(q_BHLD), torch.empty_like(k_BGKD), torch.empty_like(v_BGKD)
     bias = extras.bias if wants_dbias else None
     if q_BHLD.numel() == 0 or k_BGKD.numel() == 0:

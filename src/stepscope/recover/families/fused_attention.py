@@ -42,9 +42,10 @@ _WARPGROUP_THREADS = 128
 _TRITON_TILES = (16, 32, 64, 128)
 _HOPPER_ROWS = 64  # of a warpgroup
 _HOPPER_KEYS = 128
-_HOPPER_LONG = 8192  # queries
+_HOPPER_LONG = 4096  # queries
 # For kernels whose grid is only tiles: the possible tiles, and whether they are tiles of keys.
 _OWN_GRIDS: dict[str, tuple[Literal["forward", "backward"], tuple[int, ...], bool]] = {
+    "attention_hopper_bound": ("backward", (_HOPPER_KEYS,), True),
     "attention_hopper_prepare": ("backward", (128,), False),
     "attention_hopper_finish": ("backward", (64,), False),
     "attention_hopper_backward": ("backward", (_HOPPER_KEYS,), True),

@@ -47,12 +47,20 @@ from stepscope.kernels.attention.hopper.forward_kernel import (
 KEYS_OF_PROGRAM = 128
 KEYS = gl.constexpr(KEYS_OF_PROGRAM)
 OWN_KEYS = gl.constexpr(64)  # rows per consumer warpgroup
+FINITE = tl.constexpr(3.0e38)
+SMALLEST_BOUND = tl.constexpr(1e-37)
 ROWS_OF_TILE = {64: 128, 128: 64}  # queries, by head width: as many as the registers hold
 
 
 @cache
 def backward_settings(
-    width: int, *, causal: bool, whole_keys: bool, has_window: bool = False, has_documents: bool = False
+    width: int,
+    *,
+    causal: bool,
+    whole_keys: bool,
+    has_window: bool = False,
+    has_documents: bool = False,
+    deterministic: bool = False,
 ) -> dict[str, Any]:
     """The constants and options of the backward kernel, like `forward_settings` for forward."""
     return {
@@ -63,6 +71,7 @@ def backward_settings(
         "MASK": causal or has_window or has_documents or not whole_keys,
         "WINDOW": has_window,
         "DOCUMENTS": has_documents,
+        "EXACT_SUMS": deterministic,
         "num_warps": 4,
         "maxnreg": 168,
     }
@@ -73,6 +82,26 @@ def _reduce_add(desc, coord, source, _semantic=None):
     """Add a tile in shared memory to global memory: the copy engine can do this, but Gluon 3.6 does not expose it."""
     handles = _semantic._convert_to_ir_values(coord, require_i64=False)
     _semantic.builder.create_async_tma_reduce(ir.DESCRIPTOR_REDUCE_KIND.ADD, desc.handle, handles, source.handle)
+
+
+@gluon.jit
+def _round_to_int(x):
+    return gl.inline_asm_elementwise("cvt.rni.s32.f32 $0, $1;", "=r,f", [x], dtype=gl.int32, is_pure=True, pack=1)
+
+
+@gluon.jit
+def _locate(tiles, group, CAUSAL: gl.constexpr):
+    """The key/value head and key tile of this program. Programs start in the order of their numbers; under a causal
+    mask, the first keys are seen by most queries, so they come first, in all heads of a group.
+    """
+    program = gl.program_id(0)
+    if CAUSAL:
+        first = program // (group * tiles) * group
+        count = gl.minimum(group, gl.num_programs(0) // tiles - first)
+        place = program % (group * tiles)
+        return first + place % count, place // count
+    else:
+        return program // tiles, program % tiles
 
 
 @gluon.jit
@@ -151,9 +180,9 @@ def _mask(
 def _consume(
     buffers, barriers, dq_desc, dk_desc, dv_desc, place, sizes, near, base2, scale,
     CONSUMER: gl.constexpr, ROWS: gl.constexpr, STAGES: gl.constexpr, CAUSAL: gl.constexpr, MASK: gl.constexpr,
-    WINDOW: gl.constexpr, DOCUMENTS: gl.constexpr,
+    WINDOW: gl.constexpr, DOCUMENTS: gl.constexpr, EXACT_SUMS: gl.constexpr,
 ):  # fmt: skip
-    k_buf, v_bufs, q_bufs, do_bufs, lse_bufs, delta_bufs, ds_bufs, dq_bufs = buffers
+    k_buf, v_bufs, q_bufs, do_bufs, lse_bufs, delta_bufs, unit_bufs, ds_bufs, dq_bufs = buffers
     kv_full, q_full, q_empty, do_full, do_empty, ds_full = barriers
     z, g, key = place
     H, G, heads, num_queries, num_keys = sizes
@@ -224,6 +253,11 @@ def _consume(
         next_q = q_bufs.index(after % STAGES).reshape([ROWS, D])
         s = warpgroup_mma(k, next_q.permute((1, 0)), zeros, use_acc=False, is_async=True)
         dk, dq, ds_operand = warpgroup_mma_wait(1, deps=[dk, dq, ds_operand])
+        if EXACT_SUMS:
+            units = unit_bufs.index(b).reshape([ROWS])
+            if D == 64:
+                units = units.slice(CONSUMER * 64, 64)
+            dq = _round_to_int(dq * units.load(gl.SliceLayout(1, T))[:, None])
         mbarrier.arrive(q_empty.index(b), count=1)
         tma.store_wait(0)
         dq_buf.reshape([64, 64]).store(dq)
@@ -250,8 +284,9 @@ def _consume(
 def _produce(
     buffers, barriers, q_desc, k_desc, v_desc, do_desc, rows_desc, place, sizes, near,
     ROWS: gl.constexpr, STAGES: gl.constexpr, CAUSAL: gl.constexpr, WINDOW: gl.constexpr, DOCUMENTS: gl.constexpr,
+    EXACT_SUMS: gl.constexpr,
 ):  # fmt: skip
-    k_buf, v_bufs, q_bufs, do_bufs, lse_bufs, delta_bufs, ds_bufs, dq_bufs = buffers
+    k_buf, v_bufs, q_bufs, do_bufs, lse_bufs, delta_bufs, unit_bufs, ds_bufs, dq_bufs = buffers
     kv_full, q_full, q_empty, do_full, do_empty, ds_full = barriers
     z, g, key = place
     H, G, heads, num_queries, num_keys = sizes
@@ -269,7 +304,9 @@ def _produce(
         phase = (step // STAGES) & 1
         full = q_full.index(b)
         mbarrier.wait(q_empty.index(b), phase ^ 1)
-        mbarrier.expect(full, q_desc.block_type.nbytes + ROWS * 4)
+        mbarrier.expect(full, q_desc.block_type.nbytes + (2 if EXACT_SUMS else 1) * ROWS * 4)
+        if EXACT_SUMS:
+            tma.async_copy_global_to_shared(rows_desc, [2 * heads + z * H + h, tile * ROWS], full, unit_bufs.index(b))
         tma.async_copy_global_to_shared(q_desc, [z, h, tile * ROWS, 0], full, q_bufs.index(b))
         tma.async_copy_global_to_shared(rows_desc, [z * H + h, tile * ROWS], full, lse_bufs.index(b))
         full = do_full.index(b)
@@ -280,19 +317,19 @@ def _produce(
         h, tile = _next_tile(h, tile, first, end)
 
 
-@gluon.jit(do_not_specialize=["scale", "H", "G", "heads", "num_queries", "num_keys", "left", "right"])
+@gluon.jit(do_not_specialize=["scale", "H", "G", "heads", "num_queries", "num_keys", "group", "left", "right"])
 def attention_hopper_backward(
     q_desc, k_desc, v_desc, do_desc, rows_desc, dq_desc, dk_desc, dv_desc, starts, ends, scale, H, G, heads,
-    num_queries, num_keys, left, right,
+    num_queries, num_keys, group, left, right,
     ROWS: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr, CAUSAL: gl.constexpr, MASK: gl.constexpr,
-    WINDOW: gl.constexpr, DOCUMENTS: gl.constexpr,
+    WINDOW: gl.constexpr, DOCUMENTS: gl.constexpr, EXACT_SUMS: gl.constexpr,
 ):  # fmt: skip
     """dk, dv, and the unscaled sums of dq. `rows_desc` has the log-sum-exp of every row, and below all `heads` of them
-    the deltas. The other arguments mean the same as in forward.
+    the deltas. EXACT_SUMS: the sums are integers, which are the same in any order; below the deltas follows how many
+    units a row's one is. The other arguments mean the same as in forward.
     """
-    tiles = gl.cdiv(num_keys, KEYS)
-    zg = gl.program_id(0) // tiles
-    place = (zg // G, zg % G, (gl.program_id(0) % tiles) * KEYS)
+    zg, tile = _locate(gl.cdiv(num_keys, KEYS), group, CAUSAL)
+    place = (zg // G, zg % G, tile * KEYS)
     sizes = (H, G, heads, num_queries, num_keys)
     ds_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([KEYS, ROWS], q_desc.dtype)
     buffers = (
@@ -302,8 +339,9 @@ def attention_hopper_backward(
         gl.allocate_shared_memory(do_desc.dtype, [STAGES, 1, 1, ROWS, D], do_desc.layout),
         gl.allocate_shared_memory(gl.float32, [STAGES, 1, ROWS], rows_desc.layout),
         gl.allocate_shared_memory(gl.float32, [STAGES, 1, ROWS], rows_desc.layout),
+        gl.allocate_shared_memory(gl.float32, [STAGES if EXACT_SUMS else 1, 1, ROWS], rows_desc.layout),
         gl.allocate_shared_memory(q_desc.dtype, [2, KEYS, ROWS], ds_layout),
-        gl.allocate_shared_memory(gl.float32, [2, 1, 1, 64, 64], dq_desc.layout),
+        gl.allocate_shared_memory(dq_desc.dtype, [2, 1, 1, 64, 64], dq_desc.layout),
     )
     barriers = (
         make_barriers(1, 1),  # kv_full
@@ -317,22 +355,57 @@ def attention_hopper_backward(
     base2 = scale * LOG2_E
     gl.warp_specialize([
         (_consume, (buffers, barriers, dq_desc, dk_desc, dv_desc, place, sizes, near, base2, scale,
-                    0, ROWS, STAGES, CAUSAL, MASK, WINDOW, DOCUMENTS)),
+                    0, ROWS, STAGES, CAUSAL, MASK, WINDOW, DOCUMENTS, EXACT_SUMS)),
         (_consume, (buffers, barriers, dq_desc, dk_desc, dv_desc, place, sizes, near, base2, scale,
-                    1, ROWS, STAGES, CAUSAL, MASK, WINDOW, DOCUMENTS)),
+                    1, ROWS, STAGES, CAUSAL, MASK, WINDOW, DOCUMENTS, EXACT_SUMS)),
         (_produce, (buffers, barriers, q_desc, k_desc, v_desc, do_desc, rows_desc, place, sizes, near,
-                    ROWS, STAGES, CAUSAL, WINDOW, DOCUMENTS)),
+                    ROWS, STAGES, CAUSAL, WINDOW, DOCUMENTS, EXACT_SUMS)),
     ], [4, 1], [240, 24])  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["H", "num_queries", "padded", "heads"])
+@triton.jit
+def _row_lengths(x):
+    """The Euclidean length of each row; squares of large numbers would overflow."""
+    largest = tl.maximum(tl.max(tl.abs(x), 1), SMALLEST_BOUND)
+    shrunk = x / largest[:, None]
+    return largest * tl.sqrt(tl.sum(shrunk * shrunk, 1))
+
+
+@triton.jit(do_not_specialize=["G", "num_keys"])
+def attention_hopper_bound(
+    k_ptr, v_ptr, bounds_ptr, G, num_keys, D, k_z, k_g, k_l, v_z, v_g, v_l,
+    KEYS: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """For each tile of keys the largest element of k and, below all tiles, the largest length of a v. NaN becomes
+    infinity, which no maximum loses.
+    """
+    tiles = tl.cdiv(num_keys, KEYS)
+    zg = tl.program_id(0) // tiles
+    z, g = (zg // G).to(tl.int64), (zg % G).to(tl.int64)
+    keys = ((tl.program_id(0) % tiles) * KEYS + tl.arange(0, KEYS)).to(tl.int64)[:, None]
+    columns = tl.arange(0, BLOCK_D)[None, :]
+    keep = (keys < num_keys) & (columns < D)
+    k = tl.abs(tl.load(k_ptr + z * k_z + g * k_g + keys * k_l + columns, mask=keep, other=0.0).to(tl.float32))
+    v = tl.load(v_ptr + z * v_z + g * v_g + keys * v_l + columns, mask=keep, other=0.0).to(tl.float32)
+    lengths = _row_lengths(v)
+    largest = tl.max(tl.max(tl.where(k <= FINITE, k, float("inf")), 1), 0)
+    longest = tl.max(tl.where(lengths <= FINITE, lengths, float("inf")), 0)
+    tl.store(bounds_ptr + tl.program_id(0), largest)
+    tl.store(bounds_ptr + tl.num_programs(0) + tl.program_id(0), longest)
+
+
+@triton.jit(do_not_specialize=["H", "G", "num_queries", "padded", "heads", "groups", "key_tiles"])
 def attention_hopper_prepare(
-    o_ptr, do_ptr, lse_ptr, rows_ptr, dq_ptr, H, num_queries, padded, heads, D,
-    o_z, o_h, o_l, do_z, do_h, do_l, do_d,
-    ROWS: tl.constexpr, BLOCK_D: tl.constexpr,
+    o_ptr, do_ptr, lse_ptr, rows_ptr, dq_ptr, bounds_ptr, H, G, num_queries, padded, heads, D,
+    o_z, o_h, o_l, do_z, do_h, do_l, do_d, groups, key_tiles,
+    ROWS: tl.constexpr, BLOCK_D: tl.constexpr, MOST_KEY_TILES: tl.constexpr, EXACT_SUMS: tl.constexpr,
 ):  # fmt: skip
     """Each row's log-sum-exp in base 2 and, below all `heads`, delta, the sum of o * do, padded to full tiles; and a dQ
     of zeros.
+
+    EXACT_SUMS: below, how many units of its integer sums are one, a power of two. A row of dQ is a mean, weighted with
+    P, of k · (do · (v - o)), so no element of it or of a part of it exceeds max |k| · |do| · (max |v| + |o|), except
+    for rounding; that bound becomes at most 2^30. Where it is not finite, neither is the row.
     """
     tiles = tl.cdiv(num_queries, ROWS)
     bh = tl.program_id(0) // tiles
@@ -342,28 +415,40 @@ def attention_hopper_prepare(
     inside = rows < num_queries
     keep = inside[:, None] & (columns < D)[None, :]
     wide = rows.to(tl.int64)[:, None]
-    o = tl.load(o_ptr + z * o_z + h * o_h + wide * o_l + columns[None, :], mask=keep, other=0.0)
+    o = tl.load(o_ptr + z * o_z + h * o_h + wide * o_l + columns[None, :], mask=keep, other=0.0).to(tl.float32)
     do = tl.load(do_ptr + z * do_z + h * do_h + wide * do_l + columns[None, :] * do_d, mask=keep, other=0.0)
-    delta = tl.sum(o.to(tl.float32) * do.to(tl.float32), 1)
+    do = do.to(tl.float32)
+    delta = tl.sum(o * do, 1)
     lse = tl.load(lse_ptr + bh.to(tl.int64) * num_queries + rows, mask=inside, other=float("inf"))
     tl.store(rows_ptr + bh.to(tl.int64) * padded + rows, lse * LOG2_E)
     tl.store(rows_ptr + (heads + bh).to(tl.int64) * padded + rows, delta)
     dq = dq_ptr + (bh.to(tl.int64) * num_queries + wide) * D + columns[None, :]
-    tl.store(dq, tl.zeros([ROWS, BLOCK_D], tl.float32), mask=keep)
+    tl.store(dq, tl.zeros([ROWS, BLOCK_D], dq_ptr.dtype.element_ty), mask=keep)
+    if EXACT_SUMS:
+        some = tl.arange(0, MOST_KEY_TILES)
+        bounds = bounds_ptr + (z * G + h // (H // G)) * key_tiles + some
+        largest = tl.max(tl.load(bounds, mask=some < key_tiles, other=0.0), 0)
+        longest = tl.max(tl.load(bounds + groups * key_tiles, mask=some < key_tiles, other=0.0), 0)
+        bound = largest * _row_lengths(do) * (longest + _row_lengths(o))
+        exponent = tl.minimum(30.0 - tl.ceil(tl.log2(tl.maximum(bound, SMALLEST_BOUND))), 126.0)
+        units = tl.where(bound <= FINITE, tl.exp2(exponent), float("nan"))
+        tl.store(rows_ptr + (2 * heads + bh).to(tl.int64) * padded + rows, units)
 
 
-@triton.jit(do_not_specialize=["scale", "H", "num_queries"])
+@triton.jit(do_not_specialize=["scale", "H", "num_queries", "padded", "heads"])
 def attention_hopper_finish(
-    sum_ptr, dq_ptr, scale, H, num_queries, D, dq_z, dq_h, dq_l,
-    ROWS: tl.constexpr, BLOCK_D: tl.constexpr,
+    sum_ptr, rows_ptr, dq_ptr, scale, H, num_queries, padded, heads, D, dq_z, dq_h, dq_l,
+    ROWS: tl.constexpr, BLOCK_D: tl.constexpr, EXACT_SUMS: tl.constexpr,
 ):  # fmt: skip
-    """dQ from its fp32 sums, scaled, in the dtype and memory layout of q."""
+    """dQ from its sums, scaled, in the dtype and memory layout of q."""
     tiles = tl.cdiv(num_queries, ROWS)
     bh = tl.program_id(0) // tiles
     z, h = (bh // H).to(tl.int64), (bh % H).to(tl.int64)
     rows = ((tl.program_id(0) % tiles) * ROWS + tl.arange(0, ROWS)).to(tl.int64)[:, None]
     columns = tl.arange(0, BLOCK_D)[None, :]
     keep = (rows < num_queries) & (columns < D)
-    total = tl.load(sum_ptr + (bh.to(tl.int64) * num_queries + rows) * D + columns, mask=keep, other=0.0)
+    total = tl.load(sum_ptr + (bh.to(tl.int64) * num_queries + rows) * D + columns, mask=keep, other=0)
+    if EXACT_SUMS:
+        total = total.to(tl.float32) / tl.load(rows_ptr + (2 * heads + bh).to(tl.int64) * padded + rows)
     dq = dq_ptr + z * dq_z + h * dq_h + rows * dq_l + columns
     tl.store(dq, (total * scale).to(dq_ptr.dtype.element_ty), mask=keep)

@@ -47,7 +47,7 @@ SMALLEST_SCALE = gl.constexpr(1e-37)  # instead of zero, which would turn a hidd
 ROWS_OF_CONSUMER = 64
 KEYS_OF_TILE = 128
 NUM_STAGES = 2
-LONG = 8192  # queries
+LONG = 4096  # queries
 
 
 def padded_head(head_dim: int) -> int:
@@ -139,24 +139,36 @@ def find_first_keys(rows, z, sizes, near, WINDOW: gl.constexpr, DOCUMENTS: gl.co
 
 
 @gluon.jit
-def _locate(item, half, H, num_tiles, CAUSAL: gl.constexpr):
-    """The batch element, head and query tile of one half of an item: a pair of tiles under a causal mask, else one."""
-    per_head = (num_tiles + 1) // 2 if CAUSAL else num_tiles
-    head = item // per_head
-    tile = item % per_head
+def _count_rounds(sizes, CAUSAL: gl.constexpr):
+    """How many tiles each program has, at most."""
+    H, G, num_queries, num_keys, num_tiles, heads, group = sizes
     if CAUSAL:
-        tile = gl.where(half == 0, num_tiles - 1 - tile, tile)
-    return head // H, head % H, tile
+        return gl.cdiv(heads, group) * gl.cdiv(group * num_tiles, gl.num_programs(0))
+    else:
+        return gl.cdiv(heads * num_tiles, gl.num_programs(0))
 
 
 @gluon.jit
-def _count_halves(item, num_tiles, CAUSAL: gl.constexpr):
-    """The number of tiles in an item: the middle one of an odd number is its own partner."""
+def _locate(lap, sizes, CAUSAL: gl.constexpr):
+    """The batch element, head and query tile of this program in this lap, and 1, or 0 if there is none for it."""
+    H, G, num_queries, num_keys, num_tiles, heads, group = sizes
+    program = gl.program_id(0)
+    programs = gl.num_programs(0)
     if CAUSAL:
-        tile = item % ((num_tiles + 1) // 2)
-        return gl.where(num_tiles - 1 - tile == tile, 1, 2)
+        rounds = gl.cdiv(group * num_tiles, programs)
+        first = lap // rounds * group
+        count = gl.minimum(group, heads - first)
+        forth = (lap // rounds + lap % rounds) % 2 == 0
+        place = lap % rounds * programs + gl.where(forth, program, programs - 1 - program)
+        head = first + place % count
+        tile = num_tiles - 1 - place // count
+        exists = tile >= 0
     else:
-        return 1
+        place = lap * programs + program
+        head = place // num_tiles
+        tile = place % num_tiles
+        exists = head < heads
+    return head // H, head % H, tile, exists.to(gl.int32)
 
 
 @gluon.jit
@@ -267,7 +279,7 @@ def _consume(
 ):  # fmt: skip
     q_bufs, k_bufs, v_bufs, o_bufs, held = buffers
     q_full, q_empty, k_full, v_full, empty, turns = barriers
-    H, G, num_queries, num_keys, num_tiles, num_items = sizes
+    H, G, num_queries, num_keys, num_tiles, heads, group = sizes
     D: gl.constexpr = k_bufs.shape[-1]
     S: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, KEYS, 16])
     ACC: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, D, 16])
@@ -282,9 +294,9 @@ def _consume(
     tiles = 0
     visited = 0
     turn = 0
-    for item in range(gl.program_id(0), num_items, gl.num_programs(0)):
-        for half in range(_count_halves(item, num_tiles, CAUSAL)):
-            z, h, tile = _locate(item, half, H, num_tiles, CAUSAL)
+    for lap in range(_count_rounds(sizes, CAUSAL)):
+        z, h, tile, exists = _locate(lap, sizes, CAUSAL)
+        for _ in range(exists):
             row = tile * (CONSUMERS * ROWS)
             first, _, _, end = _find_key_tiles(row, z, lengths, near, CONSUMERS * ROWS, KEYS, CAUSAL, WINDOW, DOCUMENTS)
             row += CONSUMER * ROWS
@@ -353,12 +365,12 @@ def _produce(
 ):  # fmt: skip
     q_bufs, k_bufs, v_bufs, o_bufs, held = buffers
     q_full, q_empty, k_full, v_full, empty, turns = barriers
-    H, G, num_queries, num_keys, num_tiles, num_items = sizes
+    H, G, num_queries, num_keys, num_tiles, heads, group = sizes
     tiles = 0
     fetched = 0
-    for item in range(gl.program_id(0), num_items, gl.num_programs(0)):
-        for half in range(_count_halves(item, num_tiles, CAUSAL)):
-            z, h, tile = _locate(item, half, H, num_tiles, CAUSAL)
+    for lap in range(_count_rounds(sizes, CAUSAL)):
+        z, h, tile, exists = _locate(lap, sizes, CAUSAL)
+        for _ in range(exists):
             g = h // (H // G)
             row = tile * (CONSUMERS * ROWS)
             for c in gl.static_range(CONSUMERS):
@@ -387,10 +399,10 @@ def _produce(
 # each.
 @gluon.jit(
     repr=name_kernel,
-    do_not_specialize=["scale", "H", "G", "num_queries", "num_keys", "num_tiles", "num_items", "left", "right"],
+    do_not_specialize=["scale", "H", "G", "num_queries", "num_keys", "num_tiles", "heads", "group", "left", "right"],
 )
 def attention_hopper_forward(
-    q_desc, k_desc, v_desc, o_desc, lse_ptr, starts, ends, scale, H, G, num_queries, num_keys, num_tiles, num_items,
+    q_desc, k_desc, v_desc, o_desc, lse_ptr, starts, ends, scale, H, G, num_queries, num_keys, num_tiles, heads, group,
     left, right,
     CONSUMERS: gl.constexpr, ROWS: gl.constexpr, KEYS: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr,
     CAUSAL: gl.constexpr, MASK: gl.constexpr, WINDOW: gl.constexpr, DOCUMENTS: gl.constexpr,
@@ -414,7 +426,7 @@ def attention_hopper_forward(
         make_barriers(STAGES, CONSUMERS),  # empty: a K, and the V before it
         make_barriers(CONSUMERS, 1),  # turns
     )
-    sizes = (H, G, num_queries, num_keys, num_tiles, num_items)
+    sizes = (H, G, num_queries, num_keys, num_tiles, heads, group)
     near = (left, right, starts, ends)
     base2 = gl.maximum(scale * LOG2_E, SMALLEST_SCALE)
     if CONSUMERS == 2:

@@ -12,6 +12,7 @@ from functools import cache
 from typing import Any
 
 import torch
+import triton
 from torch import Tensor
 from triton.experimental.gluon import language as gl
 
@@ -19,6 +20,7 @@ from stepscope.kernels.attention.hopper.backward_kernel import (
     KEYS_OF_PROGRAM,
     ROWS_OF_TILE,
     attention_hopper_backward,
+    attention_hopper_bound,
     attention_hopper_finish,
     attention_hopper_prepare,
     backward_settings,
@@ -34,11 +36,20 @@ from stepscope.kernels.attention.hopper.forward_kernel import (
 )
 from stepscope.kernels.attention.problem import NO_EXTRAS, TMA_ALIGNMENT, Extras, is_tma_able, tma_strides
 
+# Under a causal mask, heads are done in groups: small enough that those in flight share what they read from L2, large
+# enough to balance the programs.
+FEWEST_HEADS = 8
+ROUNDS_OF_GROUP = 2
 PREPARED_ROWS = 128  # a multiple of the rows of every tile
 FINISHED_ROWS = 64
 MOST_PLANS = 256
 _NO_LIMIT = 1 << 30  # keys: wider than any window
-_GLUON_TYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16, torch.float32: gl.float32}
+_GLUON_TYPES = {
+    torch.bfloat16: gl.bfloat16,
+    torch.float16: gl.float16,
+    torch.float32: gl.float32,
+    torch.int32: gl.int32,
+}
 _ROWS_LAYOUT = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)
 
 
@@ -72,12 +83,16 @@ def backward(
     tf32: bool,
     extras: Extras = NO_EXTRAS,
     wants_dbias: bool = False,
+    deterministic: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor, None]:
-    """Return the gradients of q, k and v. dq is summed in no fixed order: its last bits differ between runs."""
+    """Return the gradients of q, k and v. dq is summed in no fixed order, so its last bits differ between runs, unless
+    `deterministic`: then the sums are integers.
+    """
     del tf32, wants_dbias  # a bias is not supported
     q_BHLD, k_BGKD, v_BGKD = (_make_readable(x) for x in (q_BHLD, k_BGKD, v_BGKD))
     plan = plan_forward(q_BHLD, k_BGKD, v_BGKD, causal, scale, extras)
-    return *plan.backward(do_BHLD, q_BHLD, k_BGKD, v_BGKD, o_BHLD, lse_BHL, extras.documents), None
+    tensors = do_BHLD, q_BHLD, k_BGKD, v_BGKD, o_BHLD, lse_BHL
+    return *plan.backward(*tensors, extras.documents, deterministic=deterministic), None
 
 
 # --- Plans ---
@@ -123,11 +138,14 @@ class ForwardPlan:
             has_documents=self.has_documents,
         )
         num_tiles = -(-num_queries // (settings["CONSUMERS"] * ROWS_OF_CONSUMER))
-        # Under a causal mask, a long tile and a short one make an item.
-        num_items = batch * num_heads * ((num_tiles + 1) // 2 if causal else num_tiles)
+        heads, processors = batch * num_heads, _count_multiprocessors(q.device)
+        # Under a causal mask, each program has at least two tiles, a long one and a short one.
+        num_programs = min(heads * (-(-num_tiles // 2) if causal else num_tiles), processors)
+        groups = -(-heads // max(FEWEST_HEADS, ROUNDS_OF_GROUP * num_programs // num_tiles))
+        group = -(-heads // groups)
         self._launch = Launch(
             attention_hopper_forward,
-            min(num_items, _count_multiprocessors(q.device)),
+            num_programs,
             q.device,
             tiles=(
                 _tiles(q, ROWS_OF_CONSUMER, width),
@@ -135,7 +153,7 @@ class ForwardPlan:
                 _tiles(v, KEYS_OF_TILE, width),
                 _tiles(torch.empty_like(q, device="meta"), ROWS_OF_CONSUMER, width),
             ),
-            numbers=(scale, num_heads, num_groups, num_queries, num_keys, num_tiles, num_items, *_window(extras)),
+            numbers=(scale, num_heads, num_groups, num_queries, num_keys, num_tiles, heads, group, *_window(extras)),
             constants=settings,
         )
 
@@ -153,25 +171,39 @@ class ForwardPlan:
         return aligned and (q.stride(), k.stride(), v.stride()) == self._strides
 
     def backward(
-        self, do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, documents: Tensor | None = None
+        self,
+        do: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        o: Tensor,
+        lse: Tensor,
+        documents: Tensor | None = None,
+        *,
+        deterministic: bool = False,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return the gradients of q, k and v."""
-        plan = self._backward.get((do.stride(), o.stride()))
+        plan = self._backward.get((do.stride(), o.stride(), deterministic))
         if plan is None or (do.data_ptr() | o.data_ptr() | lse.data_ptr()) % TMA_ALIGNMENT:
             do = _make_readable(do)
             o, lse = (x.clone() if x.data_ptr() % TMA_ALIGNMENT else x for x in (o, lse))
-            key = (do.stride(), o.stride())
-            plan = self._backward.get(key) or self._backward.setdefault(key, BackwardPlan(do, q, k, v, o, self))
+            key = (do.stride(), o.stride(), deterministic)
+            plan = self._backward.get(key)
+            if plan is None:
+                plan = self._backward[key] = BackwardPlan(do, q, k, v, o, self, deterministic=deterministic)
         return plan(do, q, k, v, o, lse, documents)
 
 
 class BackwardPlan:
     """Backward for tensors of fixed shapes and strides. Called with them, it returns dq, dk and dv."""
 
-    def __init__(self, do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, forward: ForwardPlan) -> None:
+    def __init__(
+        self, do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, forward: ForwardPlan, *, deterministic: bool
+    ) -> None:
         batch, num_heads, num_queries, head_dim = q.shape
         num_groups, num_keys = k.shape[1:3]
         self._device, self._sums_shape = q.device, q.shape
+        self._sums_dtype = torch.int32 if deterministic else torch.float32
         self._is_empty = q.numel() == 0 or k.numel() == 0
         if self._is_empty:
             return
@@ -179,44 +211,85 @@ class BackwardPlan:
         rows, heads = ROWS_OF_TILE[width], batch * num_heads
         padded = -(-num_queries // PREPARED_ROWS) * PREPARED_ROWS
         dq, dk, dv = (torch.empty_like(x, device="meta") for x in (q, k, v))
-        sums = torch.empty(q.shape, dtype=torch.float32, device="meta")
-        self._statistics_shape = (2 * heads, padded)
+        sums = torch.empty(q.shape, dtype=self._sums_dtype, device="meta")
+        self._statistics_shape = ((3 if deterministic else 2) * heads, padded)
+        key_tiles, groups = -(-num_keys // KEYS_OF_PROGRAM), batch * num_groups
+        self._bounds_shape = (2, groups * key_tiles)
+        self._bound = (
+            Launch(
+                attention_hopper_bound,
+                groups * key_tiles,
+                q.device,
+                numbers=(num_groups, num_keys, head_dim, *k.stride()[:3], *v.stride()[:3]),
+                constants={"KEYS": KEYS_OF_PROGRAM, "BLOCK_D": width, "num_warps": 8},
+            )
+            if deterministic
+            else None
+        )
         self._prepare = Launch(
             attention_hopper_prepare,
             padded // PREPARED_ROWS * heads,
             q.device,
-            numbers=(num_heads, num_queries, padded, heads, head_dim, *o.stride()[:3], *do.stride()),
-            constants={"ROWS": PREPARED_ROWS, "BLOCK_D": width, "num_warps": 8},
+            numbers=(
+                num_heads,
+                num_groups,
+                num_queries,
+                padded,
+                heads,
+                head_dim,
+                *o.stride()[:3],
+                *do.stride(),
+                groups,
+                key_tiles,
+            ),
+            constants={
+                "ROWS": PREPARED_ROWS,
+                "BLOCK_D": width,
+                "MOST_KEY_TILES": triton.next_power_of_2(key_tiles) if deterministic else 1,
+                "EXACT_SUMS": deterministic,
+                "num_warps": 8,
+            },
         )
+        group = max(FEWEST_HEADS, _count_multiprocessors(q.device) // key_tiles)
         self._main = Launch(
             attention_hopper_backward,
-            -(-num_keys // KEYS_OF_PROGRAM) * batch * num_groups,
+            groups * key_tiles,
             q.device,
             tiles=(
                 _tiles(q, rows, width),
                 _tiles(k, KEYS_OF_PROGRAM, width),
                 _tiles(v, KEYS_OF_PROGRAM // 2, width),
                 _tiles(do, rows, width),
-                Tiles([2 * heads, padded], [padded, 1], [1, rows], _ROWS_LAYOUT),
+                Tiles(list(self._statistics_shape), [padded, 1], [1, rows], _ROWS_LAYOUT),
                 _tiles(sums, 64, 64),
                 _tiles(dk, KEYS_OF_PROGRAM // 2, width),
                 _tiles(dv, KEYS_OF_PROGRAM // 2, width),
             ),
-            numbers=(forward.scale, num_heads, num_groups, heads, num_queries, num_keys, *_window(forward.extras)),
+            numbers=(
+                forward.scale,
+                num_heads,
+                num_groups,
+                heads,
+                num_queries,
+                num_keys,
+                group,
+                *_window(forward.extras),
+            ),
             constants=backward_settings(
                 width,
                 causal=forward.causal,
                 whole_keys=num_keys % KEYS_OF_PROGRAM == 0,
                 has_window=_has_window(forward.extras),
                 has_documents=forward.has_documents,
+                deterministic=deterministic,
             ),
         )
         self._finish = Launch(
             attention_hopper_finish,
             -(-num_queries // FINISHED_ROWS) * heads,
             q.device,
-            numbers=(forward.scale, num_heads, num_queries, head_dim, *dq.stride()[:3]),
-            constants={"ROWS": FINISHED_ROWS, "BLOCK_D": width, "num_warps": 4},
+            numbers=(forward.scale, num_heads, num_queries, padded, heads, head_dim, *dq.stride()[:3]),
+            constants={"ROWS": FINISHED_ROWS, "BLOCK_D": width, "EXACT_SUMS": deterministic, "num_warps": 4},
         )
 
     def __call__(
@@ -226,10 +299,14 @@ class BackwardPlan:
         if self._is_empty:
             return dq.zero_(), dk.zero_(), dv.zero_()
         statistics = torch.empty(self._statistics_shape, dtype=torch.float32, device=self._device)
-        sums = torch.empty(self._sums_shape, dtype=torch.float32, device=self._device)
-        self._prepare((), (o, do, lse, statistics, sums))
+        sums = torch.empty(self._sums_shape, dtype=self._sums_dtype, device=self._device)
+        bounds = None
+        if self._bound is not None:
+            bounds = torch.empty(self._bounds_shape, dtype=torch.float32, device=self._device)
+            self._bound((), (k, v, bounds))
+        self._prepare((), (o, do, lse, statistics, sums, bounds))
         self._main((q, k, v, do, statistics, sums, dk, dv), _borders(documents))
-        self._finish((), (sums, dq))
+        self._finish((), (sums, statistics, dq))
         return dq, dk, dv
 
 
