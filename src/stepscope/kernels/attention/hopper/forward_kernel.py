@@ -8,8 +8,9 @@ tiles.
 
 Programs are persistent. With one program per SM nothing else covers its start and end, which at 2048 keys are a
 tenth of its runtime; here the producer loads the next query tile while the consumers still write the last one. Under a
-causal mask, tile i is paired with tile n - 1 - i of the same head: all pairs have the same length, and a fixed
-assignment of pairs to programs is as balanced as a queue would be.
+causal mask, the tiles of a group of heads go out from the longest to the shortest, to the programs in order, then in
+reverse order, and so on: that balances them like a queue, without one. (A long tile and a short one of the same head
+for each program left up to 15% of the SMs idle, because few such pairs are rarely a multiple of the SMs.)
 
 Keys are visited from the last tile to the first, in one loop with a branch around the mask, which few tiles need: the
 diagonal, the ragged end, the edges of a window or a document. Two loops, one without a mask, made the compiler unpack
@@ -18,8 +19,9 @@ consumer sees are skipped. FLOPs: 4 L K D per head, half of it under a causal ma
 V of the heads in flight stay in L2.
 
 Three warpgroups need less of L2 and are faster at a head size of 64: by 15% without a mask, and under a causal one by
-2% at 8192 keys and 5% at 16384. Below, their 192 rows waste more of the diagonal (23% at 1024 keys), and at 128 there
-are not enough registers.
+7% at 4096 keys and 16% at 16384. Below, their 192 rows waste more of the diagonal (23% at 1024 keys), and at 128 there
+are not enough registers. At 64 the limit is the issue of instructions, not the exponentials: computing an eighth of
+them as polynomials costs 8%.
 """
 
 # z batch element; H query heads, h one of them; G key/value heads, g one of them; D head dim, padded.
