@@ -20,8 +20,12 @@ V of the heads in flight stay in L2.
 
 Three warpgroups need less of L2 and are faster at a head size of 64: by 15% without a mask, and under a causal one by
 7% at 4096 keys and 16% at 16384. Below, their 192 rows waste more of the diagonal (23% at 1024 keys), and at 128 there
-are not enough registers. At 64 the limit is the issue of instructions, not the exponentials: computing an eighth of
-them as polynomials costs 8%.
+are not enough registers.
+
+At 64 the limit is the issue of instructions, not the exponentials: computing an eighth of them as polynomials costs 8%.
+So the kernels are LEAN: they keep pairs of weights in one register from one iteration to the next (LLVM sometimes keeps
+them in two, and packs them again), and rescale the output only if the maximum of a row has grown by a factor of 256;
+until then, weights exceed one. That gains 3% to 5%, but nothing with two warpgroups at 64.
 """
 
 # z batch element; H query heads, h one of them; G key/value heads, g one of them; D head dim, padded.
@@ -49,6 +53,7 @@ SMALLEST_SCALE = gl.constexpr(1e-37)  # instead of zero, which would turn a hidd
 ROWS_OF_CONSUMER = 64
 KEYS_OF_TILE = 128
 NUM_STAGES = 2
+SLACK = gl.constexpr(8.0)  # in base 2: how far scores may exceed the maximum that weights refer to
 LONG = 4096  # queries
 
 
@@ -83,6 +88,7 @@ def forward_settings(
         "MASK": causal or is_local or not whole_keys,
         "WINDOW": has_window,
         "DOCUMENTS": has_documents,
+        "LEAN": width == 128 or consumers == 3,
         "num_warps": 4,
         # Initially; then the warpgroups redistribute registers.
         "maxnreg": {2: 168, 3: 128}[consumers],
@@ -97,6 +103,26 @@ def name_kernel(specialization: Any) -> str:
         if constants["WINDOW"] or constants["DOCUMENTS"]
         else "attention_hopper_forward"
     )
+
+
+def _write_rescaling(count: int) -> str:
+    """PTX that multiplies `count` numbers by as many factors, unless all factors of the warp are one. The two rows of a
+    thread are in the first four.
+    """
+    results, numbers, factors = (range(start, start + count) for start in (0, count, 2 * count))
+    one = "0f3F800000"
+    lines = [f"setp.ne.f32 changed, ${factors[0]}, {one};"]
+    lines += [f"setp.ne.or.f32 changed, ${factor}, {one}, changed;" for factor in factors[1:4]]
+    lines += ["vote.sync.any.pred changed, changed, 0xffffffff;"]
+    lines += [f"mov.f32 ${result}, ${number};" for result, number in zip(results, numbers, strict=True)]
+    lines += ["@!changed bra DONE;"]
+    lines += [f"mul.f32 ${result}, ${result}, ${factor};" for result, factor in zip(results, factors, strict=True)]
+    return f"{{ .reg .pred changed; {' '.join(lines)} DONE: }}"
+
+
+# For as many numbers as a thread has of the output, at both head widths.
+RESCALING_32, RESCALING_64 = (gl.constexpr(_write_rescaling(count)) for count in (32, 64))
+OPERANDS_32, OPERANDS_64 = (gl.constexpr(",".join(["=f"] * count + ["f"] * 2 * count)) for count in (32, 64))
 
 
 @gluon.jit
@@ -207,11 +233,15 @@ def _hide(s, first_key, first_keys, last_keys, LOCAL: gl.constexpr, KEYS: gl.con
 
 
 @gluon.jit
-def _softmax(s, maximum, totals, scale):
+def _softmax(s, maximum, totals, scale, LEAN: gl.constexpr):
     """One step of the online softmax, in base 2: the weights, the new maximum and sums, and the factor for the old
     ones. The maximum starts at a finite number, so that -inf minus -inf never happens.
     """
-    new_maximum = gl.maximum(maximum, gl.max(s, 1) * scale)
+    highest = gl.max(s, 1) * scale
+    if LEAN:
+        new_maximum = gl.where(highest > maximum + SLACK, highest, maximum)
+    else:
+        new_maximum = gl.maximum(maximum, highest)
     p = gl.exp2(s * scale - new_maximum[:, None])
     shrink = gl.exp2(maximum - new_maximum)
     own = _sum_in_threads(p)
@@ -228,11 +258,54 @@ def _sum_in_threads(p):
 
 
 @gluon.jit
+def _carry(p, LEAN: gl.constexpr, P: gl.constexpr, dtype: gl.constexpr):
+    """Weights as the loop carries them: as an operand, or if LEAN two in an integer."""
+    if LEAN:
+        low, high = gl.split(p.reshape([p.shape[0], p.shape[1] // 2, 2]))
+        if dtype == gl.bfloat16:
+            return gl.inline_asm_elementwise(
+                "cvt.rn.bf16x2.f32 $0, $2, $1;", "=r,f,f", [low, high], dtype=gl.int32, is_pure=True, pack=1
+            )
+        else:
+            return gl.inline_asm_elementwise(
+                "cvt.rn.f16x2.f32 $0, $2, $1;", "=r,f,f", [low, high], dtype=gl.int32, is_pure=True, pack=1
+            )
+    else:
+        return gl.convert_layout(p.to(dtype), P)
+
+
+@gluon.jit
+def _as_operand(carried, LEAN: gl.constexpr, P: gl.constexpr, dtype: gl.constexpr):
+    if LEAN:
+        low = carried.to(gl.int16).to(dtype, bitcast=True)
+        high = (carried >> 16).to(gl.int16).to(dtype, bitcast=True)
+        return gl.convert_layout(gl.join(low, high).reshape([carried.shape[0], 2 * carried.shape[1]]), P)
+    else:
+        return carried
+
+
+@gluon.jit
+def _rescale(acc, shrink, LEAN: gl.constexpr):
+    factor = gl.convert_layout(shrink, gl.SliceLayout(1, acc.type.layout))[:, None]
+    if not LEAN:
+        return acc * factor
+    factors = factor.broadcast_to(acc.shape)
+    if acc.shape[1] == 64:
+        return gl.inline_asm_elementwise(
+            RESCALING_32, OPERANDS_32, [acc, factors], dtype=gl.float32, is_pure=True, pack=32
+        )
+    else:
+        return gl.inline_asm_elementwise(
+            RESCALING_64, OPERANDS_64, [acc, factors], dtype=gl.float32, is_pure=True, pack=64
+        )
+
+
+@gluon.jit
 def _attend_tiles(
-    q, k_bufs, v_bufs, held, k_full, v_full, empty, turns, acc, p, maximum, totals, first, low, high, end, visited,
-    turn, first_keys, last_keys, scale,
+    q, k_bufs, v_bufs, held, k_full, v_full, empty, turns, acc, carried, maximum, totals, first, low, high, end,
+    visited, turn, first_keys, last_keys, scale,
     CONSUMER: gl.constexpr, CONSUMERS: gl.constexpr, MASK: gl.constexpr, LOCAL: gl.constexpr, ROWS: gl.constexpr,
-    KEYS: gl.constexpr, STAGES: gl.constexpr, S: gl.constexpr, ACC: gl.constexpr,
+    KEYS: gl.constexpr, STAGES: gl.constexpr, LEAN: gl.constexpr, S: gl.constexpr, P: gl.constexpr,
 ):  # fmt: skip
     """Tiles end - 2, end - 3 … first: the scores of each, and the values of the one before it."""
     D: gl.constexpr = k_bufs.shape[-1]
@@ -247,6 +320,7 @@ def _attend_tiles(
         mbarrier.wait(turns.index(CONSUMER), (turn & 1) ^ (1 if CONSUMER == 0 else 0))
         s = warpgroup_mma(q, k_bufs.index(kb).reshape([KEYS, D]).permute((1, 0)), zeros, use_acc=False, is_async=True)
         mbarrier.wait(v_full.index(vb), ((visited - 1) // STAGES) & 1)
+        p = _as_operand(carried, LEAN, P, dtype)
         acc = warpgroup_mma(p, v_bufs.index(vb).reshape([KEYS, D]), acc, is_async=True)
         mbarrier.arrive(turns.index((CONSUMER + 1) % CONSUMERS), count=1)
         s = warpgroup_mma_wait(1, deps=[s])
@@ -256,7 +330,7 @@ def _attend_tiles(
                 needs_mask = needs_mask | (tile < low)
             if needs_mask:
                 s = _hide(s, tile * KEYS, first_keys, last_keys, LOCAL, KEYS, S)
-        new_p, maximum, totals, shrink = _softmax(s, maximum, totals, scale)
+        new_p, maximum, totals, shrink = _softmax(s, maximum, totals, scale, LEAN)
         if CONSUMERS == 2:
             # ptxas moves the next wait up to the last barrier, past the exponentials that are meant to hide it, unless
             # a store that depends on them comes before a barrier. Two consumers gain up to 7% from it; three have no
@@ -266,18 +340,18 @@ def _attend_tiles(
         # The operand passes through the wait: its registers must not be reused while the matmul still reads them.
         acc, p = warpgroup_mma_wait(0, deps=[acc, p])
         mbarrier.arrive(empty.index(kb), count=1)
-        acc = acc * gl.convert_layout(shrink, gl.SliceLayout(1, ACC))[:, None]
-        p = gl.convert_layout(new_p.to(dtype), p.type.layout)
+        acc = _rescale(acc, shrink, LEAN)
+        carried = _carry(new_p, LEAN, P, dtype)
         visited += 1
         turn += 1
-    return acc, p, maximum, totals, visited, turn
+    return acc, carried, maximum, totals, visited, turn
 
 
 @gluon.jit
 def _consume(
     buffers, barriers, o_desc, lse_ptr, sizes, near, scale,
     CONSUMER: gl.constexpr, CONSUMERS: gl.constexpr, ROWS: gl.constexpr, KEYS: gl.constexpr, STAGES: gl.constexpr,
-    CAUSAL: gl.constexpr, MASK: gl.constexpr, WINDOW: gl.constexpr, DOCUMENTS: gl.constexpr,
+    CAUSAL: gl.constexpr, MASK: gl.constexpr, WINDOW: gl.constexpr, DOCUMENTS: gl.constexpr, LEAN: gl.constexpr,
 ):  # fmt: skip
     q_bufs, k_bufs, v_bufs, o_bufs, held = buffers
     q_full, q_empty, k_full, v_full, empty, turns = barriers
@@ -331,18 +405,19 @@ def _consume(
             mbarrier.arrive(empty.index(kb), count=1)
             if MASK:
                 s = _hide(s, (end - 1) * KEYS, first_keys, last_keys, LOCAL, KEYS, S)
-            p, maximum, totals, _ = _softmax(s, maximum, totals, scale)
-            p = gl.convert_layout(p.to(dtype), P)
+            p, maximum, totals, _ = _softmax(s, maximum, totals, scale, LEAN)
+            carried = _carry(p, LEAN, P, dtype)
             visited += 1
-            acc, p, maximum, totals, visited, turn = _attend_tiles(
-                q, k_bufs, v_bufs, held, k_full, v_full, empty, turns, acc, p, maximum, totals, first, low, high, end,
-                visited, turn, first_keys, last_keys, scale, CONSUMER, CONSUMERS, CAUSAL or LOCAL, LOCAL, ROWS, KEYS,
-                STAGES, S, ACC,
+            acc, carried, maximum, totals, visited, turn = _attend_tiles(
+                q, k_bufs, v_bufs, held, k_full, v_full, empty, turns, acc, carried, maximum, totals, first, low, high,
+                end, visited, turn, first_keys, last_keys, scale, CONSUMER, CONSUMERS, CAUSAL or LOCAL, LOCAL, ROWS,
+                KEYS, STAGES, LEAN, S, P,
             )  # fmt: skip
             mbarrier.arrive(q_empty.index(CONSUMER), count=1)
 
             vb = (visited - 1) % STAGES
             mbarrier.wait(v_full.index(vb), ((visited - 1) // STAGES) & 1)
+            p = _as_operand(carried, LEAN, P, dtype)
             acc = warpgroup_mma(p, v_bufs.index(vb).reshape([KEYS, D]), acc, is_async=True)
             acc, p = warpgroup_mma_wait(0, deps=[acc, p])
 
@@ -407,7 +482,7 @@ def attention_hopper_forward(
     q_desc, k_desc, v_desc, o_desc, lse_ptr, starts, ends, scale, H, G, num_queries, num_keys, num_tiles, heads, group,
     left, right,
     CONSUMERS: gl.constexpr, ROWS: gl.constexpr, KEYS: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr,
-    CAUSAL: gl.constexpr, MASK: gl.constexpr, WINDOW: gl.constexpr, DOCUMENTS: gl.constexpr,
+    CAUSAL: gl.constexpr, MASK: gl.constexpr, WINDOW: gl.constexpr, DOCUMENTS: gl.constexpr, LEAN: gl.constexpr,
 ):  # fmt: skip
     """o and the log-sum-exp. A query tile has CONSUMERS * ROWS rows. MASK: some query does not see some key of a tile.
     WINDOW: a query sees `left` keys before its position and `right` after it. DOCUMENTS: it sees only those of its own
@@ -434,20 +509,20 @@ def attention_hopper_forward(
     if CONSUMERS == 2:
         gl.warp_specialize([
             (_consume, (buffers, barriers, o_desc, lse_ptr, sizes, near, base2,
-                        0, 2, ROWS, KEYS, STAGES, CAUSAL, MASK, WINDOW, DOCUMENTS)),
+                        0, 2, ROWS, KEYS, STAGES, CAUSAL, MASK, WINDOW, DOCUMENTS, LEAN)),
             (_consume, (buffers, barriers, o_desc, lse_ptr, sizes, near, base2,
-                        1, 2, ROWS, KEYS, STAGES, CAUSAL, MASK, WINDOW, DOCUMENTS)),
+                        1, 2, ROWS, KEYS, STAGES, CAUSAL, MASK, WINDOW, DOCUMENTS, LEAN)),
             (_produce, (buffers, barriers, q_desc, k_desc, v_desc, sizes, near,
                         2, ROWS, KEYS, STAGES, CAUSAL, WINDOW, DOCUMENTS)),
         ], [4, 1], [240, 24])  # fmt: skip
     else:
         gl.warp_specialize([
             (_consume, (buffers, barriers, o_desc, lse_ptr, sizes, near, base2,
-                        0, 3, ROWS, KEYS, STAGES, CAUSAL, MASK, WINDOW, DOCUMENTS)),
+                        0, 3, ROWS, KEYS, STAGES, CAUSAL, MASK, WINDOW, DOCUMENTS, LEAN)),
             (_consume, (buffers, barriers, o_desc, lse_ptr, sizes, near, base2,
-                        1, 3, ROWS, KEYS, STAGES, CAUSAL, MASK, WINDOW, DOCUMENTS)),
+                        1, 3, ROWS, KEYS, STAGES, CAUSAL, MASK, WINDOW, DOCUMENTS, LEAN)),
             (_consume, (buffers, barriers, o_desc, lse_ptr, sizes, near, base2,
-                        2, 3, ROWS, KEYS, STAGES, CAUSAL, MASK, WINDOW, DOCUMENTS)),
+                        2, 3, ROWS, KEYS, STAGES, CAUSAL, MASK, WINDOW, DOCUMENTS, LEAN)),
             (_produce, (buffers, barriers, q_desc, k_desc, v_desc, sizes, near,
                         3, ROWS, KEYS, STAGES, CAUSAL, WINDOW, DOCUMENTS)),
         ], [4, 4, 1], [160, 160, 24])  # fmt: skip
