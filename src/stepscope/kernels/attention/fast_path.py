@@ -7,17 +7,14 @@ pass that will itself be differentiated.
 
 # All tensors are (B, H, L, D).
 
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from stepscope.kernels.attention import backends, plans
+from stepscope.kernels.attention import plans
 from stepscope.kernels.attention.operators import differentiate_once
-
-if TYPE_CHECKING:
-    from stepscope.kernels.attention.hopper.launch import ForwardPlan
 
 _TYPES = (Tensor, Parameter)
 
@@ -52,7 +49,7 @@ def is_watched() -> bool:
 
 class _PlannedAttention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, plan: "ForwardPlan", backend: str) -> Tensor:
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, plan: plans.CallPlan, backend: str) -> Tensor:
         o, lse = plan(q, k, v)
         ctx.save_for_backward(q, k, v, o, lse)
         ctx.plan, ctx.backend = plan, backend
@@ -65,8 +62,6 @@ class _PlannedAttention(torch.autograd.Function):
         if torch.is_grad_enabled() or is_watched() or not plan.fits(*tensors[:3]):
             settings = (plan.causal, plan.scale, backend, False, False)
             return *differentiate_once(do, *tensors, *settings), None, None
-        if backend == "auto":
-            backends.count("hopper")
         return *plan.backward(do, *tensors), None, None
 
 
