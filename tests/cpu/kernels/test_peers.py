@@ -68,6 +68,7 @@ class Interface(ModuleType):
     @staticmethod
     def problem_of(tensors: tuple[Tensor, ...], causal: bool, left: int | None, right: int | None) -> Problem:
         assert all(is_readable(x) for x in tensors)
+        assert all(limit is None or limit >= 0 for limit in (left, right))
         q, k, v = (x.transpose(1, 2) for x in tensors)
         left, right = (-1 if limit is None else limit for limit in (left, right))
         return Problem(q, k, v, causal, Extras(left, right))
@@ -86,6 +87,7 @@ class Interface(ModuleType):
         lse: Tensor,
     ) -> None:
         self.calls.append("forward")
+        assert softmax_scale > 0  # it multiplies masked scores
         assert is_readable(out)
         assert lse.is_contiguous()
         assert lse.dtype == torch.float32
@@ -187,10 +189,11 @@ def test_fa4_returns_an_output_with_the_head_dim_of_values() -> None:
     assert (dq.shape, dk.shape, dv.shape) == (q.shape, k.shape, v.shape)
 
 
-@pytest.mark.usefixtures("interface")
-def test_fa4_has_equal_weights_with_a_scale_of_zero() -> None:
+@pytest.mark.usefixtures("interface", "naive_cudnn")
+@pytest.mark.parametrize("peer", [fa4, cudnn])
+def test_a_scale_of_zero_gives_equal_weights(peer: ModuleType) -> None:
     q, k, v, _ = make_inputs((1, 1, 1, 4, 4, 8))
-    o, _ = fa4.forward(q, k, v, causal=True, scale=0.0, tf32=False)
+    o, _ = peer.forward(q, k, v, causal=True, scale=0.0, tf32=False)
     torch.testing.assert_close(o[:, :, -1], v.mean(2))
 
 
@@ -219,6 +222,8 @@ def naive_cudnn(monkeypatch: pytest.MonkeyPatch) -> None:
     def forward(*arguments: Any, is_causal: bool, scale: float, **other: Any) -> tuple[Any, ...]:
         o_meta, lse_meta, *rest = cudnn_forward(*on_meta(arguments), is_causal=is_causal, scale=scale, **other)
         q, k, v = arguments
+        assert scale > 0  # it multiplies masked scores
+        assert not is_causal or q.shape[2] == k.shape[2]  # it aligns the mask at the start
         o, lse = attend_naively(Problem(q, k, v, is_causal), scale)
         out = torch.empty_strided(o_meta.shape, o_meta.stride()).copy_(o)
         return out, lse.float().view(lse_meta.shape), *rest
