@@ -36,13 +36,14 @@ def problem(
     device: str = "cuda",
     lengths: tuple[int, int] = (8, 8),
     groups: int = 4,
-    value_dim: int | None = None,
+    v_head_dim: int | None = None,
     causal: bool = False,
     extras: Extras = NO_EXTRAS,
 ) -> Problem:
     q = torch.empty(2, 4, lengths[0], head_dim, dtype=dtype, device=device)
     k, v = (
-        torch.empty(2, groups, lengths[1], dim, dtype=dtype, device=device) for dim in (head_dim, value_dim or head_dim)
+        torch.empty(2, groups, lengths[1], dim, dtype=dtype, device=device)
+        for dim in (head_dim, v_head_dim or head_dim)
     )
     return Problem(q, k, v, causal, extras)
 
@@ -77,7 +78,7 @@ def test_hopper_rejects_unsupported_problems(options: dict[str, Any], reason: st
     [
         {},
         {"head_dim": 256},
-        {"head_dim": 192, "value_dim": 128},
+        {"head_dim": 192, "v_head_dim": 128},
         {"groups": 2, "causal": True, "lengths": (8, 16)},
         {"lengths": (16, 8)},
         {"extras": Extras(left=3)},
@@ -96,7 +97,7 @@ def test_fa4_runs_what_it_supports(options: dict[str, Any]) -> None:
         ({"dtype": torch.float32}, "it requires float16 or bfloat16, but the dtype is torch.float32"),
         ({"head_dim": 60}, "it requires head dims that are multiples of 8 up to 256, but got 60 and 60"),
         (
-            {"head_dim": 192, "value_dim": 128, "groups": 2},
+            {"head_dim": 192, "v_head_dim": 128, "groups": 2},
             "with grouped heads, it requires values of the same head dim as keys",
         ),
         ({"lengths": (16, 8), "causal": True}, "some queries see no key"),
@@ -129,7 +130,7 @@ def test_fa4_rejects_other_machines(gpu: pytest.MonkeyPatch, name: str, value: A
 
 def test_fa4_supports_fewer_head_dims_on_blackwell(gpu: pytest.MonkeyPatch) -> None:
     gpu.setattr(backends, "_capability", lambda _: (10, 0))
-    assert backends.refusal("fa4", problem(192, value_dim=128)) is None
+    assert backends.refusal("fa4", problem(192, v_head_dim=128)) is None
     assert backends.refusal("fa4", problem(256)) is None
     reason = "it requires head dims that are multiples of 8 up to 128, but got 160 and 160"
     assert backends.refusal("fa4", problem(160)) == reason
@@ -202,7 +203,7 @@ def test_the_measured_order_is_looked_up_by_shape(gpu: pytest.MonkeyPatch) -> No
         return ()
 
     gpu.setattr(rankings, "rank", rank)
-    backends.preferences(problem(192, value_dim=128, groups=2, lengths=(256, 256), causal=True), "backward")
+    backends.preferences(problem(192, v_head_dim=128, groups=2, lengths=(256, 256), causal=True), "backward")
     shape = rankings.MeasuredShape(
         direction="backward", causal=True, head_dim=192, value_dim=128, length=256, programs=8, group=2
     )
