@@ -59,9 +59,9 @@ def test_a_planned_call_does_what_the_first_did_with_other_tensors() -> None:
 def test_planned_calls_count_as_choices() -> None:
     leaves = make_leaves()
     gradients(attend, leaves)
-    before = chosen_backends()["hopper", ""]
+    before = sum(chosen_backends().values())
     gradients(attend, leaves)
-    assert chosen_backends()["hopper", ""] == before + 2
+    assert sum(chosen_backends().values()) == before + 2
 
 
 def test_unaligned_addresses_and_other_strides_are_not_mistaken_for_the_plan() -> None:

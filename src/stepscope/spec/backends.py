@@ -21,8 +21,9 @@ Implementation = Literal[
     "tiled",
     "triton",
     "hopper",
+    "fa4",
 ]
-# What a model may use. `flash` is stepscope's fastest implementation on the device, one of the last three.
+# What a model may use. `flash` is the fastest for the shape and the device, as `flash_attention` chooses it.
 Attention = Literal["naive", "sdpa", "flash", "tiled", "triton", "hopper"]
 DeviceKind = Literal["cuda", "cpu"]
 
@@ -58,6 +59,9 @@ class AttentionBackend(msgspec.Struct, frozen=True, kw_only=True):
 
 _ROW_STATISTICS = Workspace(
     tensor="log-sum-exp and delta", bytes_formula="B·H·P·4", why="stored in the order in which tiles are read", count=2
+)
+_QUERY_GRADIENT = Workspace(
+    tensor="gradient of q in fp32", bytes_formula="B·H·L·D·4", why="many programs accumulate into it"
 )
 _ONE_OF_SDPA = "SDPA with this backend forced"
 
@@ -119,15 +123,15 @@ BACKENDS: dict[Implementation, AttentionBackend] = {
             keeps="log-sum-exp",
             exact=("before backward", "peak"),
             rounded_to=128,
-            workspaces=(
-                _ROW_STATISTICS,
-                Workspace(
-                    tensor="gradient of q in fp32",
-                    bytes_formula="B·H·L·D·4",
-                    why="many programs accumulate into it",
-                ),
-            ),
+            workspaces=(_ROW_STATISTICS, _QUERY_GRADIENT),
             compared_on=("cuda",),
+            half_only=True,
+        ),
+        AttentionBackend(
+            name="fa4",
+            summary="FlashAttention-4, if it is installed (`pip install flash-attn-4`)",
+            keeps="log-sum-exp",
+            workspaces=(_ROW_STATISTICS, _QUERY_GRADIENT),
             half_only=True,
         ),
     )

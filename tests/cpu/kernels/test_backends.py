@@ -1,6 +1,8 @@
 """Backend selection and what each backend does not support: with tensors that claim to be on a GPU, as CI has none."""
 
-from collections.abc import Iterator
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import pytest
@@ -9,7 +11,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from stepscope.kernels import flash_attention
-from stepscope.kernels.attention import backends, chosen_backends
+from stepscope.kernels.attention import backends, chosen_backends, rankings
 from stepscope.kernels.attention.problem import NO_EXTRAS, Extras, Problem, is_tma_able
 from stepscope.nn import functional
 
@@ -20,6 +22,8 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
     monkeypatch.setattr(backends, "_capability", lambda _: (9, 0))
     monkeypatch.setattr(backends, "triton_version", lambda: (3, 6))
     monkeypatch.setattr(backends, "is_tma_able", lambda _: True)
+    monkeypatch.setattr(backends, "_has_fa4", lambda: True)
+    monkeypatch.setattr(rankings, "rank", lambda *_: ())  # nothing was measured
     monkeypatch.setattr(torch.version, "hip", None)
     with FakeTensorMode():
         yield monkeypatch
@@ -31,11 +35,17 @@ def problem(
     dtype: torch.dtype = torch.bfloat16,
     device: str = "cuda",
     lengths: tuple[int, int] = (8, 8),
+    groups: int = 4,
+    v_head_dim: int | None = None,
     causal: bool = False,
     extras: Extras = NO_EXTRAS,
 ) -> Problem:
-    q, k = (torch.empty(2, 4, length, head_dim, dtype=dtype, device=device) for length in lengths)
-    return Problem(q, k, k, causal, extras)
+    q = torch.empty(2, 4, lengths[0], head_dim, dtype=dtype, device=device)
+    k, v = (
+        torch.empty(2, groups, lengths[1], dim, dtype=dtype, device=device)
+        for dim in (head_dim, v_head_dim or head_dim)
+    )
+    return Problem(q, k, v, causal, extras)
 
 
 @pytest.mark.usefixtures("gpu")
@@ -57,6 +67,147 @@ def test_hopper_runs_what_it_supports() -> None:
 )
 def test_hopper_rejects_unsupported_problems(options: dict[str, Any], reason: str) -> None:
     assert (backends.refusal("hopper", problem(**options)) or "").startswith(reason)
+
+
+# --- FlashAttention-4 ---
+
+
+@pytest.mark.usefixtures("gpu")
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"head_dim": 256},
+        {"head_dim": 192, "v_head_dim": 128},
+        {"groups": 2, "causal": True, "lengths": (8, 16)},
+        {"lengths": (16, 8)},
+        {"extras": Extras(left=3)},
+    ],
+    ids=str,
+)
+def test_fa4_runs_what_it_supports(options: dict[str, Any]) -> None:
+    assert backends.refusal("fa4", problem(**options)) is None
+
+
+@pytest.mark.usefixtures("gpu")
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({"device": "cpu"}, "it requires an sm_90 or sm_100 GPU, but the tensors are on cpu"),
+        ({"dtype": torch.float32}, "it requires float16 or bfloat16, but the dtype is torch.float32"),
+        ({"head_dim": 60}, "it requires head dims that are multiples of 8 up to 256, but got 60 and 60"),
+        (
+            {"head_dim": 192, "v_head_dim": 128, "groups": 2},
+            "with grouped heads, it requires values of the same head dim as keys",
+        ),
+        ({"lengths": (16, 8), "causal": True}, "some queries see no key"),
+        ({"lengths": (16, 8), "extras": Extras(left=3)}, "some queries see no key"),
+        ({"lengths": (16, 0)}, "some queries see no key"),
+        ({"extras": Extras(left=3, softcap=30.0)}, "it does not support `softcap`"),
+    ],
+    ids=str,
+)
+def test_fa4_rejects_unsupported_problems(options: dict[str, Any], reason: str) -> None:
+    assert backends.refusal("fa4", problem(**options)) == reason
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "reason"),
+    [
+        ("_capability", lambda _: (8, 0), "it requires sm_90 or sm_100, but the GPU is sm_80"),
+        ("_has_fa4", lambda: False, "it is not installed: `pip install flash-attn-4`"),
+        (
+            "is_tma_able",
+            lambda _: False,
+            "the copy engine cannot read `q`: its strides and address must be multiples of 16 bytes",
+        ),
+    ],
+)
+def test_fa4_rejects_other_machines(gpu: pytest.MonkeyPatch, name: str, value: Any, reason: str) -> None:
+    gpu.setattr(backends, name, value)
+    assert backends.refusal("fa4", problem()) == reason
+
+
+def test_fa4_supports_fewer_head_dims_on_blackwell(gpu: pytest.MonkeyPatch) -> None:
+    gpu.setattr(backends, "_capability", lambda _: (10, 0))
+    assert backends.refusal("fa4", problem(192, v_head_dim=128)) is None
+    assert backends.refusal("fa4", problem(256)) is None
+    reason = "it requires head dims that are multiples of 8 up to 128, but got 160 and 160"
+    assert backends.refusal("fa4", problem(160)) == reason
+
+
+def test_nothing_imports_fa4_before_it_runs() -> None:
+    code = "import sys, stepscope.kernels.attention.peers.fa4; sys.exit('flash_attn' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+# --- The measured order ---
+
+
+def rank_as(order: Mapping[str, tuple[str, ...]]) -> Callable[[str, rankings.MeasuredShape], tuple[str, ...]]:
+    return lambda architecture, shape: order.get(shape.direction, ()) if architecture == "sm_90" else ()
+
+
+def test_each_pass_takes_the_fastest_that_can_run(gpu: pytest.MonkeyPatch) -> None:
+    order = {"forward": ("fa4", "hopper", "sdpa-cudnn"), "backward": ("sdpa-cudnn", "fa4", "hopper")}
+    gpu.setattr(rankings, "rank", rank_as(order))
+    gpu.setattr(backends, "_ask_sdpa", lambda *_: None)
+    square = problem(lengths=(256, 256))
+    assert backends.decide(square, "forward") == ("fa4", "")
+    assert backends.decide(square, "backward") == ("sdpa-cudnn", "")
+    gpu.setattr(backends, "_has_fa4", lambda: False)
+    assert backends.decide(square, "forward") == ("hopper", "fa4: it is not installed: `pip install flash-attn-4`")
+    gpu.setattr(backends, "_ask_sdpa", lambda *_: "it is Sunday")
+    reasons = "sdpa-cudnn: it is Sunday; fa4: it is not installed: `pip install flash-attn-4`"
+    assert backends.decide(square, "backward") == ("hopper", reasons)
+
+
+def test_a_deterministic_pass_takes_the_first_that_repeats(gpu: pytest.MonkeyPatch) -> None:
+    gpu.setattr(rankings, "rank", rank_as({"backward": ("sdpa-cudnn", "fa4", "hopper")}))
+    gpu.setattr(backends, "_ask_sdpa", lambda *_: None)
+    square = problem(lengths=(256, 256))
+    backend, reasons = backends.decide(square, "backward", deterministic=True, among=backends.KERNELS)
+    assert backend == "triton"
+    assert reasons.count("its backward pass is not deterministic") == 3
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"lengths": (128, 256)},
+        {"lengths": (0, 0)},
+        {"dtype": torch.float32},
+        {"extras": Extras(left=3)},
+        {"device": "cpu"},
+    ],
+    ids=str,
+)
+def test_the_measured_order_is_only_for_what_was_measured(gpu: pytest.MonkeyPatch, options: dict[str, Any]) -> None:
+    gpu.setattr(rankings, "rank", lambda *_: ("fa4",))
+    assert backends.preferences(problem(lengths=(256, 256)), "forward")[:2] == ("fa4", "hopper")
+    found = backends.preferences(problem(**{"lengths": (256, 256)} | options), "forward")
+    assert found == (("sdpa", "tiled", "triton") if "device" in options else ("hopper", "triton", "sdpa", "tiled"))
+
+
+def test_auto_does_not_compile_cudnn_for_every_odd_length(gpu: pytest.MonkeyPatch) -> None:
+    gpu.setattr(rankings, "rank", lambda *_: ("sdpa-cudnn", "hopper"))
+    assert backends.preferences(problem(lengths=(256, 256)), "forward")[0] == "sdpa-cudnn"
+    assert "sdpa-cudnn" not in backends.preferences(problem(lengths=(257, 257)), "forward")
+
+
+def test_the_measured_order_is_looked_up_by_shape(gpu: pytest.MonkeyPatch) -> None:
+    asked: list[tuple[Any, ...]] = []
+
+    def rank(*arguments: Any) -> tuple[str, ...]:
+        asked.append(arguments)
+        return ()
+
+    gpu.setattr(rankings, "rank", rank)
+    backends.preferences(problem(192, v_head_dim=128, groups=2, lengths=(256, 256), causal=True), "backward")
+    shape = rankings.MeasuredShape(
+        direction="backward", causal=True, head_dim=192, value_dim=128, length=256, programs=8, group=2
+    )
+    assert asked == [("sm_90", shape)]
 
 
 # --- What a call adds ---

@@ -12,32 +12,30 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from stepscope.kernels import flash_attention
 from stepscope.kernels.attention import chosen_backends, plans, tiled
-from stepscope.kernels.attention.problem import UnsupportedError
+from stepscope.kernels.attention.problem import Problem, UnsupportedError
 
 SHAPE = (2, 3, 32, 16)
 SCALE = 0.25  # 1/sqrt(16)
 ON_A_CPU = -1  # the number of the device
 
 
-class Plan:
-    """What `hopper.launch.ForwardPlan` does, with the reference in tiles."""
+CHOICES = (("fa4", ""), ("hopper", "sdpa-cudnn: why"))
 
-    causal, scale = True, SCALE
 
-    def __init__(self) -> None:
+class Plan(plans.CallPlan):
+    """A plan that runs the reference in tiles."""
+
+    def __init__(self, problem: Problem) -> None:
         self.calls: list[str] = []
+        super().__init__(problem, SCALE, self.run_forward, self.run_backward, CHOICES)
 
-    def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    def run_forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         self.calls.append("forward")
         return tiled.forward(q, k, v, causal=True, scale=SCALE, tf32=False)
 
-    def fits(self, *tensors: Tensor) -> bool:
-        return all(x.is_contiguous() for x in tensors)
-
-    def backward(self, do: Tensor, *tensors: Tensor, deterministic: bool = False) -> tuple[Tensor, ...]:
-        del deterministic
+    def run_backward(self, do: Tensor, *tensors: Tensor) -> tuple[Tensor | None, ...]:
         self.calls.append("backward")
-        return tiled.backward(do, *tensors, causal=True, scale=SCALE, tf32=False)[:3]
+        return tiled.backward(do, *tensors, causal=True, scale=SCALE, tf32=False)
 
 
 def make_leaves(seed: int = 0) -> list[Tensor]:
@@ -47,9 +45,9 @@ def make_leaves(seed: int = 0) -> list[Tensor]:
 
 @pytest.fixture
 def plan(monkeypatch: pytest.MonkeyPatch) -> Plan:
-    made = Plan()
     monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: ON_A_CPU, raising=False)
     q, k, v = make_leaves()
+    made = Plan(Problem(q, k, v, causal=True))
     keys = [plans._key(q, k, v, causal=True, scale=scale, backend="auto") for scale in (None, SCALE)]
     monkeypatch.setattr(plans, "_plans", dict.fromkeys(keys, made))
     return made
@@ -82,10 +80,16 @@ def test_no_graph_is_built_without_need(plan: Plan) -> None:
     assert plan.calls == ["forward"] * 2
 
 
-def test_each_pass_counts_as_a_choice(plan: Plan) -> None:
-    before = chosen_backends().get(("hopper", ""), 0)
-    attend(make_leaves()).sum().backward()  # type: ignore[no-untyped-call]
-    assert chosen_backends()["hopper", ""] == before + 2
+@pytest.mark.usefixtures("plan")
+def test_each_pass_counts_as_its_own_choice() -> None:
+    def new() -> dict[tuple[str, str], int]:
+        return {key: count - before.get(key, 0) for key, count in chosen_backends().items() if before.get(key) != count}
+
+    before = dict(chosen_backends())
+    out = attend(make_leaves())
+    assert new() == {CHOICES[0]: 1}
+    out.sum().backward()  # type: ignore[no-untyped-call]
+    assert new() == {CHOICES[0]: 1, CHOICES[1]: 1}
 
 
 @pytest.mark.parametrize(
@@ -131,6 +135,16 @@ def test_what_watches_operators_sees_them(plan: Plan) -> None:
         attend(leaves)
     assert plan.calls == []
     assert any("scaled_dot_product" in event.name for event in profiler.events())
+
+
+@pytest.mark.parametrize(("dtype", "calls"), [(torch.float32, ["forward"]), (torch.bfloat16, [])], ids=str)
+def test_autocast_takes_the_plan_if_it_casts_nothing(
+    plan: Plan, monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, calls: list[str]
+) -> None:
+    monkeypatch.setattr(torch, "is_autocast_enabled", lambda device: device == "cuda")
+    monkeypatch.setattr(torch, "get_autocast_dtype", lambda _: dtype)
+    attend(make_leaves())
+    assert plan.calls == calls
 
 
 def test_functional_transforms_go_through_the_operators(plan: Plan) -> None:

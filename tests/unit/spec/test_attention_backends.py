@@ -46,7 +46,7 @@ def test_documentation_lists_the_default_backends_of_each_device() -> None:
     [
         ("cpu", False, True, {"naive", "sdpa", "tiled"}),
         ("cpu", True, False, {"naive", "sdpa", "tiled"}),
-        ("cuda", False, True, set(IMPLEMENTATIONS) - {"sdpa", "sdpa-math"}),
+        ("cuda", False, True, set(IMPLEMENTATIONS) - {"sdpa", "sdpa-math", "fa4"}),
         ("cuda", True, True, {"naive", "sdpa-flash", "sdpa-efficient", "sdpa-cudnn", "triton", "hopper"}),
         ("cuda", True, False, {"naive", "sdpa-efficient", "triton"}),
     ],

@@ -161,7 +161,7 @@ def _add_rates(columns: RowColumns[BenchRow]) -> None:
 
 
 def _attention_kernels(row: BenchRow) -> Cell:
-    """The kernels that `flash` used: it selects them by GPU, dtype and head dimension."""
+    """The kernels that `flash` used: it selects them by GPU, dtype and shape."""
     return ", ".join(row.measurement.attention_kernels) or None if row.measurement else None
 
 

@@ -2,8 +2,11 @@
 
 `FUNCTIONS` has an entry for each backend in `spec.backends`: its module, and a function that returns why it cannot run
 a problem, or None if it can. A backend requested by name runs or raises with that reason; `auto` tries the backends in
-order of preference for the device and uses the first that can run, and `chosen_backends` records the choice. Reasons
-contain no lengths, so that this record stays short when every call has a different length.
+order of preference and uses the first that can run, and `chosen_backends` records the choice. Where speeds were
+measured, that order is the measured one (`rankings.py`), and each pass has its own: all of these backends save the same
+tensors. Reasons contain no lengths, so that this record stays short when every call has a different length. The only
+other switch between backends is one the caller requests: a deterministic backward pass runs only on those that have
+one.
 """
 
 import os
@@ -11,13 +14,15 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache
+from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
-from types import MappingProxyType
+from types import MappingProxyType, ModuleType
 from typing import Literal, NamedTuple
 
 import torch
 
 from stepscope.errors import nearest
+from stepscope.kernels.attention import rankings
 from stepscope.kernels.attention.problem import NO_EXTRAS, Problem, UnsupportedError, is_tma_able
 from stepscope.spec.backends import BACKENDS as REGISTERED
 
@@ -26,6 +31,13 @@ from stepscope.spec.backends import BACKENDS as REGISTERED
 # even, and at 16 `triton` wins.
 HOPPER_HEAD_DIMS = frozenset(range(40, 129, 8))
 HOPPER_EXTRAS = frozenset(("window", "documents"))
+FA4_EXTRAS = frozenset(("window",))
+HALF = (torch.float16, torch.bfloat16)
+# What `auto` tries on a GPU where nothing was measured.
+UNMEASURED = ("hopper", "triton", "sdpa", "tiled")
+# cuDNN compiles for each new length, which takes far longer than it saves where every batch has another one. Lengths
+# that a program was written for are multiples of this.
+CUDNN_LENGTHS = 128
 
 
 # --- The machine ---
@@ -38,6 +50,16 @@ def triton_version() -> tuple[int, int] | None:
     except PackageNotFoundError:
         return None
     return int(major), int(minor)
+
+
+@cache
+def _has_fa4() -> bool:
+    """Whether FlashAttention-4 is installed, without importing it, which takes seconds."""
+    try:
+        version("flash-attn-4")
+    except PackageNotFoundError:
+        return False
+    return True
 
 
 @cache
@@ -90,14 +112,39 @@ def _refuses_hopper(problem: Problem) -> str | None:
     found = triton_version()
     if found is None or found < (3, 6):
         return "it requires triton 3.6 or later"
-    if q_BHLD.dtype not in (torch.float16, torch.bfloat16):
-        return f"it requires float16 or bfloat16, but the dtype is {q_BHLD.dtype}"
     if problem.head_dim not in HOPPER_HEAD_DIMS:
         return f"it requires a head dim of {', '.join(map(str, sorted(HOPPER_HEAD_DIMS)))}, but got {problem.head_dim}"
-    for name, x in (("q", q_BHLD), ("k", problem.k_BGKD), ("v", problem.v_BGKD)):
+    return _cannot_read(problem) or _lacks(problem, HOPPER_EXTRAS)
+
+
+def _refuses_fa4(problem: Problem) -> str | None:
+    q_BHLD = problem.q_BHLD
+    if q_BHLD.device.type != "cuda":
+        return f"it requires an sm_90 or sm_100 GPU, but the tensors are on {q_BHLD.device.type}"
+    if torch.version.hip is not None or _capability(q_BHLD.device)[0] not in (9, 10):
+        return f"it requires sm_90 or sm_100, but the GPU is {_architecture(q_BHLD.device)}"
+    if not _has_fa4():
+        return "it is not installed: `pip install flash-attn-4`"
+    dims = problem.head_dim, problem.v_BGKD.shape[3]
+    widest = 256 if _capability(q_BHLD.device)[0] == 9 else 128
+    if any(dim % 8 or dim > widest for dim in dims) and dims not in ((192, 128), (256, 256)):
+        return f"it requires head dims that are multiples of 8 up to {widest}, but got {dims[0]} and {dims[1]}"
+    if problem.is_grouped and dims[0] != dims[1]:
+        return "with grouped heads, it requires values of the same head dim as keys"
+    hides_keys = problem.causal or problem.extras is not NO_EXTRAS
+    if problem.num_keys == 0 or (hides_keys and problem.num_queries > problem.num_keys):
+        return "some queries see no key"
+    return _cannot_read(problem) or _lacks(problem, FA4_EXTRAS)
+
+
+def _cannot_read(problem: Problem) -> str | None:
+    """Return what keeps kernels for 16-bit numbers from reading a tensor with the copy engine."""
+    if problem.q_BHLD.dtype not in HALF:
+        return f"it requires float16 or bfloat16, but the dtype is {problem.q_BHLD.dtype}"
+    for name, x in (("q", problem.q_BHLD), ("k", problem.k_BGKD), ("v", problem.v_BGKD)):
         if not is_tma_able(x):
             return f"the copy engine cannot read `{name}`: its strides and address must be multiples of 16 bytes"
-    return _lacks(problem, HOPPER_EXTRAS)
+    return None
 
 
 def _lacks(problem: Problem, supported: frozenset[str]) -> str | None:
@@ -173,6 +220,8 @@ class BackendFunctions(NamedTuple):
 
 FUNCTIONS = {
     "hopper": BackendFunctions(_refuses_hopper, "hopper.launch", needs_gpu=True),
+    "fa4": BackendFunctions(_refuses_fa4, "peers.fa4", needs_gpu=True, repeats="never"),
+    "sdpa-cudnn": BackendFunctions(_refuses_sdpa_kernel("sdpa-cudnn"), "peers.cudnn", needs_gpu=True, repeats="never"),
     "triton": BackendFunctions(_refuses_triton, "triton_launch", needs_gpu=True),
     "tiled": BackendFunctions(_refuses_nothing, "tiled"),
     "naive": BackendFunctions(_refuses_plain),
@@ -180,7 +229,6 @@ FUNCTIONS = {
     "sdpa": BackendFunctions(_refuses_sdpa, repeats="if asked"),
     "sdpa-flash": BackendFunctions(_refuses_sdpa_kernel("sdpa-flash"), repeats="if asked"),
     "sdpa-efficient": BackendFunctions(_refuses_sdpa_kernel("sdpa-efficient"), repeats="if asked"),
-    "sdpa-cudnn": BackendFunctions(_refuses_sdpa_kernel("sdpa-cudnn"), repeats="if asked"),
     "sdpa-math": BackendFunctions(_refuses_sdpa),
 }
 assert set(FUNCTIONS) == set(REGISTERED)
@@ -189,6 +237,14 @@ BACKENDS = ("auto", *FUNCTIONS)
 FLASH = tuple(name for name, functions in FUNCTIONS.items() if functions.module)
 KERNELS = tuple(name for name in FLASH if FUNCTIONS[name].needs_gpu)
 PLAIN = tuple(name for name in FUNCTIONS if name not in FLASH)
+
+
+@cache
+def load(backend: str) -> ModuleType:
+    """Return the module with `forward` and `backward`. Some packages are not installed everywhere, and take a while to
+    import.
+    """
+    return import_module(f"stepscope.kernels.attention.{FUNCTIONS[backend].module}")
 
 
 # --- The choice ---
@@ -229,18 +285,37 @@ def _varies(backend: str, problem: Problem) -> str | None:
     return None
 
 
-def choose(problem: Problem, *, deterministic: bool = False, among: Sequence[str] = tuple(FUNCTIONS)) -> str:
+def choose(
+    problem: Problem,
+    direction: rankings.Direction = "forward",
+    *,
+    deterministic: bool = False,
+    among: Sequence[str] = tuple(FUNCTIONS),
+) -> str:
     """Return what `auto` runs, and record it with the reasons against the backends it prefers."""
+    choice = decide(problem, direction, deterministic=deterministic, among=among)
+    count(choice)
+    backend, reasons = choice
+    if problem.extras is not NO_EXTRAS and reasons:
+        _warn_of_extras(backend, problem)
+    return backend
+
+
+def decide(
+    problem: Problem,
+    direction: rankings.Direction,
+    *,
+    deterministic: bool = False,
+    among: Sequence[str] = tuple(FUNCTIONS),
+) -> tuple[str, str]:
+    """Return the first preference that can run, and the reasons against those before it."""
     reasons: list[str] = []
-    for backend in preferences(problem.q_BHLD.device):
+    for backend in preferences(problem, direction):
         if backend not in among:
             continue
         reason = refusal(backend, problem, deterministic=deterministic)
         if reason is None:
-            _chosen[backend, "; ".join(reasons)] += 1
-            if problem.extras is not NO_EXTRAS and reasons:
-                _warn_of_extras(backend, problem)
-            return backend
+            return backend, "; ".join(reasons)
         reasons.append(f"{backend}: {reason}")
     raise UnsupportedError(f"no `backend` can run this: {'; '.join(reasons)}")
 
@@ -258,14 +333,39 @@ def _warn_of_extras(backend: str, problem: Problem) -> None:
     )
 
 
-def count(backend: str) -> None:
-    """Record that `auto` chose its first preference, as for an equal call before."""
-    _chosen[backend, ""] += 1
+def count(choice: tuple[str, str]) -> None:
+    """Record what `auto` chose: the backend, and the reasons against those before it."""
+    _chosen[choice] += 1
 
 
-def preferences(device: torch.device) -> tuple[str, ...]:
+def preferences(problem: Problem, direction: rankings.Direction) -> tuple[str, ...]:
     """Best first. On a CPU, PyTorch's own kernel is far faster than tiles in Python."""
-    return ("hopper", "triton", "sdpa", "tiled") if device.type == "cuda" else ("sdpa", "tiled", "triton")
+    if problem.q_BHLD.device.type != "cuda":
+        return "sdpa", "tiled", "triton"
+    ranked = _rank(problem, direction)
+    return *ranked, *(backend for backend in UNMEASURED if backend not in ranked)
+
+
+def _rank(problem: Problem, direction: rankings.Direction) -> tuple[str, ...]:
+    """The measured order. Only plain attention of a sequence to itself was measured, in bf16."""
+    q_BHLD = problem.q_BHLD
+    batch, num_heads, length, head_dim = q_BHLD.shape
+    measured = problem.extras is NO_EXTRAS and problem.num_keys == length and q_BHLD.dtype in HALF
+    if not measured or not q_BHLD.numel():
+        return ()
+    shape = rankings.MeasuredShape(
+        direction=direction,
+        causal=problem.causal,
+        head_dim=head_dim,
+        value_dim=problem.v_BGKD.shape[3],
+        length=length,
+        programs=batch * num_heads,
+        group=num_heads // problem.k_BGKD.shape[1],
+    )
+    ranked = rankings.rank(_architecture(q_BHLD.device), shape)
+    if length % CUDNN_LENGTHS:
+        return tuple(backend for backend in ranked if backend != "sdpa-cudnn")
+    return ranked
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]

@@ -1,23 +1,20 @@
 """Plain attention on a GPU, for calls like an earlier one: its plan (`plans.py`) runs without PyTorch's dispatcher.
 
-Anything that observes or changes operators (a profiler, autocast, a dispatch mode such as a FLOP counter, `torch.func`)
-would miss such calls. While one of these is active, calls go through the operators as usual, and so does a backward
-pass that will itself be differentiated.
+Anything that observes or changes operators (a profiler, a dispatch mode such as a FLOP counter, `torch.func`) would
+miss such calls. While one of these is active, calls go through the operators as usual, and so does a backward pass that
+will itself be differentiated.
 """
 
 # All tensors are (B, H, L, D).
 
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from stepscope.kernels.attention import backends, plans
+from stepscope.kernels.attention import plans
 from stepscope.kernels.attention.operators import differentiate_once
-
-if TYPE_CHECKING:
-    from stepscope.kernels.attention.hopper.launch import ForwardPlan
 
 _TYPES = (Tensor, Parameter)
 
@@ -29,6 +26,9 @@ def attend(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float | None, b
     if type(q) not in _TYPES or type(k) not in _TYPES or type(v) not in _TYPES or q.dim() != 4:
         return None
     if q.is_neg() or k.is_neg() or v.is_neg():
+        return None
+    # A plan's tensors have one dtype. If it is that of autocast, nothing is cast.
+    if torch.is_autocast_enabled("cuda") and q.dtype != torch.get_autocast_dtype("cuda"):
         return None
     plan = plans.find(q, k, v, causal, scale, backend)
     if plan is None:
@@ -45,14 +45,13 @@ def is_watched() -> bool:
         or torch._C._len_torch_function_stack()
         or torch._C._are_functorch_transforms_active()
         or torch._C._autograd._profiler_enabled()
-        or torch.is_autocast_enabled("cuda")
         or torch.autograd.forward_ad._current_level >= 0
     )
 
 
 class _PlannedAttention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, plan: "ForwardPlan", backend: str) -> Tensor:
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, plan: plans.CallPlan, backend: str) -> Tensor:
         o, lse = plan(q, k, v)
         ctx.save_for_backward(q, k, v, o, lse)
         ctx.plan, ctx.backend = plan, backend
@@ -65,8 +64,6 @@ class _PlannedAttention(torch.autograd.Function):
         if torch.is_grad_enabled() or is_watched() or not plan.fits(*tensors[:3]):
             settings = (plan.causal, plan.scale, backend, False, False)
             return *differentiate_once(do, *tensors, *settings), None, None
-        if backend == "auto":
-            backends.count("hopper")
         return *plan.backward(do, *tensors), None, None
 
 

@@ -171,7 +171,7 @@ def _choose_plain(problem: Problem, backend: str, deterministic: bool) -> str:
 
 
 class FlashAttention(torch.autograd.Function):
-    """Attention with our GPU kernels: `FlashAttention.apply(q, k, v, is_causal)`.
+    """Attention with GPU kernels, ours or others: `FlashAttention.apply(q, k, v, is_causal)`.
 
     `output.grad_fn.saved_tensors` are q, k, v, the output, and the log-sum-exp of every query (natural logarithm, shape
     `q.shape[:-1]`).

@@ -16,9 +16,6 @@ sinks follows from what forward saved, so `sink_gradient` computes it outside th
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from functools import cache
-from importlib import import_module
-from types import ModuleType
 from typing import Any
 
 import torch
@@ -70,11 +67,11 @@ def _run_forward(
     problem = Problem(q_BHLD, k_BGKD, v_BGKD, causal, extras)
     plans.remember(problem, scale, scale, backend)
     if backend == "auto":
-        backend = backends.choose(problem, among=backends.KERNELS)
+        backend = backends.choose(problem, "forward", among=backends.KERNELS)
     else:
         backends.require(backend, problem)
     with _device(q_BHLD):
-        output: tuple[Tensor, Tensor] = _load(backend).forward(
+        output: tuple[Tensor, Tensor] = backends.load(backend).forward(
             q_BHLD, k_BGKD, v_BGKD, causal=causal, scale=scale, tf32=tf32, extras=extras
         )
     return output
@@ -94,15 +91,18 @@ def _run_backward(
     deterministic: bool,
     *extra: Any,
 ) -> tuple[Tensor, ...]:
-    plan = None if extra else plans.find(q_BHLD, k_BGKD, v_BGKD, causal, scale, backend)
+    plan = None if extra or deterministic else plans.find(q_BHLD, k_BGKD, v_BGKD, causal, scale, backend)
     if plan is not None:
-        return plan.backward(do_BHLD, q_BHLD, k_BGKD, v_BGKD, o_BHLD, lse_BHL, deterministic=deterministic)
+        return plan.backward(do_BHLD, q_BHLD, k_BGKD, v_BGKD, o_BHLD, lse_BHL)
     extras, wants_dbias = (Extras(*extra[:-1]), extra[-1]) if extra else (NO_EXTRAS, False)
     if backend == "auto":
         problem = Problem(q_BHLD, k_BGKD, v_BGKD, causal, extras)
-        backend = backends.choose(problem, deterministic=deterministic, among=backends.KERNELS)
+        backend = backends.choose(problem, "backward", deterministic=deterministic, among=backends.KERNELS)
+    elif deterministic and backends.FUNCTIONS[backend].repeats == "never":
+        problem = Problem(q_BHLD, k_BGKD, v_BGKD, causal, extras)
+        backend, _ = backends.decide(problem, "backward", deterministic=True, among=backends.KERNELS)
     with _device(q_BHLD):
-        gradients: tuple[Tensor, ...] = _load(backend).backward(
+        gradients: tuple[Tensor, ...] = backends.load(backend).backward(
             do_BHLD, q_BHLD, k_BGKD, v_BGKD, o_BHLD, lse_BHL,
             causal=causal, scale=scale, tf32=tf32, extras=extras, wants_dbias=wants_dbias, deterministic=deterministic,
         )  # fmt: skip
@@ -119,14 +119,6 @@ def _device(x: Tensor) -> AbstractContextManager[object]:
     if not x.is_cuda or x.device.index == torch.cuda.current_device():
         return _SAME_DEVICE
     return torch.cuda.device(x.device)
-
-
-@cache
-def _load(backend: str) -> ModuleType:
-    """Return the module with `forward` and `backward`. Triton is not installed everywhere, and takes a while to
-    import.
-    """
-    return import_module(f"stepscope.kernels.attention.{backends.FUNCTIONS[backend].module}")
 
 
 def _fake_forward(q_BHLD: Tensor, *_: Any) -> tuple[Tensor, Tensor]:

@@ -15,16 +15,14 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 from stepscope.kernels.attention.extras import hidden_keys
-from stepscope.kernels.attention.problem import Problem
+from stepscope.kernels.attention.problem import SMALLEST_SCALE, Problem
 from stepscope.nn import functional
 
 SDPA = {
     "sdpa-flash": SDPBackend.FLASH_ATTENTION,
     "sdpa-efficient": SDPBackend.EFFICIENT_ATTENTION,
-    "sdpa-cudnn": SDPBackend.CUDNN_ATTENTION,
     "sdpa-math": SDPBackend.MATH,
 }
-SMALLEST_SCALE = 1e-37
 
 
 def run(backend: str, problem: Problem, scale: float) -> Tensor:
@@ -78,8 +76,7 @@ def _softmax(scores_BHLK: Tensor, sinks_H: Tensor | None) -> Tensor:
 
 def _sdpa(problem: Problem, scale: float) -> Tensor:
     causal, grouped = problem.hides_keys, problem.is_grouped
-    # With a scale of zero, PyTorch returns NaN for masked scores on a CPU. This scale gives the same weights to the
-    # last bit.
+    # With a scale of zero, PyTorch returns NaN for masked scores on a CPU.
     scale = max(scale, SMALLEST_SCALE)
     return scaled_dot_product_attention(*problem[:3], is_causal=causal, scale=scale, enable_gqa=grouped)
 

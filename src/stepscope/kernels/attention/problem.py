@@ -20,6 +20,9 @@ MAX_HEAD_DIM = 256
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 # bytes, for Hopper's bulk copy engine: alignment of the first element and of every stride but the last
 TMA_ALIGNMENT = 16
+# Instead of zero, for implementations that multiply a masked score of -inf by the scale. It gives the same weights to
+# the last bit.
+SMALLEST_SCALE = 1e-37
 _NEVER_TAKEN = 16  # elements: a stride that passes every check
 
 
@@ -195,6 +198,18 @@ def as_4d(x: Tensor) -> Tensor:
             return x.flatten(0, -4)
 
 
+def output_shape(q: Tensor, v: Tensor) -> tuple[int, ...]:
+    return *q.shape[:-1], v.shape[-1]
+
+
+def empty_output(q_BHLD: Tensor, v_BGKD: Tensor) -> Tensor:
+    """Allocate an output in the memory layout of q, or with another head dim in the order of its dimensions."""
+    if v_BGKD.shape[3] == q_BHLD.shape[3]:
+        return torch.empty_like(q_BHLD)
+    order = *sorted(range(3), key=q_BHLD.stride, reverse=True), 3
+    return torch.empty_permuted(output_shape(q_BHLD, v_BGKD), order, dtype=q_BHLD.dtype, device=q_BHLD.device)
+
+
 def check(q: Tensor, k: Tensor, v: Tensor, *, causal: bool) -> tuple[Tensor, ...]:
     """Return q, k and v, cast as autocast requires. Types are checked first, because autocast would turn integers into
     floats.
@@ -233,6 +248,11 @@ def is_tma_able(x: Tensor) -> bool:
     elements = TMA_ALIGNMENT // x.element_size()
     outer = zip(sizes[:-1], strides[:-1], strict=True)
     return not any(size != 1 and (stride <= 0 or stride % elements) for size, stride in outer)
+
+
+def make_readable(x: Tensor) -> Tensor:
+    """x, or a copy that the copy engine can read. The gradient of a sum, for example, is one number broadcast."""
+    return x if is_tma_able(x) else x.clone(memory_format=torch.contiguous_format)
 
 
 def tma_strides(x: Tensor) -> list[int]:

@@ -34,7 +34,7 @@ from stepscope.kernels.attention.hopper.forward_kernel import (
     forward_settings,
     padded_head,
 )
-from stepscope.kernels.attention.problem import NO_EXTRAS, TMA_ALIGNMENT, Extras, is_tma_able, tma_strides
+from stepscope.kernels.attention.problem import NO_EXTRAS, TMA_ALIGNMENT, Extras, make_readable, tma_strides
 
 # Under a causal mask, heads are done in groups: few, so that K and V of those in flight stay in L2 (groups of 32 cost
 # up to 15%), but enough to balance the programs.
@@ -89,7 +89,7 @@ def backward(
     `deterministic`: then the sums are integers.
     """
     del tf32, wants_dbias  # a bias is not supported
-    q_BHLD, k_BGKD, v_BGKD = (_make_readable(x) for x in (q_BHLD, k_BGKD, v_BGKD))
+    q_BHLD, k_BGKD, v_BGKD = (make_readable(x) for x in (q_BHLD, k_BGKD, v_BGKD))
     plan = plan_forward(q_BHLD, k_BGKD, v_BGKD, causal, scale, extras)
     tensors = do_BHLD, q_BHLD, k_BGKD, v_BGKD, o_BHLD, lse_BHL
     return *plan.backward(*tensors, extras.documents, deterministic=deterministic), None
@@ -123,7 +123,6 @@ class ForwardPlan:
         self.causal, self.scale, self.extras = causal, scale, extras._replace(documents=None)
         self.has_documents = extras.documents is not None
         self._device, self._lse_shape = q.device, (batch, num_heads, num_queries)
-        self._strides = (q.stride(), k.stride(), v.stride())
         self._backward: dict[tuple[Any, ...], BackwardPlan] = {}
         self._is_empty = q.numel() == 0 or num_keys == 0
         if self._is_empty:
@@ -165,11 +164,6 @@ class ForwardPlan:
         self._launch((q, k, v, o), (lse, *_borders(documents)))
         return o, lse
 
-    def fits(self, q: Tensor, k: Tensor, v: Tensor) -> bool:
-        """Whether tensors of the plan's shapes also have its strides and alignment."""
-        aligned = not (q.data_ptr() | k.data_ptr() | v.data_ptr()) % TMA_ALIGNMENT
-        return aligned and (q.stride(), k.stride(), v.stride()) == self._strides
-
     def backward(
         self,
         do: Tensor,
@@ -185,7 +179,7 @@ class ForwardPlan:
         """Return the gradients of q, k and v."""
         plan = self._backward.get((do.stride(), o.stride(), deterministic))
         if plan is None or (do.data_ptr() | o.data_ptr() | lse.data_ptr()) % TMA_ALIGNMENT:
-            do = _make_readable(do)
+            do = make_readable(do)
             o, lse = (x.clone() if x.data_ptr() % TMA_ALIGNMENT else x for x in (o, lse))
             key = (do.stride(), o.stride(), deterministic)
             plan = self._backward.get(key)
@@ -308,11 +302,6 @@ class BackwardPlan:
         self._main((q, k, v, do, statistics, sums, dk, dv), _borders(documents))
         self._finish((), (sums, statistics, dq))
         return dq, dk, dv
-
-
-def _make_readable(x: Tensor) -> Tensor:
-    """x, or a copy that the copy engine can read. The gradient of a sum, for example, is one number broadcast."""
-    return x if is_tma_able(x) else x.clone(memory_format=torch.contiguous_format)
 
 
 def _has_window(extras: Extras) -> bool:
