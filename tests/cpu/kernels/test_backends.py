@@ -33,9 +33,11 @@ def problem(
     lengths: tuple[int, int] = (8, 8),
     causal: bool = False,
     extras: Extras = NO_EXTRAS,
+    v_head_dim: int | None = None,
 ) -> Problem:
     q, k = (torch.empty(2, 4, length, head_dim, dtype=dtype, device=device) for length in lengths)
-    return Problem(q, k, k, causal, extras)
+    v = k if v_head_dim is None else k.new_empty(*k.shape[:3], v_head_dim)
+    return Problem(q, k, v, causal, extras)
 
 
 @pytest.mark.usefixtures("gpu")
@@ -50,6 +52,7 @@ def test_hopper_runs_what_it_supports() -> None:
     [
         ({"head_dim": 160}, "it requires a head dim of 40, 48, 56"),
         ({"head_dim": 32}, "it requires a head dim of 40"),
+        ({"head_dim": 128, "v_head_dim": 64}, "it requires `v` to have the head dim of `q` (128), but got 64"),
         ({"dtype": torch.float32}, "it requires float16 or bfloat16, but the dtype is torch.float32"),
         ({"device": "cpu"}, "it requires an sm_90 GPU, but the tensors are on cpu"),
     ],
@@ -57,6 +60,16 @@ def test_hopper_runs_what_it_supports() -> None:
 )
 def test_hopper_rejects_unsupported_problems(options: dict[str, Any], reason: str) -> None:
     assert (backends.refusal("hopper", problem(**options)) or "").startswith(reason)
+
+
+@pytest.mark.usefixtures("gpu")
+@pytest.mark.parametrize("head_dims", [(192, 128), (64, 128)], ids=str)
+def test_auto_runs_another_head_dim_of_v_on_triton_and_says_why(head_dims: tuple[int, int]) -> None:
+    before = dict(chosen_backends())
+    assert backends.choose(problem(head_dims[0], v_head_dim=head_dims[1])) == "triton"
+    (choice,) = (key for key, count in chosen_backends().items() if count != before.get(key))
+    reason = f"hopper: it requires `v` to have the head dim of `q` ({head_dims[0]}), but got {head_dims[1]}"
+    assert choice == ("triton", reason)
 
 
 # --- What a call adds ---

@@ -93,12 +93,22 @@ def _refuses_hopper(problem: Problem) -> str | None:
         return "it requires triton 3.6 or later"
     if q_BHLD.dtype not in (torch.float16, torch.bfloat16):
         return f"it requires float16 or bfloat16, but the dtype is {q_BHLD.dtype}"
+    unequal = _refuses_unequal(problem)
+    if unequal is not None:
+        return unequal
     if problem.head_dim not in HOPPER_HEAD_DIMS:
         return f"it requires a head dim of {', '.join(map(str, sorted(HOPPER_HEAD_DIMS)))}, but got {problem.head_dim}"
     for name, x in (("q", q_BHLD), ("k", problem.k_BGKD), ("v", problem.v_BGKD)):
         if not is_tma_able(x):
             return f"the copy engine cannot read `{name}`: its strides and address must be multiples of 16 bytes"
     return _lacks(problem, HOPPER_EXTRAS)
+
+
+def _refuses_unequal(problem: Problem) -> str | None:
+    v_head_dim = problem.v_BGKD.shape[3]
+    if v_head_dim != problem.head_dim:
+        return f"it requires `v` to have the head dim of `q` ({problem.head_dim}), but got {v_head_dim}"
+    return None
 
 
 def _lacks(problem: Problem, supported: frozenset[str]) -> str | None:
@@ -133,7 +143,9 @@ def _refuses_sdpa_kernel(backend: str) -> Callable[[Problem], str | None]:
         device = problem.q_BHLD.device.type
         if device == "cuda":
             return _ask_sdpa(backend, problem)
-        return None if (device, backend) == ("cpu", "sdpa-flash") else f"PyTorch has no such kernel for {device}"
+        if (device, backend) != ("cpu", "sdpa-flash"):
+            return f"PyTorch has no such kernel for {device}"
+        return _refuses_unequal(problem)
 
     return refuse
 
