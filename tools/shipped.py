@@ -235,11 +235,13 @@ _MOST_SPILLED: dict[tuple[Pass, Arithmetic, int], int] = {
     ("forward", "tf32x3", 128): 320,
     ("forward", "tf32x3", 256): 1024,
     ("backward_queries", "tf32x3", 128): 768,
+    ("backward_queries", "tf32x3", 192): 320,
     ("backward_queries", "tf32x3", 256): 1024,
     ("backward_keys", "tf32", 256): 192,
     ("backward_keys", "tf32x3", 32): 192,
     ("backward_keys", "tf32x3", 64): 320,
     ("backward_keys", "tf32x3", 128): 1024,
+    ("backward_keys", "tf32x3", 192): 448,
     ("backward_keys", "tf32x3", 256): 1536,
 }
 

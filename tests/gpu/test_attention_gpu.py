@@ -31,7 +31,7 @@ SHAPES = [
 # Head sizes without a tile of their own, and the smallest and largest.
 OTHER_HEADS = [(1, 2, 1, 333, 400, head_dim) for head_dim in (8, 40, 80, 96, 160, 192, 256)]
 # D, E: heads of one tile and of two, whole or padded. The first are DeepSeek's.
-HEAD_DIMS = [(192, 128), (40, 24), (64, 128), (80, 192), (256, 128)]
+HEAD_DIMS = [(192, 128), (40, 24), (64, 128), (80, 160), (256, 128)]
 
 
 def make_inputs(shape: tuple[int, ...], v_head_dim: int | None = None) -> list[Tensor]:

@@ -222,9 +222,9 @@ CASES = {
     "windows in documents": Case(window=(4, -1), documents=((20, 2, 28),)),
     "windows on both sides in documents": Case(causal=False, window=(4, 3), documents=((20, 2, 28),)),
     "causal window, and a narrow v": Case(shape=(1, 2, 1, 50, 50, 40), v_head_dim=24, window=(10, -1)),
-    "bias, and a wide v": Case(v_head_dim=80, bias=(1, 2, 50, 50)),
+    "bias, and a wide v": Case(v_head_dim=160, bias=(1, 2, 50, 50)),
     "documents and sinks, and two tiles of q": Case(
-        shape=(1, 2, 1, 50, 50, 80), v_head_dim=16, sinks=True, documents=((7, 1, 1, 24, 17),)
+        shape=(1, 2, 1, 50, 50, 160), v_head_dim=16, sinks=True, documents=((7, 1, 1, 24, 17),)
     ),
     "everything in a window": Case(
         shape=(2, 4, 2, 40, 60, 24), window=(18, -1), softcap=1.5, bias=(2, 1, 40, 60), slopes=(2, 4), sinks=True
@@ -240,8 +240,8 @@ CASES = {
         documents=((3, 37), (17, 1, 22)),
     ),
     "everything, and two widths": Case(
-        shape=(1, 2, 1, 40, 40, 40),
-        v_head_dim=96,
+        shape=(1, 2, 1, 40, 40, 192),
+        v_head_dim=128,
         window=(15, -1),
         softcap=1.5,
         bias=(1, 2, 40, 40),
