@@ -86,9 +86,9 @@ KERNELS = {
 }
 # What a launcher passes by descriptor if there is a copy engine.
 DESCRIBED: dict[Pass, tuple[str, ...]] = {
-    "forward": ("q", "k", "v"),
-    "backward_queries": ("k", "v"),
-    "backward_keys": ("q", "do", "rows"),
+    "forward": ("q", "q_tail", "k", "k_tail", "v", "v_tail"),
+    "backward_queries": ("k", "k_tail", "v", "v_tail"),
+    "backward_keys": ("q", "q_tail", "do", "do_tail", "rows"),
 }
 # What a call can add to plain attention, by what its tensors and numbers are.
 _BIAS = {"bias": "*bf16", "bias_batch_stride": "i32", "bias_head_stride": "i32", "bias_query_stride": "i32"}
@@ -107,7 +107,9 @@ EXTRAS: dict[str, dict[str, Any]] = {
 }
 WITH_DBIAS = ("dbias", "everything")
 _STAGES_OF: dict[str, tuple[Pass, ...]] = {"dbias": ("backward_queries",), "sinks": ("forward",)}
-WIDTHS_WITH_EXTRAS = (64, 128)
+WIDTHS_WITH_EXTRAS = ((64, 0), (128, 0), (192, 128))
+# Those of q and of v, zero if they are the same; DeepSeek's differ.
+HEAD_WIDTHS = (*((width, 0) for width in tiles.WIDTHS), (192, 128))
 ARCHITECTURES: dict[int, tiles.Architecture] = {80: "ampere", 90: "hopper"}
 
 
@@ -115,13 +117,18 @@ def _triton() -> Iterator[Shipped]:
     for arch, architecture in ARCHITECTURES.items():
         for stage in tiles.PASSES:
             for arithmetic in tiles.ARITHMETICS:
-                for width in tiles.WIDTHS:
+                for width, v_width in HEAD_WIDTHS:
                     for causal in (False, True):
                         key = TileKey(
-                            stage=stage, arithmetic=arithmetic, width=width, causal=causal, architecture=architecture
+                            stage=stage,
+                            arithmetic=arithmetic,
+                            width=width,
+                            v_width=v_width,
+                            causal=causal,
+                            architecture=architecture,
                         )
                         yield triton_entry(key, tiles.choose(key), arch)
-                        if arithmetic == "half" and causal and width in WIDTHS_WITH_EXTRAS:
+                        if arithmetic == "half" and causal and (width, v_width) in WIDTHS_WITH_EXTRAS:
                             for extras in EXTRAS:
                                 if stage in _STAGES_OF.get(extras, tiles.PASSES):
                                     yield triton_entry(key, _tile_for(key, extras), arch, extras)
@@ -139,10 +146,11 @@ def triton_entry(key: TileKey, tile: Tile, arch: int, extras: str = "") -> Shipp
     element = "bf16" if key.arithmetic == "half" else "fp32"
     described = DESCRIBED[key.stage] if arch >= 90 else ()
     if key.stage == "forward" and key.arithmetic != "half":
-        described = tuple(name for name in described if name != "q")
+        described = tuple(name for name in described if not name.startswith("q"))
+    widths = {"q": key.width, "k": key.width, "v": key.v_width or key.width, "do": key.v_width or key.width}
     constants: dict[Any, Any] = {
-        "HEAD_DIM": key.width,
-        "WIDTH": key.width,
+        "HEAD_DIM": widths["q"],
+        "V_HEAD_DIM": widths["v"],
         "BLOCK_M": tile.block_m,
         "BLOCK_N": tile.block_n,
         "CAUSAL": key.causal,
@@ -151,13 +159,16 @@ def triton_entry(key: TileKey, tile: Tile, arch: int, extras: str = "") -> Shipp
     }
     if key.stage == "backward_queries" and extras not in WITH_DBIAS:
         constants["dbias"] = None
+    for name, width in widths.items():
+        if f"{name}_tail" in kernel.arg_names and width == tiles.main_width(width):
+            constants[f"{name}_tail"] = None
     signature: dict[str, Any] = {}
     aligned: list[Any] = []
     for index, name in enumerate(kernel.arg_names):
         if name in constants:
             signature[name] = "constexpr"
         elif name in described:
-            signature[name] = _descriptor(name, element, tile, key.width)
+            signature[name] = _descriptor(name, element, tile, widths)
         elif name == "extras":
             signature[name] = KernelExtras(**dict.fromkeys(KernelExtras._fields, "constexpr") | EXTRAS.get(extras, {}))
             for place, (field, kind) in enumerate(signature[name]._asdict().items()):
@@ -174,8 +185,9 @@ def triton_entry(key: TileKey, tile: Tile, arch: int, extras: str = "") -> Shipp
             if signature[name].startswith("*") or name == "padded_queries":
                 aligned.append((index,))
     mask = "causal" if key.causal else "full"
+    title = f"{key.width}/{key.v_width}" if key.v_width else str(key.width)
     return Shipped(
-        name=" ".join(filter(None, ("triton", key.stage, key.arithmetic, str(key.width), mask, extras, f"sm_{arch}"))),
+        name=" ".join(filter(None, ("triton", key.stage, key.arithmetic, title, mask, extras, f"sm_{arch}"))),
         kernel=kernel,
         signature=signature,
         constants=constants,
@@ -183,7 +195,7 @@ def triton_entry(key: TileKey, tile: Tile, arch: int, extras: str = "") -> Shipp
         arch=arch,
         aligned=tuple(aligned),
         product="HGMMA" if arch >= 90 and (element == "bf16" or _is_asynchronous(key.stage, tile)) else "HMMA",
-        most_spilled=_MOST_SPILLED.get((key.stage, key.arithmetic, key.width), USUALLY_SPILLED),
+        most_spilled=_MOST_SPILLED.get((key.stage, key.arithmetic, key.widest), USUALLY_SPILLED),
         # A bias moves through shared memory, in both directions if it has a gradient. Its bytes then set the speed.
         may_serialize="bias" in EXTRAS.get(extras, {}),
         # What a bf16 Transformer uses, on both architectures: a dozen, together with the Hopper kernels.
@@ -191,10 +203,14 @@ def triton_entry(key: TileKey, tile: Tile, arch: int, extras: str = "") -> Shipp
     )
 
 
-def _descriptor(name: str, element: str, tile: Tile, width: int) -> str:
+def _descriptor(name: str, element: str, tile: Tile, widths: dict[str, int]) -> str:
     if name == "rows":
         return f"tensordesc<fp32[1, {tile.block_m}]>"
-    rows = tile.block_n if name in ("k", "v") else tile.block_m
+    tensor, _, tail = name.partition("_")
+    rows = tile.block_n if tensor in ("k", "v") else tile.block_m
+    width = tiles.main_width(widths[tensor])
+    if tail:
+        width = widths[tensor] - width
     return f"tensordesc<{element}[1, 1, {rows}, {width}]>"
 
 
@@ -203,7 +219,7 @@ def _scalar_or_pointer(name: str, element: str) -> str:
         return "*fp32"
     if name == "scale":
         return "fp32"
-    return f"*{element}" if name in ("q", "k", "v", "o", "do", "dq", "dk", "dv") else "i32"
+    return f"*{element}" if name.removesuffix("_tail") in ("q", "k", "v", "o", "do", "dq", "dk", "dv") else "i32"
 
 
 def _is_asynchronous(stage: Pass, tile: Tile) -> bool:
@@ -219,11 +235,13 @@ _MOST_SPILLED: dict[tuple[Pass, Arithmetic, int], int] = {
     ("forward", "tf32x3", 128): 320,
     ("forward", "tf32x3", 256): 1024,
     ("backward_queries", "tf32x3", 128): 768,
+    ("backward_queries", "tf32x3", 192): 320,
     ("backward_queries", "tf32x3", 256): 1024,
     ("backward_keys", "tf32", 256): 192,
     ("backward_keys", "tf32x3", 32): 192,
     ("backward_keys", "tf32x3", 64): 320,
     ("backward_keys", "tf32x3", 128): 1024,
+    ("backward_keys", "tf32x3", 192): 448,
     ("backward_keys", "tf32x3", 256): 1536,
 }
 

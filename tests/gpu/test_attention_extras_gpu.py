@@ -94,3 +94,17 @@ def test_hopper_refuses_what_only_triton_has() -> None:
         flash_attention(q, k, v, causal=True, softcap=5.0, backend="hopper")
     with pytest.warns(UserWarning, match="softcap"):
         flash_attention(q, k, v, causal=True, softcap=5.0)
+
+
+@pytest.mark.parametrize("head_dims", [(192, 128), (40, 24)], ids=str)
+@pytest.mark.parametrize(
+    "extras", [{"window": 100}, {"softcap": 5.0}, {"documents": True}, {"sinks": True, "bias": True}], ids=str
+)
+def test_head_dim_of_v_may_differ(extras: dict[str, Any], head_dims: tuple[int, int]) -> None:
+    made = {
+        "documents": document_bounds(torch.tensor([0, 60, 61, 333]), 333),
+        "sinks": normal(4, seed=5).float(),
+        "bias": normal(1, 4, 333, 333, seed=6).float(),
+    }
+    options = {name: made.get(name, value) for name, value in extras.items()}
+    check("triton", make_inputs((1, 4, 2, 333, 333, head_dims[0]), head_dims[1]), causal=True, **options)

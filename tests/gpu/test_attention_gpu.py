@@ -1,6 +1,6 @@
 """Flash attention on a GPU: each of our backends against float64, three ways, and bitwise equal a hundred times."""
 
-# B batch, H query heads, G key/value heads, L queries, K keys, D head dim.
+# B batch, H query heads, G key/value heads, L queries, K keys, D head dim of q and k, E head dim of v.
 
 from pathlib import Path
 
@@ -29,13 +29,16 @@ SHAPES = [
     (3, 2, 2, 130, 129, 128),
 ]
 # Head sizes without a tile of their own, and the smallest and largest.
-OTHER_HEADS = [(1, 2, 1, 333, 400, head_dim) for head_dim in (8, 40, 80, 160, 256)]
+OTHER_HEADS = [(1, 2, 1, 333, 400, head_dim) for head_dim in (8, 40, 80, 96, 160, 192, 256)]
+# D, E: heads of one tile and of two, whole or padded. The first are DeepSeek's.
+HEAD_DIMS = [(192, 128), (40, 24), (64, 128), (80, 160), (256, 128)]
 
 
-def make_inputs(shape: tuple[int, ...]) -> list[Tensor]:
+def make_inputs(shape: tuple[int, ...], v_head_dim: int | None = None) -> list[Tensor]:
     batch, num_heads, num_groups, num_queries, num_keys, head_dim = shape
-    keys = (batch, num_groups, num_keys, head_dim)
-    return [normal(batch, num_heads, num_queries, head_dim), normal(*keys, seed=2), normal(*keys, seed=3)]
+    keys = (batch, num_groups, num_keys)
+    k, v = normal(*keys, head_dim, seed=2), normal(*keys, v_head_dim or head_dim, seed=3)
+    return [normal(batch, num_heads, num_queries, head_dim), k, v]
 
 
 def on_gpu(backend: str | None, *, causal: bool, deterministic: bool = False) -> Op:
@@ -76,6 +79,39 @@ def test_hopper_matches_the_reference(dtype: torch.dtype, shape: tuple[int, ...]
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 def test_triton_supports_every_head_size(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
     check("triton", make_inputs(shape), dtype=dtype, causal=True)
+
+
+@either_mask
+@pytest.mark.parametrize("head_dims", HEAD_DIMS, ids=str)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("backend", ["triton", "tiled"])
+def test_head_dim_of_v_may_differ(backend: str, dtype: torch.dtype, head_dims: tuple[int, int], causal: bool) -> None:
+    check(backend, make_inputs((1, 2, 2, 333, 333, head_dims[0]), head_dims[1]), dtype=dtype, causal=causal)
+
+
+@either_mask
+def test_pytorch_supports_the_heads_of_deepseek(causal: bool) -> None:
+    check("sdpa", make_inputs((1, 2, 2, 333, 333, 192), 128), dtype=torch.bfloat16, causal=causal)
+
+
+@either_mask
+@pytest.mark.parametrize("head_dims", [(192, 128), (256, 256), (96, 96)], ids=str)
+def test_real_shapes_of_wide_heads_match_the_reference(head_dims: tuple[int, int], causal: bool) -> None:
+    inputs = make_inputs((1, 4, 2, 2048, 2048, head_dims[0]), head_dims[1])
+    check("triton", inputs, dtype=torch.bfloat16, causal=causal)
+
+
+def test_values_that_are_part_of_a_wider_tensor_give_the_same_bits() -> None:
+    """As DeepSeek's, which are projected together with a part of the keys."""
+    q, k, v = (x.to(CUDA, torch.bfloat16) for x in make_inputs((1, 4, 4, 300, 300, 192), 128))
+    part = torch.cat((k[..., :128], v), dim=-1).transpose(1, 2).contiguous().transpose(1, 2)[..., 128:]
+    do = torch.randn_like(v)
+    found = []
+    for values in (v, part):
+        leaves = [x.detach().requires_grad_() for x in (q, k, values)]
+        output = flash_attention(*leaves, causal=True)
+        found.append((output, *torch.autograd.grad(output, leaves, do)))
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
 
 
 @needs_hopper

@@ -50,14 +50,18 @@ def attention_flops(
     queries: int,
     keys: int,
     head_dim: int,
+    value_dim: int | None = None,
     causal: bool,
     window: tuple[int, int] = (-1, -1),
+    backward: bool = False,
 ) -> int:
-    """Return the operations of one forward pass: scores and values. A causal mask counts as half. With a window, which
-    is how many keys a query sees before and after its own position (negative: all), the visible pairs count.
+    """Return the operations of a forward or backward pass. `value_dim` is the head dim of v, by default that of q. A
+    causal mask counts as half. With a window, which is how many keys a query sees before and after its own position
+    (negative: all), the visible pairs count.
     """
     pairs = products.visible_pairs(queries, keys, causal=causal, window=window)
-    return 2 * batch * heads * head_dim * int(2 * pairs)
+    columns = products.attention_columns(head_dim, head_dim if value_dim is None else value_dim, backward=backward)
+    return batch * heads * columns * int(2 * pairs)
 
 
 def product_dims(name: str, shapes: str | None) -> tuple[int, int, int, int] | None:

@@ -79,6 +79,14 @@ def _pairs_up_to(distance: int, queries: int, keys: int) -> int:
     return ramp - beyond
 
 
+def attention_columns(head_dim: int, value_dim: int, *, backward: bool) -> int:
+    """Return the multiply-adds of attention per pair of a query and a key, for the head dims of q and k, and of v.
+    Forward has the scores and the output. Backward has the scores again and the gradients of q and k, and those of the
+    weights and of v.
+    """
+    return 3 * head_dim + 2 * value_dim if backward else head_dim + value_dim
+
+
 def attention(
     causal_at: int, *, window_at: int | None = None, backward: bool = False, heads_first: bool = True
 ) -> Form:
@@ -96,11 +104,11 @@ def attention(
         causal = call.argument(causal_at) in ("True", "1", "2")
         window = (-1, -1) if window_at is None else (_limit(call, window_at), _limit(call, window_at + 1))
         pairs = visible_pairs(queries, keys, causal=causal, window=window)
-        forward = 2 * batch * heads * pairs * (q.dims[3] + v.dims[3])
+        flops = 2 * batch * heads * pairs * attention_columns(q.dims[3], v.dims[3], backward=backward)
         out = Tensor((*q.dims[:3], v.dims[3]), q.kind)
         if backward:
-            return make_cost(forward * BACKWARD_PRODUCTS, [q, k, v, out, out], [q, k, v])
-        return make_cost(forward, [q, k, v], [out])
+            return make_cost(flops, [q, k, v, out, out], [q, k, v])
+        return make_cost(flops, [q, k, v], [out])
 
     return cost
 

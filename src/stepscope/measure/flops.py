@@ -56,10 +56,16 @@ def count_operations(step: Step) -> dict[str, int]:
     kernel skips is up to the counters.
     """
 
-    def in_full(query_shape: Any, key_shape: Any, *_: Any, **__: Any) -> int:
+    def in_full(query_shape: Any, key_shape: Any, value_shape: Any, *_: Any, **__: Any) -> int:
         batch, heads, queries, head_dim = query_shape
         return attention_flops(
-            batch=batch, heads=heads, queries=queries, keys=key_shape[2], head_dim=head_dim, causal=False
+            batch=batch,
+            heads=heads,
+            queries=queries,
+            keys=key_shape[2],
+            head_dim=head_dim,
+            value_dim=value_shape[3],
+            causal=False,
         )
 
     # Operators that PyTorch's counter does not support, or counts as half if causal.

@@ -6,7 +6,7 @@ milliseconds for every step of every tile, so shapes are small and tiles are sma
 them are used.
 """
 
-# B batch, H query heads, G key/value heads, L queries, K keys, D head dim.
+# B batch, H query heads, G key/value heads, L queries, K keys, D head dim of q and k, E head dim of v.
 
 import math
 from collections.abc import Iterator
@@ -35,6 +35,8 @@ either_mask = pytest.mark.parametrize("causal", [False, True], ids=["full", "cau
 # B, H, G, L, K, D: full tiles; odd lengths; more keys than queries; more queries than keys (blind rows when causal).
 SHAPES = [(1, 1, 1, 64, 64, 128), (2, 1, 1, 37, 37, 16), (1, 2, 1, 33, 70, 40), (1, 2, 1, 50, 33, 80)]
 every_shape = pytest.mark.parametrize("shape", SHAPES, ids=str)
+# D, E: heads of one tile and of two, whole or padded, of q and k, of v, or of both.
+HEAD_DIMS = [(192, 128), (40, 24), (96, 96), (256, 256), (192, 192), (16, 160), (130, 129)]
 
 
 class _Attention(torch.autograd.Function):
@@ -86,10 +88,11 @@ def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launch, "tile_for", lambda stage, *_, **__: SMALL_TILES[stage])
 
 
-def make_inputs(shape: tuple[int, ...]) -> list[Tensor]:
+def make_inputs(shape: tuple[int, ...], v_head_dim: int | None = None) -> list[Tensor]:
     batch, num_heads, num_groups, num_queries, num_keys, head_dim = shape
-    keys = (batch, num_groups, num_keys, head_dim)
-    return [normal(batch, num_heads, num_queries, head_dim), normal(*keys, seed=2), normal(*keys, seed=3)]
+    keys = (batch, num_groups, num_keys)
+    k, v = normal(*keys, head_dim, seed=2), normal(*keys, v_head_dim or head_dim, seed=3)
+    return [normal(batch, num_heads, num_queries, head_dim), k, v]
 
 
 def check(inputs: list[Tensor], *, dtype: torch.dtype, causal: bool, scale: float | None = None) -> None:
@@ -128,8 +131,42 @@ def test_descriptors_and_pointers_give_the_same_bits(
     do = normal(*q.shape, seed=4).to(torch.bfloat16)
     expected = run(q, k, v, do, causal=causal)
     monkeypatch.setattr(launch, "has_copy_engine", lambda _: True)
-    assert isinstance(launch.source(q, 32, 128), TensorDescriptor)
+    assert isinstance(launch.sources(q, 32)[0], TensorDescriptor)
     assert all(torch.equal(a, b) for a, b in zip(run(q, k, v, do, causal=causal), expected, strict=True))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("head_dims", HEAD_DIMS, ids=str)
+@pytest.mark.usefixtures("small_tiles")
+def test_head_dim_of_v_may_differ(head_dims: tuple[int, int], dtype: torch.dtype) -> None:
+    check(make_inputs((1, 2, 1, 40, 50, head_dims[0]), head_dims[1]), dtype=dtype, causal=True)
+
+
+@pytest.mark.parametrize("head_dims", [(192, 128), (160, 192), (40, 24)], ids=str)
+@pytest.mark.usefixtures("small_tiles")
+def test_both_tiles_of_a_head_may_be_read_by_descriptor(
+    head_dims: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    q, k, v = (x.to(torch.bfloat16) for x in make_inputs((1, 2, 1, 37, 40, head_dims[0]), head_dims[1]))
+    do = normal(1, 2, 37, head_dims[1], seed=4).to(torch.bfloat16)
+    expected = run(q, k, v, do, causal=True)
+    monkeypatch.setattr(launch, "has_copy_engine", lambda _: True)
+    described = [source for x in (q, v) for source in launch.sources(x, 32) if source is not None]
+    assert all(isinstance(source, TensorDescriptor) for source in described)
+    assert len(described) == 2 + (head_dims[0] != 40) + (head_dims[1] == 192)
+    assert all(torch.equal(a, b) for a, b in zip(run(q, k, v, do, causal=True), expected, strict=True))
+
+
+@pytest.mark.usefixtures("small_tiles", "sources")
+def test_columns_next_to_a_head_are_neither_read_nor_written() -> None:
+    """As DeepSeek's values, which are a part of a wider tensor."""
+    wide = torch.full((1, 2, 40, 320), torch.nan)
+    q, k, v = make_inputs((1, 2, 2, 40, 40, 80), 160)
+    parts = [wide.clone()[..., 16 : 16 + x.shape[-1]].copy_(x) for x in (q, k, v)]
+    do = normal(1, 2, 40, 160, seed=4).float()
+    results = run(parts[0], parts[1], parts[2], do, causal=True)
+    expected = run(q.float(), k.float(), v.float(), do, causal=True)
+    assert all(torch.equal(a, b) for a, b in zip(results, expected, strict=True))
 
 
 def test_shipped_tiles_match_the_reference() -> None:

@@ -53,6 +53,7 @@ class Case(NamedTuple):
     sinks: bool = False
     documents: tuple[tuple[int, ...], ...] = ()  # the lengths of the documents of each sequence
     scale: float = 0.25
+    v_head_dim: int | None = None  # if it is not D
 
     def make_hidden(self) -> Tensor:
         """True where a query must not see a key."""
@@ -89,11 +90,11 @@ class Case(NamedTuple):
     def make_inputs(self, *, std: float = 1.0) -> list[Tensor]:
         """q, k and v, then the bias and the sinks if there are any."""
         batch, num_heads, num_groups, num_queries, num_keys, head_dim = self.shape
-        keys = (batch, num_groups, num_keys, head_dim)
+        keys = (batch, num_groups, num_keys)
         inputs = [
             normal(batch, num_heads, num_queries, head_dim, std=std),
-            normal(*keys, seed=2),
-            normal(*keys, seed=3),
+            normal(*keys, head_dim, seed=2),
+            normal(*keys, self.v_head_dim or head_dim, seed=3),
         ]
         if self.bias is not None:
             inputs.append(normal(*self.bias, seed=4))
@@ -220,6 +221,11 @@ CASES = {
     "documents of two sequences": Case(shape=(2, 2, 2, 40, 40, 16), documents=((33, 7), (1, 8, 31))),
     "windows in documents": Case(window=(4, -1), documents=((20, 2, 28),)),
     "windows on both sides in documents": Case(causal=False, window=(4, 3), documents=((20, 2, 28),)),
+    "causal window, and a narrow v": Case(shape=(1, 2, 1, 50, 50, 40), v_head_dim=24, window=(10, -1)),
+    "bias, and a wide v": Case(v_head_dim=160, bias=(1, 2, 50, 50)),
+    "documents and sinks, and two tiles of q": Case(
+        shape=(1, 2, 1, 50, 50, 160), v_head_dim=16, sinks=True, documents=((7, 1, 1, 24, 17),)
+    ),
     "everything in a window": Case(
         shape=(2, 4, 2, 40, 60, 24), window=(18, -1), softcap=1.5, bias=(2, 1, 40, 60), slopes=(2, 4), sinks=True
     ),
@@ -232,6 +238,16 @@ CASES = {
         slopes=(1, 4),
         sinks=True,
         documents=((3, 37), (17, 1, 22)),
+    ),
+    "everything, and two widths": Case(
+        shape=(1, 2, 1, 40, 40, 192),
+        v_head_dim=128,
+        window=(15, -1),
+        softcap=1.5,
+        bias=(1, 2, 40, 40),
+        slopes=(1, 2),
+        sinks=True,
+        documents=((17, 1, 22),),
     ),
 }
 

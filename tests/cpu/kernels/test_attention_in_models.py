@@ -169,6 +169,21 @@ def written_out() -> dict[str, Tensor]:
 WINDOW = 6
 LIMIT = 1e-4
 GEMMA = {**LLAMA, "head_dim": 8, "query_pre_attn_scalar": 16, "sliding_window": WINDOW, "initializer_range": 0.2}
+# q and k have 8 + 4 columns, v has 6. Only the first layer has no experts.
+LATENT = {
+    "num_key_value_heads": 4,
+    "kv_lora_rank": 8,
+    "q_lora_rank": 8,
+    "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 4,
+    "v_head_dim": 6,
+    "n_routed_experts": 4,
+    "n_group": 1,
+    "topk_group": 1,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 16,
+    "first_k_dense_replace": 1,
+}
 EXPERTS = {"num_local_experts": 2, "num_experts_per_tok": 1}
 TINY: dict[str, tuple[str, dict[str, Any]]] = {
     "mistral": ("mistral", {**LLAMA, "sliding_window": WINDOW}),
@@ -177,6 +192,8 @@ TINY: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt-oss": ("gpt_oss", {**LLAMA, **EXPERTS, "head_dim": 8, "sliding_window": WINDOW}),
     "phimoe": ("phimoe", {**LLAMA, **EXPERTS, "sliding_window": WINDOW}),  # tells its window to the mask only
     "llama": ("llama", LLAMA),
+    "deepseek v2": ("deepseek_v2", {**LLAMA, **LATENT}),
+    "deepseek v3": ("deepseek_v3", {**LLAMA, **LATENT}),
 }
 
 

@@ -60,6 +60,7 @@ def test_hopper_runs_what_it_supports() -> None:
     [
         ({"head_dim": 160}, "it requires a head dim of 40, 48, 56"),
         ({"head_dim": 32}, "it requires a head dim of 40"),
+        ({"head_dim": 128, "v_head_dim": 64}, "it requires `v` to have the head dim of `q` (128), but got 64"),
         ({"dtype": torch.float32}, "it requires float16 or bfloat16, but the dtype is torch.float32"),
         ({"device": "cpu"}, "it requires an sm_90 GPU, but the tensors are on cpu"),
     ],
@@ -167,8 +168,8 @@ def test_a_deterministic_pass_takes_the_first_that_repeats(gpu: pytest.MonkeyPat
     gpu.setattr(backends, "_ask_sdpa", lambda *_: None)
     square = problem(lengths=(256, 256))
     backend, reasons = backends.decide(square, "backward", deterministic=True, among=backends.KERNELS)
-    assert backend == "triton"
-    assert reasons.count("its backward pass is not deterministic") == 3
+    assert backend == "hopper"
+    assert reasons.count("its backward pass is not deterministic") == 2
 
 
 @pytest.mark.parametrize(
@@ -208,6 +209,16 @@ def test_the_measured_order_is_looked_up_by_shape(gpu: pytest.MonkeyPatch) -> No
         direction="backward", causal=True, head_dim=192, value_dim=128, length=256, programs=8, group=2
     )
     assert asked == [("sm_90", shape)]
+
+
+@pytest.mark.usefixtures("gpu")
+@pytest.mark.parametrize("head_dims", [(192, 128), (64, 128)], ids=str)
+def test_auto_runs_another_head_dim_of_v_on_triton_and_says_why(head_dims: tuple[int, int]) -> None:
+    before = dict(chosen_backends())
+    assert backends.choose(problem(head_dims[0], v_head_dim=head_dims[1])) == "triton"
+    (choice,) = (key for key, count in chosen_backends().items() if count != before.get(key))
+    reason = f"hopper: it requires `v` to have the head dim of `q` ({head_dims[0]}), but got {head_dims[1]}"
+    assert choice == ("triton", reason)
 
 
 # --- What a call adds ---

@@ -34,10 +34,10 @@ LEARNED = ("bias", "sinks")
 
 
 def inputs(
-    queries: int = LENGTH, keys: int = LENGTH, *, batch: int = 1, heads: int = 4, groups: int = 2
+    queries: int = LENGTH, keys: int = LENGTH, *, batch: int = 1, heads: int = 4, groups: int = 2, v_head_dim: int = 8
 ) -> list[Tensor]:
-    kv = (batch, groups, keys, 8)
-    return [normal(batch, heads, queries, 8, std=2), normal(*kv, seed=2), normal(*kv, seed=3)]
+    kv = (batch, groups, keys)
+    return [normal(batch, heads, queries, 8, std=2), normal(*kv, 8, seed=2), normal(*kv, v_head_dim, seed=3)]
 
 
 def define(
@@ -146,14 +146,15 @@ def with_gradients(op: Callable[..., Tensor], tensors: list[Tensor], options: di
     def run(q: Tensor, k: Tensor, v: Tensor, *parameters: Tensor) -> Tensor:
         return op(q, k, v, **{**options, **dict(zip(learned, parameters, strict=True))})
 
-    upstream = normal(*tensors[0].shape, seed=1).to(tensors[0].dtype)
+    upstream = normal(*tensors[0].shape[:-1], tensors[2].shape[-1], seed=1).to(tensors[0].dtype)
     return run_with_gradients(run, [*tensors, *(options[name] for name in learned)], upstream)
 
 
+@pytest.mark.parametrize("v_head_dim", [8, 5])
 @pytest.mark.parametrize("backend", ["naive", "tiled"])
 @pytest.mark.parametrize("case", CASES)
-def test_float64_matches_the_definition(case: str, backend: str) -> None:
-    tensors = inputs(batch=2)
+def test_float64_matches_the_definition(case: str, backend: str, v_head_dim: int) -> None:
+    tensors = inputs(batch=2, v_head_dim=v_head_dim)
     ours = with_gradients(partial(flash_attention, backend=backend), tensors, CASES[case])
     truth = with_gradients(define, tensors, CASES[case])
     assert all(error(a, b) < 1e-12 for a, b in zip(ours, truth, strict=True))

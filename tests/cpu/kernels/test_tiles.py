@@ -33,9 +33,43 @@ def test_every_problem_has_tiles_that_the_kernels_accept() -> None:
         assert tiles.choose(key) == tiles.candidates(key)[0]
 
 
-@pytest.mark.parametrize(("head_dim", "width"), [(1, 16), (16, 16), (17, 32), (80, 128), (128, 128), (160, 256)])
-def test_heads_are_padded_to_a_power_of_two(head_dim: int, width: int) -> None:
-    assert tiles.padded_width(head_dim) == width
+@pytest.mark.parametrize(
+    ("head_dim", "parts"),
+    [
+        (1, (16, 0)),
+        (16, (16, 0)),
+        (17, (32, 0)),
+        (40, (64, 0)),
+        (64, (64, 0)),
+        (96, (128, 0)),
+        (128, (128, 0)),
+        (129, (128, 64)),
+        (192, (128, 64)),
+        (193, (256, 0)),
+        (256, (256, 0)),
+    ],
+)
+def test_heads_are_padded_to_one_or_two_powers_of_two(head_dim: int, parts: tuple[int, int]) -> None:
+    width = tiles.padded_width(head_dim)
+    assert width in WIDTHS
+    assert (tiles.main_width(width), width - tiles.main_width(width)) == parts
+
+
+@pytest.mark.parametrize("widths", [(192, 128), (128, 192), (16, 192)], ids=str)
+def test_tile_of_two_widths_is_that_of_the_wider(widths: tuple[int, int]) -> None:
+    device = torch.device("cpu")
+    for stage in PASSES:
+        key = triton_launch.tile_key(stage, "half", widths, device, causal=True)
+        assert (key.width, key.v_width) == widths
+        assert tiles.candidates(key) == tiles.candidates(
+            triton_launch.tile_key(stage, "half", (192, 192), device, causal=True)
+        )
+
+
+def test_heads_of_one_padded_width_share_a_key() -> None:
+    key = triton_launch.tile_key("forward", "half", (160, 192), torch.device("cpu"), causal=True)
+    assert key == triton_launch.tile_key("forward", "half", (192, 129), torch.device("cpu"), causal=True)
+    assert (key.width, key.v_width) == (192, 0)
 
 
 @pytest.mark.parametrize(("capability", "expected"), [((9, 0), "hopper"), ((8, 0), "ampere"), ((12, 0), "ampere")])
@@ -80,8 +114,8 @@ def test_tuned_tile_takes_precedence_over_the_table(cache_folder: Path, monkeypa
     triton_launch.keep_tuned("NVIDIA H200", {KEY: Tile(16, 16, 1, 1)})
     device = torch.device("cuda", 7)
     try:
-        assert triton_launch.tile_for("forward", "half", 60, device, causal=True) == Tile(16, 16, 1, 1)
-        assert triton_launch.tile_for("forward", "half", 60, device, causal=False) == tiles.choose(KEY)
+        assert triton_launch.tile_for("forward", "half", (60, 60), device, causal=True) == Tile(16, 16, 1, 1)
+        assert triton_launch.tile_for("forward", "half", (60, 60), device, causal=False) == tiles.choose(KEY)
     finally:
         triton_launch.tile_for.cache_clear()
 

@@ -112,6 +112,9 @@ def _refuses_hopper(problem: Problem) -> str | None:
     found = triton_version()
     if found is None or found < (3, 6):
         return "it requires triton 3.6 or later"
+    unequal = _refuses_unequal(problem)
+    if unequal is not None:
+        return unequal
     if problem.head_dim not in HOPPER_HEAD_DIMS:
         return f"it requires a head dim of {', '.join(map(str, sorted(HOPPER_HEAD_DIMS)))}, but got {problem.head_dim}"
     return _cannot_read(problem) or _lacks(problem, HOPPER_EXTRAS)
@@ -147,6 +150,13 @@ def _cannot_read(problem: Problem) -> str | None:
     return None
 
 
+def _refuses_unequal(problem: Problem) -> str | None:
+    v_head_dim = problem.v_BGKD.shape[3]
+    if v_head_dim != problem.head_dim:
+        return f"it requires `v` to have the head dim of `q` ({problem.head_dim}), but got {v_head_dim}"
+    return None
+
+
 def _lacks(problem: Problem, supported: frozenset[str]) -> str | None:
     lacking = _lacking(problem, supported)
     return f"it does not support {lacking}" if lacking else None
@@ -179,7 +189,9 @@ def _refuses_sdpa_kernel(backend: str) -> Callable[[Problem], str | None]:
         device = problem.q_BHLD.device.type
         if device == "cuda":
             return _ask_sdpa(backend, problem)
-        return None if (device, backend) == ("cpu", "sdpa-flash") else f"PyTorch has no such kernel for {device}"
+        if (device, backend) != ("cpu", "sdpa-flash"):
+            return f"PyTorch has no such kernel for {device}"
+        return _refuses_unequal(problem)
 
     return refuse
 

@@ -9,7 +9,7 @@ Saved for backward: q, k, v, the output, and one number per query. With extras, 
 A plain call and one with extras part ways in `flash_attention`, so that a plain call pays nothing for them.
 """
 
-# B batch, H query heads, G key/value heads (G divides H), L queries, K keys, D head dim.
+# B batch, H query heads, G key/value heads (G divides H), L queries, K keys, D head dim (v and o have their own).
 
 from collections.abc import Callable, Sequence
 from typing import Any, cast
@@ -32,6 +32,7 @@ from stepscope.kernels.attention.problem import (
     as_4d,
     check,
     choose_scale,
+    output_shape,
     prepare,
     wants_tf32,
 )
@@ -59,7 +60,7 @@ def flash_attention(
     With two or three dimensions the tensors have no heads; with four or more, the dimension before L is the heads, of
     which k and v may have fewer (grouped-query and multi-query attention). Query and key lengths may differ: a causal
     mask is aligned at the end, so the last query sees every key. A query that sees none returns zero, with zero
-    gradients.
+    gradients. The head dim of v, and with it that of the output, may differ from D, as in DeepSeek's latent attention.
 
     `window` hides distant keys: an int is the number of keys that a query sees under a causal mask, its own included; a
     pair is how many it sees before and after its own position, None for all. `cu_seqlens` packs documents end to end
@@ -99,7 +100,7 @@ def flash_attention(
             documents=documents,
         )
         if problem.extras.names:
-            return _run_with_extras(problem, scale, backend, deterministic).view(q.shape)
+            return _run_with_extras(problem, scale, backend, deterministic).view(output_shape(q, v))
         causal = problem.causal
     # A plain call.
     if not deterministic and not torch.compiler.is_compiling():
@@ -133,7 +134,7 @@ def _run_flash(
     if torch.compiler.is_compiling():
         problem = prepare(q, k, v, causal=causal)
         o_BHLD, _ = differentiable_operator(*problem[:4], *_settings(problem.q_BHLD, scale, backend, deterministic))
-        return cast(Tensor, o_BHLD.view(q.shape))
+        return cast(Tensor, o_BHLD.view(output_shape(q, v)))
     if backend == "tiled":
         return _apply(FlashAttentionTiled, q, k, v, causal, scale)
     return _apply(FlashAttention, q, k, v, causal, scale, backend, deterministic)
@@ -156,7 +157,7 @@ def _run_plain(
     backend = _choose_plain(problem, backend, deterministic)
     if backend not in backends.PLAIN:
         return _run_flash(q, k, v, causal, scale, backend, deterministic)
-    return plain.run(backend, problem, scale).view(q.shape)
+    return plain.run(backend, problem, scale).view(output_shape(q, v))
 
 
 def _choose_plain(problem: Problem, backend: str, deterministic: bool) -> str:
@@ -267,7 +268,7 @@ def _forward(
         plans.remember(Problem(q, k, v, causal), scale, ctx.settings[1], backend)
     elif q.dim() != 4:
         # Not `view`: autograd forbids in-place changes of views created in here.
-        o, lse = torch.ops.aten._unsafe_view(o, q.shape), lse.view(q.shape[:-1])
+        o, lse = torch.ops.aten._unsafe_view(o, output_shape(q, v)), lse.view(q.shape[:-1])
     ctx.save_for_backward(q, k, v, o, lse)
     return cast(Tensor, o)
 

@@ -12,7 +12,7 @@ Its backward returns a list, with the gradient of the bias as the last of it if 
 sinks follows from what forward saved, so `sink_gradient` computes it outside the operator.
 """
 
-# B batch, H query heads, G key/value heads (G divides H), L queries, K keys, D head dim.
+# B batch, H query heads, G key/value heads (G divides H), L queries, K keys, D head dim (v and o have their own).
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -23,9 +23,8 @@ from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
 from stepscope.cost.operators import attention_flops
-from stepscope.cost.products import BACKWARD_PRODUCTS
 from stepscope.kernels.attention import backends, plans
-from stepscope.kernels.attention.problem import NO_EXTRAS, Extras, Problem
+from stepscope.kernels.attention.problem import NO_EXTRAS, Extras, Problem, empty_output
 
 _library = torch.library.Library("stepscope", "DEF")  # type: ignore[no-untyped-call]  # registrations last as long as it does
 _INPUTS = "Tensor q, Tensor k, Tensor v"
@@ -121,9 +120,9 @@ def _device(x: Tensor) -> AbstractContextManager[object]:
     return torch.cuda.device(x.device)
 
 
-def _fake_forward(q_BHLD: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+def _fake_forward(q_BHLD: Tensor, _: Tensor, v_BGKD: Tensor, *__: Any) -> tuple[Tensor, Tensor]:
     wide = torch.promote_types(q_BHLD.dtype, torch.float32)
-    return torch.empty_like(q_BHLD), q_BHLD.new_empty(q_BHLD.shape[:3], dtype=wide)
+    return empty_output(q_BHLD, v_BGKD), q_BHLD.new_empty(q_BHLD.shape[:3], dtype=wide)
 
 
 def _fake_backward(_: Tensor, q_BHLD: Tensor, k_BGKD: Tensor, v_BGKD: Tensor, *__: Any) -> tuple[Tensor, ...]:
@@ -248,7 +247,7 @@ def _refuse_twice(_ctx: Any, *_gradients: Tensor) -> None:
 def _count_forward(
     q_shape: Any,
     k_shape: Any,
-    _v: Any,
+    v_shape: Any,
     causal: bool,
     _scale: float,
     _backend: str,
@@ -257,6 +256,7 @@ def _count_forward(
     left: int = -1,
     right: int = -1,
     *_: Any,
+    backward: bool = False,
     **__: Any,
 ) -> int:
     """Two matmuls, half of them under a causal mask, as for SDPA in `measure.flops`. What a window hides does not count
@@ -269,8 +269,10 @@ def _count_forward(
         queries=queries,
         keys=k_shape[2],
         head_dim=head_dim,
+        value_dim=v_shape[3],
         causal=causal,
         window=(left, right),
+        backward=backward,
     )
 
 
@@ -278,7 +280,7 @@ def _count_backward(
     _do: Any, q_shape: Any, k_shape: Any, v_shape: Any, _o: Any, _lse: Any, *settings: Any, **_: Any
 ) -> int:
     """Five matmuls, because the scores are recomputed."""
-    return int(_count_forward(q_shape, k_shape, v_shape, *settings) * BACKWARD_PRODUCTS)
+    return _count_forward(q_shape, k_shape, v_shape, *settings, backward=True)
 
 
 for _operator, _run, _fake in (

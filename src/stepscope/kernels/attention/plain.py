@@ -3,7 +3,7 @@
 `spec.backends` describes each of them.
 """
 
-# B batch, H query heads, G key/value heads (G divides H), L queries, K keys, D head dim.
+# B batch, H query heads, G key/value heads (G divides H), L queries, K keys, D head dim (v and o have their own).
 
 import math
 from collections.abc import Callable
@@ -15,7 +15,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 from stepscope.kernels.attention.extras import hidden_keys
-from stepscope.kernels.attention.problem import SMALLEST_SCALE, Problem
+from stepscope.kernels.attention.problem import SMALLEST_SCALE, Problem, output_shape
 from stepscope.nn import functional
 
 SDPA = {
@@ -58,7 +58,8 @@ def _naive(problem: Problem, scale: float) -> Tensor:
     if hidden_BLK is not None:
         scores_BHLK = scores_BHLK.masked_fill(hidden_BLK[:, None], -math.inf)
     weights_BHLK = _softmax(scores_BHLK, extras.sinks).to(q_BHLD.dtype)
-    return functional.attention_values(weights_BHLK.view(scores_BGSK.shape), v_BGKD).view(q_BHLD.shape)
+    out_BGSD = functional.attention_values(weights_BHLK.view(scores_BGSK.shape), v_BGKD)
+    return out_BGSD.view(output_shape(q_BHLD, v_BGKD))
 
 
 def _softmax(scores_BHLK: Tensor, sinks_H: Tensor | None) -> Tensor:

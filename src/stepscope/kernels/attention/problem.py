@@ -7,7 +7,7 @@ wherever the strides allow it, so (B, L, H, D) tensors with their middle dimensi
 An invalid argument raises one ValueError or TypeError that names it. Everything downstream relies on these checks.
 """
 
-# B batch, H query heads, G key/value heads (G divides H), L queries, K keys, D head dim.
+# B batch, H query heads, G key/value heads (G divides H), L queries, K keys, D head dim (v and o have their own).
 
 import math
 import sys
@@ -134,12 +134,18 @@ def _check_shapes(q: Tensor, k: Tensor, v: Tensor) -> None:
     if not alike:  # grouped heads, different lengths, or mistakes: check each
         _check_against_q("k", k, q)
         _check_against_q("v", v, q)
-        if v.shape != k.shape:
-            raise ValueError(f"expected `v` to have the shape of `k` {tuple(k.shape)}, but got {tuple(v.shape)}")
+        if k.shape[-1:] != shape[-1:]:
+            raise ValueError(f"expected `k` to have head dim {shape[-1]} like `q`, but got {k.shape[-1]}")
+        if v.shape[:-1] != k.shape[:-1]:
+            raise ValueError(
+                f"expected `v` to have the shape of `k` {tuple(k.shape)} except for the head dim, but got "
+                f"{tuple(v.shape)}"
+            )
     if len(shape) < 2:
         raise ValueError(f"expected `q` to have shape (..., length, head dim), but got {tuple(shape)}")
-    if not 1 <= shape[-1] <= MAX_HEAD_DIM:
-        raise UnsupportedError(f"expected `q` to have a head dim from 1 to {MAX_HEAD_DIM}, but got {shape[-1]}")
+    for name, head_dim in (("q", shape[-1]), ("v", v.shape[-1])):
+        if not 1 <= head_dim <= MAX_HEAD_DIM:
+            raise UnsupportedError(f"expected `{name}` to have a head dim from 1 to {MAX_HEAD_DIM}, but got {head_dim}")
     if len(shape) > 3 and shape[-3] == 0:
         raise ValueError(f"expected `q` to have at least one head, but got shape {tuple(shape)}")
 
@@ -158,8 +164,6 @@ def _check_against_q(name: str, x: Tensor, q: Tensor) -> None:
         raise ValueError(
             f"expected `{name}` to have the batch dimensions of `q` {tuple(q.shape)}, but got shape {tuple(x.shape)}"
         )
-    if x.shape[-1:] != q.shape[-1:]:
-        raise ValueError(f"expected `{name}` to have head dim {q.shape[-1]} like `q`, but got {x.shape[-1]}")
     if q.dim() > 3 and x.shape[-3] != q.shape[-3] and (x.shape[-3] == 0 or q.shape[-3] % x.shape[-3]):
         raise ValueError(
             f"the number of heads of `q` ({q.shape[-3]}) must be divisible by that of `{name}` ({x.shape[-3]})"

@@ -27,7 +27,7 @@ of T = scale · Q Kᵀ, so backward multiplies dS by dS/dT = 1 - (S/c)² to get 
 without that factor.
 """
 
-# B batch, H query heads, G key/value heads (G divides H), L queries, K keys, D head dim.
+# B batch, H query heads, G key/value heads (G divides H), L queries, K keys, D head dim (v and o have their own).
 # M queries of a tile, N keys of a tile, S = H/G * M the queries of a tile and a group, one head after another.
 
 import math
@@ -37,7 +37,7 @@ import torch
 from torch import Tensor
 
 from stepscope.kernels.attention.extras import hidden_keys
-from stepscope.kernels.attention.problem import NO_EXTRAS, Extras, Problem
+from stepscope.kernels.attention.problem import NO_EXTRAS, Extras, Problem, empty_output, output_shape
 
 QUERY_TILE = 256
 KEY_TILE = 256
@@ -58,11 +58,11 @@ def forward(
     problem = Problem(q_BHLD, k_BGKD, v_BGKD, causal, extras)
     num_groups = k_BGKD.shape[1]
     wide = _wide_dtype(q_BHLD)
-    o_BHLD, lse_BHL = torch.empty_like(q_BHLD), q_BHLD.new_empty(q_BHLD.shape[:3], dtype=wide)
+    o_BHLD, lse_BHL = empty_output(q_BHLD, v_BGKD), q_BHLD.new_empty(q_BHLD.shape[:3], dtype=wide)
     with torch.no_grad(), torch.autocast(q_BHLD.device.type, enabled=False):
         for rows in _tiles(0, q_BHLD.shape[2], QUERY_TILE):
             q_BGSD = _stack(q_BHLD[:, :, rows], num_groups).to(wide) * scale
-            acc_BGSD = torch.zeros_like(q_BGSD)
+            acc_BGSD = q_BGSD.new_zeros(output_shape(q_BGSD, v_BGKD))
             m_BGS1 = _sinks(q_BHLD[:, :, rows, :1], extras.sinks, num_groups)
             l_BGS1 = (m_BGS1 > -math.inf).to(wide)
             for columns in _tiles(*_keys_of(rows, problem), KEY_TILE):

@@ -20,18 +20,25 @@ Architecture = Literal["hopper", "ampere"]
 
 PASSES: tuple[Pass, ...] = ("forward", "backward_queries", "backward_keys")
 ARITHMETICS: tuple[Arithmetic, ...] = ("half", "tf32", "tf32x3")
-WIDTHS = (16, 32, 64, 128, 256)
+WIDTHS = (16, 32, 64, 128, 192, 256)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TileKey:
-    """What the choice of tiles depends on. `width` is the padded head dimension."""
+    """What the choice of tiles depends on. `width` is the padded head dimension of q and k, and `v_width` that of v if
+    it differs, otherwise zero.
+    """
 
     stage: Pass
     arithmetic: Arithmetic
     width: int
     causal: bool
     architecture: Architecture
+    v_width: int = 0
+
+    @property
+    def widest(self) -> int:
+        return max(self.width, self.v_width)
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,8 +52,16 @@ class Tile:
 
 
 def padded_width(head_dim: int) -> int:
-    """The next power of two: tiles have no other sizes, and the tensor cores take at least 16."""
-    return max(16, 1 << (head_dim - 1).bit_length())
+    """Return the columns that kernels compute with: the next power of two, because tiles have no other sizes and the
+    tensor cores take at least 16. The exception is 192, as two tiles of 128 + 64: with 256, a third more work. The same
+    for 96 spilled up to 1600 bytes of registers with the tiles of 128.
+    """
+    return 192 if 128 < head_dim <= 192 else max(16, 1 << (head_dim - 1).bit_length())
+
+
+def main_width(width: int) -> int:
+    """Return the columns of the first tile: all of a padded width, or two thirds, and the tail has the rest."""
+    return 1 << (width.bit_length() - 1)
 
 
 def architecture(capability: tuple[int, int]) -> Architecture:
@@ -59,9 +74,9 @@ def architecture(capability: tuple[int, int]) -> Architecture:
 
 
 def candidates(key: TileKey) -> tuple[Tile, ...]:
-    """The candidates worth measuring, the default first."""
-    table = _HOPPER if key.architecture == "hopper" else _AMPERE
-    return table[key.stage, key.arithmetic][key.width]
+    """The candidates worth measuring, the default first: those of the width, or of the next that is listed."""
+    table = (_HOPPER if key.architecture == "hopper" else _AMPERE)[key.stage, key.arithmetic]
+    return table[min(width for width in table if width >= key.widest)]
 
 
 def choose(key: TileKey) -> Tile:
@@ -71,7 +86,7 @@ def choose(key: TileKey) -> Tile:
 
 def choose_for_extras(key: TileKey) -> Tile | None:
     """The tile for changed scores or documents, where the default leaves too few registers or too little memory."""
-    return _FOR_EXTRAS.get((key.architecture, key.stage, key.arithmetic, key.width))
+    return _FOR_EXTRAS.get((key.architecture, key.stage, key.arithmetic, key.widest))
 
 
 _Table = dict[tuple[Pass, Arithmetic], dict[int, tuple[Tile, ...]]]
@@ -85,18 +100,21 @@ _FOR_EXTRAS: dict[tuple[Architecture, Pass, Arithmetic, int], Tile] = {
     ("hopper", "forward", "half", 128): Tile(128, 64, 8, 3),
     ("hopper", "forward", "half", 256): Tile(64, 64, 4, 2),
     ("hopper", "backward_queries", "half", 128): Tile(64, 64, 4, 2),
+    ("hopper", "backward_queries", "half", 192): Tile(64, 32, 4, 3),
     ("hopper", "backward_keys", "half", 64): Tile(64, 64, 8, 3),
     ("hopper", "backward_keys", "half", 128): Tile(64, 64, 8, 2),
+    ("hopper", "backward_keys", "half", 192): Tile(32, 64, 8, 2),
 }
 
-# Measured on an H200. fp32 is fastest with fewer than 64 rows or fewer than four warps, where Triton uses Ampere's mma:
-# Hopper's wgmma needs both parts of every operand written back to shared memory.
+# Measured on an H200, but for 192, which was only compiled. fp32 is fastest with fewer than 64 rows or fewer than four
+# warps, where Triton uses Ampere's mma: Hopper's wgmma needs both parts of every operand written back to shared memory.
 _HOPPER: _Table = {
     ("forward", "half"): {
         16: (Tile(128, 64, 4, 3), Tile(128, 128, 8, 2)),
         32: (Tile(128, 64, 4, 3), Tile(128, 128, 8, 2)),
         64: (Tile(128, 64, 4, 3), Tile(128, 64, 8, 3), Tile(128, 128, 8, 3)),
         128: (Tile(128, 64, 4, 2), Tile(128, 128, 8, 3), Tile(128, 64, 8, 3)),
+        192: (Tile(128, 64, 8, 2), Tile(128, 64, 8, 3), Tile(128, 128, 8, 2), Tile(64, 64, 4, 3)),
         256: (Tile(64, 64, 4, 3), Tile(64, 64, 4, 2)),
     },
     ("backward_queries", "half"): {
@@ -104,6 +122,7 @@ _HOPPER: _Table = {
         32: (Tile(64, 64, 4, 2), Tile(128, 64, 4, 2)),
         64: (Tile(64, 64, 4, 3), Tile(64, 64, 4, 2), Tile(128, 64, 8, 3)),
         128: (Tile(128, 64, 8, 3), Tile(64, 64, 4, 2)),
+        192: (Tile(128, 64, 8, 2), Tile(64, 64, 4, 2), Tile(64, 32, 4, 3)),
         256: (Tile(64, 32, 4, 3), Tile(64, 64, 4, 2)),
     },
     ("backward_keys", "half"): {
@@ -111,6 +130,7 @@ _HOPPER: _Table = {
         32: (Tile(64, 64, 4, 2), Tile(64, 128, 8, 2)),
         64: (Tile(64, 64, 4, 3), Tile(64, 64, 4, 2), Tile(64, 128, 8, 3)),
         128: (Tile(64, 64, 4, 2), Tile(64, 128, 8, 3)),
+        192: (Tile(64, 64, 8, 2), Tile(32, 128, 8, 2), Tile(32, 64, 8, 2)),
         256: (Tile(64, 64, 8, 2), Tile(32, 64, 8, 2)),
     },
     ("forward", "tf32"): {
@@ -170,6 +190,7 @@ _AMPERE: _Table = {
         32: (Tile(64, 64, 4, 2),),
         64: (Tile(64, 64, 4, 2), Tile(128, 64, 8, 2)),
         128: (Tile(64, 64, 4, 2), Tile(64, 32, 4, 2)),
+        192: (Tile(32, 32, 4, 2), Tile(64, 16, 8, 1)),
         256: (Tile(64, 32, 8, 1),),
     },
     ("backward_keys", "half"): {
@@ -184,6 +205,7 @@ _AMPERE: _Table = {
         32: (Tile(64, 64, 4, 2),),
         64: (Tile(64, 64, 4, 2), Tile(64, 32, 4, 2)),
         128: (Tile(64, 32, 4, 2),),
+        192: (Tile(32, 16, 4, 1), Tile(16, 32, 4, 1)),
         256: (Tile(32, 32, 4, 1),),
     },
     ("backward_queries", "tf32"): {

@@ -1,9 +1,9 @@
-"""The Triton kernels, for every GPU since Ampere: FlashAttention-2, forward and backward. They import only Triton, so
-that they can be compiled without torch; `triton_launch.py` launches them.
+"""The Triton kernels, for every GPU since Ampere: FlashAttention-2, forward and backward. They do not import
+torch, so that they can be compiled without it; `triton_launch.py` launches them.
 
-Forward has one program per query tile and head. Its work: 4·L·K·D FLOPs per head (half of it when causal), and L·D +
-2·K·D elements read, L·D + L written, once each if a head's keys and values stay in L2: for that reason programs of one
-head are neighbors in the grid, longest rows first when causal.
+Forward has one program per query tile and head. Its work: 2·L·K·(D + E) FLOPs per head (half of it when causal), and
+L·D + K·(D + E) elements read, L·E + L written, once each if a head's keys and values stay in L2: for that reason
+programs of one head are neighbors in the grid, longest rows first when causal.
 
 The softmax runs in base 2 with the scale folded into one multiplication; the log-sum-exp is returned as a natural
 logarithm. A masked score is -inf, so that its weight is zero whatever the maximum is; a large finite number would
@@ -18,8 +18,8 @@ dV; the single loop spills none).
 Backward is two deterministic kernels. `attention_backward_queries` computes dQ, one program per query tile;
 `attention_backward_keys` computes dK and dV, one program per key tile of one key/value head, which loops over all query
 heads of its group. Nothing is summed across programs, so the same input gives the same bits. The price is seven matmuls
-where a single kernel with atomic additions to dQ needs five: 14·L·K·D FLOPs per head instead of 10 (half of it when
-causal).
+where a single kernel with atomic additions to dQ needs five: 2·L·K·(4·D + 3·E) FLOPs per head instead of 2·L·K·(3·D +
+2·E), half of it when causal.
 
 The first kernel also writes what the second needs of each row: delta = rowsum(o · do), from the stored o, and the
 log-sum-exp in base 2. This saves a launch compared with a separate kernel for delta, and one read of do. Both are in
@@ -30,12 +30,14 @@ What a call adds to plain attention comes in one tuple, `KernelExtras`. Triton c
 members that are None, so that a kernel only contains what its call asks for, and plain attention has none of it.
 """
 
-# M queries in a tile, N keys in a tile, D head dim padded to a power of two.
+# M queries in a tile, N keys in a tile, D head dim of q and k, E that of v. D or E columns are a tuple of tiles.
 
 from typing import Any, NamedTuple
 
 import triton
 import triton.language as tl
+
+from stepscope.kernels.attention import tiles
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 LN_2 = tl.constexpr(0.6931471805599453)
@@ -89,6 +91,23 @@ def multiply(a, b, acc, PRECISION: tl.constexpr):
     else:
         acc = tl.dot(a, b, acc, input_precision="tf32")
     return acc
+
+
+@triton.jit
+def multiply_rows(a, b, PRECISION: tl.constexpr):
+    """a @ bᵀ, for tuples of tiles."""
+    products = multiply(a[0], b[0].T, tl.zeros([a[0].shape[0], b[0].shape[0]], tl.float32), PRECISION)
+    if len(a) > 1:
+        products = multiply(a[1], b[1].T, products, PRECISION)
+    return products
+
+
+@triton.jit
+def multiply_columns(a, b, acc, PRECISION: tl.constexpr):
+    """acc + a @ b, where b and acc are tuples of tiles."""
+    a = a.to(b[0].dtype)
+    main = multiply(a, b[0], acc[0], PRECISION)
+    return (main, multiply(a, b[1], acc[1], PRECISION)) if len(b) > 1 else (main,)
 
 
 @triton.jit
@@ -272,28 +291,47 @@ def load_bias(batch, head, query, key, num_queries, extras):
 # takes both. Pointers work on every GPU and with every stride. Descriptors leave the address arithmetic, the bounds and
 # the padding of D to Hopper's copy engine, which frees registers for the accumulators.
 #
+# Sizes of a tile are powers of two, so a head may be one or two tiles (`tiles.padded_width`). As the block of a
+# descriptor is part of its type, the second one, the tail, has a source of its own, None if there is no tail.
+#
 # Offsets are 64-bit: a batch of long sequences exceeds 2**31 elements, and heads may be far apart.
+
+padded_width = triton.constexpr_function(tiles.padded_width)
+main_width = triton.constexpr_function(tiles.main_width)
+
+
+@triton.jit
+def load_tiles(
+    source, tail_source, strides, batch, head, start, length,
+    HEAD_DIM: tl.constexpr, ROWS: tl.constexpr, WHOLE: tl.constexpr,
+):  # fmt: skip
+    """ROWS rows from `start`, as a tuple of tiles."""
+    MAIN: tl.constexpr = main_width(padded_width(HEAD_DIM))
+    TAIL: tl.constexpr = padded_width(HEAD_DIM) - MAIN
+    tile = load_tile(source, strides, batch, head, start, length, HEAD_DIM, ROWS, 0, MAIN, WHOLE)
+    if TAIL > 0:
+        return tile, load_tile(tail_source, strides, batch, head, start, length, HEAD_DIM, ROWS, MAIN, TAIL, WHOLE)
+    else:
+        return (tile,)
 
 
 @triton.jit
 def load_tile(
     source, strides, batch, head, start, length,
-    HEAD_DIM: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr, WHOLE: tl.constexpr,
+    HEAD_DIM: tl.constexpr, ROWS: tl.constexpr, FIRST: tl.constexpr, WIDTH: tl.constexpr, WHOLE: tl.constexpr,
 ):  # fmt: skip
-    """Load ROWS rows from `start`, with HEAD_DIM padded to WIDTH. Zero beyond `length`, unless WHOLE promises that all
-    rows exist.
-    """
+    """WIDTH columns from FIRST. Zero beyond HEAD_DIM, and beyond `length` unless WHOLE promises that all rows exist."""
     if isinstance(source, tl.tensor_descriptor):
-        tile = source.load([batch, head, start, 0]).reshape([ROWS, WIDTH])
+        tile = source.load([batch, head, start, FIRST]).reshape([ROWS, WIDTH])
     else:
         row = tl.arange(0, ROWS)
-        column = tl.arange(0, WIDTH)
+        column = FIRST + tl.arange(0, WIDTH)
         pointers = _address(source, strides, batch, head, start, row, column)
-        if WHOLE and HEAD_DIM == WIDTH:
+        if WHOLE and FIRST + WIDTH <= HEAD_DIM:
             tile = tl.load(pointers)
         elif WHOLE:
             tile = tl.load(pointers, mask=column[None, :] < HEAD_DIM, other=0.0)
-        elif HEAD_DIM == WIDTH:
+        elif FIRST + WIDTH <= HEAD_DIM:
             tile = tl.load(pointers, mask=start + row[:, None] < length, other=0.0)
         else:
             tile = tl.load(pointers, mask=(start + row[:, None] < length) & (column[None, :] < HEAD_DIM), other=0.0)
@@ -302,9 +340,7 @@ def load_tile(
 
 @triton.jit
 def load_row(source, stride, index, start, length, ROWS: tl.constexpr, WHOLE: tl.constexpr):
-    """Load ROWS numbers from `start` of row `index` of a table. Zero beyond `length`, unless WHOLE promises that all
-    exist.
-    """
+    """Load ROWS numbers from `start` of row `index`. Zero beyond `length`, unless WHOLE promises that all exist."""
     if isinstance(source, tl.tensor_descriptor):
         row = source.load([index, start]).reshape([ROWS])
     else:
@@ -318,18 +354,31 @@ def load_row(source, stride, index, start, length, ROWS: tl.constexpr, WHOLE: tl
 
 
 @triton.jit
-def store_tile(
-    target, strides, batch, head, start, length, tile,
-    HEAD_DIM: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr,
-):  # fmt: skip
-    """Store the rows of `tile` that are within `length`, and their first HEAD_DIM columns, in the target's dtype."""
-    row = tl.arange(0, ROWS)
-    column = tl.arange(0, WIDTH)
+def store_tiles(target, strides, batch, head, start, length, tiles, HEAD_DIM: tl.constexpr):
+    """Store the rows that are within `length`, and their first HEAD_DIM columns, in the target's dtype."""
+    _store_tile(target, strides, batch, head, start, length, tiles[0], HEAD_DIM, 0)
+    if len(tiles) > 1:
+        _store_tile(target, strides, batch, head, start, length, tiles[1], HEAD_DIM, tiles[0].shape[1])
+
+
+@triton.jit
+def _store_tile(target, strides, batch, head, start, length, tile, HEAD_DIM: tl.constexpr, FIRST: tl.constexpr):
+    row = tl.arange(0, tile.shape[0])
+    column = FIRST + tl.arange(0, tile.shape[1])
     pointers = _address(target, strides, batch, head, start, row, column)
     inside = start + row[:, None] < length
-    if HEAD_DIM < WIDTH:
+    if FIRST + tile.shape[1] > HEAD_DIM:
         inside = inside & (column[None, :] < HEAD_DIM)
     tl.store(pointers, tile.to(target.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def make_zeros(HEAD_DIM: tl.constexpr, ROWS: tl.constexpr):
+    """A tuple of tiles to sum up in."""
+    MAIN: tl.constexpr = main_width(padded_width(HEAD_DIM))
+    TAIL: tl.constexpr = padded_width(HEAD_DIM) - MAIN
+    main = tl.zeros([ROWS, MAIN], tl.float32)
+    return (main, tl.zeros([ROWS, TAIL], tl.float32)) if TAIL > 0 else (main,)
 
 
 @triton.jit
@@ -357,9 +406,9 @@ def locate(num_blocks, num_heads, GROWING: tl.constexpr):
 
 @triton.jit(do_not_specialize=["num_heads", "heads_per_group", "num_queries", "num_keys"])
 def attention_forward(
-    q, k, v, o, lse, q_strides, k_strides, v_strides, o_strides,
+    q, q_tail, k, k_tail, v, v_tail, o, lse, q_strides, k_strides, v_strides, o_strides,
     scale, num_heads, heads_per_group, num_queries, num_keys, extras,
-    HEAD_DIM: tl.constexpr, WIDTH: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    HEAD_DIM: tl.constexpr, V_HEAD_DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     CAUSAL: tl.constexpr, WHOLE_KEYS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """o and lse of BLOCK_M queries. WHOLE_KEYS promises that BLOCK_N divides the number of keys."""
@@ -369,22 +418,22 @@ def attention_forward(
     group = head // heads_per_group
     first_query = block * BLOCK_M
     query_M = first_query + tl.arange(0, BLOCK_M)
-    q_MD = load_tile(q, q_strides, batch, head, first_query, num_queries, HEAD_DIM, BLOCK_M, WIDTH, False)
+    q_MD = load_tiles(q, q_tail, q_strides, batch, head, first_query, num_queries, HEAD_DIM, BLOCK_M, False)
     max_M = tl.full([BLOCK_M], LOWEST, tl.float32)
     sum_M = tl.zeros([BLOCK_M], tl.float32)
     if extras.sinks is not None:  # one more score that every row has seen; -inf is the same as none
         sink2 = tl.load(extras.sinks + head) * LOG2_E
         max_M = tl.maximum(max_M, sink2)
         sum_M = tl.math.exp2(sink2 - max_M)
-    acc_MD = tl.zeros([BLOCK_M, WIDTH], tl.float32)
+    acc_ME = make_zeros(V_HEAD_DIM, BLOCK_M)
     scale2 = 1.0 if CHANGED else tl.maximum(scale * LOG2_E, SMALLEST_SCALE)
     slope = load_slope(batch, head, extras)
     document_M1 = load_document(query_M[:, None], batch, num_keys, extras)
     first, end, all_from, all_to = keys_of_queries(first_query, batch, num_queries, num_keys, extras, BLOCK_M, CAUSAL)
     for first_key in tl.range(first // BLOCK_N * BLOCK_N, end, BLOCK_N):
         first_key = tl.multiple_of(first_key, BLOCK_N)
-        k_ND = load_tile(k, k_strides, batch, group, first_key, num_keys, HEAD_DIM, BLOCK_N, WIDTH, WHOLE_KEYS)
-        scores_MN = multiply(q_MD, k_ND.T, tl.zeros([BLOCK_M, BLOCK_N], tl.float32), PRECISION)
+        k_ND = load_tiles(k, k_tail, k_strides, batch, group, first_key, num_keys, HEAD_DIM, BLOCK_N, WHOLE_KEYS)
+        scores_MN = multiply_rows(q_MD, k_ND, PRECISION)
         if CHANGED:
             key_N = first_key + tl.arange(0, BLOCK_N)
             scores_MN, _ = change_scores(
@@ -402,13 +451,14 @@ def attention_forward(
         weights_MN = tl.math.exp2(scores_MN * scale2 - new_max_M[:, None])
         shrink_M = tl.math.exp2(max_M - new_max_M)
         sum_M = sum_M * shrink_M + tl.sum(weights_MN, 1)
-        acc_MD = acc_MD * shrink_M[:, None]
-        v_ND = load_tile(v, v_strides, batch, group, first_key, num_keys, HEAD_DIM, BLOCK_N, WIDTH, WHOLE_KEYS)
-        acc_MD = multiply(weights_MN.to(v_ND.dtype), v_ND, acc_MD, PRECISION)
+        acc_ME = [acc * shrink_M[:, None] for acc in acc_ME]
+        v_NE = load_tiles(v, v_tail, v_strides, batch, group, first_key, num_keys, V_HEAD_DIM, BLOCK_N, WHOLE_KEYS)
+        acc_ME = multiply_columns(weights_MN, v_NE, acc_ME, PRECISION)
         max_M = new_max_M
     blind_M = sum_M == 0.0
     sum_M = tl.where(blind_M, 1.0, sum_M)
-    store_tile(o, o_strides, batch, head, first_query, num_queries, acc_MD / sum_M[:, None], HEAD_DIM, BLOCK_M, WIDTH)
+    o_ME = [acc / sum_M[:, None] for acc in acc_ME]
+    store_tiles(o, o_strides, batch, head, first_query, num_queries, o_ME, V_HEAD_DIM)
     lse_M = tl.where(blind_M, float("inf"), (max_M + tl.math.log2(sum_M)) * LN_2)
     row = (tl.cast(batch, tl.int64) * num_heads + head) * num_queries
     tl.store(lse + row + query_M, lse_M, mask=query_M < num_queries)
@@ -419,9 +469,10 @@ def attention_forward(
 
 @triton.jit(do_not_specialize=["num_heads", "heads_per_group", "num_queries", "num_keys"])
 def attention_backward_queries(
-    q, k, v, o, do, dq, dbias, lse, rows, q_strides, k_strides, v_strides, o_strides, do_strides, dq_strides,
+    q, k, k_tail, v, v_tail, o, do, dq, dbias, lse, rows,
+    q_strides, k_strides, v_strides, o_strides, do_strides, dq_strides,
     scale, num_heads, heads_per_group, num_queries, num_keys, padded_queries, extras,
-    HEAD_DIM: tl.constexpr, WIDTH: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    HEAD_DIM: tl.constexpr, V_HEAD_DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     CAUSAL: tl.constexpr, WHOLE_KEYS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """dQ, delta and the base-2 log-sum-exp of BLOCK_M queries, and dbias, (B, H, L, K), unless it is None. WHOLE_KEYS:
@@ -434,24 +485,26 @@ def attention_backward_queries(
     first_query = block * BLOCK_M
     query_M = first_query + tl.arange(0, BLOCK_M)
     sequence = tl.cast(batch, tl.int64) * num_heads + head
-    do_MD = load_tile(do, do_strides, batch, head, first_query, num_queries, HEAD_DIM, BLOCK_M, WIDTH, False)
-    o_MD = load_tile(o, o_strides, batch, head, first_query, num_queries, HEAD_DIM, BLOCK_M, WIDTH, False)
-    delta_M = tl.sum(o_MD.to(tl.float32) * do_MD.to(tl.float32), 1)
+    do_ME = load_tiles(do, do, do_strides, batch, head, first_query, num_queries, V_HEAD_DIM, BLOCK_M, False)
+    o_ME = load_tiles(o, o, o_strides, batch, head, first_query, num_queries, V_HEAD_DIM, BLOCK_M, False)
+    delta_M = tl.sum(o_ME[0].to(tl.float32) * do_ME[0].to(tl.float32), 1)
+    if len(o_ME) > 1:
+        delta_M += tl.sum(o_ME[1].to(tl.float32) * do_ME[1].to(tl.float32), 1)
     lse_M = tl.load(lse + sequence * num_queries + query_M, mask=query_M < num_queries, other=0.0)
     lse2_M = lse_M * LOG2_E
     tl.store(rows + (2 * sequence) * padded_queries + query_M, lse2_M, mask=query_M < num_queries)
     tl.store(rows + (2 * sequence + 1) * padded_queries + query_M, delta_M, mask=query_M < num_queries)
-    q_MD = load_tile(q, q_strides, batch, head, first_query, num_queries, HEAD_DIM, BLOCK_M, WIDTH, False)
-    dq_MD = tl.zeros([BLOCK_M, WIDTH], tl.float32)
+    q_MD = load_tiles(q, q, q_strides, batch, head, first_query, num_queries, HEAD_DIM, BLOCK_M, False)
+    dq_MD = make_zeros(HEAD_DIM, BLOCK_M)
     scale2 = 1.0 if CHANGED else scale * LOG2_E
     slope = load_slope(batch, head, extras)
     document_M1 = load_document(query_M[:, None], batch, num_keys, extras)
     first, end, all_from, all_to = keys_of_queries(first_query, batch, num_queries, num_keys, extras, BLOCK_M, CAUSAL)
     for first_key in tl.range(first // BLOCK_N * BLOCK_N, end, BLOCK_N):
         first_key = tl.multiple_of(first_key, BLOCK_N)
-        k_ND = load_tile(k, k_strides, batch, group, first_key, num_keys, HEAD_DIM, BLOCK_N, WIDTH, WHOLE_KEYS)
-        v_ND = load_tile(v, v_strides, batch, group, first_key, num_keys, HEAD_DIM, BLOCK_N, WIDTH, WHOLE_KEYS)
-        scores_MN = multiply(q_MD, k_ND.T, tl.zeros([BLOCK_M, BLOCK_N], tl.float32), PRECISION)
+        k_ND = load_tiles(k, k_tail, k_strides, batch, group, first_key, num_keys, HEAD_DIM, BLOCK_N, WHOLE_KEYS)
+        v_NE = load_tiles(v, v_tail, v_strides, batch, group, first_key, num_keys, V_HEAD_DIM, BLOCK_N, WHOLE_KEYS)
+        scores_MN = multiply_rows(q_MD, k_ND, PRECISION)
         if CHANGED:
             key_N = first_key + tl.arange(0, BLOCK_N)
             scores_MN, steepness_MN = change_scores(
@@ -466,7 +519,7 @@ def attention_backward_queries(
                 if extras.document_starts is not None:
                     visible_MN = visible_MN & contains(document_M1, key_N[None, :])
                 weights_MN = tl.where(visible_MN, weights_MN, 0.0)
-        dweights_MN = multiply(do_MD, v_ND.T, tl.zeros([BLOCK_M, BLOCK_N], tl.float32), PRECISION)
+        dweights_MN = multiply_rows(do_ME, v_NE, PRECISION)
         dscores_MN = weights_MN * (dweights_MN - delta_M[:, None])
         if dbias is not None:
             key_N = first_key + tl.arange(0, BLOCK_N)
@@ -475,15 +528,16 @@ def attention_backward_queries(
             tl.store(dbias + place_MN, dscores_MN, mask=inside_MN)
         if extras.softcap is not None:
             dscores_MN = dscores_MN * steepness_MN
-        dq_MD = multiply(dscores_MN.to(k_ND.dtype), k_ND, dq_MD, PRECISION)
-    store_tile(dq, dq_strides, batch, head, first_query, num_queries, dq_MD * scale, HEAD_DIM, BLOCK_M, WIDTH)
+        dq_MD = multiply_columns(dscores_MN, k_ND, dq_MD, PRECISION)
+    store_tiles(dq, dq_strides, batch, head, first_query, num_queries, [x * scale for x in dq_MD], HEAD_DIM)
 
 
 @triton.jit(do_not_specialize=["num_groups", "heads_per_group", "num_queries", "num_keys"])
 def attention_backward_keys(
-    q, k, v, do, dk, dv, rows, q_strides, k_strides, v_strides, do_strides, dk_strides, dv_strides,
+    q, q_tail, k, v, do, do_tail, dk, dv, rows,
+    q_strides, k_strides, v_strides, do_strides, dk_strides, dv_strides,
     scale, num_groups, heads_per_group, num_queries, num_keys, padded_queries, extras,
-    HEAD_DIM: tl.constexpr, WIDTH: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    HEAD_DIM: tl.constexpr, V_HEAD_DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     CAUSAL: tl.constexpr, WHOLE_QUERIES: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """dK and dV of BLOCK_N keys. WHOLE_QUERIES promises that BLOCK_M divides the number of queries."""
@@ -491,10 +545,10 @@ def attention_backward_keys(
     CHANGED: tl.constexpr = extras.softcap is not None or extras.bias is not None or extras.slopes is not None
     block, group, batch = locate(tl.cdiv(num_keys, BLOCK_N), num_groups, False)
     first_key = block * BLOCK_N
-    k_ND = load_tile(k, k_strides, batch, group, first_key, num_keys, HEAD_DIM, BLOCK_N, WIDTH, False)
-    v_ND = load_tile(v, v_strides, batch, group, first_key, num_keys, HEAD_DIM, BLOCK_N, WIDTH, False)
-    dk_ND = tl.zeros([BLOCK_N, WIDTH], tl.float32)
-    dv_ND = tl.zeros([BLOCK_N, WIDTH], tl.float32)
+    k_ND = load_tiles(k, k, k_strides, batch, group, first_key, num_keys, HEAD_DIM, BLOCK_N, False)
+    v_NE = load_tiles(v, v, v_strides, batch, group, first_key, num_keys, V_HEAD_DIM, BLOCK_N, False)
+    dk_ND = make_zeros(HEAD_DIM, BLOCK_N)
+    dv_NE = make_zeros(V_HEAD_DIM, BLOCK_N)
     scale2 = 1.0 if CHANGED else scale * LOG2_E
     document_N1 = load_document((first_key + tl.arange(0, BLOCK_N))[:, None], batch, num_queries, extras)
     first, end, all_from, all_to = queries_of_keys(first_key, batch, num_queries, num_keys, extras, BLOCK_N, CAUSAL)
@@ -508,16 +562,16 @@ def attention_backward_keys(
         slope = load_slope(batch, head, extras)
         for first_query in tl.range(first // BLOCK_M * BLOCK_M, end, BLOCK_M):
             first_query = tl.multiple_of(first_query, BLOCK_M)
-            q_MD = load_tile(
-                q, q_strides, batch, head, first_query, num_queries, HEAD_DIM, BLOCK_M, WIDTH, WHOLE_QUERIES
+            q_MD = load_tiles(
+                q, q_tail, q_strides, batch, head, first_query, num_queries, HEAD_DIM, BLOCK_M, WHOLE_QUERIES
             )
-            do_MD = load_tile(
-                do, do_strides, batch, head, first_query, num_queries, HEAD_DIM, BLOCK_M, WIDTH, WHOLE_QUERIES
+            do_ME = load_tiles(
+                do, do_tail, do_strides, batch, head, first_query, num_queries, V_HEAD_DIM, BLOCK_M, WHOLE_QUERIES
             )
             lse2_M = load_row(rows, padded_queries, 2 * sequence, first_query, num_queries, BLOCK_M, WHOLE_QUERIES)
             delta_M = load_row(rows, padded_queries, 2 * sequence + 1, first_query, num_queries, BLOCK_M, WHOLE_QUERIES)
             # Scores and weights are transposed, keys by queries: they are the left operand of the last two matmuls.
-            scores_NM = multiply(k_ND, q_MD.T, tl.zeros([BLOCK_N, BLOCK_M], tl.float32), PRECISION)
+            scores_NM = multiply_rows(k_ND, q_MD, PRECISION)
             if CHANGED:
                 query_M = first_query + tl.arange(0, BLOCK_M)
                 key_N = first_key + tl.arange(0, BLOCK_N)
@@ -535,11 +589,11 @@ def attention_backward_keys(
                     if TO_END:
                         visible_NM = visible_NM & contains(document_N1, query_M[None, :])
                     weights_NM = tl.where(visible_NM, weights_NM, 0.0)
-            dweights_NM = multiply(v_ND, do_MD.T, tl.zeros([BLOCK_N, BLOCK_M], tl.float32), PRECISION)
-            dv_ND = multiply(weights_NM.to(do_MD.dtype), do_MD, dv_ND, PRECISION)
+            dweights_NM = multiply_rows(v_NE, do_ME, PRECISION)
+            dv_NE = multiply_columns(weights_NM, do_ME, dv_NE, PRECISION)
             dscores_NM = weights_NM * (dweights_NM - delta_M[None, :])
             if extras.softcap is not None:
                 dscores_NM = dscores_NM * steepness_NM
-            dk_ND = multiply(dscores_NM.to(q_MD.dtype), q_MD, dk_ND, PRECISION)
-    store_tile(dk, dk_strides, batch, group, first_key, num_keys, dk_ND * scale, HEAD_DIM, BLOCK_N, WIDTH)
-    store_tile(dv, dv_strides, batch, group, first_key, num_keys, dv_ND, HEAD_DIM, BLOCK_N, WIDTH)
+            dk_ND = multiply_columns(dscores_NM, q_MD, dk_ND, PRECISION)
+    store_tiles(dk, dk_strides, batch, group, first_key, num_keys, [x * scale for x in dk_ND], HEAD_DIM)
+    store_tiles(dv, dv_strides, batch, group, first_key, num_keys, dv_NE, V_HEAD_DIM)

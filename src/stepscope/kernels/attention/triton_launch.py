@@ -25,8 +25,16 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from stepscope.errors import StepscopeError
 from stepscope.files import cache_folder, decode, read_plain, write_atomically, writing
 from stepscope.kernels.attention import tiles
-from stepscope.kernels.attention.problem import NO_EXTRAS, Extras, is_tma_able, tma_strides
-from stepscope.kernels.attention.tiles import Architecture, Arithmetic, Pass, Tile, TileKey, padded_width
+from stepscope.kernels.attention.problem import NO_EXTRAS, Extras, empty_output, is_tma_able, tma_strides
+from stepscope.kernels.attention.tiles import (
+    Architecture,
+    Arithmetic,
+    Pass,
+    Tile,
+    TileKey,
+    main_width,
+    padded_width,
+)
 from stepscope.kernels.attention.triton_kernels import (
     KernelExtras,
     attention_backward_keys,
@@ -70,12 +78,11 @@ def input_precision(kind: Arithmetic) -> str:
     return "tf32" if kind == "half" else kind
 
 
-def constants(q_BHLD: Tensor, tile: Tile, settings: PassSettings) -> dict[str, Any]:
+def constants(q_BHLD: Tensor, v_BGKD: Tensor, tile: Tile, settings: PassSettings) -> dict[str, Any]:
     """What all three kernels are compiled for."""
-    head_dim = q_BHLD.shape[-1]
     return {
-        "HEAD_DIM": head_dim,
-        "WIDTH": padded_width(head_dim),
+        "HEAD_DIM": q_BHLD.shape[-1],
+        "V_HEAD_DIM": v_BGKD.shape[-1],
         "BLOCK_M": tile.block_m,
         "BLOCK_N": tile.block_n,
         "CAUSAL": settings.causal,
@@ -96,16 +103,15 @@ def forward(
     extras: Extras = NO_EXTRAS,
 ) -> tuple[Tensor, Tensor]:
     """Return o, in the memory layout of q, and the log-sum-exp of the scores (natural logarithm, fp32)."""
-    o_BHLD = torch.empty_like(q_BHLD)
+    o_BHLD = empty_output(q_BHLD, v_BGKD)
     lse_BHL = torch.empty(q_BHLD.shape[:-1], dtype=torch.float32, device=q_BHLD.device)
     if k_BGKD.shape[2] == 0:
         lse_BHL.fill_(math.inf) if extras.sinks is None else lse_BHL.copy_(extras.sinks[:, None])
         return o_BHLD.zero_(), lse_BHL
     if q_BHLD.numel() == 0:
         return o_BHLD, lse_BHL
-    kind = arithmetic(q_BHLD.dtype, tf32=tf32)
     settings = PassSettings(causal=causal, scale=scale, tf32=tf32, extras=kernel_extras(extras, q_BHLD, k_BGKD))
-    tile = tile_for("forward", kind, q_BHLD.shape[-1], q_BHLD.device, causal=causal, is_heavy=settings.is_heavy)
+    tile = _tile_of("forward", q_BHLD, v_BGKD, settings)
     launch_forward(q_BHLD, k_BGKD, v_BGKD, o_BHLD, lse_BHL, tile, settings)
     return o_BHLD, lse_BHL
 
@@ -120,15 +126,14 @@ def launch_forward(
     settings: PassSettings,
 ) -> None:
     """Fill o and lse using the given tile."""
-    batch, num_heads, num_queries, head_dim = q_BHLD.shape
+    batch, num_heads, num_queries, _ = q_BHLD.shape
     num_groups, num_keys = k_BGKD.shape[1:3]
     kind = arithmetic(q_BHLD.dtype, tf32=settings.tf32)
-    width = padded_width(head_dim)
     attention_forward[(batch * num_heads * -(-num_queries // tile.block_m),)](
         # In fp32, q is split into two parts, which stay in shared memory only if it was loaded by pointer.
-        source(q_BHLD, tile.block_m, width) if kind == "half" else q_BHLD,
-        source(k_BGKD, tile.block_n, width),
-        source(v_BGKD, tile.block_n, width),
+        *sources(q_BHLD, tile.block_m, by_descriptor=kind == "half"),
+        *sources(k_BGKD, tile.block_n),
+        *sources(v_BGKD, tile.block_n),
         o_BHLD,
         lse_BHL,
         q_BHLD.stride(),
@@ -142,7 +147,7 @@ def launch_forward(
         num_keys,
         settings.extras,
         WHOLE_KEYS=num_keys % tile.block_n == 0,
-        **constants(q_BHLD, tile, settings),
+        **constants(q_BHLD, v_BGKD, tile, settings),
     )
 
 
@@ -169,10 +174,9 @@ def backward(
     bias = extras.bias if wants_dbias else None
     if q_BHLD.numel() == 0 or k_BGKD.numel() == 0:
         return dq_BHLD.zero_(), dk_BGKD.zero_(), dv_BGKD.zero_(), None if bias is None else torch.zeros_like(bias)
-    problem = arithmetic(q_BHLD.dtype, tf32=tf32), q_BHLD.shape[-1], q_BHLD.device
     settings = PassSettings(causal=causal, scale=scale, tf32=tf32, extras=kernel_extras(extras, q_BHLD, k_BGKD))
-    queries_tile = tile_for("backward_queries", *problem, causal=causal, is_heavy=settings.is_heavy)
-    keys_tile = tile_for("backward_keys", *problem, causal=causal, is_heavy=settings.is_heavy)
+    queries_tile = _tile_of("backward_queries", q_BHLD, v_BGKD, settings)
+    keys_tile = _tile_of("backward_keys", q_BHLD, v_BGKD, settings)
     rows = row_values(lse_BHL)
     # Zeros, because tiles that no query sees are never written.
     dbias_BHLK = None if bias is None else torch.zeros(*lse_BHL.shape, k_BGKD.shape[2], device=q_BHLD.device)
@@ -204,13 +208,12 @@ def launch_queries(
     dbias_BHLK: Tensor | None = None,
 ) -> None:
     """Fill dq, rows and dbias, where some query of a tile sees some key, using the given tile."""
-    batch, num_heads, num_queries, head_dim = q_BHLD.shape
+    batch, num_heads, num_queries, _ = q_BHLD.shape
     num_groups, num_keys = k_BGKD.shape[1:3]
-    width = padded_width(head_dim)
     attention_backward_queries[(batch * num_heads * -(-num_queries // tile.block_m),)](
         q_BHLD,
-        source(k_BGKD, tile.block_n, width),
-        source(v_BGKD, tile.block_n, width),
+        *sources(k_BGKD, tile.block_n),
+        *sources(v_BGKD, tile.block_n),
         o_BHLD,
         do_BHLD,
         dq_BHLD,
@@ -231,7 +234,7 @@ def launch_queries(
         rows.shape[-1],
         settings.extras,
         WHOLE_KEYS=num_keys % tile.block_n == 0,
-        **constants(q_BHLD, tile, settings),
+        **constants(q_BHLD, v_BGKD, tile, settings),
     )
 
 
@@ -247,14 +250,13 @@ def launch_keys(
     settings: PassSettings,
 ) -> None:
     """Fill dk and dv using the given tile, from the rows that `launch_queries` wrote."""
-    batch, num_heads, num_queries, head_dim = q_BHLD.shape
+    batch, num_heads, num_queries, _ = q_BHLD.shape
     num_groups, num_keys = k_BGKD.shape[1:3]
-    width = padded_width(head_dim)
     attention_backward_keys[(batch * num_groups * -(-num_keys // tile.block_n),)](
-        source(q_BHLD, tile.block_m, width),
+        *sources(q_BHLD, tile.block_m),
         k_BGKD,
         v_BGKD,
-        source(do_BHLD, tile.block_m, width),
+        *sources(do_BHLD, tile.block_m),
         dk_BGKD,
         dv_BGKD,
         row_source(rows, num_queries, tile.block_m),
@@ -272,7 +274,7 @@ def launch_keys(
         rows.shape[-1],
         settings.extras,
         WHOLE_QUERIES=num_queries % tile.block_m == 0,
-        **constants(q_BHLD, tile, settings),
+        **constants(q_BHLD, v_BGKD, tile, settings),
     )
 
 
@@ -315,11 +317,19 @@ def has_copy_engine(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
 
 
-def source(x_BHLD: Tensor, rows: int, width: int) -> Tensor | TensorDescriptor:
-    """x as a kernel reads it: by descriptor if the GPU and the strides allow it, otherwise by pointer."""
-    if not has_copy_engine(x_BHLD.device) or not is_tma_able(x_BHLD):
-        return x_BHLD
-    return TensorDescriptor(x_BHLD, list(x_BHLD.shape), tma_strides(x_BHLD), [1, 1, rows, width])
+def sources(
+    x_BHLD: Tensor, rows: int, *, by_descriptor: bool = True
+) -> tuple[Tensor | TensorDescriptor, Tensor | TensorDescriptor | None]:
+    """x as a kernel reads it, and its tail if the head dim has one: by descriptor if the GPU and the strides allow it,
+    otherwise by pointer.
+    """
+    width = padded_width(x_BHLD.shape[-1])
+    tail = width - main_width(width)
+    if not by_descriptor or not has_copy_engine(x_BHLD.device) or not is_tma_able(x_BHLD):
+        return x_BHLD, x_BHLD if tail else None
+    shape, strides = list(x_BHLD.shape), tma_strides(x_BHLD)
+    main = TensorDescriptor(x_BHLD, shape, strides, [1, 1, rows, width - tail])
+    return main, TensorDescriptor(x_BHLD, shape, strides, [1, 1, rows, tail]) if tail else None
 
 
 def row_source(rows: Tensor, length: int, block: int) -> Tensor | TensorDescriptor:
@@ -333,12 +343,25 @@ def row_source(rows: Tensor, length: int, block: int) -> Tensor | TensorDescript
 # --- Tiles ---
 
 
+def _tile_of(stage: Pass, q_BHLD: Tensor, v_BGKD: Tensor, settings: PassSettings) -> Tile:
+    kind, head_dims = arithmetic(q_BHLD.dtype, tf32=settings.tf32), (q_BHLD.shape[-1], v_BGKD.shape[-1])
+    return tile_for(stage, kind, head_dims, q_BHLD.device, causal=settings.causal, is_heavy=settings.is_heavy)
+
+
 @cache
 def tile_for(
-    stage: Pass, kind: Arithmetic, head_dim: int, device: torch.device, *, causal: bool, is_heavy: bool = False
+    stage: Pass,
+    kind: Arithmetic,
+    head_dims: tuple[int, int],
+    device: torch.device,
+    *,
+    causal: bool,
+    is_heavy: bool = False,
 ) -> Tile:
-    """Return the tile for heavy extras if there is one, else the one that was tuned on this GPU, else the table's."""
-    key = tile_key(stage, kind, head_dim, device, causal=causal)
+    """Return the tile for heavy extras if there is one, else the one that was tuned on this GPU, else the table's. The
+    head dims are those of q and of v.
+    """
+    key = tile_key(stage, kind, head_dims, device, causal=causal)
     heavy = tiles.choose_for_extras(key) if is_heavy else None
     if heavy is not None:
         return heavy
@@ -346,11 +369,15 @@ def tile_for(
     return chosen or tiles.choose(key)
 
 
-def tile_key(stage: Pass, kind: Arithmetic, head_dim: int, device: torch.device, *, causal: bool) -> TileKey:
+def tile_key(
+    stage: Pass, kind: Arithmetic, head_dims: tuple[int, int], device: torch.device, *, causal: bool
+) -> TileKey:
+    width, v_width = map(padded_width, head_dims)
     return TileKey(
         stage=stage,
         arithmetic=kind,
-        width=padded_width(head_dim),
+        width=width,
+        v_width=0 if v_width == width else v_width,
         causal=causal,
         architecture=_architecture(device),
     )

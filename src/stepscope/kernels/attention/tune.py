@@ -64,7 +64,7 @@ def _trials(problem: TuneProblem, device: torch.device) -> Iterator[Trial]:
     kind = launch.arithmetic(problem.dtype, tf32=problem.tf32)
     run = _TunedPass(problem, device)
     for stage in tiles.PASSES:
-        key = launch.tile_key(stage, kind, problem.head_dim, device, causal=problem.causal)
+        key = launch.tile_key(stage, kind, (problem.head_dim, problem.head_dim), device, causal=problem.causal)
         run.launch(stage, tiles.choose(key))
         expected = [result.clone() for result in run.results(stage)]
         for tile in tiles.candidates(key):
