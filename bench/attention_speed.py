@@ -50,6 +50,8 @@ DETERMINISTIC_LENGTH = 8192
 # faster by this factor, because differences below it are noise.
 CANDIDATES = ("hopper", "triton", "fa4", "sdpa-cudnn")
 MARGIN = 1.03
+# Below this, a call is bound by the CPU as much as by the GPU, and a call of ours takes less of it than one of a peer.
+SHORTEST_MS = 0.3
 PEERS = ("fa4", "sdpa-cudnn", "sdpa-flash")
 
 
@@ -456,6 +458,8 @@ def key_of(row: Row) -> tuple[str, bool, str]:
 def rank(row: Row) -> tuple[str, ...]:
     """The backends of a row, best first."""
     measured = [name for name in CANDIDATES if name in row["ms"]]
+    if statistics.median(row["ms"][measured[0]]) < SHORTEST_MS:
+        return tuple(measured)
     speedups = {name: ratio([row], name, measured[0]) or 0.0 for name in measured}
     return tuple(sorted(measured, key=lambda name: MARGIN if name == measured[0] else speedups[name], reverse=True))
 

@@ -268,7 +268,7 @@ _MOST_SPILLED_ON_HOPPER = {
     ("backward", 128, "ragged"): 0,
     ("backward", 128, "causal"): 64,
     ("backward", 128, "window"): 64,
-    ("backward", 128, "documents"): 80,
+    ("backward", 128, "documents"): 96,
     ("backward", 64, "whole"): 128,
     ("backward", 64, "ragged"): 160,
     ("backward", 64, "causal"): 256,

@@ -39,22 +39,29 @@ def table(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("wanted", "expected"),
     [
-        (shape(16), "a"),
-        (shape(1400), "a"),  # below the geometric mean of 512 and 4096, and above their mean
-        (shape(1500), "b"),
+        (shape(1400), "a"),  # below the geometric mean of 512 and 4096
+        (shape(2048), "b"),
         (shape(1 << 20), "b"),
         (shape(4096, programs=250), "b"),
         (shape(4096, programs=260), "c"),
-        (shape(512, group=2), "d"),
+        (shape(3000, group=2), "d"),
         (shape(4096, group=9), "e"),
-        (shape(512, causal=False), "f"),
-        (shape(512, head_dim=192, value_dim=128), "g"),
+        (shape(3000, causal=False), "f"),
+        (shape(3000, head_dim=192, value_dim=128), "g"),
     ],
     ids=str,
 )
 def test_the_nearest_shape_of_the_same_kind_decides(wanted: MeasuredShape, expected: str) -> None:
     assert rankings.rank("sm_90", wanted) == (expected,)
     assert rankings.rank("sm_100", wanted) == ()
+
+
+@pytest.mark.usefixtures("table")
+@pytest.mark.parametrize(
+    "short", [shape(16), shape(2047), shape(4096, programs=15), shape(1000, causal=False)], ids=str
+)
+def test_a_call_with_far_less_work_takes_the_default_order(short: MeasuredShape) -> None:
+    assert rankings.rank("sm_90", short) == ()
 
 
 @pytest.mark.usefixtures("table")
@@ -115,6 +122,11 @@ def test_another_backend_comes_first_if_it_is_faster_by_a_margin(
     bench: ModuleType, ms: dict[str, float], expected: tuple[str, ...]
 ) -> None:
     assert bench.rank(row({name: [time] * 3 for name, time in ms.items()})) == expected
+
+
+def test_ours_come_first_where_a_call_is_short(bench: ModuleType) -> None:
+    assert bench.rank(row({"hopper": [0.2], "fa4": [0.1]})) == ("hopper", "fa4")
+    assert bench.rank(row({"hopper": [0.4], "fa4": [0.2]})) == ("fa4", "hopper")
 
 
 def test_rows_become_a_table(bench: ModuleType, tmp_path: Path) -> None:

@@ -188,7 +188,9 @@ def _refuses_sdpa_kernel(backend: str) -> Callable[[Problem], str | None]:
             return reason
         device = problem.q_BHLD.device.type
         if device == "cuda":
-            return _ask_sdpa(backend, problem)
+            # PyTorch does not ask for the alignment that cuDNN relies on: results would be wrong without it.
+            unread = _cannot_read(problem) if backend == "sdpa-cudnn" else None
+            return unread or _ask_sdpa(backend, problem)
         if (device, backend) != ("cpu", "sdpa-flash"):
             return f"PyTorch has no such kernel for {device}"
         return _refuses_unequal(problem)

@@ -42,11 +42,16 @@ from stepscope.kernels.attention.hopper.forward_kernel import (
     find_first_keys,
     find_last_keys,
     make_barriers,
+    signal,
+    sync,
 )
 
 KEYS_OF_PROGRAM = 128
 KEYS = gl.constexpr(KEYS_OF_PROGRAM)
 OWN_KEYS = gl.constexpr(64)  # rows per consumer warpgroup
+# Of the 16 barriers of the hardware, of which Triton uses the first few: two for each consumer, and one for each stage.
+DS_BARRIERS = gl.constexpr(12)
+EMPTY_BARRIERS = gl.constexpr(10)
 FINITE = tl.constexpr(3.0e38)
 SMALLEST_BOUND = tl.constexpr(1e-37)
 ROWS_OF_TILE = {64: 128, 128: 64}  # queries, by head width: as many as the registers hold
@@ -183,7 +188,7 @@ def _consume(
     WINDOW: gl.constexpr, DOCUMENTS: gl.constexpr, EXACT_SUMS: gl.constexpr,
 ):  # fmt: skip
     k_buf, v_bufs, q_bufs, do_bufs, lse_bufs, delta_bufs, unit_bufs, ds_bufs, dq_bufs = buffers
-    kv_full, q_full, q_empty, do_full, do_empty, ds_full = barriers
+    kv_full, q_full, do_full = barriers
     z, g, key = place
     H, G, heads, num_queries, num_keys = sizes
     lengths = (num_queries, num_keys)
@@ -233,13 +238,12 @@ def _consume(
         ds_all = ds_bufs.index(step & 1)
         ds_all.slice(CONSUMER * OWN_KEYS, OWN_KEYS, dim=0).store(ds)
         fence_async_shared()
-        mbarrier.arrive(ds_full.index(step & 1), count=1)
+        signal(DS_BARRIERS + 2 * (1 - CONSUMER) + (step & 1), 256)
         ds_operand = gl.convert_layout(ds, operand)
         dk = warpgroup_mma(ds_operand, q, dk, is_async=True)
         dv, p_operand = warpgroup_mma_wait(1, deps=[dv, p_operand])
-        mbarrier.arrive(do_empty.index(b), count=1)
 
-        mbarrier.wait(ds_full.index(step & 1), (step // 2) & 1)
+        sync(DS_BARRIERS + 2 * CONSUMER + (step & 1), 256, 4)
         nothing = gl.zeros([64, 64], gl.float32, T)
         if D == 128:  # half of the columns for each warpgroup, otherwise half of the rows
             half = k_all.slice(CONSUMER * 64, 64, dim=1)
@@ -258,7 +262,7 @@ def _consume(
             if D == 64:
                 units = units.slice(CONSUMER * 64, 64)
             dq = _round_to_int(dq * units.load(gl.SliceLayout(1, T))[:, None])
-        mbarrier.arrive(q_empty.index(b), count=1)
+        signal(EMPTY_BARRIERS + b, 256 + 32)
         tma.store_wait(0)
         dq_buf.reshape([64, 64]).store(dq)
         fence_async_shared()
@@ -287,7 +291,7 @@ def _produce(
     EXACT_SUMS: gl.constexpr,
 ):  # fmt: skip
     k_buf, v_bufs, q_bufs, do_bufs, lse_bufs, delta_bufs, unit_bufs, ds_bufs, dq_bufs = buffers
-    kv_full, q_full, q_empty, do_full, do_empty, ds_full = barriers
+    kv_full, q_full, do_full = barriers
     z, g, key = place
     H, G, heads, num_queries, num_keys = sizes
     lengths = (num_queries, num_keys)
@@ -299,22 +303,24 @@ def _produce(
     first, _, _, end = _range_of_tiles(key, z, lengths, near, ROWS, CAUSAL, WINDOW, DOCUMENTS)
     h = g * (H // G)
     tile = first
-    for step in range((H // G) * (end - first)):
+    steps = (H // G) * (end - first)
+    for step in range(steps):
         b = step % STAGES
-        phase = (step // STAGES) & 1
         full = q_full.index(b)
-        mbarrier.wait(q_empty.index(b), phase ^ 1)
+        if step >= STAGES:
+            sync(EMPTY_BARRIERS + b, 256 + 32, 1)
         mbarrier.expect(full, q_desc.block_type.nbytes + (2 if EXACT_SUMS else 1) * ROWS * 4)
         if EXACT_SUMS:
             tma.async_copy_global_to_shared(rows_desc, [2 * heads + z * H + h, tile * ROWS], full, unit_bufs.index(b))
         tma.async_copy_global_to_shared(q_desc, [z, h, tile * ROWS, 0], full, q_bufs.index(b))
         tma.async_copy_global_to_shared(rows_desc, [z * H + h, tile * ROWS], full, lse_bufs.index(b))
         full = do_full.index(b)
-        mbarrier.wait(do_empty.index(b), phase ^ 1)
         mbarrier.expect(full, do_desc.block_type.nbytes + ROWS * 4)
         tma.async_copy_global_to_shared(do_desc, [z, h, tile * ROWS, 0], full, do_bufs.index(b))
         tma.async_copy_global_to_shared(rows_desc, [heads + z * H + h, tile * ROWS], full, delta_bufs.index(b))
         h, tile = _next_tile(h, tile, first, end)
+    for step in range(gl.maximum(0, steps - STAGES), steps):  # no barrier is left half full
+        sync(EMPTY_BARRIERS + step % STAGES, 256 + 32, 1)
 
 
 @gluon.jit(do_not_specialize=["scale", "H", "G", "heads", "num_queries", "num_keys", "group", "left", "right"])
@@ -346,10 +352,7 @@ def attention_hopper_backward(
     barriers = (
         make_barriers(1, 1),  # kv_full
         make_barriers(STAGES, 1),  # q_full, with the log-sum-exp
-        make_barriers(STAGES, 2),  # q_empty
         make_barriers(STAGES, 1),  # do_full, with delta
-        make_barriers(STAGES, 2),  # do_empty
-        make_barriers(2, 2),  # ds_full
     )
     near = (left, right, starts, ends)
     base2 = scale * LOG2_E

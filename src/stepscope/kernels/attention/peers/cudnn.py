@@ -2,7 +2,7 @@
 
 The operators take fewer key/value heads as they are. cuDNN compiles a plan for each new shape, and PyTorch finds it
 again by the shapes and strides of q, k and v only: the plan relies on an output and a gradient in the memory layout of
-q, and on a log-sum-exp of shape (B, H, L, 1).
+q, on a log-sum-exp of shape (B, H, L, 1), and on addresses that are multiples of 16 bytes.
 """
 
 # B batch, H query heads, G key/value heads, L queries, K keys, D head dim; v and the output have their own.
@@ -12,7 +12,14 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from stepscope.kernels.attention.problem import NO_EXTRAS, SMALLEST_SCALE, Extras, empty_output
+from stepscope.kernels.attention.problem import (
+    NO_EXTRAS,
+    SMALLEST_SCALE,
+    TMA_ALIGNMENT,
+    Extras,
+    empty_output,
+    make_readable,
+)
 
 _forward = torch.ops.aten._scaled_dot_product_cudnn_attention.default
 _backward = torch.ops.aten._scaled_dot_product_cudnn_attention_backward.default
@@ -61,9 +68,12 @@ def backward(
 ) -> tuple[Tensor, Tensor, Tensor, None]:
     """Return the gradients of q, k and v. PyTorch does not ask cuDNN for reproducible ones."""
     del tf32, extras, wants_dbias, deterministic  # none are supported
+    q_BHLD, k_BGKD, v_BGKD = (make_readable(x) for x in (q_BHLD, k_BGKD, v_BGKD))
     strides = _output_strides(q_BHLD.shape, q_BHLD.stride(), v_BGKD.shape[3])
     do_BHLD, o_BHLD = (
-        x if x.stride() == strides else torch.empty_strided(x.shape, strides, dtype=x.dtype, device=x.device).copy_(x)
+        x
+        if x.stride() == strides and not x.data_ptr() % TMA_ALIGNMENT
+        else torch.empty_strided(x.shape, strides, dtype=x.dtype, device=x.device).copy_(x)
         for x in (do_BHLD, o_BHLD)
     )
     unused = torch.empty((), dtype=torch.int64, device=q_BHLD.device)
