@@ -53,9 +53,6 @@ SMALLEST_SCALE = gl.constexpr(1e-37)  # instead of zero, which would turn a hidd
 ROWS_OF_CONSUMER = 64
 KEYS_OF_TILE = 128
 NUM_STAGES = 2
-# Of the 16 barriers of the hardware, of which Triton uses the first few: one for each consumer, and one for each stage.
-TURN_BARRIERS = gl.constexpr(10)
-EMPTY_BARRIERS = gl.constexpr(14)
 SLACK = gl.constexpr(8.0)  # in base 2: how far scores may exceed the maximum that weights refer to
 LONG = 4096  # queries
 
@@ -327,8 +324,8 @@ def _rescale(acc, shrink, LEAN: gl.constexpr):
 
 @gluon.jit
 def _attend_tiles(
-    q, k_bufs, v_bufs, held, k_full, v_full, acc, carried, maximum, totals, first, low, high, end,
-    visited, first_keys, last_keys, scale,
+    q, k_bufs, v_bufs, held, k_full, v_full, empty, turns, acc, carried, maximum, totals, first, low, high, end,
+    visited, turn, first_keys, last_keys, scale,
     CONSUMER: gl.constexpr, CONSUMERS: gl.constexpr, MASK: gl.constexpr, LOCAL: gl.constexpr, ROWS: gl.constexpr,
     KEYS: gl.constexpr, STAGES: gl.constexpr, LEAN: gl.constexpr, S: gl.constexpr, P: gl.constexpr,
 ):  # fmt: skip
@@ -342,12 +339,12 @@ def _attend_tiles(
         vb = (visited - 1) % STAGES
         mbarrier.wait(k_full.index(kb), (visited // STAGES) & 1)
         # Turns: a consumer issues its matmuls, then the next one does; each computes its softmax in the others' turns.
-        sync(TURN_BARRIERS + CONSUMER, 256, 4)
+        mbarrier.wait(turns.index(CONSUMER), (turn & 1) ^ (1 if CONSUMER == 0 else 0))
         s = warpgroup_mma(q, k_bufs.index(kb).reshape([KEYS, D]).permute((1, 0)), zeros, use_acc=False, is_async=True)
         mbarrier.wait(v_full.index(vb), ((visited - 1) // STAGES) & 1)
         p = _as_operand(carried, LEAN, P, dtype)
         acc = warpgroup_mma(p, v_bufs.index(vb).reshape([KEYS, D]), acc, is_async=True)
-        signal(TURN_BARRIERS + (CONSUMER + 1) % CONSUMERS, 256)
+        mbarrier.arrive(turns.index((CONSUMER + 1) % CONSUMERS), count=1)
         s = warpgroup_mma_wait(1, deps=[s])
         if MASK:
             needs_mask = tile >= high
@@ -364,11 +361,12 @@ def _attend_tiles(
             thread_barrier()
         # The operand passes through the wait: its registers must not be reused while the matmul still reads them.
         acc, p = warpgroup_mma_wait(0, deps=[acc, p])
-        signal(EMPTY_BARRIERS + kb, 128 * CONSUMERS + 32)
+        mbarrier.arrive(empty.index(kb), count=1)
         acc = _rescale(acc, shrink, LEAN)
         carried = _carry(new_p, LEAN, P, dtype)
         visited += 1
-    return acc, carried, maximum, totals, visited
+        turn += 1
+    return acc, carried, maximum, totals, visited, turn
 
 
 @gluon.jit
@@ -378,7 +376,7 @@ def _consume(
     CAUSAL: gl.constexpr, MASK: gl.constexpr, WINDOW: gl.constexpr, DOCUMENTS: gl.constexpr, LEAN: gl.constexpr,
 ):  # fmt: skip
     q_bufs, k_bufs, v_bufs, o_bufs, held = buffers
-    q_full, q_empty, k_full, v_full = barriers
+    q_full, q_empty, k_full, v_full, empty, turns = barriers
     H, G, num_queries, num_keys, num_tiles, heads, group = sizes
     D: gl.constexpr = k_bufs.shape[-1]
     S: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, KEYS, 16])
@@ -393,8 +391,7 @@ def _consume(
     zeros = gl.zeros([ROWS, KEYS], gl.float32, S)
     tiles = 0
     visited = 0
-    if CONSUMER == CONSUMERS - 1:
-        signal(TURN_BARRIERS, 256)  # the first turn
+    turn = 0
     for lap in range(_count_rounds(sizes, CAUSAL)):
         z, h, tile, exists = _locate(lap, sizes, CAUSAL)
         for _ in range(exists):
@@ -415,10 +412,11 @@ def _consume(
                 for _skipped in range(end - own_end):
                     kb = visited % STAGES
                     mbarrier.wait(k_full.index(kb), (visited // STAGES) & 1)
-                    sync(TURN_BARRIERS + CONSUMER, 256, 4)
-                    signal(TURN_BARRIERS + (CONSUMER + 1) % CONSUMERS, 256)
-                    signal(EMPTY_BARRIERS + kb, 128 * CONSUMERS + 32)
+                    mbarrier.wait(turns.index(CONSUMER), (turn & 1) ^ (1 if CONSUMER == 0 else 0))
+                    mbarrier.arrive(turns.index((CONSUMER + 1) % CONSUMERS), count=1)
+                    mbarrier.arrive(empty.index(kb), count=1)
                     visited += 1
+                    turn += 1
                 end = own_end
             mbarrier.wait(q_full.index(CONSUMER), tiles & 1)
             kb = visited % STAGES
@@ -426,15 +424,15 @@ def _consume(
             k = k_bufs.index(kb).reshape([KEYS, D])
             s = warpgroup_mma(q, k.permute((1, 0)), zeros, use_acc=False, is_async=True)
             s = warpgroup_mma_wait(0, deps=[s])
-            signal(EMPTY_BARRIERS + kb, 128 * CONSUMERS + 32)
+            mbarrier.arrive(empty.index(kb), count=1)
             if MASK:
                 s = _hide(s, (end - 1) * KEYS, first_keys, last_keys, LOCAL, KEYS, S)
             p, maximum, totals, _ = _softmax(s, maximum, totals, scale, LEAN)
             carried = _carry(p, LEAN, P, dtype)
             visited += 1
-            acc, carried, maximum, totals, visited = _attend_tiles(
-                q, k_bufs, v_bufs, held, k_full, v_full, acc, carried, maximum, totals, first, low, high,
-                end, visited, first_keys, last_keys, scale, CONSUMER, CONSUMERS, CAUSAL or LOCAL, LOCAL, ROWS,
+            acc, carried, maximum, totals, visited, turn = _attend_tiles(
+                q, k_bufs, v_bufs, held, k_full, v_full, empty, turns, acc, carried, maximum, totals, first, low, high,
+                end, visited, turn, first_keys, last_keys, scale, CONSUMER, CONSUMERS, CAUSAL or LOCAL, LOCAL, ROWS,
                 KEYS, STAGES, LEAN, S, P,
             )  # fmt: skip
             mbarrier.arrive(q_empty.index(CONSUMER), count=1)
@@ -455,8 +453,6 @@ def _consume(
             fence_async_shared()
             tma.async_copy_shared_to_global(o_desc, [z, h, row, 0], o)
             tiles += 1
-    if CONSUMER == 0:
-        sync(TURN_BARRIERS, 256, 4)  # no barrier is left half full
     tma.store_wait(0)
 
 
@@ -467,7 +463,7 @@ def _produce(
     WINDOW: gl.constexpr, DOCUMENTS: gl.constexpr,
 ):  # fmt: skip
     q_bufs, k_bufs, v_bufs, o_bufs, held = buffers
-    q_full, q_empty, k_full, v_full = barriers
+    q_full, q_empty, k_full, v_full, empty, turns = barriers
     H, G, num_queries, num_keys, num_tiles, heads, group = sizes
     tiles = 0
     fetched = 0
@@ -486,19 +482,16 @@ def _produce(
             for back in range(end - first):
                 key = (end - 1 - back) * KEYS
                 b = fetched % STAGES
-                if fetched == STAGES:
-                    sync(EMPTY_BARRIERS, 128 * CONSUMERS + 32, 1)
+                mbarrier.wait(empty.index(b), ((fetched // STAGES) & 1) ^ 1)
                 mbarrier.expect(k_full.index(b), k_desc.block_type.nbytes)
                 tma.async_copy_global_to_shared(k_desc, [z, g, key, 0], k_full.index(b), k_bufs.index(b))
                 # V is released together with the K after it: saves one barrier in the consumers' loop.
-                if fetched >= STAGES:
-                    sync(EMPTY_BARRIERS + (fetched + 1) % STAGES, 128 * CONSUMERS + 32, 1)
+                after = fetched + 1
+                mbarrier.wait(empty.index(after % STAGES), ((after // STAGES) & 1) ^ 1, pred=fetched >= STAGES)
                 mbarrier.expect(v_full.index(b), v_desc.block_type.nbytes)
                 tma.async_copy_global_to_shared(v_desc, [z, g, key, 0], v_full.index(b), v_bufs.index(b))
                 fetched += 1
             tiles += 1
-    for left in range(0 if fetched <= STAGES else fetched - 1, fetched):  # no barrier is left half full
-        sync(EMPTY_BARRIERS + left % STAGES, 128 * CONSUMERS + 32, 1)
 
 
 # No specializations for lengths of one or of multiples of 16: they would gain nothing and cost seconds of compilation
@@ -529,6 +522,8 @@ def attention_hopper_forward(
         make_barriers(CONSUMERS, 1),  # q_empty
         make_barriers(STAGES, 1),  # k_full
         make_barriers(STAGES, 1),  # v_full
+        make_barriers(STAGES, CONSUMERS),  # empty: a K, and the V before it
+        make_barriers(CONSUMERS, 1),  # turns
     )
     sizes = (H, G, num_queries, num_keys, num_tiles, heads, group)
     near = (left, right, starts, ends)
