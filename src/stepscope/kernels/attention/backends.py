@@ -250,7 +250,8 @@ assert set(FUNCTIONS) == set(REGISTERED)
 BACKENDS = ("auto", *FUNCTIONS)
 FLASH = tuple(name for name, functions in FUNCTIONS.items() if functions.module)
 KERNELS = tuple(name for name in FLASH if FUNCTIONS[name].needs_gpu)
-PLAIN = tuple(name for name in FUNCTIONS if name not in FLASH)
+# By name, cuDNN runs as PyTorch runs it; `auto` uses its two passes separately.
+PLAIN = (*(name for name in FUNCTIONS if name not in FLASH), "sdpa-cudnn")
 
 
 @cache

@@ -21,6 +21,7 @@ from stepscope.nn import functional
 SDPA = {
     "sdpa-flash": SDPBackend.FLASH_ATTENTION,
     "sdpa-efficient": SDPBackend.EFFICIENT_ATTENTION,
+    "sdpa-cudnn": SDPBackend.CUDNN_ATTENTION,
     "sdpa-math": SDPBackend.MATH,
 }
 
