@@ -290,9 +290,9 @@ def test_our_forward_of_a_long_causal_sequence_has_two_or_three_warpgroups() -> 
     for tiles in (64, 43):  # of 128 and of 192 rows
         assert Seen(HOPPER, ((tiles + 1) // 2, 1, 1), long).fact().admits(*long)
     assert not Seen(HOPPER, (30, 1, 1), long).fact().admits(*long)
-    shorter = (1, 1, 1, 4096, 4096, 64, True)
-    assert Seen(HOPPER, (16, 1, 1), shorter).fact().admits(*shorter)
-    assert not Seen(HOPPER, (11, 1, 1), shorter).fact().admits(*shorter)
+    shorter = (1, 1, 1, 2048, 2048, 64, True)
+    assert Seen(HOPPER, (8, 1, 1), shorter).fact().admits(*shorter)
+    assert not Seen(HOPPER, (6, 1, 1), shorter).fact().admits(*shorter)
 
 
 def test_our_forward_with_a_window_says_nothing_about_its_work() -> None:
