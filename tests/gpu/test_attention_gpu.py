@@ -3,6 +3,7 @@
 # B batch, H query heads, G key/value heads, L queries, K keys, D head dim of q and k, E head dim of v.
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -232,6 +233,24 @@ def test_deterministic_gradients_withstand_an_outlier(which: int, factor: float)
     inputs[which][:, :, 17] *= factor
     ours = on_gpu("hopper", causal=True, deterministic=True)
     assert_three_way(ours, on_gpu(None, causal=True), inputs, dtype=torch.bfloat16)
+
+
+@needs_hopper
+@pytest.mark.parametrize("value", [1e4, float("nan")], ids=str)
+@pytest.mark.parametrize("settings", [{"causal": True}, {"window": (0, 0)}], ids=["causal", "window"])
+def test_keys_that_no_row_of_a_tile_sees_do_not_change_deterministic_gradients(
+    settings: dict[str, Any], value: float
+) -> None:
+    clean = [x.to(CUDA, torch.bfloat16) for x in make_inputs((1, 2, 2, 1000, 1000, 64))]
+    changed = [clean[0], *(x.clone() for x in clean[1:])]
+    for x in changed[1:]:
+        x[:, :, -1] = value
+    rows = []
+    for tensors in (clean, changed):
+        leaves = [x.requires_grad_() for x in tensors]
+        o = flash_attention(*leaves, **settings, backend="hopper", deterministic=True)
+        rows.append(torch.autograd.grad(o[:, :, :128].sum(), leaves)[0][:, :, :128])
+    assert torch.equal(*rows)
 
 
 @needs_hopper

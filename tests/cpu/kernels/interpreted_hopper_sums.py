@@ -8,6 +8,7 @@ main one's part, rounding and adding, is repeated here in PyTorch.
 
 import math
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import pytest
@@ -37,24 +38,43 @@ def make_inputs() -> list[Tensor]:
     return [normal(B, heads, L, D, seed=seed).float() for seed, heads in enumerate((H, G, G, H))]
 
 
-def differentiate(q: Tensor, k: Tensor, v: Tensor, do: Tensor, *, reverse: bool = False) -> tuple[Tensor, float]:
-    """Return dq as a deterministic backward pass computes it, and the largest number of units in any part of it."""
+def differentiate(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    do: Tensor,
+    *,
+    reverse: bool = False,
+    window: int = L,
+    documents: int | None = None,
+) -> tuple[Tensor, float]:
+    """Return dq as a deterministic backward pass computes it, and the largest number of units in any part of it.
+    `documents`: the position where a second one starts.
+    """
     k_all, v_all = (x.repeat_interleave(H // G, 1).double() for x in (k, v))
-    scores = (q.double() @ k_all.mT * SCALE).masked_fill(torch.ones(L, L, dtype=torch.bool).triu(1), -math.inf)
+    hidden = torch.ones(L, L, dtype=torch.bool)
+    hidden = hidden.triu(1) | hidden.tril(-window)
+    borders: tuple[Tensor | None, Tensor | None] = (None, None)
+    if documents is not None:
+        second = torch.arange(L) >= documents
+        hidden |= second[:, None] != second
+        borders = torch.where(second, documents, 0).int(), torch.where(second, L, documents).int()
+    scores = (q.double() @ k_all.mT * SCALE).masked_fill(hidden, -math.inf)
     p, lse = scores.softmax(-1), scores.logsumexp(-1).float()
-    o = (p @ v_all).float()
+    o = (p @ v_all.nan_to_num(0.0)).float()  # an unseen value does not matter
     ds = p * (do.double() @ v_all.mT - (do * o).double().sum(-1, keepdim=True))
 
     heads, groups = B * H, B * G
     bounds = torch.empty(2, groups * KEY_TILES)
     grid = (groups * KEY_TILES,)
     strides = (*k.stride()[:3], *v.stride()[:3])
-    kernels.attention_hopper_bound[grid](k, v, bounds, G, L, D, *strides, KEYS=TILE, BLOCK_D=WIDTH)
+    kernels.attention_hopper_bound[grid](k, v, bounds, G, L, D, *strides, BLOCK_D=WIDTH)
     rows = torch.empty(3 * heads, PADDED)
     sums = torch.empty(B, H, L, D, dtype=torch.int32)
     kernels.attention_hopper_prepare[(PADDED // TILE * heads,)](
-        o, do, lse, rows, sums, bounds, H, G, L, PADDED, heads, D, *o.stride()[:3], *do.stride(), groups, KEY_TILES,
-        ROWS=TILE, BLOCK_D=WIDTH, MOST_KEY_TILES=2, EXACT_SUMS=True,
+        o, do, lse, rows, sums, bounds, *borders, H, G, L, PADDED, heads, D, *o.stride()[:3], *do.stride(), groups, L,
+        window - 1, 0, ROWS=TILE, BLOCK_D=WIDTH, MOST_KEY_TILES=2, CAUSAL=True, WINDOW=window < L,
+        DOCUMENTS=documents is not None, EXACT_SUMS=True,
     )  # fmt: skip
     assert not sums.any()
     units = rows[2 * heads :, :L].view(B, H, L, 1).double()
@@ -107,3 +127,23 @@ def test_what_is_not_finite_stays_visible() -> None:
         dq, _ = differentiate(*inputs)
         assert dq[0, 0, 150:].isnan().any()
         assert not dq[0, -1].isnan().any()  # of another head
+
+
+@pytest.mark.parametrize("value", [1e4, math.nan], ids=str)
+@pytest.mark.parametrize(
+    ("key", "rows", "masks"),
+    [
+        (L - 1, slice(0, TILE), {}),
+        (3, slice(TILE, L), {"window": 1}),
+        (3, slice(TILE, L), {"documents": TILE}),
+    ],
+    ids=["causal", "window", "documents"],
+)
+def test_keys_of_unseen_tiles_do_not_matter(key: int, rows: slice, masks: dict[str, Any], value: float) -> None:
+    clean = make_inputs()
+    expected_dq, _ = differentiate(*clean, **masks)
+    inputs = [x.clone() for x in clean]
+    for x in inputs[1:3]:
+        x[:, :, key] = value
+    dq, _ = differentiate(*inputs, **masks)
+    assert torch.equal(dq[:, :, rows], expected_dq[:, :, rows])

@@ -104,6 +104,7 @@ def test_fa4_runs_what_it_supports(options: dict[str, Any]) -> None:
         ({"lengths": (16, 8), "causal": True}, "some queries see no key"),
         ({"lengths": (16, 8), "extras": Extras(left=3)}, "some queries see no key"),
         ({"lengths": (16, 0)}, "some queries see no key"),
+        ({"lengths": (0, 16)}, "it requires queries"),
         ({"extras": Extras(left=3, softcap=30.0)}, "it does not support `softcap`"),
     ],
     ids=str,

@@ -2,7 +2,8 @@
 
 # All tensors are (B, H, L, D).
 
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
@@ -70,6 +71,38 @@ def test_a_known_call_takes_the_plan_both_ways(plan: Plan) -> None:
     for one, other in zip(found, torch.autograd.grad(expected(leaves), leaves, do), strict=True):
         torch.testing.assert_close(one, other)
     assert plan.calls == ["forward", "backward"]
+
+
+@pytest.fixture
+def made(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The calls of `_make`, which here finds that no backend with plans runs them."""
+    found: list[str] = []
+    monkeypatch.setattr(plans, "_make", lambda _problem, _scale, backend: found.append(backend))
+    monkeypatch.setattr(plans, "_plans", {})
+    return found
+
+
+def remember(backend: str) -> None:
+    on_gpu = SimpleNamespace(
+        shape=SHAPE, dtype=torch.bfloat16, is_cuda=True, stride=lambda: (1,), get_device=lambda: 0, data_ptr=lambda: 16
+    )
+    x = cast(Tensor, on_gpu)
+    plans.remember(Problem(x, x, x, causal=True), None, SCALE, backend)
+
+
+def test_a_call_without_a_plan_is_examined_once(made: list[str]) -> None:
+    for backend in ("auto", "auto", "hopper"):
+        remember(backend)
+    assert made == ["auto", "hopper"]
+
+
+def test_nothing_is_planned_while_pytorch_is_deterministic(made: list[str]) -> None:
+    torch.use_deterministic_algorithms(mode=True)
+    try:
+        remember("auto")
+    finally:
+        torch.use_deterministic_algorithms(mode=False)
+    assert made == []
 
 
 def test_no_graph_is_built_without_need(plan: Plan) -> None:

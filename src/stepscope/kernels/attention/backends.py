@@ -134,6 +134,8 @@ def _refuses_fa4(problem: Problem) -> str | None:
         return f"it requires head dims that are multiples of 8 up to {widest}, but got {dims[0]} and {dims[1]}"
     if problem.is_grouped and dims[0] != dims[1]:
         return "with grouped heads, it requires values of the same head dim as keys"
+    if not q_BHLD.numel():
+        return "it requires queries"
     hides_keys = problem.causal or problem.extras is not NO_EXTRAS
     if problem.num_keys == 0 or (hides_keys and problem.num_queries > problem.num_keys):
         return "some queries see no key"
@@ -207,8 +209,7 @@ def _ask_sdpa(backend: str, problem: Problem) -> str | None:
     }
     if torch.compiler.is_compiling():
         return None  # not traceable; where PyTorch cannot run it, it raises itself
-    q_BHLD, k_BGKD, v_BGKD, causal = problem[:4]
-    params = torch.backends.cuda.SDPAParams(q_BHLD, k_BGKD, v_BGKD, None, 0.0, causal, problem.is_grouped)
+    params = torch.backends.cuda.SDPAParams(*problem[:3], None, 0.0, problem.hides_keys, problem.is_grouped)
     if asks[backend](params):
         return None
     with warnings.catch_warnings(record=True) as told:
@@ -391,7 +392,7 @@ def has_kernel(device: torch.device, dtype: torch.dtype) -> bool:
 
 def chosen_backends() -> Mapping[tuple[str, str], int]:
     """Return how often `auto` chose which backend in this process, by (backend, reasons against the preferred ones).
-    Forward and backward choose separately; requests by name are not counted. In a compiled model, choices between our
-    own kernels are counted as they run, while SDPA is part of the compiled code and is not counted.
+    Forward and backward choose separately; requests by name are not counted. In a compiled model, choices between
+    kernels are counted as they run, while SDPA is part of the compiled code and is not counted.
     """
     return MappingProxyType(_chosen)

@@ -55,11 +55,11 @@ def _run_forward(
     scale: float,
     backend: str,
     tf32: bool,
-    _deterministic: bool,
+    deterministic: bool,
     *extra: Any,
 ) -> tuple[Tensor, Tensor]:
     """Forward is always deterministic; backward checks."""
-    plan = None if extra else plans.find(q_BHLD, k_BGKD, v_BGKD, causal, scale, backend)
+    plan = None if extra or deterministic else plans.find(q_BHLD, k_BGKD, v_BGKD, causal, scale, backend)
     if plan is not None:
         return plan(q_BHLD, k_BGKD, v_BGKD)
     extras = Extras(*extra) if extra else NO_EXTRAS

@@ -53,7 +53,7 @@ class CallPlan:
         return _is_aligned(q, k, v) and (q.stride(), k.stride(), v.stride()) == self._strides
 
 
-_plans: dict[tuple[Any, ...], CallPlan] = {}
+_plans: dict[tuple[Any, ...], CallPlan | None] = {}  # None: a backend without plans runs it
 
 
 def find(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float | None, backend: str) -> CallPlan | None:
@@ -69,14 +69,14 @@ def find(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float | None, bac
 def remember(problem: Problem, given_scale: float | None, scale: float, backend: str) -> None:
     """Plan calls like this one, which has been checked, if backends with plans run them."""
     q, k, v, causal, extras = problem
+    if torch.are_deterministic_algorithms_enabled():  # in which PyTorch refuses cuDNN
+        return
     if backend not in ("auto", *_PLANNED) or not q.is_cuda or q.dtype not in backends.HALF or extras is not NO_EXTRAS:
         return
     key = _key(q, k, v, causal, given_scale, backend)
     if key in _plans or not _is_aligned(q, k, v):
         return
     plan = _make(problem, scale, backend)
-    if plan is None:
-        return
     if len(_plans) >= _MOST_PLANS:  # every call has a new length: plans are cheap to make again
         _plans.clear()
     _plans[key] = plan

@@ -3,10 +3,10 @@
 
 A program owns 128 keys, 64 for each of its two consumer warpgroups, and loops over the query tiles that see them. There
 are five matmuls per tile: the scores and their gradient, transposed, so that both end up as register operands of dV and
-dK; those two; and dQ, which the copy engine adds to an fp32 buffer in memory (in no fixed order, so its last bits
-differ between runs). For dQ both warpgroups write their score gradients to shared memory and each computes one half of
-it from all 128 keys. That halves the traffic of the additions compared with one dQ per warpgroup: 432 TFLOP/s became
-510 (H200, 8192 keys, head size 128).
+dK; those two; and dQ, which the copy engine adds to a buffer in memory: in fp32, whose last bits differ between runs,
+because the order does, or in integers (EXACT_SUMS). For dQ both warpgroups write their score gradients to shared memory
+and each computes one half of it from all 128 keys. That halves the traffic of the additions compared with one dQ per
+warpgroup: 432 TFLOP/s became 510 (H200, 8192 keys, head size 128).
 
 The scores of the next tile are issued before waiting for dQ and writing it, so that the tensor cores stay busy: 510
 became 545. They are waited for before the next iteration: ptxas serializes matmuls in flight across the loop edge
@@ -52,6 +52,7 @@ OWN_KEYS = gl.constexpr(64)  # rows per consumer warpgroup
 # Of the 16 barriers of the hardware, of which Triton uses the first few: two for each consumer, and one for each stage.
 DS_BARRIERS = gl.constexpr(12)
 EMPTY_BARRIERS = gl.constexpr(10)
+KEYS_OF_BOUND = tl.constexpr(KEYS_OF_PROGRAM)
 FINITE = tl.constexpr(3.0e38)
 SMALLEST_BOUND = tl.constexpr(1e-37)
 ROWS_OF_TILE = {64: 128, 128: 64}  # queries, by head width: as many as the registers hold
@@ -91,6 +92,7 @@ def _reduce_add(desc, coord, source, _semantic=None):
 
 @gluon.jit
 def _round_to_int(x):
+    """NaN becomes zero. Only score gradients that overflow in fp16 lead to it, and dK shows those."""
     return gl.inline_asm_elementwise("cvt.rni.s32.f32 $0, $1;", "=r,f", [x], dtype=gl.int32, is_pure=True, pack=1)
 
 
@@ -377,15 +379,15 @@ def _row_lengths(x):
 @triton.jit(do_not_specialize=["G", "num_keys"])
 def attention_hopper_bound(
     k_ptr, v_ptr, bounds_ptr, G, num_keys, D, k_z, k_g, k_l, v_z, v_g, v_l,
-    KEYS: tl.constexpr, BLOCK_D: tl.constexpr,
+    BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     """For each tile of keys the largest element of k and, below all tiles, the largest length of a v. NaN becomes
     infinity, which no maximum loses.
     """
-    tiles = tl.cdiv(num_keys, KEYS)
+    tiles = tl.cdiv(num_keys, KEYS_OF_BOUND)
     zg = tl.program_id(0) // tiles
     z, g = (zg // G).to(tl.int64), (zg % G).to(tl.int64)
-    keys = ((tl.program_id(0) % tiles) * KEYS + tl.arange(0, KEYS)).to(tl.int64)[:, None]
+    keys = ((tl.program_id(0) % tiles) * KEYS_OF_BOUND + tl.arange(0, KEYS_OF_BOUND)).to(tl.int64)[:, None]
     columns = tl.arange(0, BLOCK_D)[None, :]
     keep = (keys < num_keys) & (columns < D)
     k = tl.abs(tl.load(k_ptr + z * k_z + g * k_g + keys * k_l + columns, mask=keep, other=0.0).to(tl.float32))
@@ -397,18 +399,20 @@ def attention_hopper_bound(
     tl.store(bounds_ptr + tl.num_programs(0) + tl.program_id(0), longest)
 
 
-@triton.jit(do_not_specialize=["H", "G", "num_queries", "padded", "heads", "groups", "key_tiles"])
+@triton.jit(do_not_specialize=["H", "G", "num_queries", "padded", "heads", "groups", "num_keys", "left", "right"])
 def attention_hopper_prepare(
-    o_ptr, do_ptr, lse_ptr, rows_ptr, dq_ptr, bounds_ptr, H, G, num_queries, padded, heads, D,
-    o_z, o_h, o_l, do_z, do_h, do_l, do_d, groups, key_tiles,
-    ROWS: tl.constexpr, BLOCK_D: tl.constexpr, MOST_KEY_TILES: tl.constexpr, EXACT_SUMS: tl.constexpr,
+    o_ptr, do_ptr, lse_ptr, rows_ptr, dq_ptr, bounds_ptr, starts, ends, H, G, num_queries, padded, heads, D,
+    o_z, o_h, o_l, do_z, do_h, do_l, do_d, groups, num_keys, left, right,
+    ROWS: tl.constexpr, BLOCK_D: tl.constexpr, MOST_KEY_TILES: tl.constexpr, CAUSAL: tl.constexpr,
+    WINDOW: tl.constexpr, DOCUMENTS: tl.constexpr, EXACT_SUMS: tl.constexpr,
 ):  # fmt: skip
     """Each row's log-sum-exp in base 2 and, below all `heads`, delta, the sum of o * do, padded to full tiles; and a dQ
     of zeros.
 
     EXACT_SUMS: below, how many units of its integer sums are one, a power of two. A row of dQ is a mean, weighted with
-    P, of k · (do · (v - o)), so no element of it or of a part of it exceeds max |k| · |do| · (max |v| + |o|), except
-    for rounding; that bound becomes at most 2^30. Where it is not finite, neither is the row.
+    P, of k · (do · (v - o)), so no element of it or of a part of it exceeds the largest |k| · |do| · (|v| + |o|) of a
+    key tile that the program's rows see, except for rounding; that bound becomes at most 2^30. Where it is not finite,
+    the row becomes NaN.
     """
     tiles = tl.cdiv(num_queries, ROWS)
     bh = tl.program_id(0) // tiles
@@ -428,11 +432,28 @@ def attention_hopper_prepare(
     dq = dq_ptr + (bh.to(tl.int64) * num_queries + wide) * D + columns[None, :]
     tl.store(dq, tl.zeros([ROWS, BLOCK_D], dq_ptr.dtype.element_ty), mask=keep)
     if EXACT_SUMS:
+        key_tiles = tl.cdiv(num_keys, KEYS_OF_BOUND)
+        first_row = (tl.program_id(0) % tiles) * ROWS
+        last_row = tl.minimum(first_row + ROWS, num_queries) - 1
+        shift = num_keys - num_queries
+        first_key = 0
+        end_key = num_keys
+        if CAUSAL:
+            end_key = tl.minimum(end_key, last_row + shift + 1)
+        elif WINDOW:
+            end_key = tl.minimum(end_key, last_row + shift + right + 1)
+        if WINDOW:
+            first_key = tl.maximum(first_key, first_row + shift - left)
+        if DOCUMENTS:
+            first_key = tl.maximum(first_key, tl.load(starts + z * num_queries + first_row))
+            end_key = tl.minimum(end_key, tl.load(ends + z * num_queries + last_row))
         some = tl.arange(0, MOST_KEY_TILES)
+        seen = ((some + 1) * KEYS_OF_BOUND > first_key) & (some * KEYS_OF_BOUND < end_key)
         bounds = bounds_ptr + (z * G + h // (H // G)) * key_tiles + some
-        largest = tl.max(tl.load(bounds, mask=some < key_tiles, other=0.0), 0)
-        longest = tl.max(tl.load(bounds + groups * key_tiles, mask=some < key_tiles, other=0.0), 0)
-        bound = largest * _row_lengths(do) * (longest + _row_lengths(o))
+        largest = tl.load(bounds, mask=seen, other=0.0)
+        longest = tl.load(bounds + groups * key_tiles, mask=seen, other=0.0)
+        # The length of o belongs to a row: two maxima instead of one for each row.
+        bound = _row_lengths(do) * (tl.max(largest * longest, 0) + tl.max(largest, 0) * _row_lengths(o))
         exponent = tl.minimum(30.0 - tl.ceil(tl.log2(tl.maximum(bound, SMALLEST_BOUND))), 126.0)
         units = tl.where(bound <= FINITE, tl.exp2(exponent), float("nan"))
         tl.store(rows_ptr + (2 * heads + bh).to(tl.int64) * padded + rows, units)

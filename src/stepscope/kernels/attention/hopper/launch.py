@@ -37,7 +37,7 @@ from stepscope.kernels.attention.hopper.forward_kernel import (
 from stepscope.kernels.attention.problem import NO_EXTRAS, TMA_ALIGNMENT, Extras, make_readable, tma_strides
 
 # Under a causal mask, heads are done in groups: few, so that K and V of those in flight stay in L2 (groups of 32 cost
-# up to 15%), but enough to balance the programs.
+# up to 18%), but enough to balance the programs.
 FEWEST_HEADS = {2: 8, 3: 16}  # by consumers: larger tiles are fewer, and harder to balance
 ROUNDS_OF_GROUP = 2
 PREPARED_ROWS = 128  # a multiple of the rows of every tile
@@ -138,7 +138,7 @@ class ForwardPlan:
         )
         num_tiles = -(-num_queries // (settings["CONSUMERS"] * ROWS_OF_CONSUMER))
         heads, processors = batch * num_heads, _count_multiprocessors(q.device)
-        # Under a causal mask, each program has at least two tiles, a long one and a short one.
+        # Under a causal mask, two tiles for each program, if there are so many: a long one and a short one.
         num_programs = min(heads * (-(-num_tiles // 2) if causal else num_tiles), processors)
         groups = -(-heads // max(FEWEST_HEADS[settings["CONSUMERS"]], ROUNDS_OF_GROUP * num_programs // num_tiles))
         group = -(-heads // groups)
@@ -215,7 +215,7 @@ class BackwardPlan:
                 groups * key_tiles,
                 q.device,
                 numbers=(num_groups, num_keys, head_dim, *k.stride()[:3], *v.stride()[:3]),
-                constants={"KEYS": KEYS_OF_PROGRAM, "BLOCK_D": width, "num_warps": 8},
+                constants={"BLOCK_D": width, "num_warps": 8},
             )
             if deterministic
             else None
@@ -234,12 +234,16 @@ class BackwardPlan:
                 *o.stride()[:3],
                 *do.stride(),
                 groups,
-                key_tiles,
+                num_keys,
+                *_window(forward.extras),
             ),
             constants={
                 "ROWS": PREPARED_ROWS,
                 "BLOCK_D": width,
                 "MOST_KEY_TILES": triton.next_power_of_2(key_tiles) if deterministic else 1,
+                "CAUSAL": deterministic and forward.causal,
+                "WINDOW": deterministic and _has_window(forward.extras),
+                "DOCUMENTS": deterministic and forward.has_documents,
                 "EXACT_SUMS": deterministic,
                 "num_warps": 8,
             },
@@ -298,8 +302,9 @@ class BackwardPlan:
         if self._bound is not None:
             bounds = torch.empty(self._bounds_shape, dtype=torch.float32, device=self._device)
             self._bound((), (k, v, bounds))
-        self._prepare((), (o, do, lse, statistics, sums, bounds))
-        self._main((q, k, v, do, statistics, sums, dk, dv), _borders(documents))
+        borders = _borders(documents)
+        self._prepare((), (o, do, lse, statistics, sums, bounds, *(borders if bounds is not None else (None, None))))
+        self._main((q, k, v, do, statistics, sums, dk, dv), borders)
         self._finish((), (sums, statistics, dq))
         return dq, dk, dv
 
