@@ -76,12 +76,17 @@ class Case:
         return f"{self.dtype} {'causal' if self.causal else 'full'} {describe_shape(asdict(self))}"
 
     def tflop(self, direction: str) -> float:
-        """Forward has a GEMM with the head dim of keys and one with that of values, backward three and two."""
-        gemm = attention_flops(
-            batch=self.batch, heads=self.heads, queries=self.length, keys=self.length, head_dim=1, causal=self.causal
+        flops = attention_flops(
+            batch=self.batch,
+            heads=self.heads,
+            queries=self.length,
+            keys=self.length,
+            head_dim=self.head_dim,
+            value_dim=self.value_dim,
+            causal=self.causal,
+            backward=direction == "backward",
         )
-        with_keys, with_values = (1, 1) if direction == "forward" else (3, 2)
-        return gemm / 2 * (with_keys * self.head_dim + with_values * self.value_dim) / 1e12
+        return flops / 1e12
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -9,8 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from stepscope.kernels.attention.hopper import launch
+from stepscope.kernels.attention.hopper import backward_kernel, forward_kernel, launch
 from stepscope.kernels.attention.problem import NO_EXTRAS, Extras
+from stepscope.recover.families import fused_attention
 
 B, H, G, L, K, D = 2, 4, 2, 300, 500, 64
 SCALE = 0.25
@@ -106,3 +107,10 @@ def test_deterministic_backward_with_documents_and_a_window(launched: dict[str, 
         assert [found[name].data_ptr() for name in ("starts", "ends")] == [x.data_ptr() for x in documents]
     assert prepare["rows_ptr"].shape == (3 * B * H, 384)
     assert prepare["dq_ptr"].dtype == torch.int32
+
+
+def test_recover_knows_the_tiles() -> None:
+    """It reads sizes from grids, and does not import kernels."""
+    assert fused_attention._HOPPER_LONG == forward_kernel.LONG
+    assert fused_attention._HOPPER_ROWS == forward_kernel.ROWS_OF_CONSUMER
+    assert fused_attention._HOPPER_KEYS == forward_kernel.KEYS_OF_TILE == backward_kernel.KEYS_OF_PROGRAM

@@ -291,8 +291,8 @@ def load_bias(batch, head, query, key, num_queries, extras):
 # takes both. Pointers work on every GPU and with every stride. Descriptors leave the address arithmetic, the bounds and
 # the padding of D to Hopper's copy engine, which frees registers for the accumulators.
 #
-# Sizes of a tile are powers of two, so a head may be one or two tiles (`tiles.padded_width`). As the block of a
-# descriptor is part of its type, the second one, the tail, has a source of its own, None if there is no tail.
+# The sizes of a tile are powers of two, so a head is one tile or two (`tiles.padded_width`). A descriptor has one tile
+# size, so the second tile, the tail, is loaded through a descriptor of its own, which is None if there is no tail.
 #
 # Offsets are 64-bit: a batch of long sequences exceeds 2**31 elements, and heads may be far apart.
 

@@ -42,8 +42,6 @@ from stepscope.kernels.attention.hopper.forward_kernel import (
     find_first_keys,
     find_last_keys,
     make_barriers,
-    signal,
-    sync,
 )
 
 KEYS_OF_PROGRAM = 128
@@ -88,6 +86,28 @@ def _reduce_add(desc, coord, source, _semantic=None):
     """Add a tile in shared memory to global memory: the copy engine can do this, but Gluon 3.6 does not expose it."""
     handles = _semantic._convert_to_ir_values(coord, require_i64=False)
     _semantic.builder.create_async_tma_reduce(ir.DESCRIPTOR_REDUCE_KIND.ADD, desc.handle, handles, source.handle)
+
+
+@gluon.jit
+def _signal(barrier, THREADS: gl.constexpr):
+    """Arrive at a barrier of the hardware at which a warpgroup arrives and others wait, THREADS in all. With an
+    `mbarrier`, one thread arrives for all, which takes two barriers more: one before, and one after it.
+    """
+    layout: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+    operands = [gl.full([128], barrier, gl.int32, layout), gl.full([128], THREADS, gl.int32, layout)]
+    gl.inline_asm_elementwise(
+        "bar.arrive $1, $2; mov.b32 $0, $1;", "=r,r,r,~{memory}", operands, dtype=gl.int32, is_pure=False, pack=1
+    )
+
+
+@gluon.jit
+def _sync(barrier, THREADS: gl.constexpr, WARPS: gl.constexpr):
+    """Arrive at such a barrier with WARPS warps, and wait for the others."""
+    layout: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
+    operands = [gl.full([32 * WARPS], barrier, gl.int32, layout), gl.full([32 * WARPS], THREADS, gl.int32, layout)]
+    gl.inline_asm_elementwise(
+        "bar.sync $1, $2; mov.b32 $0, $1;", "=r,r,r,~{memory}", operands, dtype=gl.int32, is_pure=False, pack=1
+    )
 
 
 @gluon.jit
@@ -240,12 +260,12 @@ def _consume(
         ds_all = ds_bufs.index(step & 1)
         ds_all.slice(CONSUMER * OWN_KEYS, OWN_KEYS, dim=0).store(ds)
         fence_async_shared()
-        signal(DS_BARRIERS + 2 * (1 - CONSUMER) + (step & 1), 256)
+        _signal(DS_BARRIERS + 2 * (1 - CONSUMER) + (step & 1), 256)
         ds_operand = gl.convert_layout(ds, operand)
         dk = warpgroup_mma(ds_operand, q, dk, is_async=True)
         dv, p_operand = warpgroup_mma_wait(1, deps=[dv, p_operand])
 
-        sync(DS_BARRIERS + 2 * CONSUMER + (step & 1), 256, 4)
+        _sync(DS_BARRIERS + 2 * CONSUMER + (step & 1), 256, 4)
         nothing = gl.zeros([64, 64], gl.float32, T)
         if D == 128:  # half of the columns for each warpgroup, otherwise half of the rows
             half = k_all.slice(CONSUMER * 64, 64, dim=1)
@@ -264,7 +284,7 @@ def _consume(
             if D == 64:
                 units = units.slice(CONSUMER * 64, 64)
             dq = _round_to_int(dq * units.load(gl.SliceLayout(1, T))[:, None])
-        signal(EMPTY_BARRIERS + b, 256 + 32)
+        _signal(EMPTY_BARRIERS + b, 256 + 32)
         tma.store_wait(0)
         dq_buf.reshape([64, 64]).store(dq)
         fence_async_shared()
@@ -310,7 +330,7 @@ def _produce(
         b = step % STAGES
         full = q_full.index(b)
         if step >= STAGES:
-            sync(EMPTY_BARRIERS + b, 256 + 32, 1)
+            _sync(EMPTY_BARRIERS + b, 256 + 32, 1)
         mbarrier.expect(full, q_desc.block_type.nbytes + (2 if EXACT_SUMS else 1) * ROWS * 4)
         if EXACT_SUMS:
             tma.async_copy_global_to_shared(rows_desc, [2 * heads + z * H + h, tile * ROWS], full, unit_bufs.index(b))
@@ -322,7 +342,7 @@ def _produce(
         tma.async_copy_global_to_shared(rows_desc, [heads + z * H + h, tile * ROWS], full, delta_bufs.index(b))
         h, tile = _next_tile(h, tile, first, end)
     for step in range(gl.maximum(0, steps - STAGES), steps):  # no barrier is left half full
-        sync(EMPTY_BARRIERS + step % STAGES, 256 + 32, 1)
+        _sync(EMPTY_BARRIERS + step % STAGES, 256 + 32, 1)
 
 
 @gluon.jit(do_not_specialize=["scale", "H", "G", "heads", "num_queries", "num_keys", "group", "left", "right"])

@@ -135,28 +135,6 @@ def make_barriers(COUNT: gl.constexpr, ARRIVALS: gl.constexpr):
 
 
 @gluon.jit
-def signal(barrier, THREADS: gl.constexpr):
-    """Arrive at a barrier of the hardware at which a warpgroup arrives and others wait, THREADS in all. With an
-    `mbarrier`, one thread arrives for all, which takes two barriers more: one before, and one after it.
-    """
-    layout: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
-    operands = [gl.full([128], barrier, gl.int32, layout), gl.full([128], THREADS, gl.int32, layout)]
-    gl.inline_asm_elementwise(
-        "bar.arrive $1, $2; mov.b32 $0, $1;", "=r,r,r,~{memory}", operands, dtype=gl.int32, is_pure=False, pack=1
-    )
-
-
-@gluon.jit
-def sync(barrier, THREADS: gl.constexpr, WARPS: gl.constexpr):
-    """Arrive at such a barrier with WARPS warps, and wait for the others."""
-    layout: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
-    operands = [gl.full([32 * WARPS], barrier, gl.int32, layout), gl.full([32 * WARPS], THREADS, gl.int32, layout)]
-    gl.inline_asm_elementwise(
-        "bar.sync $1, $2; mov.b32 $0, $1;", "=r,r,r,~{memory}", operands, dtype=gl.int32, is_pure=False, pack=1
-    )
-
-
-@gluon.jit
 def find_last_keys(rows, z, sizes, near, CAUSAL: gl.constexpr, WINDOW: gl.constexpr, DOCUMENTS: gl.constexpr):
     """The last key that each row sees, which never falls from one row to the next. A causal mask is aligned at the end:
     the last row sees all keys.
