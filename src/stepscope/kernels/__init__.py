@@ -1,5 +1,15 @@
 """Faster kernels: each is a drop-in replacement for the reference of the same name in `nn.functional`."""
 
 from stepscope.kernels.attention import FlashAttention, FlashAttentionTiled, document_bounds, flash_attention
+from stepscope.kernels.norms import add_layer_norm, add_rms_norm, layer_norm, rms_norm
 
-__all__ = ["FlashAttention", "FlashAttentionTiled", "document_bounds", "flash_attention"]
+__all__ = [
+    "FlashAttention",
+    "FlashAttentionTiled",
+    "add_layer_norm",
+    "add_rms_norm",
+    "document_bounds",
+    "flash_attention",
+    "layer_norm",
+    "rms_norm",
+]
