@@ -1,7 +1,9 @@
 """Faster kernels: each is a drop-in replacement for the reference of the same name in `nn.functional`."""
 
 from stepscope.kernels.attention import FlashAttention, FlashAttentionTiled, document_bounds, flash_attention
+from stepscope.kernels.gated import geglu, geglu_packed, swiglu, swiglu_packed
 from stepscope.kernels.norms import add_layer_norm, add_rms_norm, layer_norm, rms_norm
+from stepscope.kernels.rotary import rope, rope_packed
 
 __all__ = [
     "FlashAttention",
@@ -10,6 +12,12 @@ __all__ = [
     "add_rms_norm",
     "document_bounds",
     "flash_attention",
+    "geglu",
+    "geglu_packed",
     "layer_norm",
     "rms_norm",
+    "rope",
+    "rope_packed",
+    "swiglu",
+    "swiglu_packed",
 ]

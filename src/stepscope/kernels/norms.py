@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from stepscope.kernels.launch import KERNEL_DTYPES
 from stepscope.nn import functional
 
 _library = torch.library.Library("stepscope", "FRAGMENT")  # type: ignore[no-untyped-call]  # registrations last as long as it does
@@ -153,7 +154,6 @@ def _widen(x: Tensor) -> Tensor:
 
 _Forward = Callable[..., tuple[Tensor | None, Tensor, Tensor]]
 _TAGS = (torch.Tag.pt2_compliant_tag,)
-_KERNEL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def _run_forward(
@@ -161,7 +161,7 @@ def _run_forward(
 ) -> tuple[Tensor | None, Tensor, Tensor]:
     centered = kind == "layer_norm"
     wide = x.dtype if branch is None else torch.promote_types(x.dtype, branch.dtype)
-    if x.is_cuda and wide in _KERNEL_DTYPES:
+    if x.is_cuda and wide in KERNEL_DTYPES:
         from stepscope.kernels import norms_launch
 
         return norms_launch.forward(x, branch, weight_M, bias_M, eps=eps, dtype=dtype, centered=centered)
@@ -180,7 +180,7 @@ def _run_backward(
     bias_grad: bool,
 ) -> list[Tensor]:
     run = _plain_backward
-    if x.is_cuda and x.dtype in _KERNEL_DTYPES:
+    if x.is_cuda and x.dtype in KERNEL_DTYPES:
         from stepscope.kernels import norms_launch
 
         run = norms_launch.backward

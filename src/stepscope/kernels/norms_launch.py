@@ -9,7 +9,7 @@ import torch
 import triton
 from torch import Tensor
 
-from stepscope.kernels.devices import num_multiprocessors, on_device_of
+from stepscope.kernels.launch import as_rows, num_multiprocessors, on_device_of, vector_elements
 from stepscope.kernels.norms_kernels import norm_backward, norm_forward, norm_sum_partials
 
 WIDEST = 65536  # a whole row is in registers
@@ -64,7 +64,7 @@ def forward(
     if width > WIDEST:
         raise ValueError(f"norms take rows of up to {WIDEST} elements, but got {width}")
     tile = forward_tile(width)
-    x_NM, branch_NM = _as_rows(x), None if branch is None else _as_rows(branch)
+    x_NM, branch_NM = as_rows(x), None if branch is None else as_rows(branch)
     total = None if branch is None else x.new_empty(x.shape, dtype=torch.promote_types(x.dtype, branch.dtype))
     y = x.new_empty(x.shape, dtype=dtype)
     statistics = x.new_empty((1 + centered, *x.shape[:-1]), dtype=torch.float32)
@@ -87,7 +87,7 @@ def forward(
             WIDTH=width,
             BLOCK=tile.block,
             ROWS=tile.rows,
-            VECTOR=_vector(total, y),
+            VECTOR=vector_elements(total, y),
             CENTERED=centered,
             num_warps=tile.num_warps,
         )
@@ -135,7 +135,7 @@ def _launch_backward(
     num_programs: int,
     tile: NormTile,
 ) -> None:
-    dy_NM, x_NM, d_total_NM = _as_rows(dy), _as_rows(x), None if d_total is None else _as_rows(d_total)
+    dy_NM, x_NM, d_total_NM = as_rows(dy), as_rows(x), None if d_total is None else as_rows(d_total)
     norm_backward[num_programs,](
         dy_NM,
         d_total_NM,
@@ -152,7 +152,7 @@ def _launch_backward(
         WIDTH=x.shape[-1],
         BLOCK=tile.block,
         ROWS=tile.rows,
-        VECTOR=_vector(dx, d_branch),
+        VECTOR=vector_elements(dx, d_branch),
         CENTERED=statistics.shape[0] == 2,
         STAGES=tile.stages,
         num_warps=tile.num_warps,
@@ -175,15 +175,5 @@ def _count_programs(num_rows: int, tile: NormTile, device: torch.device) -> int:
     """
     num_tiles = triton.cdiv(num_rows, tile.rows)
     most = num_multiprocessors(device) * tile.programs_per_multiprocessor
-    return triton.cdiv(num_tiles, triton.cdiv(num_tiles, most))
-
-
-def _vector(*written: Tensor | None) -> int:
-    """16 bytes of the widest dtype written."""
-    return 16 // max(x.element_size() for x in written if x is not None)
-
-
-def _as_rows(x: Tensor) -> Tensor:
-    """x as (N, M) with neighboring elements of a row next to each other; in place if rows are equally far apart."""
-    x_NM = x.reshape(-1, x.shape[-1])
-    return x_NM if x_NM.stride(1) == 1 else x_NM.contiguous()
+    count: int = triton.cdiv(num_tiles, triton.cdiv(num_tiles, most))
+    return count

@@ -86,6 +86,16 @@ def rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return rotated.flatten(-2).to(x.dtype)
 
 
+def rope_half(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotate each pair (i, i + head_dim/2) of x (..., length, head_dim): the convention of `transformers`.
+
+    The same as `rope` of reordered features. cos and sin are those of `rope`.
+    """
+    first, second = x.chunk(2, dim=-1)
+    rotated = torch.cat((first * cos - second * sin, first * sin + second * cos), dim=-1)
+    return rotated.to(x.dtype)
+
+
 def silu(x: Tensor) -> Tensor:
     """x * sigmoid(x), elementwise."""
     return x * torch.sigmoid(x)
@@ -94,6 +104,24 @@ def silu(x: Tensor) -> Tensor:
 def swiglu(gate: Tensor, up: Tensor) -> Tensor:
     """silu(gate) * up: the gated activation between the feed-forward layer's matrices."""
     return silu(gate) * up
+
+
+def gelu(x: Tensor) -> Tensor:
+    """x times the probability that a standard normal number is below x, elementwise."""
+    return 0.5 * x * (1 + torch.erf(x / math.sqrt(2)))
+
+
+GELU_CUBIC = 0.044715
+
+
+def gelu_tanh(x: Tensor) -> Tensor:
+    """`gelu` as GPT-2 approximated it, within 0.0005 of it."""
+    return 0.5 * x * (1 + torch.tanh(math.sqrt(2 / math.pi) * (x + GELU_CUBIC * x**3)))
+
+
+def geglu(gate: Tensor, up: Tensor, approximate: str = "none") -> Tensor:
+    """gelu(gate) * up, or gelu_tanh(gate) * up with approximate="tanh"."""
+    return (gelu_tanh(gate) if approximate == "tanh" else gelu(gate)) * up
 
 
 def softmax(x: Tensor, dim: int) -> Tensor:

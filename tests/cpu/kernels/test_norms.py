@@ -93,7 +93,7 @@ def test_only_the_sum_may_be_used() -> None:
 def test_gradients_of_equal_dtypes_are_not_shared_by_leaves() -> None:
     """Both are one tensor in the backward pass. What is accumulated later must not reach the other."""
     x, branch = normal(3, 8, seed=1).float().requires_grad_(), normal(3, 8, seed=2).float().requires_grad_()
-    add_rms_norm(x, branch, torch.ones(8))[1].square().sum().backward()
+    add_rms_norm(x, branch, torch.ones(8))[1].square().sum().backward()  # type: ignore[no-untyped-call]
     assert x.grad is not None
     assert branch.grad is not None
     before = branch.grad.clone()
@@ -113,7 +113,7 @@ def test_double_backward_is_refused() -> None:
     x = normal(3, 8).float().requires_grad_()
     (dx,) = torch.autograd.grad(rms_norm(x, torch.ones(8)).sum(), x, create_graph=True)
     with pytest.raises(RuntimeError, match="do not support double backward"):
-        dx.sum().backward()
+        dx.sum().backward()  # type: ignore[no-untyped-call]
 
 
 @pytest.mark.parametrize(

@@ -17,6 +17,8 @@ ROOT = Path(__file__).parents[3]
         "interpreted_triton_extras.py",
         "interpreted_hopper_sums.py",
         "interpreted_norms.py",
+        "interpreted_gated.py",
+        "interpreted_rotary.py",
     ],
 )
 def test_triton_kernels_match_the_reference_in_the_interpreter(name: str) -> None:

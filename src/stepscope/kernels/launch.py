@@ -1,0 +1,41 @@
+"""What launchers of fused kernels share: the GPU that tensors are on, and tensors as rows."""
+
+# N rows, M the width of a row.
+
+from contextlib import AbstractContextManager, nullcontext
+from functools import cache
+
+import torch
+from torch import Tensor
+
+KERNEL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+UNKNOWN_MULTIPROCESSORS = 132  # Hopper's. In Triton's interpreter
+_SAME_DEVICE = nullcontext()
+
+
+def on_device_of(x: Tensor) -> AbstractContextManager[object]:
+    """Triton launches on the current device. That is nearly always the tensors' own, and then nothing needs to change:
+    setting the same device again takes microseconds.
+    """
+    if not x.is_cuda or x.device.index == torch.cuda.current_device():
+        return _SAME_DEVICE
+    return torch.cuda.device(x.device)
+
+
+@cache
+def num_multiprocessors(device: torch.device) -> int:
+    if device.type != "cuda":
+        return UNKNOWN_MULTIPROCESSORS
+    count: int = torch.cuda.get_device_properties(device).multi_processor_count
+    return count
+
+
+def as_rows(x: Tensor) -> Tensor:
+    """x as (N, M) with neighboring elements of a row next to each other; in place if rows are equally far apart."""
+    x_NM = x.reshape(-1, x.shape[-1])
+    return x_NM if x_NM.stride(1) == 1 else x_NM.contiguous()
+
+
+def vector_elements(*written: Tensor | None) -> int:
+    """How many neighboring elements a thread takes: 16 bytes of the widest dtype written."""
+    return 16 // max(x.element_size() for x in written if x is not None)
