@@ -172,12 +172,14 @@ def _run_backward(dy: Tensor, gate: Tensor, up: Tensor, activation: str) -> tupl
 
 
 def _run_packed(gate_up: Tensor, activation: str) -> Tensor:
-    return _run_forward(*gate_up.chunk(2, dim=-1), activation)
+    gate, up = gate_up.chunk(2, dim=-1)
+    return _run_forward(gate, up, activation)
 
 
 def _run_packed_backward(dy: Tensor, gate_up: Tensor, activation: str) -> Tensor:
     gradient = gate_up.new_empty(gate_up.shape)
-    _write_gradients(dy, *gate_up.chunk(2, dim=-1), activation, *gradient.chunk(2, dim=-1))
+    (gate, up), (dgate, dup) = gate_up.chunk(2, dim=-1), gradient.chunk(2, dim=-1)
+    _write_gradients(dy, gate, up, activation, dgate, dup)
     return gradient
 
 

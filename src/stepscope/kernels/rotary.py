@@ -87,7 +87,8 @@ def _empty_heads(like: Tensor, batch: int, heads: int, length: int, head_dim: in
 def _split_heads(qkv_BLW: Tensor, num_heads: int, num_groups: int) -> list[Tensor]:
     """Views of q, k and v in the packed tensor."""
     heads = (num_heads, num_groups, num_groups)
-    qkv = qkv_BLW.unflatten(2, (sum(heads), qkv_BLW.shape[2] // sum(heads))).transpose(1, 2)
+    batch, length, width = qkv_BLW.shape
+    qkv = qkv_BLW.view(batch, length, sum(heads), width // sum(heads)).transpose(1, 2)
     return list(qkv.split(heads, dim=1))
 
 

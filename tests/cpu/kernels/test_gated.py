@@ -3,6 +3,7 @@ kernels.
 """
 
 from collections.abc import Callable
+from typing import Any, cast
 
 import pytest
 import torch
