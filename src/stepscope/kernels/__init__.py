@@ -1,5 +1,18 @@
 """Faster kernels: each is a drop-in replacement for the reference of the same name in `nn.functional`."""
 
+from stepscope.kernels.accumulation import Accumulator
+from stepscope.kernels.adamw import AdamWUpdates, Hyper, ParameterUpdate
 from stepscope.kernels.attention import FlashAttention, FlashAttentionTiled, document_bounds, flash_attention
+from stepscope.kernels.optimizer import OneLaunchAdamW
 
-__all__ = ["FlashAttention", "FlashAttentionTiled", "document_bounds", "flash_attention"]
+__all__ = [
+    "Accumulator",
+    "AdamWUpdates",
+    "FlashAttention",
+    "FlashAttentionTiled",
+    "Hyper",
+    "OneLaunchAdamW",
+    "ParameterUpdate",
+    "document_bounds",
+    "flash_attention",
+]

@@ -11,7 +11,13 @@ ROOT = Path(__file__).parents[3]
 
 
 @pytest.mark.parametrize(
-    "name", ["interpreted_triton_attention.py", "interpreted_triton_extras.py", "interpreted_hopper_sums.py"]
+    "name",
+    [
+        "interpreted_triton_attention.py",
+        "interpreted_triton_extras.py",
+        "interpreted_hopper_sums.py",
+        "interpreted_adamw.py",
+    ],
 )
 def test_triton_kernels_match_the_reference_in_the_interpreter(name: str) -> None:
     interpreted = Path(__file__).with_name(name)
