@@ -3,6 +3,7 @@
 from stepscope.kernels.accumulation import Accumulator
 from stepscope.kernels.adamw import AdamWUpdates, Hyper, ParameterUpdate
 from stepscope.kernels.attention import FlashAttention, FlashAttentionTiled, document_bounds, flash_attention
+from stepscope.kernels.norms import add_layer_norm, add_rms_norm, layer_norm, rms_norm
 from stepscope.kernels.optimizer import OneLaunchAdamW
 
 __all__ = [
@@ -13,6 +14,10 @@ __all__ = [
     "Hyper",
     "OneLaunchAdamW",
     "ParameterUpdate",
+    "add_layer_norm",
+    "add_rms_norm",
     "document_bounds",
     "flash_attention",
+    "layer_norm",
+    "rms_norm",
 ]

@@ -50,6 +50,15 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return (wide * inverse_rms * weight).to(x.dtype)
 
 
+def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
+    """Shift and scale (..., width) to mean zero and variance one, then each feature by weight and bias (width)."""
+    wide = _widen(x)
+    centered = wide - wide.mean(dim=-1, keepdim=True)
+    inverse_std = torch.rsqrt(centered.square().mean(dim=-1, keepdim=True) + eps)
+    scaled = centered * inverse_std * weight
+    return (scaled if bias is None else scaled + bias).to(x.dtype)
+
+
 def rope_tables(
     head_dim: int,
     context: int,
