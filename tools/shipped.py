@@ -28,8 +28,10 @@ def _import_without_torch() -> None:
 
 _import_without_torch()
 
+import triton.language as tl  # noqa: E402
 from triton.experimental.gluon import language as gl  # noqa: E402
 
+from stepscope.kernels import adamw_kernels  # noqa: E402
 from stepscope.kernels.attention import tiles  # noqa: E402
 from stepscope.kernels.attention.hopper.backward_kernel import (  # noqa: E402
     KEYS_OF_PROGRAM,
@@ -66,7 +68,7 @@ class Shipped:
     constants: dict[Any, Any]
     options: dict[str, Any]
     arch: int
-    product: str  # the tensor-core instruction that must be present
+    product: str  # the instruction that must be present: of the tensor cores, or a load of 16 bytes
     most_spilled: int  # bytes
     aligned: tuple[Any, ...] = ()
     may_serialize: bool = False  # whether its asynchronous matmuls may wait for one another
@@ -76,7 +78,7 @@ class Shipped:
 
 def shipped() -> list[Shipped]:
     """Return all of them."""
-    return [*_triton(), *_hopper()]
+    return [*_triton(), *_hopper(), *_lists()]
 
 
 KERNELS = {
@@ -341,3 +343,59 @@ def _backward_types(dtype: str, width: int) -> dict[str, str]:
 def _tile(dtype: str, rows: int, columns: int) -> str:
     layout = gl.NVMMASharedLayout.get_default_for([1, 1, rows, columns], _GLUON_TYPES[dtype])
     return f"tensordesc<{dtype}[1, 1, {rows}, {columns}],{layout!r}>"
+
+
+# --- Lists of tensors. Their kernels find the types of what is behind an address in their constants. ---
+
+_TL_TYPES = {"bf16": tl.bfloat16, "fp32": tl.float32}
+_LIST_CONSTANTS: dict[str, Any] = {"ALIGNED": True, "CHUNK": 4096}
+# The states, the gradient, the working copy: a matrix of a bf16 model, a vector of it, and a parameter in fp32.
+_UPDATED_TYPES = (("fp32", "bf16", "bf16"), ("fp32", "fp32", None), ("bf16", "bf16", None))
+
+
+def _lists() -> Iterator[Shipped]:
+    for arch in ARCHITECTURES:
+        for state, gradient, working in _UPDATED_TYPES:
+            constants = {"STATE_TYPE": _TL_TYPES[state], "GRADIENT_TYPE": _TL_TYPES[gradient], "BLOCK": 1024}
+            constants["WORKING_TYPE"] = None if working is None else _TL_TYPES[working]
+            name = f"adamw update {state} {gradient} {working}"
+            # Four elements per thread are eight bytes in bf16.
+            product = "LDG.E.128" if state == "fp32" else "LDG.E.64"
+            yield plain_entry(name, adamw_kernels.adamw_update, constants | _LIST_CONSTANTS, arch, product)
+        for gradient in ("bf16", "fp32"):
+            constants = {"GRADIENT_TYPE": _TL_TYPES[gradient]} | _LIST_CONSTANTS
+            yield plain_entry(f"adamw norm {gradient}", adamw_kernels.sum_squares, constants, arch, "LDG.E.128")
+            for overwrite in (False, True):
+                name = f"accumulate {gradient}{' overwrite' if overwrite else ''}"
+                product = "STG.E.128"
+                more = {"OVERWRITE": overwrite, "BLOCK": 1024}
+                yield plain_entry(name, adamw_kernels.accumulate_chunks, constants | more, arch, product)
+        constants = {"CLIP": True, "GROUPS": 2, "PARTIALS": 1024}
+        yield plain_entry("adamw prepare", adamw_kernels.adamw_prepare, constants, arch, "LDG.E.64")
+
+
+# What an argument of the kernels without tiles is; everything else is an i32.
+_POINTERS = {
+    "tensors": "*i64",
+    "chunks": "*i32",
+    "hypers": "*fp64",
+    "powers": "*fp64",
+    **dict.fromkeys(("factors", "partials", "steps", "grad_norm"), "*fp32"),
+}
+_SCALARS = {"max_norm": "fp32"}
+
+
+def plain_entry(name: str, kernel: Any, constants: dict[str, Any], arch: int, product: str, warps: int = 8) -> Shipped:
+    """A kernel without tensor cores or descriptors, whose pointers are aligned. It must not spill."""
+    types = dict.fromkeys(constants, "constexpr")
+    return Shipped(
+        name=f"{name} sm_{arch}",
+        kernel=kernel,
+        signature={argument: (_POINTERS | _SCALARS | types).get(argument, "i32") for argument in kernel.arg_names},
+        constants=constants,
+        options={"num_warps": warps},
+        arch=arch,
+        product=product,
+        most_spilled=0,
+        aligned=tuple(argument for argument in kernel.arg_names if argument in _POINTERS),
+    )

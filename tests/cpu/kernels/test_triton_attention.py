@@ -16,6 +16,7 @@ ROOT = Path(__file__).parents[3]
         "interpreted_triton_attention.py",
         "interpreted_triton_extras.py",
         "interpreted_hopper_sums.py",
+        "interpreted_adamw.py",
         "interpreted_norms.py",
         "interpreted_gated.py",
         "interpreted_rotary.py",

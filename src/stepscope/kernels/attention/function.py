@@ -132,12 +132,28 @@ def _run_flash(
     q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float | None, backend: str, deterministic: bool
 ) -> Tensor:
     if torch.compiler.is_compiling():
-        problem = prepare(q, k, v, causal=causal)
-        o_BHLD, _ = differentiable_operator(*problem[:4], *_settings(problem.q_BHLD, scale, backend, deterministic))
-        return cast(Tensor, o_BHLD.view(output_shape(q, v)))
+        return _trace_flash(q, k, v, causal, scale, backend, deterministic)
     if backend == "tiled":
         return _apply(FlashAttentionTiled, q, k, v, causal, scale)
     return _apply(FlashAttention, q, k, v, causal, scale, backend, deterministic)
+
+
+def _trace_flash(
+    q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float | None, backend: str, deterministic: bool
+) -> Tensor:
+    problem = prepare(q, k, v, causal=causal)
+    o_BHLD, _ = differentiable_operator(*problem[:4], *_settings(problem.q_BHLD, scale, backend, deterministic))
+    return cast(Tensor, o_BHLD.view(output_shape(q, v)))
+
+
+def flash_attention_in_graph(
+    q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False, scale: float | None = None
+) -> Tensor:
+    """`flash_attention` for graphs that are compiled without `torch.compile`'s own tracing, which it would ask."""
+    deterministic = torch.are_deterministic_algorithms_enabled()
+    if _has_kernel(q):
+        return _trace_flash(q, k, v, causal, scale, "auto", deterministic)
+    return _run_plain(q, k, v, causal, scale, "auto", deterministic)
 
 
 def _apply(function: type[torch.autograd.Function], *args: Any) -> Tensor:
