@@ -78,7 +78,9 @@ class Shipped:
 
 def shipped() -> list[Shipped]:
     """Return all of them."""
-    return [*_triton(), *_hopper(), *_lists()]
+    from shipped_fused import fused
+
+    return [*_triton(), *_hopper(), *_lists(), *fused()]
 
 
 KERNELS = {

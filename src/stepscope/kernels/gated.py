@@ -96,39 +96,37 @@ def _widen(x: Tensor) -> Tensor:
 
 # --- Launchers ---
 
-BLOCK, NUM_WARPS = 1024, 4  # 8 elements per thread: of bf16, one load of 16 bytes from each tensor
-
 
 def _launch_forward(gate: Tensor, up: Tensor, activation: str) -> Tensor:
-    from stepscope.kernels.gated_kernels import gated_forward
+    from stepscope.kernels.gated_kernels import TILE, gated_forward
 
     y = gate.new_empty(gate.shape, dtype=torch.promote_types(gate.dtype, up.dtype))
     if y.numel():
         gate_NF, up_NF = as_rows(gate), as_rows(up)
         with on_device_of(gate):
-            gated_forward[_grid(gate_NF),](
+            gated_forward[TILE.count_programs(*gate_NF.shape),](
                 gate_NF,
                 up_NF,
                 y,
                 gate_NF.stride(0),
                 up_NF.stride(0),
                 WIDTH=gate.shape[-1],
-                BLOCK=BLOCK,
+                BLOCK=TILE.block,
                 VECTOR=vector_elements(y),
                 ACTIVATION=activation,
-                num_warps=NUM_WARPS,
+                num_warps=TILE.num_warps,
             )
     return y
 
 
 def _launch_backward(dy: Tensor, gate: Tensor, up: Tensor, activation: str, dgate: Tensor, dup: Tensor) -> None:
-    from stepscope.kernels.gated_kernels import gated_backward
+    from stepscope.kernels.gated_kernels import TILE, gated_backward
 
     if dy.numel() == 0:
         return
     dy_NF, gate_NF, up_NF, dgate_NF, dup_NF = (as_rows(x) for x in (dy, gate, up, dgate, dup))
     with on_device_of(gate):
-        gated_backward[_grid(dy_NF),](
+        gated_backward[TILE.count_programs(*dy_NF.shape),](
             dy_NF,
             gate_NF,
             up_NF,
@@ -140,16 +138,11 @@ def _launch_backward(dy: Tensor, gate: Tensor, up: Tensor, activation: str, dgat
             dgate_NF.stride(0),
             dup_NF.stride(0),
             WIDTH=dy.shape[-1],
-            BLOCK=BLOCK,
+            BLOCK=TILE.block,
             VECTOR=vector_elements(dgate, dup),
             ACTIVATION=activation,
-            num_warps=NUM_WARPS,
+            num_warps=TILE.num_warps,
         )
-
-
-def _grid(x_NF: Tensor) -> int:
-    num_rows, width = x_NF.shape
-    return num_rows * -(-width // BLOCK)
 
 
 # --- Operators ---

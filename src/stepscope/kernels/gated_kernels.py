@@ -6,8 +6,22 @@ what forward read. A program takes BLOCK columns of one row, so that gate and up
 they are when one product computes both.
 """
 
+from typing import NamedTuple
+
 import triton
 import triton.language as tl
+
+
+class GatedTile(NamedTuple):
+    block: int
+    num_warps: int
+
+    def count_programs(self, num_rows: int, width: int) -> int:
+        count: int = num_rows * triton.cdiv(width, self.block)
+        return count
+
+
+TILE = GatedTile(block=1024, num_warps=4)  # 8 elements per thread: of bf16, one load of 16 bytes from each tensor
 
 SQRT_HALF = tl.constexpr(0.7071067811865476)
 INVERSE_SQRT_2_PI = tl.constexpr(0.3989422804014327)

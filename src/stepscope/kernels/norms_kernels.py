@@ -24,8 +24,50 @@ is 4 if one of those written is fp32, backward at M 4096 has 3 barriers instead 
 
 # N rows, M the width of a row; a tile has ROWS rows and BLOCK columns.
 
+from functools import cache
+from typing import NamedTuple
+
 import triton
 import triton.language as tl
+
+WIDEST = 65536  # a whole row is in registers
+SUM_COLUMNS, SUM_PARTS, SUM_WARPS = 16, 128, 4
+
+
+class NormTile(NamedTuple):
+    """How a kernel divides its work; the last two are only of backward."""
+
+    block: int
+    rows: int
+    num_warps: int
+    stages: int = 1
+    programs_per_multiprocessor: int = 0
+
+
+@cache
+def forward_tile(width: int) -> NormTile:
+    """32 elements per thread: enough loads at once to use the bandwidth, and one warp for rows of up to 1024."""
+    block = triton.next_power_of_2(width)
+    return NormTile(block=block, rows=max(1, 1024 // block), num_warps=min(32, max(1, block // 1024)))
+
+
+@cache
+def backward_tile(width: int) -> NormTile:
+    """16 elements per thread, while the next 16 are on their way to shared memory. Fewer, larger programs than in
+    forward: each writes its own part of the gradient of the weight.
+    """
+    block = triton.next_power_of_2(width)
+    num_warps = 8 if block <= 4096 else 16 if block <= 16384 else 32
+    return NormTile(
+        block=block,
+        rows=max(1, 4096 // block),
+        num_warps=num_warps,
+        stages=2 if block <= 8192 else 1,  # wider tiles do not fit into shared memory
+        programs_per_multiprocessor=max(1, 16 // num_warps),  # `BACKWARD_REGISTERS` per thread are all there are
+    )
+
+
+BACKWARD_REGISTERS = 128  # at most, so that 16 warps fit on a multiprocessor
 
 
 @triton.jit

@@ -2,51 +2,24 @@
 
 # N rows, M the width of a row.
 
-from functools import cache
-from typing import NamedTuple
-
 import torch
 import triton
 from torch import Tensor
 
 from stepscope.kernels.launch import as_rows, num_multiprocessors, on_device_of, vector_elements
-from stepscope.kernels.norms_kernels import norm_backward, norm_forward, norm_sum_partials
-
-WIDEST = 65536  # a whole row is in registers
-SUM_COLUMNS, SUM_PARTS = 16, 128
-
-
-class NormTile(NamedTuple):
-    """How a kernel divides its work; the last two are only of backward."""
-
-    block: int
-    rows: int
-    num_warps: int
-    stages: int = 1
-    programs_per_multiprocessor: int = 0
-
-
-@cache
-def forward_tile(width: int) -> NormTile:
-    """32 elements per thread: enough loads at once to use the bandwidth, and one warp for rows of up to 1024."""
-    block = triton.next_power_of_2(width)
-    return NormTile(block=block, rows=max(1, 1024 // block), num_warps=min(32, max(1, block // 1024)))
-
-
-@cache
-def backward_tile(width: int) -> NormTile:
-    """16 elements per thread, while the next 16 are on their way to shared memory. Fewer, larger programs than in
-    forward: each writes its own part of the gradient of the weight.
-    """
-    block = triton.next_power_of_2(width)
-    num_warps = 8 if block <= 4096 else 16 if block <= 16384 else 32
-    return NormTile(
-        block=block,
-        rows=max(1, 4096 // block),
-        num_warps=num_warps,
-        stages=2 if block <= 8192 else 1,  # wider tiles do not fit into shared memory
-        programs_per_multiprocessor=2 if block <= 8192 else 1,
-    )
+from stepscope.kernels.norms_kernels import (
+    BACKWARD_REGISTERS,
+    SUM_COLUMNS,
+    SUM_PARTS,
+    SUM_WARPS,
+    WIDEST,
+    NormTile,
+    backward_tile,
+    forward_tile,
+    norm_backward,
+    norm_forward,
+    norm_sum_partials,
+)
 
 
 def forward(
@@ -156,6 +129,7 @@ def _launch_backward(
         CENTERED=statistics.shape[0] == 2,
         STAGES=tile.stages,
         num_warps=tile.num_warps,
+        maxnreg=BACKWARD_REGISTERS,
     )
 
 
@@ -164,7 +138,7 @@ def _sum_parts(parts: list[Tensor | None], weight_M: Tensor, num_programs: int) 
     if any(part is not None for part in parts):
         width = weight_M.shape[0]
         norm_sum_partials[triton.cdiv(width, SUM_COLUMNS),](
-            *parts, *sums, num_programs, WIDTH=width, COLUMNS=SUM_COLUMNS, PARTS=SUM_PARTS, num_warps=4
+            *parts, *sums, num_programs, WIDTH=width, COLUMNS=SUM_COLUMNS, PARTS=SUM_PARTS, num_warps=SUM_WARPS
         )
     return sums
 

@@ -89,7 +89,7 @@ def _split_heads(qkv_BLW: Tensor, num_heads: int, num_groups: int) -> list[Tenso
     heads = (num_heads, num_groups, num_groups)
     batch, length, width = qkv_BLW.shape
     qkv = qkv_BLW.view(batch, length, sum(heads), width // sum(heads)).transpose(1, 2)
-    return list(qkv.split(heads, dim=1))
+    return list(qkv.split_with_sizes(heads, dim=1))
 
 
 # --- Both write the rotated q and k, and a copy of v if there is one, to `targets` ---
@@ -113,9 +113,6 @@ def _plain_rotate(
         target.copy_(x)
 
 
-ELEMENTS, NUM_WARPS = 2048, 4  # per program: 16 per thread
-
-
 def _launch_rotate(
     sources: Sequence[Tensor],
     targets: Sequence[Tensor],
@@ -125,12 +122,11 @@ def _launch_rotate(
     interleaved: bool,
     inverse: bool,
 ) -> None:
-    from stepscope.kernels.rotary_kernels import rotate_heads
+    from stepscope.kernels.rotary_kernels import choose_tile, rotate_heads
 
     batch, num_heads, length, head_dim = sources[0].shape
-    block = 1 << max(1, (head_dim - 1).bit_length())
-    rows = max(1, ELEMENTS // block)
-    num_programs = sum(-(-batch * length * x.shape[1] // rows) for x in sources)
+    tile = choose_tile(head_dim)
+    num_programs = sum(-(-batch * length * x.shape[1] // tile.rows) for x in sources)
     if num_programs == 0:
         return
     if cos_BLP.stride() != sin_BLP.stride() or cos_BLP.shape != sin_BLP.shape:
@@ -150,11 +146,11 @@ def _launch_rotate(
             HEADS=num_heads,
             GROUPS=sources[1].shape[1],
             HEAD_DIM=head_dim,
-            BLOCK=block,
-            ROWS=rows,
+            BLOCK=tile.block,
+            ROWS=tile.rows,
             INTERLEAVED=interleaved,
             INVERSE=inverse,
-            num_warps=NUM_WARPS,
+            num_warps=tile.num_warps,
         )
 
 

@@ -8,8 +8,24 @@ writes. The tables of cos and sin are read again for each head, from the L1 cach
 
 # B batch, H query heads, G key/value heads, L length, D head dim, P = D/2 rotated pairs.
 
+from typing import NamedTuple
+
 import triton
 import triton.language as tl
+
+ELEMENTS = 2048  # of a program
+
+
+class RotaryTile(NamedTuple):
+    block: int  # the head dim, rounded up to a power of two
+    rows: int
+    num_warps: int
+
+
+def choose_tile(head_dim: int) -> RotaryTile:
+    """16 elements per thread."""
+    block = triton.next_power_of_2(head_dim)
+    return RotaryTile(block=block, rows=max(1, ELEMENTS // block), num_warps=4)
 
 
 @triton.jit
@@ -34,7 +50,7 @@ def rotate_heads(
     HEADS: tl.constexpr,
     GROUPS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
-    BLOCK: tl.constexpr,  # HEAD_DIM rounded up to a power of two
+    BLOCK: tl.constexpr,
     ROWS: tl.constexpr,
     INTERLEAVED: tl.constexpr,
     INVERSE: tl.constexpr,  # rotate back

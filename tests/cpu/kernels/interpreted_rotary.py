@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from stepscope.kernels import rope, rope_packed, rotary
+from stepscope.kernels import rope, rope_packed, rotary, rotary_kernels
 from stepscope.nn import functional
 from tests.cpu.accuracy import normal
 from tests.cpu.kernels.interpreter import prepare
@@ -29,7 +29,7 @@ SHAPES = [(1, 2, 2, 64, 64), (2, 6, 2, 7, 16), (1, 3, 1, 5, 80), (2, 1, 1, 3, 2)
 def launcher(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rotary, "_plain_rotate", rotary._launch_rotate)
     # So few that there are several programs.
-    monkeypatch.setattr(rotary, "ELEMENTS", 512)
+    monkeypatch.setattr(rotary_kernels, "ELEMENTS", 512)
 
 
 @pytest.fixture(autouse=True)
@@ -108,7 +108,7 @@ def test_packed_tensor_gives_the_same_bits_and_one_gradient(interleaved: bool) -
     _, tables = make_inputs((2, 1, 1, 5, 12), torch.float32)
     qkv = normal(2, 5, 8 * 12, seed=1).bfloat16().requires_grad_()
     found = rope_packed(qkv, *tables, num_heads=4, num_groups=2, interleaved=interleaved)
-    q, k, v = qkv.view(2, 5, 8, 12).transpose(1, 2).split((4, 2, 2), dim=1)
+    q, k, v = qkv.view(2, 5, 8, 12).transpose(1, 2).split_with_sizes((4, 2, 2), dim=1)
     expected = (*rope(q, k, *tables, interleaved=interleaved), v)
     assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
     assert all(x.transpose(1, 2).is_contiguous() for x in found)
