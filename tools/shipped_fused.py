@@ -58,11 +58,11 @@ def _entry(
 def _norm(kind: str, stream: str, width: int, arch: int) -> Iterator[Shipped]:
     """With the addition in front of it."""
     wide, has_bias = STREAMS[stream], kind == "layer"
-    common = {"WIDTH": width, "VECTOR": 4 if stream == "mixed" else 8, "CENTERED": kind == "layer"}
+    common: dict[Any, Any] = {"WIDTH": width, "VECTOR": 4 if stream == "mixed" else 8, "CENTERED": kind == "layer"}
     name = f"{kind} norm {stream} {width}"
     tile = norms_kernels.forward_tile(width)
     types = {"x": wide, "branch": "*bf16", "weight": "*fp32", "bias": "*fp32", "total": wide, "y": "*bf16"}
-    constants: dict[Any, Any] = common | {"BLOCK": tile.block, "ROWS": tile.rows}
+    constants = common | {"BLOCK": tile.block, "ROWS": tile.rows}
     constants |= {} if has_bias else {"bias": None}
     types |= {"statistics": "*fp32", "eps": "fp32"}
     yield _entry(f"{name} forward", norms_kernels.norm_forward, types, constants, arch, num_warps=tile.num_warps)

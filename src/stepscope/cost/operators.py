@@ -12,7 +12,7 @@ from typing import Any
 
 import msgspec
 
-from stepscope.cost import products, traffic
+from stepscope.cost import fused, products, traffic
 from stepscope.cost.calls import OperatorCost, UnknownCost, parse_call
 from stepscope.cost.products import Form
 
@@ -91,7 +91,7 @@ tanh_backward threshold_backward tril triu where
 """
 _REDUCTIONS = "sum mean amax amin max min norm linalg_vector_norm prod var std any all argmax argmin logsumexp"
 _LIKE_FIRST = """
-native_layer_norm native_batch_norm cudnn_batch_norm miopen_batch_norm native_group_norm _fused_rms_norm rms_norm
+native_layer_norm native_batch_norm cudnn_batch_norm miopen_batch_norm native_group_norm _fused_rms_norm
 _softmax _log_softmax _softmax_backward_data _log_softmax_backward_data
 """
 _LIKE_SECOND = """
@@ -140,4 +140,14 @@ _FORMS: dict[str, Form] = {
     # our own, `stepscope::`
     "flash_attention_forward": products.attention(3, window_at=8),
     "flash_attention_backward": products.attention(6, window_at=11, backward=True),
+    **dict.fromkeys(("rms_norm", "layer_norm"), fused.norm),
+    **dict.fromkeys(("add_rms_norm", "add_layer_norm"), fused.add_norm),
+    **dict.fromkeys(("rms_norm_backward", "layer_norm_backward"), fused.norm_backward),
+    "gated_activation": traffic.elementwise,
+    "gated_activation_backward": fused.gated_backward,
+    "gated_activation_packed": fused.gated_packed,
+    "gated_activation_packed_backward": traffic.like_second,
+    "rope": fused.rope,
+    "rope_packed": traffic.like_first,
+    "rope_packed_backward": fused.rope_packed_backward,
 }
