@@ -28,6 +28,7 @@ from stepscope.cost.model import (
 )
 from stepscope.cost.operators import (
     attention_flops,
+    linear_cross_entropy_flops,
     operator_cost,
     product_dims,
     softmax_flops,
@@ -75,6 +76,7 @@ __all__ = [
     "forward_flops",
     "join_formulas",
     "layer_sizes",
+    "linear_cross_entropy_flops",
     "model_gradients",
     "operator_cost",
     "parameters",

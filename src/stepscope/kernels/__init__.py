@@ -3,6 +3,7 @@
 from stepscope.kernels.accumulation import Accumulator
 from stepscope.kernels.adamw import AdamWUpdates, Hyper, ParameterUpdate
 from stepscope.kernels.attention import FlashAttention, FlashAttentionTiled, document_bounds, flash_attention
+from stepscope.kernels.cross_entropy import cross_entropy
 from stepscope.kernels.optimizer import OneLaunchAdamW
 
 __all__ = [
@@ -13,6 +14,7 @@ __all__ = [
     "Hyper",
     "OneLaunchAdamW",
     "ParameterUpdate",
+    "cross_entropy",
     "document_bounds",
     "flash_attention",
 ]

@@ -17,6 +17,7 @@ ROOT = Path(__file__).parents[3]
         "interpreted_triton_extras.py",
         "interpreted_hopper_sums.py",
         "interpreted_adamw.py",
+        "interpreted_cross_entropy.py",
     ],
 )
 def test_triton_kernels_match_the_reference_in_the_interpreter(name: str) -> None:
