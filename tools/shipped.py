@@ -408,12 +408,19 @@ def _losses() -> Iterator[Shipped]:
             warps=16 if layout == "short" else 8,
             types=dict.fromkeys(("logits", "gradients"), f"*{element}"),
             divisible=divisible,
-            most_spilled=8 if extras and element == "fp32" else 0,  # one address, outside of the loops
+            most_spilled=8 if extras and element == "fp32" else 0,  # one address, before the loops
         )
     for arch in ARCHITECTURES:
         constants = {"MEAN": True, "BLOCK": 4096}
         reduce = cross_entropy_kernels.cross_entropy_reduce
         yield plain_entry("cross_entropy reduce", reduce, constants, arch, "LDG.E.64")
+        scale = cross_entropy_kernels.scale_gradient
+        for element in ("bf16", "fp32"):
+            types = {"gradient": f"*{element}", "output": "*bf16"}
+            yield plain_entry(
+                f"cross_entropy scale {element}", scale, {"BLOCK": 2048}, arch, "LDG.E.128", types=types,
+                divisible=("count",),
+            )  # fmt: skip
 
 
 # What an argument of the kernels without tiles is; everything else is an i32.

@@ -229,3 +229,12 @@ def cross_entropy_reduce(losses, targets, loss, scale, num_rows, ignore_index, M
     else:
         tl.store(loss, total)
         tl.store(scale, 1.0)
+
+
+@triton.jit
+def scale_gradient(gradient, output, upstream, scale, count, BLOCK: tl.constexpr):
+    """Multiply by two scalars on the device, and convert."""
+    factor = tl.load(upstream).to(tl.float32) * tl.load(scale).to(tl.float32)
+    places = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    values = tl.load(gradient + places, mask=places < count, other=0.0).to(tl.float32) * factor
+    tl.store(output + places, values.to(output.dtype.element_ty), mask=places < count)

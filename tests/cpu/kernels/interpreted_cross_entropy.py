@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from stepscope.kernels.cross_entropy import LossSettings, launch_backward, launch_forward, launch_rows
+from stepscope.kernels.linear_cross_entropy import Wanted, compute, scale_gradient
 from stepscope.nn import functional
 from tests.cpu.accuracy import assert_as_accurate, assert_three_way, normal
 from tests.cpu.kernels.interpreter import prepare
@@ -43,7 +44,8 @@ class _CrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
-        return launch_backward(upstream, *ctx.saved_tensors, ctx.settings), None, None
+        logits, targets, lse, scale = ctx.saved_tensors
+        return launch_backward(upstream, logits, targets, lse, scale, ctx.settings), None, None
 
 
 @pytest.fixture(autouse=True)
@@ -210,3 +212,42 @@ def test_logits_that_are_not_finite_are_never_lost(vocab: int, value: float) -> 
     logits[2, vocab // 2] = value
     loss, _, _ = launch_forward(logits, make_targets(3, vocab), LossSettings())
     assert loss.isnan()
+
+
+class _LinearCrossEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor, targets: Tensor, chunk: int) -> Tensor:
+        x, weight, bias = (y.detach() for y in (x, weight, bias))
+        settings, wanted = LossSettings(softcap=5.0), Wanted(x=True, weight=True, bias=True)
+        loss, *saved = compute(x, weight, bias, targets, settings, chunk, wanted, in_triton=True)
+        ctx.save_for_backward(*saved)
+        return loss
+
+    @staticmethod
+    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
+        scale, *gradients = ctx.saved_tensors
+        dtype = gradients[0].dtype
+        return *(scale_gradient(gradient, upstream, scale, dtype) for gradient in gradients), None, None
+
+
+@every_dtype
+@pytest.mark.parametrize("vocab", [160, 333])
+@pytest.mark.parametrize("chunk", [3, 7])
+def test_linear_and_cross_entropy_match_the_reference(chunk: int, vocab: int, dtype: torch.dtype) -> None:
+    targets = make_targets(7, vocab)
+
+    def ours(*tensors: Tensor) -> Tensor:
+        return cast(Tensor, _LinearCrossEntropy.apply(*tensors, targets, chunk))  # type: ignore[no-untyped-call]
+
+    def plain(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+        return reference(functional.linear(x, weight) + bias, targets, LossSettings(softcap=5.0))
+
+    inputs = [normal(7, 24), normal(vocab, 24, seed=2, std=0.3), normal(vocab, seed=4)]
+    assert_three_way(ours, plain, inputs, dtype=dtype)
+
+
+def test_gradients_are_scaled_in_any_size() -> None:
+    for count in (1, 2048, 5000):
+        gradient = normal(count).float()
+        scaled = scale_gradient(gradient, torch.tensor(3.0), torch.tensor(0.5), torch.bfloat16)
+        assert torch.equal(scaled, (gradient * 1.5).bfloat16())
