@@ -52,6 +52,17 @@ def test_loss_and_gradients_match_the_reference(
     assert_three_way(ours, plain, make_inputs(vocab, bias=bias), dtype=dtype)
 
 
+def test_many_chunks_are_summed_in_fp32() -> None:
+    """In bf16 a sum of 256 terms would lose most of the last ones."""
+    x, weight, targets = normal(256, 16), normal(40, 16, seed=2, std=0.5), make_targets(256, vocab=40)
+    assert_three_way(
+        lambda x, weight: linear_cross_entropy(x, weight, targets, chunk=1, reduction="sum"),
+        lambda x, weight: reference(x, weight, targets=targets, reduction="sum"),
+        [x, weight],
+        dtype=torch.bfloat16,
+    )
+
+
 @pytest.mark.parametrize("wanted", [(False, False), (True, False), (False, True)], ids=str)
 def test_only_wanted_gradients_are_computed(wanted: tuple[bool, bool]) -> None:
     x, weight = (
