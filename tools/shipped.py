@@ -31,7 +31,7 @@ _import_without_torch()
 import triton.language as tl  # noqa: E402
 from triton.experimental.gluon import language as gl  # noqa: E402
 
-from stepscope.kernels import adamw_kernels  # noqa: E402
+from stepscope.kernels import adamw_kernels, cross_entropy_kernels  # noqa: E402
 from stepscope.kernels.attention import tiles  # noqa: E402
 from stepscope.kernels.attention.hopper.backward_kernel import (  # noqa: E402
     KEYS_OF_PROGRAM,
@@ -80,7 +80,7 @@ def shipped() -> list[Shipped]:
     """Return all of them."""
     from shipped_fused import fused
 
-    return [*_triton(), *_hopper(), *_lists(), *fused()]
+    return [*_triton(), *_hopper(), *_lists(), *fused(), *_losses()]
 
 
 KERNELS = {
@@ -376,28 +376,91 @@ def _lists() -> Iterator[Shipped]:
         yield plain_entry("adamw prepare", adamw_kernels.adamw_prepare, constants, arch, "LDG.E.64")
 
 
+# --- Cross entropy. What a launcher leaves out is None. ---
+
+_LOSS_PASSES: dict[str, tuple[str, ...]] = {
+    "forward": ("gradients", "upstream", "scale", "bias"),
+    "backward": ("losses", "bias"),
+    "in place": ("log_sum_exps", "upstream", "scale", "bias"),
+}
+_LOSS_EXTRAS = ("softcap", "smoothing", "z_loss")
+# Rows that start anywhere, as of 50,257 logits; padded rows of as many; rows that stay in registers, as of 10,000.
+_LOSS_ROWS: dict[str, dict[str, Any]] = {
+    "shifted": {"SHIFTED": True, "ONE_BLOCK": False, "BLOCK": 4096},
+    "padded": {"SHIFTED": False, "ONE_BLOCK": False, "BLOCK": 4096},
+    "short": {"SHIFTED": False, "ONE_BLOCK": True, "BLOCK": 16384},
+}
+
+
+def _losses() -> Iterator[Shipped]:
+    rows = cross_entropy_kernels.cross_entropy_rows
+    for arch, (element, precision), stage, layout, extras in itertools.product(
+        ARCHITECTURES, (("bf16", "tf32"), ("fp32", "tf32x3")), _LOSS_PASSES, _LOSS_ROWS, (False, True)
+    ):
+        absent = _LOSS_PASSES[stage] + (() if extras else _LOSS_EXTRAS)
+        constants = dict.fromkeys(absent) | {"ALIGNED": True, "PRECISION": precision} | _LOSS_ROWS[layout]
+        divisible = {"shifted": (), "padded": ("row_stride",), "short": ("row_stride", "vocab")}[layout]
+        name = " ".join(filter(None, ("cross_entropy", stage, element, layout, "extras" if extras else "")))
+        yield plain_entry(
+            name,
+            rows,
+            constants,
+            arch,
+            "LDG.E.128",
+            warps=16 if layout == "short" else 8,
+            types=dict.fromkeys(("logits", "gradients"), f"*{element}"),
+            divisible=divisible,
+            most_spilled=8 if extras and element == "fp32" else 0,  # one address, before the loops
+        )
+    for arch in ARCHITECTURES:
+        constants = {"MEAN": True, "BLOCK": 4096}
+        reduce = cross_entropy_kernels.cross_entropy_reduce
+        yield plain_entry("cross_entropy reduce", reduce, constants, arch, "LDG.E.64")
+        scale = cross_entropy_kernels.scale_gradient
+        for element in ("bf16", "fp32"):
+            types = {"gradient": f"*{element}", "output": "*bf16"}
+            yield plain_entry(
+                f"cross_entropy scale {element}", scale, {"BLOCK": 2048}, arch, "LDG.E.128", types=types,
+                divisible=("count",),
+            )  # fmt: skip
+
+
 # What an argument of the kernels without tiles is; everything else is an i32.
 _POINTERS = {
     "tensors": "*i64",
     "chunks": "*i32",
     "hypers": "*fp64",
     "powers": "*fp64",
+    "targets": "*i64",
     **dict.fromkeys(("factors", "partials", "steps", "grad_norm"), "*fp32"),
+    **dict.fromkeys(("losses", "log_sum_exps", "upstream", "scale", "loss"), "*fp32"),
 }
-_SCALARS = {"max_norm": "fp32"}
+_SCALARS = dict.fromkeys(("max_norm", *_LOSS_EXTRAS), "fp32")
 
 
-def plain_entry(name: str, kernel: Any, constants: dict[str, Any], arch: int, product: str, warps: int = 8) -> Shipped:
-    """A kernel without tensor cores or descriptors, whose pointers are aligned. It must not spill."""
-    types = dict.fromkeys(constants, "constexpr")
+def plain_entry(
+    name: str,
+    kernel: Any,
+    constants: dict[str, Any],
+    arch: int,
+    product: str,
+    *,
+    warps: int = 8,
+    types: dict[str, str] | None = None,
+    divisible: tuple[str, ...] = (),
+    most_spilled: int = 0,
+) -> Shipped:
+    """A kernel without tensor cores or descriptors, whose pointers are aligned."""
+    known = _POINTERS | _SCALARS | (types or {}) | dict.fromkeys(constants, "constexpr")
+    signature = {argument: known.get(argument, "i32") for argument in kernel.arg_names}
     return Shipped(
         name=f"{name} sm_{arch}",
         kernel=kernel,
-        signature={argument: (_POINTERS | _SCALARS | types).get(argument, "i32") for argument in kernel.arg_names},
+        signature=signature,
         constants=constants,
         options={"num_warps": warps},
         arch=arch,
         product=product,
-        most_spilled=0,
-        aligned=tuple(argument for argument in kernel.arg_names if argument in _POINTERS),
+        most_spilled=most_spilled,
+        aligned=(*divisible, *(argument for argument, kind in signature.items() if kind.startswith("*"))),
     )

@@ -20,6 +20,7 @@ from stepscope.cost.model import (
     FLOP_CONVENTION,
     SGD_BYTES,
     DecoderShape,
+    adamw_bytes,
     decoder_parameters,
     forward_flops,
     parameters,
@@ -27,6 +28,7 @@ from stepscope.cost.model import (
 )
 from stepscope.cost.operators import (
     attention_flops,
+    linear_cross_entropy_flops,
     operator_cost,
     product_dims,
     softmax_flops,
@@ -63,6 +65,7 @@ __all__ = [
     "StepTime",
     "TrainingBytes",
     "activations_of",
+    "adamw_bytes",
     "attention_flops",
     "best_checkpoint",
     "bus_factor",
@@ -73,6 +76,7 @@ __all__ = [
     "forward_flops",
     "join_formulas",
     "layer_sizes",
+    "linear_cross_entropy_flops",
     "model_gradients",
     "operator_cost",
     "parameters",

@@ -60,6 +60,15 @@ def forward_flops(shape: ModelShape, *, batch: int, context: int) -> int:
     return batch * (2 * context * weights + attention)
 
 
+def adamw_bytes(
+    parameters: int, *, state_bytes: int = 4, gradient_bytes: int = 4, working_bytes: int = 0, clip: bool = False
+) -> int:
+    """Return the bytes that an update of this many parameters moves, with elements of these sizes: `ADAM_BYTES` each in
+    fp32. A working copy is only written. Clipping reads the gradients once more, because their norm comes first.
+    """
+    return parameters * (6 * state_bytes + gradient_bytes * (2 if clip else 1) + working_bytes)
+
+
 def step_flops(forward: int, mode: Mode) -> int:
     """Return the operations of a step whose forward pass takes `forward`. The optimizer runs no GEMMs."""
     return forward * (3 if mode in ("forward-backward", "train") else 1)

@@ -64,6 +64,13 @@ def attention_flops(
     return batch * heads * columns * int(2 * pairs)
 
 
+def linear_cross_entropy_flops(*, tokens: int, width: int, vocab: int, gradients: int) -> int:
+    """Return the operations of linear + cross entropy: the logits, and as many gradients as are computed with them, of
+    x and of the weight. In a trace the operator has no cost of its own, because its GEMMs are operators inside it.
+    """
+    return 2 * tokens * width * vocab * (1 + gradients)
+
+
 def product_dims(name: str, shapes: str | None) -> tuple[int, int, int, int] | None:
     """Return batch, M, N and K of a GEMM, None for any other operator."""
     places = {"mm": (0, 1), "addmm": (1, 2), "bmm": (0, 1), "baddbmm": (1, 2), "_scaled_mm": (0, 1)}
@@ -150,4 +157,6 @@ _FORMS: dict[str, Form] = {
     "rope": fused.rope,
     "rope_packed": traffic.like_first,
     "rope_packed_backward": fused.rope_packed_backward,
+    "cross_entropy": traffic.cross_entropy,
+    "cross_entropy_backward": traffic.like_second,
 }

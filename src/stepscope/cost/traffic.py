@@ -51,6 +51,13 @@ def like_second(call: Call) -> OperatorCost:
     return make_cost(0, call.given, [call.tensor(1)])
 
 
+def cross_entropy(call: Call) -> OperatorCost:
+    """Reads the logits and targets, and writes the log-sum-exp of each row in fp32. The loss of a row does not count:
+    it is read again at once."""
+    rows = Tensor(call.tensor(1).dims, "double" if call.tensor(0).kind == "double" else "float")
+    return make_cost(0, call.given, [rows])
+
+
 def fused(call: Call) -> OperatorCost:
     """A kernel of TorchInductor: its arguments are the tensors that it reads and writes. One that may use only a part
     of an argument has no known cost."""

@@ -21,7 +21,7 @@ autograd need not save anything for it.
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Literal, Protocol
 
 import torch
 from torch import Tensor
@@ -186,10 +186,23 @@ def attention_values(weights_BGSK: Tensor, v_BGLD: Tensor) -> Tensor:
     return weights_BGSK @ v_BGLD
 
 
-def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
+def cross_entropy(
+    logits: Tensor,
+    targets: Tensor,
+    *,
+    ignore_index: int | None = None,
+    reduction: Literal["mean", "sum"] = "mean",
+    softcap: float | None = None,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+) -> Tensor:
     """Mean of logsumexp(logits) - logits[target] over all targets (...), from logits (..., vocabulary).
 
     A scalar in fp32, even from bf16 or fp16 logits: bf16 losses are too coarse to show learning.
+
+    Targets equal to `ignore_index` do not count. `softcap` bounds the logits to softcap · tanh(logits / softcap) first.
+    With `label_smoothing` ε, a target's share is 1 - ε, and all entries of the vocabulary share ε equally. `z_loss`
+    times logsumexp² is added to each loss, which keeps logits from drifting.
     """
     if logits.shape[:-1] != targets.shape:
         # Some mismatches would broadcast into a plausible loss.
@@ -198,11 +211,26 @@ def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
             f"{tuple(logits.shape)}"
         )
     logits_NV, targets_N1 = logits.reshape(-1, logits.shape[-1]), targets.reshape(-1, 1)
+    if softcap is not None:
+        logits_NV = softcap * torch.tanh(_widen(logits_NV) / softcap)
+    is_ignored_N1 = None if ignore_index is None else targets_N1 == ignore_index
+    if is_ignored_N1 is not None:
+        targets_N1 = targets_N1.masked_fill(is_ignored_N1, 0)
     max_N1 = _widen(logits_NV.detach().amax(dim=-1, keepdim=True))
     log_sum_N1 = (logits_NV - max_N1).exp_().sum(dim=-1, keepdim=True).log()
     target_logit_N1 = logits_NV.gather(-1, targets_N1)
     # Subtract the two large numbers first: their difference is small, and the logarithm then keeps its digits.
-    return (log_sum_N1 + (max_N1 - target_logit_N1)).mean()
+    losses_N1 = log_sum_N1 + (max_N1 - target_logit_N1)
+    if label_smoothing:
+        mean_N1 = _widen(logits_NV).mean(dim=-1, keepdim=True)
+        losses_N1 = (1 - label_smoothing) * losses_N1 + label_smoothing * (log_sum_N1 + (max_N1 - mean_N1))
+    if z_loss:
+        losses_N1 = losses_N1 + z_loss * (log_sum_N1 + max_N1).square()
+    if is_ignored_N1 is not None:
+        losses_N1 = losses_N1.masked_fill(is_ignored_N1, 0.0)
+    if reduction == "sum":
+        return losses_N1.sum()
+    return losses_N1.mean() if is_ignored_N1 is None else losses_N1.sum() / is_ignored_N1.logical_not().sum()
 
 
 # --- The table of operations ---

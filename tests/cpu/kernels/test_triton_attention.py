@@ -20,6 +20,7 @@ ROOT = Path(__file__).parents[3]
         "interpreted_norms.py",
         "interpreted_gated.py",
         "interpreted_rotary.py",
+        "interpreted_cross_entropy.py",
     ],
 )
 def test_triton_kernels_match_the_reference_in_the_interpreter(name: str) -> None:

@@ -43,3 +43,10 @@ def test_grouped_heads_and_tied_embeddings_save_parameters() -> None:
 def test_backward_is_twice_the_forward() -> None:
     assert cost.step_flops(10, "inference") == cost.step_flops(10, "forward") == 10
     assert cost.step_flops(10, "forward-backward") == cost.step_flops(10, "train") == 30
+
+
+def test_adamw_moves_every_state_twice_and_gradients_once_more_to_clip() -> None:
+    assert cost.adamw_bytes(10) == 10 * cost.ADAM_BYTES
+    # Read: master, two averages, gradient. Written: master, two averages, working copy.
+    assert cost.adamw_bytes(10, gradient_bytes=2, working_bytes=2) == 10 * (4 + 4 + 4 + 2 + 4 + 4 + 4 + 2)
+    assert cost.adamw_bytes(10, gradient_bytes=2, clip=True) == cost.adamw_bytes(10, gradient_bytes=2) + 20

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from stepscope.cost import OperatorCost, operator_cost, product_dims, softmax_flops
+from stepscope.cost import OperatorCost, linear_cross_entropy_flops, operator_cost, product_dims, softmax_flops
 
 B, F, I64 = "c10::BFloat16", "float", "long int"
 
@@ -33,6 +33,20 @@ def test_products(name: str, shapes: list[list[int]], flops: int, elements: int)
     assert found.flops == flops
     assert found.bytes == 2 * elements
     assert found.dtype == "bf16"
+
+
+def test_cross_entropy_reads_logits_and_targets_and_writes_a_number_per_row() -> None:
+    settings = ["Scalar"] * 5
+    forward = cost("cross_entropy", [[6, 50], [6], *[[]] * 5], [B, I64, *settings])
+    assert (forward.read_bytes, forward.written_bytes, forward.flops) == (2 * 6 * 50 + 8 * 6, 4 * 6, 0)
+    backward = cost("cross_entropy_backward", [[], [6, 50], [6], [6], [], *[[]] * 5], [F, B, I64, F, F, *settings])
+    assert backward.read_bytes == 4 + 2 * 6 * 50 + 8 * 6 + 4 * 6 + 4
+    assert backward.written_bytes == 2 * 6 * 50
+
+
+def test_linear_cross_entropy_counts_the_gradients_that_are_computed() -> None:
+    assert linear_cross_entropy_flops(tokens=6, width=4, vocab=50, gradients=0) == 2 * 6 * 4 * 50
+    assert linear_cross_entropy_flops(tokens=6, width=4, vocab=50, gradients=2) == 3 * 2 * 6 * 4 * 50
 
 
 def test_convolution_and_its_backward() -> None:
