@@ -27,8 +27,8 @@ HEADS = ((12, 64), (16, 64), (20, 64), (32, 64), (32, 80))
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
-    """One problem. `shapes` and `dtypes` are of the inputs, all of which have gradients. `saved` returns, from inputs
-    and results, what a backward pass must read besides the gradients of the results.
+    """One problem. `shapes` and `dtypes` describe the inputs, all of which have gradients. `saved` returns, from inputs
+    and results, what a backward pass must read in addition to the gradients of the results.
     """
 
     op: str
