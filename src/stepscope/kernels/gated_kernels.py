@@ -72,6 +72,7 @@ def gated_backward(
     up,
     dgate,
     dup,
+    y,
     dy_stride,
     gate_stride,
     up_stride,
@@ -89,6 +90,8 @@ def gated_backward(
     activation, slope = _activate(gates, ACTIVATION)
     tl.store(dgate + row * dgate_stride + column, (dout * ups * slope).to(dgate.dtype.element_ty), inside)
     tl.store(dup + row * dup_stride + column, (dout * activation).to(dup.dtype.element_ty), inside)
+    if y is not None:  # forward's result again, for a layer that did not keep it
+        tl.store(y + row * WIDTH + column, (activation * ups).to(y.dtype.element_ty), inside)
 
 
 @triton.jit

@@ -22,8 +22,13 @@ def replace_attention(graph: fx.Graph) -> Iterator[str]:
     count, reasons = 0, set()
     for node in [node for node in graph.nodes if node.target is SDPA]:
         settings = _read_attention(node, masks)
-        if isinstance(settings, str):
-            reasons.add(settings)
+        if settings is None:
+            reasons.add("its mask depends on the input, or is neither causal nor empty")
+            continue
+        if settings.pop("dropout_p"):
+            reasons.add("it has dropout")
+            given = dict(zip(_NAMES[3:], operands(node)[3:], strict=False)) | dict(node.kwargs)
+            node.args, node.kwargs = node.args[:3], given | {"attn_mask": None, "is_causal": settings["causal"]}
             continue
         q, k, v = operands(node)[:3]
         with graph.inserting_before(node):
@@ -37,19 +42,17 @@ def replace_attention(graph: fx.Graph) -> Iterator[str]:
         yield f"attention: kept as it is, because {reason}"
 
 
-def _read_attention(node: fx.Node, masks: dict[fx.Node, str | None]) -> dict[str, Any] | str:
-    """The arguments of `flash_attention` for a call of SDPA, or why it cannot replace it."""
+def _read_attention(node: fx.Node, masks: dict[fx.Node, str | None]) -> dict[str, Any] | None:
+    """The arguments of a call of SDPA, without its mask; None if the mask cannot be replaced by `causal`."""
     given = dict(zip(_NAMES, operands(node), strict=False)) | dict(node.kwargs)
-    if given.get("dropout_p", 0.0):
-        return "it has dropout"
     causal, mask = bool(given.get("is_causal", False)), given.get("attn_mask")
     if mask is not None:
         if mask not in masks:
             masks[mask] = _read_mask(mask)
         if masks[mask] is None:
-            return "its mask depends on the input, or is neither causal nor empty"
+            return None
         causal = masks[mask] == "causal"
-    return {"causal": causal, "scale": given.get("scale")}
+    return {"causal": causal, "scale": given.get("scale"), "dropout_p": given.get("dropout_p", 0.0)}
 
 
 def _read_mask(mask: fx.Node) -> str | None:

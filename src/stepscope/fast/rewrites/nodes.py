@@ -8,6 +8,7 @@ from torch import fx
 from torch.nn import functional
 
 LINEAR = torch._C._nn.linear
+PRODUCTS = {LINEAR, torch.matmul, torch.mm, torch.bmm, torch.addmm, operator.matmul, "matmul", "mm", "bmm", "addmm"}
 SDPA = torch._C._nn.scaled_dot_product_attention
 ADDS = {operator.add, torch.add, "add"}
 SUBTRACTIONS = {operator.sub, torch.sub, "sub"}

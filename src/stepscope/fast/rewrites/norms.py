@@ -15,8 +15,8 @@ from torch.nn import functional
 
 from stepscope.fast.rewrites.nodes import (
     ADDS,
-    LINEAR,
     MULTIPLICATIONS,
+    PRODUCTS,
     before_casts,
     is_call,
     only_user,
@@ -27,6 +27,8 @@ from stepscope.fast.rewrites.nodes import (
     value_of,
 )
 from stepscope.kernels.norms import add_layer_norm, add_rms_norm, layer_norm, rms_norm
+
+_VIEWS = {operator.getitem, "view", "reshape", "flatten"}
 
 
 class _Norm(NamedTuple):
@@ -133,9 +135,11 @@ def _replace(graph: fx.Graph, norm: _Norm, dtype: torch.dtype | None) -> bool:
 
 
 def _feeds_products(node: fx.Node) -> bool:
-    """Whether all uses of a tensor are inputs of products, directly or through a slice."""
+    """Whether all uses of a tensor are inputs of products, directly or through a view."""
     return bool(node.users) and all(
-        user.target is LINEAR or (is_call(user, {operator.getitem}) and _feeds_products(user)) for user in node.users
+        user.target in PRODUCTS or (is_call(user, _VIEWS) and _feeds_products(user))
+        for user in node.users
+        if not is_call(user, {"size"})
     )
 
 

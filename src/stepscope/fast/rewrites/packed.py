@@ -10,6 +10,7 @@ from torch import fx
 from stepscope.fast.rewrites.nodes import (
     ADDS,
     ALL,
+    LINEAR,
     MULTIPLICATIONS,
     NEGATIONS,
     SDPA,
@@ -26,7 +27,7 @@ from stepscope.fast.rewrites.nodes import (
     value_of,
 )
 from stepscope.kernels.attention.function import flash_attention_in_graph
-from stepscope.kernels.gated import swiglu_packed
+from stepscope.kernels.gated import swiglu_linear, swiglu_packed
 from stepscope.kernels.rotary import rope_packed
 
 
@@ -56,9 +57,13 @@ def _fuse_gate(graph: fx.Graph, split: fx.Node, gate: fx.Node, up: fx.Node) -> b
         return False
     if value_of(gate).shape != value_of(up).shape:
         return False
+    down = only_user(result)
+    is_linear = down is not None and down.target is LINEAR and operands(down)[0] is result
     with graph.inserting_before(result):
-        replace_node(result, graph.call_function(swiglu_packed, (operands(split)[0],)))
-    graph.erase_node(result)
+        if down is not None and is_linear and (*operands(down), None)[2] is None and not down.kwargs:
+            replace_node(down, graph.call_function(swiglu_linear, (operands(split)[0], operands(down)[1])))
+        else:
+            replace_node(result, graph.call_function(swiglu_packed, (operands(split)[0],)))
     return True
 
 

@@ -7,12 +7,11 @@ from collections.abc import Callable, Iterator, Mapping
 import torch
 from torch import Tensor, fx, nn
 
-from stepscope.fast.rewrites.nodes import LINEAR, operands
+from stepscope.fast.rewrites.nodes import LINEAR, PRODUCTS, operands
 
 NewLeaf = Callable[[tuple[nn.Parameter, ...]], Tensor]
 Inputs = dict[fx.Node, int | Tensor]  # the inputs of a graph: the position of an argument, or a leaf in its place
 
-_PRODUCTS = {torch.matmul, torch.mm, torch.bmm, torch.addmm, operator.matmul, "matmul", "mm", "bmm", "addmm"}
 _CONVOLUTIONS = {torch.conv1d, torch.conv2d, torch.conv3d}
 _TRANSPOSES = {torch.t, torch.transpose, "t", "transpose", "T", "mT"}
 
@@ -33,7 +32,7 @@ def _is_only_operand(node: fx.Node) -> bool:
 def _casts(user: fx.Node, node: fx.Node) -> bool:
     if user.target is LINEAR:
         return user.args[0] is not node
-    if user.target in _PRODUCTS or user.target in _CONVOLUTIONS:
+    if user.target in PRODUCTS or user.target in _CONVOLUTIONS:
         return True
     is_transpose = user.target in _TRANSPOSES or (user.target is getattr and user.args[1] in _TRANSPOSES)
     return is_transpose and _is_only_operand(user)
