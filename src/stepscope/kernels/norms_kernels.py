@@ -35,13 +35,18 @@ SUM_COLUMNS, SUM_PARTS, SUM_WARPS = 16, 128, 4
 
 
 class NormTile(NamedTuple):
-    """How a kernel divides its work; the last two are only of backward."""
+    """How a kernel divides its work. The last two are for backward."""
 
     block: int
     rows: int
     num_warps: int
     stages: int = 1
-    programs_per_multiprocessor: int = 0
+    programs_per_multiprocessor: int = 1
+
+    @property
+    def registers(self) -> int:
+        """Per thread, at most, so that these programs are on a multiprocessor at once."""
+        return min(255, 65536 // (32 * self.num_warps * self.programs_per_multiprocessor))
 
 
 @cache
@@ -63,11 +68,8 @@ def backward_tile(width: int) -> NormTile:
         rows=max(1, 4096 // block),
         num_warps=num_warps,
         stages=2 if block <= 8192 else 1,  # wider tiles do not fit into shared memory
-        programs_per_multiprocessor=max(1, 16 // num_warps),  # `BACKWARD_REGISTERS` per thread are all there are
+        programs_per_multiprocessor=max(1, 16 // num_warps),  # 128 registers per thread
     )
-
-
-BACKWARD_REGISTERS = 128  # at most, so that 16 warps fit on a multiprocessor
 
 
 @triton.jit

@@ -8,7 +8,6 @@ from torch import Tensor
 
 from stepscope.kernels.launch import as_rows, num_multiprocessors, on_device_of, vector_elements
 from stepscope.kernels.norms_kernels import (
-    BACKWARD_REGISTERS,
     SUM_COLUMNS,
     SUM_PARTS,
     SUM_WARPS,
@@ -129,7 +128,7 @@ def _launch_backward(
         CENTERED=statistics.shape[0] == 2,
         STAGES=tile.stages,
         num_warps=tile.num_warps,
-        maxnreg=BACKWARD_REGISTERS,
+        maxnreg=tile.registers,
     )
 
 
