@@ -17,8 +17,10 @@ import argparse
 import contextlib
 import gc
 import json
+import os
 import shlex
 import statistics
+import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -28,7 +30,6 @@ import torch
 from torch import Tensor
 
 from loss_cases import Call, Case, Contender, cases
-from stepscope.measure.environment import describe
 
 Row = dict[str, Any]
 ROUNDS, REPLAYS, PLAIN_CALLS, WARMUP_CALLS = 3, 10, 5, 3
@@ -68,7 +69,6 @@ def parse() -> argparse.Namespace:
 
 
 def describe_run(device: torch.device) -> Row:
-    found = describe(device, ())
     triton_version = None
     with contextlib.suppress(ImportError):
         import triton
@@ -80,8 +80,14 @@ def describe_run(device: torch.device) -> Row:
         "gpu": torch.cuda.get_device_name() if device.type == "cuda" else None,
         "torch": torch.__version__,
         "triton": triton_version,
-        "commit": found.commit,
+        "commit": os.environ.get("STEPSCOPE_COMMIT") or git_commit(),
     }
+
+
+def git_commit() -> str | None:
+    command = ["git", "rev-parse", "--short", "HEAD"]
+    result = subprocess.run(command, cwd=Path(__file__).parent, capture_output=True, text=True, check=False)
+    return result.stdout.strip() or None
 
 
 # --- Measuring ---
