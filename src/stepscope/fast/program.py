@@ -5,9 +5,9 @@ The module and the optimizer stay what they are: parameters and state are update
 and schedules of the learning rate work as before.
 """
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -29,7 +29,7 @@ class Changes:
     """What a program changes about a step. `compiler` is a backend of `torch.compile`."""
 
     compiler: str | None = None
-    rewrites: Rewrites = Rewrites()
+    rewrites: Rewrites = field(default_factory=Rewrites)
     one_launch: bool = False
     graph: bool = False
 
@@ -48,15 +48,17 @@ class Program:
         device: torch.device,
         changes: Changes,
         max_norm: float | None = None,
+        weights: WorkingWeights | None = None,
     ) -> None:
         assert changes.one_launch or not changes.rewrites.working_weights, "only our optimizer updates working weights"
         self.module, self.optimizer, self.device, self.changes = module, optimizer, device, changes
         self._batches, self._dtype, self._max_norm = batches, autocast, max_norm
-        self.weights = WorkingWeights(dict(module.named_parameters()))
+        self.weights = weights or WorkingWeights(dict(module.named_parameters()))
         self.backend = RewritingBackend(changes.rewrites, self.weights, dtype=autocast, compiler=changes.compiler)
         is_traced = changes.compiler is not None or changes.rewrites != Rewrites()
         self._loss_of = torch.compile(loss_of, backend=self.backend, dynamic=False) if is_traced else loss_of
         self.losses: list[Tensor] = []
+        self._captured_gradients: dict[nn.Parameter, Tensor] | None = None
         self._update: OneLaunchUpdate | None = None
         if optimizer is not None and changes.one_launch:
             self._update = OneLaunchUpdate(optimizer, self.weights, max_norm=max_norm)
@@ -72,10 +74,29 @@ class Program:
         other than ours stays outside."""
         parts = self._parts()
         inside = parts if self._update is not None else [part for part in parts if part.name != "optimizer"]
-        phases = list(capture(inside, self.device))
+        with _saved_state(self.module, self.device):
+            phases = list(capture(inside, self.device))
+        self._captured_gradients = self._captured_gradients or self._leaf_gradients()
         if len(inside) < len(parts):
             phases.append(("optimizer", self._step_optimizer))
         self.phases = self._after_begin(phases)
+
+    def take_over(self, other: "Program") -> None:
+        """Continue after the last step of another program of the same model and optimizer."""
+        if self._update is not None and other._update is not None:
+            self._update.restart(other._update.steps)
+
+    @property
+    def gradient_norm(self) -> Tensor | None:
+        """The norm of the last gradients before they were clipped, if our optimizer clips them."""
+        return None if self._update is None else self._update.gradient_norm
+
+    def differentiate(self) -> dict[nn.Parameter, Tensor]:
+        """Run forward and backward without an update, and return the gradients."""
+        for name, phase in self._without_begin:
+            if name != "optimizer":
+                phase()
+        return self.gradients()
 
     def run(self) -> None:
         for _, phase in self.phases:
@@ -83,7 +104,9 @@ class Program:
 
     def gradients(self) -> dict[nn.Parameter, Tensor]:
         """The gradients that backward left, of all passes together, by parameter."""
-        return self._leaf_gradients() if self._sums is None else self._sums.sums
+        if self._sums is not None:
+            return self._sums.sums
+        return self._leaf_gradients() if self._captured_gradients is None else self._captured_gradients
 
     def _leaf_gradients(self) -> dict[nn.Parameter, Tensor]:
         found = ((parameter, self.weights.gradient_of(parameter)) for parameter in self.weights.names)
@@ -98,6 +121,7 @@ class Program:
         phase()
 
     def _after_begin(self, phases: Sequence[Phase]) -> tuple[Phase, ...]:
+        self._without_begin = tuple(phases)
         (name, first), *others = phases
         return (name, partial(self._begin, first)), *others
 
@@ -105,11 +129,11 @@ class Program:
         parts = []
         for number in range(self.passes):
             parts.append(Part("forward", partial(self._forward, number)))
-            if self.optimizer is None:
-                continue
             parts.append(Part("backward", partial(self._backward, number)))
             if self._sums is not None:
-                parts.append(Part("backward", partial(self._add_gradients, number), self._prepare_sums))
+                parts.append(
+                    Part("backward", partial(self._add_gradients, number), partial(self._prepare_sums, number))
+                )
         if self.optimizer is not None:
             if self._update is None:
                 parts.append(Part("optimizer", self._finish))
@@ -129,19 +153,21 @@ class Program:
         (loss / self.passes if self.passes > 1 else loss).backward()  # type: ignore[no-untyped-call]
         self.losses[number] = loss.detach()
 
-    def _prepare_sums(self) -> None:
+    def _prepare_sums(self, number: int) -> None:
         assert self._sums is not None
-        self._sums.bind(self._leaf_gradients())
+        self._sums.bind(number, self._leaf_gradients())
 
     def _add_gradients(self, number: int) -> None:
-        self._prepare_sums()
+        self._prepare_sums(number)
         assert self._sums is not None
-        self._sums.add(self._leaf_gradients(), is_first=number == 0)
+        self._sums.add(number, self._leaf_gradients())
         self.weights.forget_gradients()
 
     def _prepare_update(self) -> None:
         assert self._update is not None
-        self._update.bind(self.gradients())
+        self._update.bind(self._leaf_gradients() if self._sums is None else self._sums.sums)
+        if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+            self._captured_gradients = self._leaf_gradients()  # they keep their memory in the pool
 
     def _finish(self) -> None:
         if self._update is not None:
@@ -161,25 +187,37 @@ class Program:
         return nullcontext() if self._dtype is None else torch.autocast(self.device.type, dtype=self._dtype)
 
 
+@contextmanager
+def _saved_state(module: nn.Module, device: torch.device) -> Iterator[None]:
+    """Restore what runs before a capture change: random numbers and buffers."""
+    buffers = [(buffer, buffer.detach().clone()) for buffer in module.buffers()]
+    with torch.random.fork_rng([device]):
+        yield
+    with torch.no_grad():
+        for buffer, before in buffers:
+            buffer.copy_(before)
+
+
 class GradientSums:
-    """The sums of gradients over the passes of a step, in fp32, as those of autocast are."""
+    """The sums of gradients over the passes of a step, in fp32, as those of autocast are. The gradients of each pass are
+    at addresses of their own."""
 
     def __init__(self) -> None:
         self._parameters: list[nn.Parameter] = []
-        self._accumulator: Accumulator | None = None
+        self._accumulators: list[Accumulator] = []
 
-    def bind(self, gradients: Mapping[nn.Parameter, Tensor]) -> None:
-        if self._accumulator is None:
-            self._parameters = list(gradients)
-            device = self._parameters[0].device
-            self._accumulator = Accumulator([one.shape for one in self._parameters], device=device)
-        self._accumulator.bind([gradients[one] for one in self._parameters])
+    def bind(self, number: int, gradients: Mapping[nn.Parameter, Tensor]) -> None:
+        self._parameters = self._parameters or list(gradients)
+        shapes, device = [one.shape for one in self._parameters], self._parameters[0].device
+        while len(self._accumulators) <= number:
+            first = self._accumulators[0] if self._accumulators else None
+            self._accumulators.append(Accumulator(shapes, device=device, shares=first))
+        self._accumulators[number].bind([gradients[one] for one in self._parameters])
 
-    def add(self, gradients: Mapping[nn.Parameter, Tensor], *, is_first: bool) -> None:
-        assert self._accumulator is not None, "gradients are bound first"
-        self._accumulator.add([gradients[one] for one in self._parameters], overwrite=is_first)
+    def add(self, number: int, gradients: Mapping[nn.Parameter, Tensor]) -> None:
+        found = [gradients[one] for one in self._parameters]
+        self._accumulators[number].add(found, overwrite=number == 0)
 
     @property
     def sums(self) -> dict[nn.Parameter, Tensor]:
-        assert self._accumulator is not None, "gradients are added first"
-        return dict(zip(self._parameters, self._accumulator.sums, strict=True))
+        return dict(zip(self._parameters, self._accumulators[0].sums, strict=True))

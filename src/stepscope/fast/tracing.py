@@ -51,7 +51,8 @@ class _RewrittenGraph:
             for number, value in enumerate(arguments)
             if isinstance(value, nn.Parameter) and value in backend.weights.names
         }
-        self._inputs = rewrite(self._graph, parameters, arguments, backend)
+        self._inputs, done = rewrite(self._graph, parameters, backend.wanted, backend.weights, backend.dtype)
+        backend.done += done
         if backend.compiler is None:
             self._run = self._graph
         else:

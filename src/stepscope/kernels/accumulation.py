@@ -22,17 +22,15 @@ from stepscope.kernels.tensor_lists import (
 
 
 class Accumulator:
-    """fp32 `sums` of these shapes, parts of one tensor. `add` gradients of any floating-point dtype to them."""
+    """fp32 `sums` of these shapes, parts of one tensor. `add` gradients of any floating-point dtype to them.
 
-    def __init__(self, shapes: Sequence[Sequence[int]], *, device: torch.device | str) -> None:
-        counts = [torch.Size(shape).numel() for shape in shapes]
-        per_part = ALIGNMENT // torch.float32.itemsize
-        padded = [-(-count // per_part) * per_part for count in counts]
-        everything = torch.zeros(sum(padded), dtype=torch.float32, device=device)
-        parts = everything.split_with_sizes(padded)
-        self.sums = tuple(
-            part[:count].view(torch.Size(shape)) for part, count, shape in zip(parts, counts, shapes, strict=True)
-        )
+    In a CUDA graph, gradients at other addresses need an accumulator of their own, which `shares` the sums.
+    """
+
+    def __init__(
+        self, shapes: Sequence[Sequence[int]], *, device: torch.device | str, shares: "Accumulator | None" = None
+    ) -> None:
+        self.sums = _make_sums(shapes, device) if shares is None else shares.sums
         self._list = TensorList([(part, None, None, None) for part in self.sums], [0] * len(self.sums))
 
     def bind(self, gradients: Sequence[Tensor]) -> None:
@@ -67,3 +65,12 @@ class Accumulator:
                 CHUNK=CHUNK,
                 num_warps=NUM_WARPS,
             )
+
+
+def _make_sums(shapes: Sequence[Sequence[int]], device: torch.device | str) -> tuple[Tensor, ...]:
+    """Parts of one tensor, each aligned."""
+    counts = [torch.Size(shape).numel() for shape in shapes]
+    per_part = ALIGNMENT // torch.float32.itemsize
+    padded = [-(-count // per_part) * per_part for count in counts]
+    parts = torch.zeros(sum(padded), dtype=torch.float32, device=device).split(padded)
+    return tuple(part[:count].view(torch.Size(shape)) for part, count, shape in zip(parts, counts, shapes, strict=True))

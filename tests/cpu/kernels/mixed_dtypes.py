@@ -15,7 +15,7 @@ def run_with_gradients(operation: Operation, inputs: Sequence[Tensor], upstream:
     leaves = [x.detach().clone().requires_grad_() for x in inputs]
     results = operation(*leaves)
     used = results[len(results) - len(upstream) :]
-    given = [gradient.to(result.dtype) for gradient, result in zip(upstream, used, strict=True)]
+    given = [gradient.to(result) for gradient, result in zip(upstream, used, strict=True)]
     return [*results, *torch.autograd.grad(list(used), leaves, given)]
 
 

@@ -80,9 +80,41 @@ def _rope(x: Tensor) -> Tensor:
 
 
 @every_dtype
+@pytest.mark.parametrize("shape", [(3, 5, 33), (1, 768)], ids=str)
+@pytest.mark.parametrize("std", [1.0, 1e-3], ids=["unit", "eps-matters"])
+def test_layer_norm_matches_torch(dtype: torch.dtype, shape: tuple[int, ...], std: float) -> None:
+    inputs = [normal(*shape, std=std), normal(shape[-1], seed=2), normal(shape[-1], seed=3)]
+    assert_three_way(
+        lambda x, weight, bias: functional.layer_norm(x, weight, bias, 1e-5),
+        lambda x, weight, bias: F.layer_norm(x, (x.shape[-1],), weight, bias, 1e-5),
+        inputs,
+        dtype=dtype,
+    )
+    assert_three_way(
+        lambda x, weight: functional.layer_norm(x, weight, None, 1e-5),
+        lambda x, weight: F.layer_norm(x, (x.shape[-1],), weight, None, 1e-5),
+        inputs[:2],
+        dtype=dtype,
+    )
+
+
+@every_dtype
 @pytest.mark.parametrize("head_dim", [2, 6, 80])
 def test_rope_rotates_interleaved_pairs(dtype: torch.dtype, head_dim: int) -> None:
     assert_three_way(_rope, _rotate_as_complex, [normal(2, 3, 9, head_dim)], dtype=dtype)
+
+
+@every_dtype
+def test_rope_half_rotates_pairs_half_a_head_apart(dtype: torch.dtype) -> None:
+    cos, sin = functional.rope_tables(6, 9, 10000.0)
+
+    def reorder(x: Tensor) -> Tensor:
+        return x.unflatten(-1, (2, 3)).transpose(-2, -1).flatten(-2)  # type: ignore[no-untyped-call, no-any-return]
+
+    def half(x: Tensor) -> Tensor:
+        return reorder(functional.rope_half(x, cos, sin))
+
+    assert_three_way(half, lambda x: functional.rope(reorder(x), cos, sin), [normal(2, 9, 6)], dtype=dtype)
 
 
 def test_rope_scores_depend_only_on_distance() -> None:
@@ -117,6 +149,18 @@ def test_silu_matches_torch(dtype: torch.dtype) -> None:
 def test_swiglu_gates_with_its_first_argument(dtype: torch.dtype) -> None:
     inputs = [normal(3, 5, 33, std=2.0), normal(3, 5, 33, seed=2)]
     assert_three_way(functional.swiglu, lambda gate, up: F.silu(gate) * up, inputs, dtype=dtype)
+
+
+@every_dtype
+@pytest.mark.parametrize("approximate", ["none", "tanh"])
+def test_geglu_matches_torch(dtype: torch.dtype, approximate: str) -> None:
+    inputs = [normal(3, 5, 33, std=2.0), normal(3, 5, 33, seed=2)]
+    assert_three_way(
+        lambda gate, up: functional.geglu(gate, up, approximate),
+        lambda gate, up: F.gelu(gate, approximate=approximate) * up,
+        inputs,
+        dtype=dtype,
+    )
 
 
 @every_dtype

@@ -1,0 +1,63 @@
+"""Batches as users write them: a tensor, a tuple of arguments, or a dict of keyword arguments."""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+
+def call_with(module: Callable[..., Any], batch: Any) -> Any:
+    """Call a module with a batch."""
+    match batch:
+        case Mapping():
+            return module(**batch)
+        case tuple() | list():
+            return module(*batch)
+        case _:
+            return module(batch)
+
+
+def loss_in(output: Any) -> Tensor:
+    """The loss in a module's output: the output itself, its `loss`, or its entry of that name."""
+    found = output
+    if isinstance(output, Mapping) and "loss" in output:
+        found = output["loss"]
+    elif not isinstance(output, Tensor):
+        found = getattr(output, "loss", output)
+    if not isinstance(found, Tensor) or found.numel() != 1:
+        shape = f" of shape {tuple(found.shape)}" if isinstance(found, Tensor) else ""
+        raise ValueError(
+            f"expected the model to return its loss, as a scalar or as `.loss`, but got a {type(found).__name__}{shape}; "
+            "pass loss=lambda output, batch: ..."
+        )
+    return found
+
+
+def copy_batch(batch: Any, device: torch.device) -> Any:
+    """A batch in memory of its own, which later batches are copied into."""
+    return pytree.tree_map_only(Tensor, lambda one: one.detach().to(device, copy=True), batch)
+
+
+def fill_batch(fixed: Any, batch: Any) -> None:
+    """Copy the tensors of a batch into those of `fixed`."""
+    for old, new in zip(pytree.tree_leaves(fixed), pytree.tree_leaves(batch), strict=True):
+        if isinstance(old, Tensor):
+            old.copy_(new, non_blocking=True)
+
+
+def signature_of(batch: Any) -> tuple[Any, ...]:
+    """What must be the same for a captured step: structure, shapes, dtypes, and everything that is not a tensor."""
+    leaves, structure = pytree.tree_flatten(batch)
+    described = [(tuple(one.shape), one.dtype) if isinstance(one, Tensor) else one for one in leaves]
+    return (structure, *described)
+
+
+def has_dropout(module: nn.Module) -> bool:
+    """Whether a module draws random numbers while it trains, as far as its submodules and config show."""
+    if any(isinstance(one, nn.modules.dropout._DropoutNd) and one.p > 0 and one.training for one in module.modules()):
+        return True
+    config = getattr(module, "config", None)
+    fields = config.to_dict() if hasattr(config, "to_dict") else {}
+    return any(("drop" in name and isinstance(value, float) and value > 0) for name, value in fields.items())

@@ -1,0 +1,152 @@
+"""Recognizes RMSNorm and LayerNorm in a traced graph, with the addition to the residual stream in front of them.
+
+An RMSNorm is found by its reciprocal root: of the mean square of x, plus a small number, times x, times a weight. Models
+write this in many ways; what lies between may be casts. If every use of the result is a product, which autocast would
+cast, the kernel writes it in low precision.
+"""
+
+import operator
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import fx
+from torch.nn import functional
+
+from stepscope.fast.rewrites.nodes import (
+    ADDS,
+    LINEAR,
+    MULTIPLICATIONS,
+    before_casts,
+    is_call,
+    only_user,
+    operands,
+    other_factor,
+    replace_node,
+    skip_casts,
+    value_of,
+)
+from stepscope.kernels.norms import add_layer_norm, add_rms_norm, layer_norm, rms_norm
+
+
+class _Norm(NamedTuple):
+    """`last` computes norm(source) * weight + bias."""
+
+    source: fx.Node
+    weight: fx.Node
+    bias: fx.Node | None
+    eps: float
+    last: fx.Node
+
+
+def fuse_norms(graph: fx.Graph, dtype: torch.dtype | None) -> Iterator[str]:
+    norms = [*_find_rms_norms(graph), *_find_layer_norms(graph)]
+    added = sum(_replace(graph, norm, dtype) for norm in norms)
+    if norms:
+        yield f"norms: {len(norms)} are fused kernels, {added} with the addition in front of them"
+
+
+def _find_layer_norms(graph: fx.Graph) -> Iterator[_Norm]:
+    names = ("input", "normalized_shape", "weight", "bias", "eps")
+    for node in graph.nodes:
+        if node.target is not functional.layer_norm:
+            continue
+        given = dict(zip(names, operands(node), strict=False)) | dict(node.kwargs)
+        if given.get("weight") is not None and len(given["normalized_shape"]) == 1:
+            yield _Norm(given["input"], given["weight"], given.get("bias"), given.get("eps", 1e-5), node)
+
+
+def _find_rms_norms(graph: fx.Graph) -> Iterator[_Norm]:
+    for node in graph.nodes:
+        if is_call(node, {torch.rsqrt, "rsqrt"}) and (found := _read_rms_norm(node)) is not None:
+            yield found
+
+
+def _read_rms_norm(root: fx.Node) -> _Norm | None:
+    total = operands(root)[0]
+    if not is_call(total, ADDS) or not isinstance(operands(total)[1], float):
+        return None
+    mean, eps = operands(total)
+    if not is_call(mean, {"mean", torch.mean}) or not _is_over_rows(mean):
+        return None
+    wide = _squared(operands(mean)[0])
+    return None if wide is None else _read_scaling(root, wide, eps)
+
+
+def _is_over_rows(mean: fx.Node) -> bool:
+    names = ("input", "dim", "keepdim")
+    given = dict(zip(names, operands(mean), strict=False)) | dict(mean.kwargs)
+    return given.get("dim") in (-1, (-1,), [-1]) and bool(given.get("keepdim"))
+
+
+def _squared(node: Any) -> fx.Node | None:
+    """The node that is squared."""
+    is_power = is_call(node, {"pow", torch.pow, operator.pow}) and operands(node)[1] == 2
+    is_product = is_call(node, MULTIPLICATIONS) and operands(node)[0] is operands(node)[1]
+    if is_power or is_product or is_call(node, {"square", torch.square}):
+        source: fx.Node = operands(node)[0]
+        return source
+    return None
+
+
+def _read_scaling(root: fx.Node, wide: fx.Node, eps: float) -> _Norm | None:
+    """Follow the only use of each result: times x, times a weight, and casts."""
+    current, weight, has_source = root, None, False
+    while weight is None or not has_source:
+        current = skip_casts(current)
+        following = only_user(current)
+        if following is None or not is_call(following, MULTIPLICATIONS):
+            return None
+        other = other_factor(following, current)
+        if other is wide:
+            has_source = True
+        elif isinstance(other, fx.Node) and other.op == "placeholder" and weight is None:
+            weight = other
+        else:
+            return None
+        current = following
+    return _Norm(before_casts(wide), weight, None, eps, skip_casts(current))
+
+
+def _replace(graph: fx.Graph, norm: _Norm, dtype: torch.dtype | None) -> bool:
+    """Replace a norm, and return whether the addition in front of it went into the kernel."""
+    out_dtype = value_of(norm.last).dtype
+    if dtype is not None and out_dtype == torch.float32 and _feeds_products(norm.last):
+        out_dtype = dtype
+    added = _addends(norm.source)
+    is_layer_norm = norm.last.target is functional.layer_norm
+    own = (norm.weight, norm.bias, norm.eps) if is_layer_norm else (norm.weight, norm.eps)
+    options = {"out_dtype": out_dtype}
+    if added is None:
+        with graph.inserting_before(norm.last):
+            kernel: Any = layer_norm if is_layer_norm else rms_norm
+            replace_node(norm.last, graph.call_function(kernel, (norm.source, *own), options))
+    else:
+        with graph.inserting_before(norm.source):
+            kernel = add_layer_norm if is_layer_norm else add_rms_norm
+            both = graph.call_function(kernel, (*added, *own), options)
+            total, result = (graph.call_function(operator.getitem, (both, place)) for place in (0, 1))
+        replace_node(norm.source, total)
+        replace_node(norm.last, result)
+    graph.eliminate_dead_code()
+    return added is not None
+
+
+def _feeds_products(node: fx.Node) -> bool:
+    """Whether all uses of a tensor are inputs of products, directly or through a slice."""
+    return bool(node.users) and all(
+        user.target is LINEAR or (is_call(user, {operator.getitem}) and _feeds_products(user)) for user in node.users
+    )
+
+
+def _addends(node: fx.Node) -> tuple[fx.Node, fx.Node] | None:
+    """The two tensors of the same shape that a node adds, the wider one first."""
+    if not is_call(node, ADDS) or len(node.args) != 2 or node.kwargs:
+        return None
+    first, second = operands(node)
+    if not (isinstance(first, fx.Node) and isinstance(second, fx.Node)):
+        return None
+    one, other = value_of(first), value_of(second)
+    if one.shape != other.shape:
+        return None
+    return (second, first) if one.dtype.itemsize < other.dtype.itemsize else (first, second)

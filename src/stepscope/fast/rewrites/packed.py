@@ -1,0 +1,198 @@
+"""Kernels that read the result of a merged product as it is: SwiGLU of gate and up; RoPE and heads of q, k and v."""
+
+import operator
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+from torch import fx
+
+from stepscope.fast.rewrites.nodes import (
+    ADDS,
+    ALL,
+    MULTIPLICATIONS,
+    NEGATIONS,
+    SDPA,
+    SIGMOID,
+    SILU,
+    SUBTRACTIONS,
+    is_call,
+    only_user,
+    operands,
+    other_factor,
+    reads_slice,
+    replace_node,
+    skip_casts,
+    value_of,
+)
+from stepscope.kernels.attention.function import flash_attention_in_graph
+from stepscope.kernels.gated import swiglu_packed
+from stepscope.kernels.rotary import rope_packed
+
+
+def fuse_packed(graph: fx.Graph, dtype: torch.dtype | None) -> Iterator[str]:
+    gated = rotated = 0
+    for split in [node for node in graph.nodes if node.target is torch.split]:
+        parts = {operands(user)[1]: user for user in split.users if is_call(user, {operator.getitem})}
+        if sorted(parts) != list(range(len(split.users))):
+            continue
+        gated += len(parts) == 2 and _fuse_gate(graph, split, parts[0], parts[1])
+        rotated += len(parts) == 3 and _fuse_heads(graph, split, [parts[0], parts[1], parts[2]], dtype)
+    if gated:
+        yield f"activations: {gated} SwiGLU read gate and up as one tensor"
+    if rotated:
+        yield f"RoPE: {rotated} layers rotate q and k, and split q, k and v, in one kernel"
+
+
+# --- SwiGLU -----------------------------------------------------------------------------------------------------------
+
+
+def _fuse_gate(graph: fx.Graph, split: fx.Node, gate: fx.Node, up: fx.Node) -> bool:
+    activated = _find_silu(gate)
+    result = None if activated is None else only_user(activated)
+    if result is None or activated is None or not is_call(result, MULTIPLICATIONS):
+        return False
+    if other_factor(result, activated) is not up or only_user(up) is not result:
+        return False
+    if value_of(gate).shape != value_of(up).shape:
+        return False
+    with graph.inserting_before(result):
+        replace_node(result, graph.call_function(swiglu_packed, (operands(split)[0],)))
+    graph.erase_node(result)
+    return True
+
+
+def _find_silu(gate: fx.Node) -> fx.Node | None:
+    """The node that is silu(gate), as one operation or as gate * sigmoid(gate), if it has no other use."""
+    user = only_user(gate)
+    if user is not None:
+        return user if is_call(user, SILU) else None
+    squashed = [user for user in gate.users if is_call(user, SIGMOID)]
+    if len(squashed) != 1 or len(gate.users) != 2:
+        return None
+    result = only_user(squashed[0])
+    is_product = result is not None and is_call(result, MULTIPLICATIONS) and result in gate.users
+    return result if is_product else None
+
+
+# --- RoPE -------------------------------------------------------------------------------------------------------------
+
+
+class _Rotation(NamedTuple):
+    """`last` is `source` rotated by the angles of cos and sin."""
+
+    last: fx.Node
+    cos: fx.Node
+    sin: fx.Node
+    interleaved: bool
+
+
+def _fuse_heads(graph: fx.Graph, split: fx.Node, parts: list[fx.Node], dtype: torch.dtype | None) -> bool:
+    heads = [_split_heads(part) for part in parts]
+    q, k, v = heads
+    if q is None or k is None or v is None:
+        return False
+    rotations = [_find_rotation(q), _find_rotation(k)]
+    first, second = rotations
+    if first is None or second is None or first[1:] != second[1:]:
+        return False
+    if not _has_tables(first) or not all(_is_for_attention(one.last, dtype) for one in (first, second)):
+        return False
+    order = {node: number for number, node in enumerate(graph.nodes)}
+    place = min(first.last, second.last, key=order.__getitem__)
+    if any(order[user] < order[place] for user in v.users):
+        return False
+    shape = value_of(q).shape
+    with graph.inserting_before(place):
+        cos, sin = (_table(graph, one) for one in (first.cos, first.sin))
+        counts = {"num_heads": shape[1], "num_groups": value_of(k).shape[1], "interleaved": first.interleaved}
+        tensors = graph.call_function(rope_packed, (operands(split)[0], cos, sin), counts)
+        for number, old in enumerate((first.last, second.last, v)):
+            replace_node(old, graph.call_function(operator.getitem, (tensors, number)))
+    return True
+
+
+def _split_heads(part: fx.Node) -> fx.Node | None:
+    """The node that is part as (B, H, L, D), if it is only used that way."""
+    viewed = only_user(part)
+    if viewed is None or not is_call(viewed, {"view", "reshape"}):
+        return None
+    heads = only_user(viewed)
+    if heads is None or not is_call(heads, {"transpose", torch.transpose}) or value_of(heads).dim() != 4:
+        return None
+    return heads if sorted(one % 4 for one in operands(heads)[1:]) == [1, 2] else None
+
+
+def _find_rotation(x: fx.Node) -> _Rotation | None:
+    return _find_half_split(x) or _find_interleaved(x)
+
+
+def _find_half_split(x: fx.Node) -> _Rotation | None:
+    """x * cos + cat(-x[..., D/2:], x[..., :D/2]) * sin, as in `transformers`."""
+    half = value_of(x).shape[-1] // 2
+    products = [user for user in x.users if is_call(user, MULTIPLICATIONS)]
+    if len(x.users) != 3 or len(products) != 1:
+        return None
+    result = only_user(products[0])
+    if result is None or not is_call(result, ADDS):
+        return None
+    turned = other_factor(result, products[0])
+    cos = other_factor(products[0], x)
+    if not is_call(turned, MULTIPLICATIONS):
+        return None
+    for joined in operands(turned):
+        if not is_call(joined, {torch.cat}):
+            continue
+        negated, first = operands(joined)[0]
+        is_last = (*operands(joined)[1:], joined.kwargs.get("dim"))[0] == -1
+        is_turned = is_call(negated, NEGATIONS) and reads_slice(operands(negated)[0], x, slice(half, None, None))
+        if is_last and is_turned and reads_slice(first, x, slice(None, half, None)):
+            return _Rotation(skip_casts(result), cos, other_factor(turned, joined), interleaved=False)
+    return None
+
+
+def _find_interleaved(x: fx.Node) -> _Rotation | None:
+    """stack((a * cos - b * sin, a * sin + b * cos), -1).flatten(-2) of a = x[..., 0::2] and b = x[..., 1::2]."""
+    a = next((user for user in x.users if reads_slice(user, x, slice(0, None, 2))), None)
+    b = next((user for user in x.users if reads_slice(user, x, slice(1, None, 2))), None)
+    if a is None or b is None or len(x.users) != 2 or len(a.users) != 2 or len(b.users) != 2:
+        return None
+    difference = [user for one in a.users if (user := only_user(one)) is not None and is_call(user, SUBTRACTIONS)]
+    total = [user for one in a.users if (user := only_user(one)) is not None and is_call(user, ADDS)]
+    if len(difference) != 1 or len(total) != 1:
+        return None
+    cos = other_factor(operands(difference[0])[0], a)
+    sin = other_factor(operands(difference[0])[1], b)
+    if not _is_sum_of(total[0], {(a, sin), (b, cos)}):
+        return None
+    stacked = only_user(difference[0])
+    if stacked is None or not is_call(stacked, {torch.stack}) or tuple(operands(stacked)[0]) != (*difference, *total):
+        return None
+    flat = only_user(stacked)
+    if flat is None or not is_call(flat, {"flatten", torch.flatten}) or operands(flat)[1:] != (-2,):
+        return None
+    return _Rotation(skip_casts(flat), cos, sin, interleaved=True)
+
+
+def _is_sum_of(node: fx.Node, products: set[tuple[fx.Node, fx.Node]]) -> bool:
+    """Whether a node adds these products."""
+    found = {frozenset(operands(one)) for one in operands(node) if is_call(one, MULTIPLICATIONS)}
+    return found == {frozenset(pair) for pair in products}
+
+
+def _is_for_attention(node: fx.Node, dtype: torch.dtype | None) -> bool:
+    """Whether the rotated tensor may be of low precision: it is, or autocast makes it so for attention."""
+    if dtype is None or value_of(node).dtype == dtype:
+        return True
+    return all(user.target in (SDPA, flash_attention_in_graph) for user in node.users)
+
+
+def _has_tables(rotation: _Rotation) -> bool:
+    """Whether cos and sin are (L, ...), or (B, 1, L, ...) as in `transformers`: the same for all heads."""
+    shapes = [value_of(one).shape for one in (rotation.cos, rotation.sin)]
+    return all(len(shape) == 2 or (len(shape) == 4 and shape[1] == 1) for shape in shapes)
+
+
+def _table(graph: fx.Graph, node: fx.Node) -> fx.Node:
+    is_plain = value_of(node).dim() == 2
+    return node if is_plain else graph.call_function(operator.getitem, (node, (ALL, 0)))
