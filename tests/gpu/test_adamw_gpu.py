@@ -78,6 +78,22 @@ def test_a_captured_step_sees_gradients_bound_later() -> None:
     torch.testing.assert_close(updates.grad_norm.double(), expected, rtol=1e-6, atol=0)
 
 
+def test_new_gradients_and_learning_rates_do_not_wait_for_the_gpu() -> None:
+    made, other = make_list(MIXED, "cuda"), make_list(MIXED, "cuda")
+    updates = AdamWUpdates(made.updates, HYPERS, max_norm=MAX_NORM)
+    updates.bind(made.gradients)
+    updates.launch()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for step in range(5):
+            updates.set_hypers([hyper._replace(lr=0.01 * step) for hyper in HYPERS])
+            updates.bind((other if step % 2 else made).gradients)
+            updates.launch()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert updates.steps.tolist() == [6, 6]
+
+
 def test_tables_cannot_change_during_capture() -> None:
     made = make_list(MIXED[:2], "cuda")
     updates = AdamWUpdates(made.updates, HYPERS)
@@ -180,8 +196,8 @@ def test_gradient_sums_can_be_captured() -> None:
     shapes = [(1000, 77), (7,)]
     totals = Accumulator(shapes, device="cuda")
     gradients = [normal(*shape, seed=1).to("cuda", torch.bfloat16) for shape in shapes]
-    totals.bind(gradients)
-    totals.add(gradients, overwrite=True)
+    for overwrite in (True, False):
+        totals.add(gradients, overwrite=overwrite)
     first, later = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
     with torch.cuda.graph(first):
         totals.add(gradients, overwrite=True)

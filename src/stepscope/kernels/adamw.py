@@ -25,6 +25,7 @@ from stepscope.kernels.tensor_lists import (
     kernel_type,
     load_kernels,
     refuse_capture,
+    upload,
 )
 
 NUM_FACTORS = 16  # per group, as in `adamw_kernels.py`
@@ -99,7 +100,7 @@ class AdamWUpdates:
         if len(new) != self.steps.numel():
             raise ValueError(f"expected hyperparameters of {self.steps.numel()} groups, but got {len(new)}")
         refuse_capture("change hyperparameters")
-        self._hyper_table.copy_(torch.tensor(new, dtype=torch.float64).T)
+        upload(torch.tensor(new, dtype=torch.float64).T.contiguous(), self._hyper_table)
         self._hypers = new
 
     def set_step(self, step: int | Sequence[int]) -> None:
@@ -109,8 +110,8 @@ class AdamWUpdates:
         if len(steps) != len(self._hypers) or min(steps, default=0) < 0:
             raise ValueError(f"expected a non-negative step for each of {len(self._hypers)} groups, but got {step}")
         powers = [(hyper.beta1**taken, hyper.beta2**taken) for hyper, taken in zip(self._hypers, steps, strict=True)]
-        self._powers.copy_(torch.tensor(powers, dtype=torch.float64).T)
-        self.steps.copy_(torch.tensor(steps, dtype=torch.float32))
+        upload(torch.tensor(powers, dtype=torch.float64).T.contiguous(), self._powers)
+        upload(torch.tensor(steps, dtype=torch.float32), self.steps)
 
     def bind(self, gradients: Sequence[Tensor]) -> None:
         """Read these gradients from now on, one per update, contiguous, of any floating-point dtype each.

@@ -58,13 +58,22 @@ def sum_squares(
     """Sum the squares of the gradients of every `num_programs`-th chunk, in fp32, into one partial sum per program."""
     sums = tl.zeros((CHUNK,), tl.float32)
     elements = tl.arange(0, CHUNK)
+    row, start, count = _find_chunk(tensors, chunks, tl.program_id(0), CHUNK)
+    pointer = tl.load(row + GRADIENT)
     for chunk in range(tl.program_id(0), num_chunks, tl.num_programs(0)):
-        row, start, count = _find_chunk(tensors, chunks, chunk, CHUNK)
-        gradients = _pointer(row, GRADIENT, GRADIENT_TYPE, ALIGNED) + start + elements
+        gradients = pointer.to(tl.pointer_type(GRADIENT_TYPE))
+        if ALIGNED:
+            gradients = tl.multiple_of(gradients, 16)
+        gradients += start + elements
         if count == CHUNK:
-            gradient = tl.load(gradients).to(tl.float32)
+            gradient = tl.load(gradients)
         else:
-            gradient = tl.load(gradients, mask=elements < count, other=0.0).to(tl.float32)
+            gradient = tl.load(gradients, mask=elements < count, other=0.0)
+        # Where the next chunk is: two loads, one after the other, that would take as long as the gradient's own.
+        following = tl.minimum(chunk + tl.num_programs(0), num_chunks - 1)
+        row, start, count = _find_chunk(tensors, chunks, following, CHUNK)
+        pointer = tl.load(row + GRADIENT)
+        gradient = gradient.to(tl.float32)
         sums += gradient * gradient
     tl.store(partials + tl.program_id(0), tl.sum(sums, axis=0))
 

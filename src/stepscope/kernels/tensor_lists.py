@@ -94,7 +94,7 @@ class TensorList:
             self.launches = tuple(launch for launch in launches if launch.num_chunks)
             self._kinds = kinds
         self._host[:, GRADIENT] = torch.tensor(addresses, dtype=torch.int64)
-        self.table.copy_(self._host)
+        upload(self._host, self.table)
         self._addresses = addresses
         return changed
 
@@ -150,6 +150,14 @@ def kernel_type(dtype: torch.dtype | None) -> Any:
 
     names = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
     return None if dtype is None else names[dtype]
+
+
+def upload(values: Tensor, target: Tensor) -> None:
+    """Copy from the CPU without waiting for the GPU. The allocator of pinned memory keeps the copy until it is done."""
+    if target.is_cuda:
+        target.copy_(values.pin_memory(), non_blocking=True)
+    else:
+        target.copy_(values)
 
 
 def refuse_capture(what: str) -> None:
