@@ -64,11 +64,11 @@ def run(step: Step, steps: int = 1, functions: Sequence[str] = ()) -> set[str]:
 
 
 def step_of(module: nn.Module, *batch: Tensor, mode: Mode = "forward-backward", compile: bool = False) -> Step:  # noqa: A002
-    def loss(output: object) -> Tensor:
+    def loss(output: object, _batch: object) -> Tensor:
         assert isinstance(output, Tensor)
         return output.sum()
 
-    parts = Parts(module=module, call=lambda call: call(*batch), loss=loss)
+    parts = Parts(module=module, inputs=(batch,), call=lambda call, batch: call(*batch), loss=loss)
     workload = Workload(model=Factory(target="own:model"), mode=mode, compile=compile, device="cpu")
     return Step(workload, parts, CPU)
 
@@ -312,10 +312,10 @@ class TestFunctions:
     )
     def test_invalid_target_says_why(self, own: types.ModuleType, target: str, said: str) -> None:
         with pytest.raises(StepscopeError) as raised:
-            check_functions([target.format(own=own.__name__)], compiled=False)
+            check_functions([target.format(own=own.__name__)], build_case({}).workload)
         assert said in str(raised.value)
         assert "--annotate" in raised.value.hint
 
     def test_compiled_code_supports_no_functions(self) -> None:
         with pytest.raises(StepscopeError, match="with `--compile`"):
-            check_functions(["stepscope.nn.functional:rope"], compiled=True)
+            check_functions(["stepscope.nn.functional:rope"], build_case({"compile": True}).workload)

@@ -249,11 +249,11 @@ def step_of(module: nn.Module, every: int, *, nested: bool = False) -> Step:
     checkpoint_blocks(module, every=every, nested=nested)
     x = torch.linspace(-1, 1, 8).view(2, 4)
 
-    def loss(output: object) -> Tensor:
+    def loss(output: object, _batch: object) -> Tensor:
         assert isinstance(output, Tensor)
         return output.sum()
 
-    parts = Parts(module=module, call=lambda run: run(x), loss=loss)
+    parts = Parts(module=module, inputs=(x,), call=lambda run, batch: run(batch), loss=loss)
     return Step(Workload(model=Factory(target="own:model"), mode="forward-backward", device="cpu"), parts, CPU)
 
 

@@ -41,11 +41,11 @@ def activation_bytes(frame: pl.DataFrame) -> int:
 
 
 def audit_module(module: nn.Module, x: Tensor) -> tuple[SavedTensor, ...]:
-    def loss(output: object) -> Tensor:
+    def loss(output: object, _batch: object) -> Tensor:
         assert isinstance(output, Tensor)
         return output.sum()
 
-    parts = Parts(module=module, call=lambda run: run(x), loss=loss)
+    parts = Parts(module=module, inputs=(x,), call=lambda run, batch: run(batch), loss=loss)
     step = Step(Workload(model=Factory(target="own:model"), mode="forward", device="cpu"), parts, CPU)
     return audit_forward(step)
 
@@ -270,7 +270,12 @@ def test_node_belongs_to_the_innermost_call_that_created_it() -> None:
 
 
 def test_nodes_outside_all_calls_have_no_module() -> None:
-    parts = Parts(module=Outer(), call=lambda run: run(torch.ones(4)), loss=lambda out: out.sum())  # type: ignore[attr-defined]
+    parts = Parts(
+        module=Outer(),
+        inputs=(torch.ones(4),),
+        call=lambda run, batch: run(batch),
+        loss=lambda out, _: out.sum(),  # type: ignore[attr-defined]
+    )
     step = Step(Workload(model=Factory(target="own:model"), mode="forward", device="cpu"), parts, CPU)
     before = (torch.ones(2, requires_grad=True) * 2).grad_fn
     places = Places()

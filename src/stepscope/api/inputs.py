@@ -31,7 +31,7 @@ from stepscope.recording.rows.bench import BenchRow, CaseRow
 from stepscope.recording.rows.precision_report import read_report
 from stepscope.recording.rows.results_file import read_rows
 from stepscope.recording.store import is_recording
-from stepscope.spec import Case
+from stepscope.spec import Case, with_precision
 
 R = TypeVar("R", bound=CaseRow)
 Kind = Literal["data", "time", "memory", "bench rows", "memory rows", "attention rows", "precision"]
@@ -324,7 +324,7 @@ def _add_bench(one: _Given, materials: Materials) -> Materials:
 
 
 def _in_fp32(case: Case) -> Case:
-    return msgspec.structs.replace(case, workload=msgspec.structs.replace(case.workload, precision="fp32"))
+    return msgspec.structs.replace(case, workload=with_precision(case.workload, "fp32"))
 
 
 def _ok_rows(rows: Sequence[Any], path: Path) -> tuple[Any, ...]:

@@ -43,7 +43,7 @@ def measure(
         doubts.append(Doubt(code="skipped", text=text))
     peak_bytes = host.peak_bytes() if host else torch.cuda.max_memory_allocated(device)
     reserved_bytes = None if host else torch.cuda.max_memory_reserved(device)
-    doubts += doubt_numbers(step)
+    doubts += [*doubt_numbers(step), *step.remarks]
     on_stage("counting operations")
     flops, more = _forward_flops(step)
     measurement = Measurement(

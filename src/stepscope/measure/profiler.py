@@ -53,7 +53,7 @@ def record(
 ) -> RecordedRun:
     """Write the trace as `RAW_TRACE_NAME` to `folder_raw`. The process cannot be reused: one case, one process."""
     on_stage("importing")
-    check_functions(functions, compiled=case.workload.compile)
+    check_functions(functions, case.workload)
     step = prepare(case, device, on_stage)
     on_stage("timing")
     plain, doubts = time_plainly(step, case)
@@ -79,7 +79,7 @@ def record(
         sizes=step.sizes,
         optimizer=step.optimizer_name,
         doubts=doubts,
-        notes=_describe_gaps(case, annotation.uncalled),
+        notes=describe_gaps(step, annotation.uncalled),
     )
 
 
@@ -141,8 +141,11 @@ def keeping_events(profiler: _KinetoProfile, warm_up: Callable[[], None] = lambd
         profiler.stop_trace()
 
 
-def _describe_gaps(case: Case, uncalled: Sequence[str] | set[str]) -> tuple[str, ...]:
+def describe_gaps(step: Step, uncalled: Sequence[str] | set[str]) -> tuple[str, ...]:
+    """What a recording lacks, in sentences: ranges, or settings that the step could not follow."""
     notes = [f"`{target}` was not annotated: nothing with that name ran" for target in sorted(uncalled)]
-    if case.workload.compile:
+    if step.workload.is_program:
+        notes.append("traced or captured as a whole: only the step and its phases are annotated")
+    elif step.workload.compile:
         notes.append("compiled: only the step, its phases and the whole model are annotated")
-    return tuple(notes)
+    return (*notes, *(remark.text for remark in step.remarks))

@@ -169,11 +169,12 @@ class _TrainingRun:
         tokens_BC = self._own_part(self._tokens.batch(step))
         self._communicator.take_time()
         begin_ns = self._now()
+        self._learner.begin(self._learning_rate(step))
         loss = self._pass_over(tokens_BC)
         self._learner.finish_gradients()
         if not self._has("before the update"):
             self._account("before the update")
-        self._learner.update(self._learning_rate(step))
+        self._learner.update()
         step_ns = self._now() - begin_ns
         if not self._has("after the update"):
             self._account("after the update")

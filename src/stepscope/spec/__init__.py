@@ -31,6 +31,7 @@ from stepscope.spec.workload import (
     SHAPE_SETTINGS,
     SIZES,
     TIMING_SETTINGS,
+    WHOLE_STEP,
     Case,
     Checkpointing,
     Factory,
@@ -40,6 +41,7 @@ from stepscope.spec.workload import (
     Workload,
     for_precisions,
     parse_checkpoint,
+    with_precision,
 )
 
 __all__ = [
@@ -50,6 +52,7 @@ __all__ = [
     "SHAPE_SETTINGS",
     "SIZES",
     "TIMING_SETTINGS",
+    "WHOLE_STEP",
     "Attention",
     "Case",
     "Checkpointing",
@@ -77,4 +80,5 @@ __all__ = [
     "grid_from_toml",
     "parse_bytes",
     "parse_checkpoint",
+    "with_precision",
 ]

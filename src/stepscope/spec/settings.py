@@ -20,7 +20,7 @@ from stepscope.units import GIB, KIB, MIB
 
 Precision = Literal["fp32", "tf32", "bf16", "fp16"]
 Mode = Literal["inference", "forward", "forward-backward", "train"]
-Optimizer = Literal["adamw", "adamw-torch", "adamw-fused", "sgd"]
+Optimizer = Literal["adamw", "adamw-torch", "adamw-fused", "adamw-onelaunch", "sgd"]
 # `single` is one process without collectives. The next four are data parallel; `fsdp` also shards the weights.
 Strategy = Literal["single", "naive", "flat", "overlap", "bucketed", "fsdp"]
 TOO_LARGE = 2**48  # bytes, tokens or seeds; larger values overflow later

@@ -5,8 +5,8 @@ from typing import get_args
 
 import msgspec
 
-from stepscope.spec.settings import SpecError, Strategy, require_choice, require_positive
-from stepscope.spec.workload import ModelShape, Workload
+from stepscope.spec.settings import SpecError, Strategy, flag_of, require_choice, require_positive
+from stepscope.spec.workload import WHOLE_STEP, ModelShape, Workload
 
 
 class Training(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -80,6 +80,13 @@ class Training(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
             )
 
     def _check_strategy(self) -> None:
+        asked = [name for name in WHOLE_STEP if getattr(self.workload, name)]
+        if asked and self.strategy != "single":
+            raise SpecError(
+                f"{asked[0]} cannot be used with strategy `{self.strategy}`",
+                detail="it changes a step as a whole, between whose parts this strategy communicates",
+                hint=f"{flag_of(asked[0])} no, or --strategy single",
+            )
         if self.strategy == "single" and self.ranks > 1:
             raise SpecError(
                 f"strategy `single` cannot be used with `{self.ranks}` ranks",

@@ -23,6 +23,7 @@ from stepscope.spec.settings import (
     SpecError,
     complete,
     declared,
+    flag_of,
     parse_limit,
     require_choice,
     require_positive,
@@ -196,6 +197,17 @@ DEFAULT_CONTEXT = 128
 OWN_OPTIMIZER: Optimizer = "adamw-torch"  # for models that are not built in
 
 
+# The settings that change a whole training step, and the precisions in which they can.
+_PRECISIONS_OF: dict[str, tuple[Precision, ...]] = {
+    "fuse": ("fp32", "tf32", "bf16"),
+    "merge": ("bf16",),
+    "working_weights": ("bf16",),
+    "graph": ("fp32", "tf32", "bf16"),
+}
+WHOLE_STEP = tuple(_PRECISIONS_OF)
+_WITH_COPIES: tuple[Optimizer, ...] = ("adamw-torch", "adamw-fused", "adamw-onelaunch")  # update working weights
+
+
 def _defaults(model: ModelShape | Factory | HuggingFace) -> dict[str, object]:
     """Defaults that depend on the kind of model. The built-in model comes with the textbook AdamW; other models are
     measured with the optimizer that people use."""
@@ -206,6 +218,18 @@ def _defaults(model: ModelShape | Factory | HuggingFace) -> dict[str, object]:
             return {}
         case HuggingFace():
             return {"optimizer": OWN_OPTIMIZER}
+
+
+def _whole_step(what: str, phrase: str) -> Setting:
+    """A switch that changes a whole training step."""
+    return Setting(
+        help=f"{what}  [default: no; without a value: yes]",
+        baseline=False,
+        phrase=phrase,
+        is_extra=True,
+        modes=("train",),
+        in_precision=False,
+    )
 
 
 class Workload(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -247,6 +271,23 @@ class Workload(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
             in_precision=False,
         ),
     ] = False
+    fuse: Annotated[
+        bool,
+        _whole_step(
+            "Replace attention, norms, activations and RoPE in the traced model by stepscope's kernels.",
+            "fused kernels",
+        ),
+    ] = False
+    merge: Annotated[
+        bool, _whole_step("Merge GEMMs that have the same input: q, k, v, and gate, up.", "merged GEMMs")
+    ] = False
+    working_weights: Annotated[
+        bool,
+        _whole_step(
+            "Keep bf16 copies of the weights, which the optimizer updates: no casts in a step.", "working weights"
+        ),
+    ] = False
+    graph: Annotated[bool, _whole_step("Capture the step in CUDA graphs and replay them.", "CUDA graphs")] = False
     checkpoint: Annotated[
         str,  # as `parse_checkpoint` reads it
         Setting(
@@ -300,6 +341,7 @@ class Workload(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         require_positive("batch", self.batch)
         require_positive("grad_accumulation", self.grad_accumulation)
         self._check_accumulation()
+        self._check_whole_step()
         if self.context != 0 or isinstance(self.context, bool):
             require_positive("context", self.context)
         if not 0 <= self.seed < TOO_LARGE:
@@ -336,6 +378,47 @@ class Workload(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
                 detail="all micro-batches must have the same number of sequences",
                 hint=f"--batch {math.ceil(self.batch / self.grad_accumulation) * self.grad_accumulation}",
             )
+
+    def _check_whole_step(self) -> None:
+        asked = [name for name in WHOLE_STEP if getattr(self, name)]
+        if asked and self.mode != "train":
+            raise SpecError(
+                f"{asked[0]} cannot be used with mode `{self.mode}`",
+                detail="it changes a whole training step, which this mode does not run",
+                hint=f"{flag_of(asked[0])} no, or --mode train",
+            )
+        for name in asked:
+            allowed = _PRECISIONS_OF[name]
+            if self.precision not in allowed:
+                raise SpecError(
+                    f"{name} cannot be used with precision `{self.precision}`",
+                    detail="the loss scale of fp16 is decided on the CPU, which waits for the GPU"
+                    if self.precision == "fp16"
+                    else f"the copies of the weights are in bf16, and precision `{self.precision}` casts no weights",
+                    hint=f"--precision bf16, or {flag_of(name)} no",
+                )
+        if self.working_weights and self.optimizer not in (None, *_WITH_COPIES):
+            raise SpecError(
+                f"working_weights cannot be used with optimizer `{self.optimizer}`",
+                detail=f"only AdamW updates the copies; expected one of {', '.join(_WITH_COPIES)}",
+                hint="--optimizer adamw-onelaunch",
+            )
+        if self.merge and not self.working_weights:
+            raise SpecError(
+                "merge requires working_weights",
+                detail="the copies of the weights are stored so that one GEMM can read several of them",
+                hint="--merge --working-weights",
+            )
+
+    @property
+    def is_program(self) -> bool:
+        """Whether a step is a program of `stepscope.fast`: traced, rewritten or captured as a whole."""
+        return any(getattr(self, name) for name in WHOLE_STEP)
+
+    @property
+    def hides_modules(self) -> bool:
+        """Whether a recorder cannot see modules in a step, because it runs code that was traced from them."""
+        return self.compile or self.is_program
 
     @property
     def checkpointing(self) -> Checkpointing | None:
@@ -434,6 +517,12 @@ def check_choices(struct: msgspec.Struct, settings: Mapping[str, Setting]) -> No
         value = getattr(struct, name)
         if setting.choices and value is not None:
             require_choice(name, value, setting.choices)
+
+
+def with_precision(workload: Workload, precision: Precision) -> Workload:
+    """The workload in another precision, without the settings that it does not support."""
+    dropped = {name: False for name, allowed in _PRECISIONS_OF.items() if precision not in allowed}
+    return msgspec.structs.replace(workload, precision=precision, **dropped)
 
 
 def for_precisions(workload: Workload) -> Workload:

@@ -13,7 +13,8 @@ Modules are annotated by wrapping `forward`; hooks would cost more. A checkpoint
 where it is recomputed.
 
 Nothing inside a compiled model is annotated: a wrapped `forward` would trigger recompilation, and the range would not
-be part of the compiled graph. The step, its phases and the model as a whole remain.
+be part of the compiled graph. The step, its phases and the model as a whole remain; if the whole step is traced or
+captured, only the step and its phases.
 """
 
 import sys
@@ -30,7 +31,7 @@ from torch._dynamo import OptimizedModule
 from stepscope.annotate import Backend, Opener, activate, open_range, wrap
 from stepscope.errors import StepscopeError
 from stepscope.patches import annotate_module, is_compiled, is_inside_compiled, replace_attribute, replace_function
-from stepscope.spec import Factory
+from stepscope.spec import WHOLE_STEP, Factory, Workload, flag_of
 from stepscope.step.builder import Step
 from stepscope.step.own import CONTRACT, load_factory
 
@@ -62,9 +63,9 @@ def annotated(
         undo.enter_context(activate(backend))
         _annotate_phases(step, annotation, undo)
         replace_attribute(step, "measure_loss", wrap(step.measure_loss, "phase:loss"), undo)
-        if modules:
+        if modules and not step.workload.is_program:
             _annotate_root(step, undo)
-        if modules and not step.workload.compile:
+        if modules and not step.workload.hides_modules:
             _annotate_inside(step.module, undo)
         for target in functions:
             name = f"function:{target.partition(':')[2]}"
@@ -72,13 +73,14 @@ def annotated(
         yield annotation
 
 
-def check_functions(functions: Sequence[str], *, compiled: bool) -> None:
+def check_functions(functions: Sequence[str], workload: Workload) -> None:
     """Raise StepscopeError, before anything is built, for functions that cannot be annotated."""
-    if functions and compiled:
+    if functions and workload.hides_modules:
+        flag = next(flag_of(name) for name in ("compile", *WHOLE_STEP) if getattr(workload, name))
         raise StepscopeError(
-            f"`--annotate {functions[0]}` cannot be used with `--compile`",
+            f"`--annotate {functions[0]}` cannot be used with `{flag}`",
             detail="compiled code has no ranges, and replacing a function would trigger recompilation",
-            hint="--compile no, or remove --annotate",
+            hint=f"{flag} no, or remove --annotate",
         )
     for target in functions:
         _find_function(target)

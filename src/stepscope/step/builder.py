@@ -4,20 +4,26 @@ A step is a sequence of named phases. A plain loop, the timer and the profiler a
 measurement has its own training loop.
 """
 
+import itertools
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from stepscope.fast.capture import CannotCapture, Phase
+from stepscope.fast.program import Program
+from stepscope.kernels import OneLaunchAdamW
 from stepscope.nn import AdamW
-from stepscope.recording.rows.bench import ConfigSizes
+from stepscope.recording.rows.bench import ConfigSizes, Doubt
 from stepscope.spec import OWN_OPTIMIZER, Factory, HuggingFace, ModelShape, Optimizer, Workload
 from stepscope.step.builtin import build_builtin
 from stepscope.step.checkpointing import checkpoint_blocks
 from stepscope.step.hf import build_hf
 from stepscope.step.own import Parts, build_own
+from stepscope.step.whole_step import build_program
 
 # Small enough that weights do not diverge on random tokens within a few hundred steps.
 LEARNING_RATE = 1e-4
@@ -30,17 +36,20 @@ class Step:
     `forward`, gradients in `forward-backward`) are dropped at the start of the next step, so that two never exist at
     once. With gradient accumulation, forward and backward run once per micro-batch. Each loss is divided by the number
     of micro-batches, so the gradients are those of the whole batch.
+
+    Some settings need a `program` that has the phases in place of the step's own. `remarks` say which settings it could
+    not follow, and why.
     """
 
     def __init__(self, workload: Workload, parts: Parts, device: torch.device) -> None:
         self.workload = workload
         self.device = device
         self.module = parts.module.train(workload.mode != "inference")
-        self._call = parts.call
+        self._call, self.inputs = parts.call, parts.inputs
         # These are attributes so that `step.annotation` can wrap them while a recorder runs.
         self.measure_loss = parts.loss
         self.run_module: Callable[..., object] = self.module
-        if workload.compile:
+        if workload.compile and not workload.is_program:
             self.run_module = torch.compile(self.module, dynamic=False)
         self._loss: Tensor | None = None
         self._scaler = torch.amp.GradScaler(device.type, enabled=workload.precision == "fp16")
@@ -49,12 +58,28 @@ class Step:
         if workload.mode == "train" and parts.optimizer is not None:
             self._optimizer, self.optimizer_name = parts.optimizer, type(parts.optimizer).__name__
         elif workload.mode == "train":
-            self._optimizer = _build_optimizer(workload.optimizer, self.module)
+            self._optimizer = _build_optimizer(workload, self.module)
             self.optimizer_name = workload.optimizer or OWN_OPTIMIZER
         self.has_samples, self.has_tokens = parts.has_samples, parts.has_tokens
         # Loss scaling checks the gradients on the CPU before the optimizer runs.
         self.waits_inside = workload.precision == "fp16" and workload.mode == "train"
-        self.phases: tuple[tuple[str, Callable[[], None]], ...] = self._choose_phases()
+        self.program: Program | None = None
+        self.remarks: list[Doubt] = []
+        if workload.is_program:
+            self.program, self.remarks = self._build_program(parts)
+        self.phases: tuple[Phase, ...] = self._choose_phases()
+
+    def capture(self) -> None:
+        """Replace the phases by CUDA graphs of them; if that is impossible, a remark says why."""
+        assert self.program is not None, "only a program can be captured"
+        if self.device.type != "cuda":
+            self.remarks.append(Doubt(code="uncaptured", text="not captured: CUDA graphs need a GPU"))
+            return
+        try:
+            self.program.capture()
+        except CannotCapture as error:
+            self.remarks.append(Doubt(code="uncaptured", text=f"not captured: {error}"))
+        self.phases = self.program.phases
 
     def run(self) -> None:
         for _, phase in self.phases:
@@ -81,6 +106,8 @@ class Step:
     @property
     def loss(self) -> Tensor | None:
         """The loss of the last forward pass, with its graph until `backward` has run."""
+        if self.program is not None:
+            return self.program.losses[-1] if self.program.losses else None
         return self._loss
 
     def optimizer_state(self) -> Iterator[tuple[str, Tensor]]:
@@ -93,38 +120,68 @@ class Step:
                 if isinstance(value, Tensor):
                     yield f"{names.get(parameter, '(not in the module)')}.{key}", value
 
+    def working_weights(self) -> Iterator[tuple[str, Tensor]]:
+        """The low-precision copies of parameters that forward reads instead, each with the parameter's name."""
+        if self.program is None:
+            return
+        weights = self.program.weights
+        for parameter, name in weights.names.items():
+            copy = weights.copy_of(parameter)
+            if copy is not None:
+                yield name, copy
+
+    def gradients(self) -> Iterator[tuple[str, Tensor]]:
+        """The gradients that backward left, each with the parameter's name."""
+        for name, parameter in self.module.named_parameters():
+            gradient = parameter.grad if self.program is None else self.program.weights.gradient_of(parameter)
+            if gradient is not None:
+                yield name, gradient
+
     def loss_is_finite(self) -> bool:
         """Whether the loss of the last forward pass is finite; True if there is none."""
-        return self._loss is None or bool(self._loss.detach().isfinite().all())
+        return self.loss is None or bool(self.loss.detach().isfinite().all())
 
     def forward_without_graph(self) -> object:
         """Run the forward passes of a step without compilation, to count operations. Returns the outputs of the last
         one."""
         with torch.no_grad(), self._autocast():
-            return [self._call(self.module) for _ in range(self.workload.passes)][-1]
+            return [self._call(self.module, batch) for batch in self.inputs][-1]
 
-    def _choose_phases(self) -> tuple[tuple[str, Callable[[], None]], ...]:
+    def _build_program(self, parts: Parts) -> tuple[Program, list[Doubt]]:
+        assert self._optimizer is not None, "a program trains"
+        call, measure, module = parts.call, parts.loss, self.module
+
+        def loss_of(batch: Any) -> Tensor:
+            return measure(call(module, batch), batch)
+
+        return build_program(self.workload, module, loss_of, parts.inputs, self._optimizer, self.device)
+
+    def _choose_phases(self) -> tuple[Phase, ...]:
+        if self.program is not None:
+            return self.program.phases
+        passes: list[tuple[Phase, ...]] = [
+            (("forward", partial(self._forward, batch)), ("backward", self._backward)) for batch in self.inputs
+        ]
         match self.workload.mode:
             case "inference":
-                return (("forward", self._infer),)
+                return (("forward", partial(self._infer, self.inputs[0])),)
             case "forward":
-                return (("forward", self._forward),)
+                return passes[0][:1]
             case "forward-backward":
-                return (("forward", self._forward), ("backward", self._backward))
+                return passes[0]
             case "train":
-                passes = (("forward", self._forward), ("backward", self._backward)) * self.workload.passes
-                return (*passes, ("optimizer", self._update))
+                return (*itertools.chain.from_iterable(passes), ("optimizer", self._update))
 
-    def _infer(self) -> None:
+    def _infer(self, batch: object) -> None:
         with torch.no_grad(), self._autocast():
-            self._call(self.run_module)
+            self._call(self.run_module, batch)
 
-    def _forward(self) -> None:
+    def _forward(self, batch: object) -> None:
         self._loss = None
         if self.workload.mode == "forward-backward":
             self.module.zero_grad(set_to_none=True)
         with self._autocast():
-            self._loss = self.measure_loss(self._call(self.run_module))
+            self._loss = self.measure_loss(self._call(self.run_module, batch), batch)
 
     def _backward(self) -> None:
         assert self._loss is not None, "backward runs after forward"
@@ -147,8 +204,9 @@ class Step:
                 return torch.autocast(self.device.type, dtype=torch.float16)
 
 
-def build(workload: Workload, device: torch.device) -> Step:
-    """Build a step. Weights and batch are created on `device`, so a 2.7B model never passes through CPU memory."""
+def build(workload: Workload, device: torch.device, *, captures: bool = True) -> Step:
+    """Build a step. Weights and batch are created on `device`, so a 2.7B model never passes through CPU memory. Without
+    `captures`, a step with CUDA graphs runs without them."""
     set_float32_arithmetic(tf32=workload.precision == "tf32")
     torch.manual_seed(workload.seed)
     with device:
@@ -157,7 +215,10 @@ def build(workload: Workload, device: torch.device) -> Step:
     if workload.checkpointing is not None:
         every, nested = workload.checkpointing
         checkpoint_blocks(parts.module, every=every, nested=nested)
-    return Step(workload, parts, device)
+    step = Step(workload, parts, device)
+    if workload.graph and captures:
+        step.capture()
+    return step
 
 
 def _build_parts(workload: Workload, device: torch.device) -> Parts:
@@ -176,18 +237,19 @@ def set_float32_arithmetic(*, tf32: bool) -> None:
     torch.backends.cudnn.allow_tf32 = tf32
 
 
-def _build_optimizer(name: Optimizer | None, module: nn.Module) -> torch.optim.Optimizer:
-    make, options = optimizer_of(name)
+def _build_optimizer(workload: Workload, module: nn.Module) -> torch.optim.Optimizer:
+    make, options = optimizer_of(workload)
     return make(list(module.parameters()), **{"lr": LEARNING_RATE, **options})
 
 
-def optimizer_of(name: Optimizer | None) -> tuple[type[torch.optim.Optimizer], dict[str, Any]]:
-    """The optimizer class of a name, and its arguments except the learning rate. None is the default of users'
-    models."""
+def optimizer_of(workload: Workload) -> tuple[type[torch.optim.Optimizer], dict[str, Any]]:
+    """The optimizer class of a workload, and its arguments except the learning rate. A program updates the state of
+    PyTorch's AdamW in one launch."""
     choices: dict[Optimizer, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
         "adamw": (AdamW, {}),
         "adamw-torch": (torch.optim.AdamW, {}),
         "adamw-fused": (torch.optim.AdamW, {"fused": True}),
+        "adamw-onelaunch": (torch.optim.AdamW if workload.is_program else OneLaunchAdamW, {}),
         "sgd": (torch.optim.SGD, {}),
     }
-    return choices[name or OWN_OPTIMIZER]
+    return choices[workload.optimizer or OWN_OPTIMIZER]

@@ -98,10 +98,13 @@ def build_hf(workload: Workload, spec: HuggingFace) -> Parts:
             detail=str(error).splitlines()[0][:200],
             hint="change its config with --set FIELD=VALUE, or choose another --attention",
         ) from None
+    if isinstance(getattr(type(module), "loss_function", None), property):
+        module.loss_function = module.loss_function  # found once: the search logs, which would end a traced graph
     inputs = _make_inputs(model, batch=workload.micro_batch, context=context, with_labels=workload.mode != "inference")
     return Parts(
         module=module,
-        call=lambda run: _feed(run, inputs, model, spec),
+        inputs=(inputs,) * workload.passes,
+        call=lambda run, batch: _feed(run, batch, model, spec),
         loss=_loss_of,
         has_tokens=model.takes_context,
     )
@@ -377,6 +380,8 @@ def _find(config: "PretrainedConfig", *names: str) -> Any:
 
 
 def _feed(run: Callable[..., object], inputs: Mapping[str, Any], model: _Model, spec: HuggingFace) -> object:
+    if torch.compiler.is_compiling():  # a traced `try` would end the graph
+        return run(**inputs)
     try:
         return run(**inputs)
     except (TypeError, ValueError, AttributeError, KeyError) as error:
@@ -388,7 +393,7 @@ def _feed(run: Callable[..., object], inputs: Mapping[str, Any], model: _Model, 
         ) from error
 
 
-def _loss_of(output: object) -> Tensor:
+def _loss_of(output: object, _inputs: object) -> Tensor:
     loss = getattr(output, "loss", None)
     assert isinstance(loss, Tensor), "a model that gets labels returns its loss"
     return loss

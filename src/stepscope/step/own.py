@@ -23,6 +23,7 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -39,13 +40,15 @@ CONTRACT = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Parts:
-    """The parts of a step. `call` passes the input, or its next micro-batch, to the module, compiled or not. A step has
-    `batch` samples if `has_samples`, and batch × context tokens if `has_tokens`: a factory may ignore either. Without
-    an `optimizer`, the model gets the one that the workload names."""
+    """The parts of a step. There is one input per pass; `call` passes it to the module, compiled or not, and `loss`
+    takes the module's output and the input. Both may be traced, so they change nothing. A step has `batch` samples if
+    `has_samples`, and batch × context tokens if `has_tokens`: a factory may ignore either. Without an `optimizer`, the
+    model gets the one that the workload names."""
 
     module: nn.Module
-    call: Callable[[Callable[..., object]], object]
-    loss: Callable[[object], Tensor]
+    inputs: tuple[Any, ...]
+    call: Callable[[Callable[..., object], Any], object]
+    loss: Callable[[object, Any], Tensor]
     optimizer: torch.optim.Optimizer | None = None
     has_samples: bool = True
     has_tokens: bool = True
@@ -62,11 +65,14 @@ def build_own(workload: Workload, factory: Factory, device: torch.device) -> Par
         raise _wrong_result(factory, f"{with_article(type(module).__name__)} as the module")
     if loss is not None and not callable(loss):
         raise _wrong_result(factory, f"{with_article(type(loss).__name__)} as the loss")
+    if not isinstance(batch, Tensor | Mapping | tuple | list):
+        raise _wrong_result(factory, f"{with_article(type(batch).__name__)} as the input")
     _check_optimizer(workload, factory, module, optimizer)
     return Parts(
         module=module,
-        call=_feeder(factory, _move(batch, device)),
-        loss=lambda output: _scalar_loss(factory, loss, output),
+        inputs=(_move(batch, device),) * workload.passes,  # the factory builds one micro-batch
+        call=_feed,
+        loss=lambda output, _: _scalar_loss(factory, loss, output),
         optimizer=optimizer,
         has_samples="batch" in arguments,
         has_tokens={"batch", "context"} <= set(arguments),
@@ -281,16 +287,10 @@ def _choose_arguments(
     return {name: value for name, value in offered.items() if name in parameters or takes_any} | given
 
 
-def _feeder(factory: Factory, batch: object) -> Callable[[Callable[..., object]], object]:
-    match batch:
-        case Tensor():
-            return lambda run: run(batch)
-        case Mapping():
-            return lambda run: run(**batch)
-        case tuple() | list():
-            return lambda run: run(*batch)
-        case _:
-            raise _wrong_result(factory, f"{with_article(type(batch).__name__)} as the input")
+def _feed(run: Callable[..., object], batch: Any) -> object:
+    if isinstance(batch, Tensor):
+        return run(batch)
+    return run(**batch) if isinstance(batch, dict) else run(*batch)  # `_move` made it a dict or a tuple
 
 
 def _move(batch: object, device: torch.device) -> object:

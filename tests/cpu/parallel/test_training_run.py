@@ -15,7 +15,7 @@ from stepscope.parallel import Communicator
 from stepscope.parallel.journal import FOLDER_VARIABLE
 from stepscope.recording.rows.checkpoints import FOLDER_NAME, newest
 from stepscope.recording.rows.training_log import LOG_NAME, TrainMemory, TrainRow, read_log, read_memory
-from stepscope.spec import ModelShape, Training, Workload
+from stepscope.spec import ModelShape, SpecError, Training, Workload
 from tests.cpu.parallel.ranks import run_ranks, start_ranks
 
 SHAPE = ModelShape(d_model=32, d_ff=64, num_layers=2, num_heads=2, num_kv_heads=2, vocab=64)
@@ -213,6 +213,34 @@ def test_learning_rate_rises_and_then_stays_constant(tmp_path: Path) -> None:
     train_on(with_ranks(1, "single", warmup_steps=4, steps=6), tmp_path)
     rates = [row.learning_rate for row in read_log(tmp_path / LOG_NAME)[0]]
     assert rates == pytest.approx([0.0025, 0.005, 0.0075, 0.01, 0.01, 0.01])
+
+
+FAST = {
+    "precision": "bf16",
+    "attention": "sdpa",
+    "optimizer": "adamw-onelaunch",
+    "fuse": True,
+    "merge": True,
+    "working_weights": True,
+    "graph": True,
+}
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_whole_step_trains_as_separate_passes_do(tmp_path: Path, accumulate: int) -> None:
+    for name, settings in (("plain", {"precision": "bf16", "attention": "sdpa"}), ("fast", FAST)):
+        workload = msgspec.structs.replace(PLAIN.workload, **settings)
+        train_on(with_ranks(1, "single", workload=workload, accumulate=accumulate, warmup_steps=3), tmp_path / name)
+    plain, fast = (losses(tmp_path / name) for name in ("plain", "fast"))
+    assert plain[0] - plain[-1] > 0.5
+    assert fast == pytest.approx(plain, abs=0.02)
+
+
+@pytest.mark.parametrize("name", ["graph", "fuse"])
+def test_whole_step_is_for_one_rank_without_communication(name: str) -> None:
+    workload = msgspec.structs.replace(PLAIN.workload, **{name: True})
+    with pytest.raises(SpecError, match=f"{name} cannot be used with strategy `bucketed`"):
+        with_ranks(2, "bucketed", workload=workload)
 
 
 def _count_messages(rank: int, world: int) -> list[int]:

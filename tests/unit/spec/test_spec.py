@@ -26,6 +26,7 @@ from stepscope.spec import (
     grid_from_flags,
     grid_from_toml,
     parse_bytes,
+    with_precision,
 )
 from stepscope.spec.settings import declared
 
@@ -94,6 +95,18 @@ def test_case_survives_json() -> None:
         ({"batch": "6", "grad_accumulation": "4"}, ("batch `6`", "`4` micro-batches", "--batch 8")),
         ({"batch": "2", "grad_accumulation": "4"}, ("batch `2`", "--batch 4")),
         ({"grad_accumulation": "0"}, ("grad_accumulation must be at least 1, got `0`", "--grad-accumulation 1")),
+        ({"mode": "forward", "graph": "yes"}, ("graph cannot be used with mode `forward`", "--mode train")),
+        ({"precision": "fp16", "graph": "yes"}, ("graph cannot be used with precision `fp16`", "--precision bf16")),
+        ({"precision": "fp16", "fuse": "yes"}, ("fuse cannot be used with precision `fp16`", "--precision bf16")),
+        ({"working_weights": "yes"}, ("working_weights cannot be used with precision `fp32`", "--precision bf16")),
+        (
+            {"precision": "bf16", "working_weights": "yes"},
+            ("working_weights cannot be used with optimizer `adamw`", "--optimizer adamw-onelaunch"),
+        ),
+        (
+            {"precision": "bf16", "merge": "yes"},
+            ("merge requires working_weights", "--merge --working-weights"),
+        ),
         ({"memory_limit": "lots"}, ("lots", "24GB")),
         ({"memory_limit": "0"}, ("memory_limit must be at least 1, got `0`",)),
         ({"compile": "maybe"}, ("maybe", "--compile")),
@@ -257,6 +270,15 @@ def test_declared_setting_has_a_cell_and_a_phrase() -> None:
         "1 round",
     ]
     assert settings["rounds"].say(2) == "2 rounds"
+
+
+def test_another_precision_drops_what_it_does_not_support() -> None:
+    fast = {"precision": "bf16", "optimizer": "adamw-onelaunch", "working_weights": True, "merge": True, "graph": True}
+    workload = build_case(fast).workload
+    assert with_precision(workload, "bf16") == workload
+    wide = with_precision(workload, "fp32")
+    assert (wide.precision, wide.graph, wide.working_weights, wide.merge) == ("fp32", True, False, False)
+    assert not with_precision(workload, "fp16").graph
 
 
 def test_accumulation_splits_the_batch_and_keeps_the_step_size() -> None:

@@ -365,7 +365,7 @@ def saved_table(profile: MemoryProfile) -> Table:
             detail="the step ran without autograd, or another tool made the snapshot",
             hint="stepscope memory --mode train --table saved",
         )
-    eager = case is not None and isinstance(case.workload.model, ModelShape) and not case.workload.compile
+    eager = case is not None and isinstance(case.workload.model, ModelShape) and not case.workload.hides_modules
     if case is None or not eager or case.workload.checkpoint != "none":
         return saved_by_module(saved)
     return saved_and_predicted(saved, activations_of(case.workload))

@@ -11,8 +11,6 @@ import statistics
 import sys
 from collections.abc import Callable, Mapping, Sequence
 
-import msgspec
-
 from stepscope.errors import StepscopeError
 from stepscope.explain.experiments.cases import limit_notes, say_sizes
 from stepscope.explain.module_roles import find_roles
@@ -30,7 +28,7 @@ from stepscope.recording.rows.precision_report import (
     Sum,
     Underflow,
 )
-from stepscope.spec import RUN_SETTINGS, Case, ModelShape, Setting, Workload
+from stepscope.spec import RUN_SETTINGS, Case, ModelShape, Setting, Workload, with_precision
 from stepscope.units import count_noun
 
 _AUTOCAST = ("bf16", "fp16")
@@ -396,25 +394,23 @@ def find_speeds(rows: Sequence[BenchRow], case: Case) -> tuple[Speed, ...]:
 
 def pair_speeds(rows: Sequence[BenchRow], case: Case) -> tuple[Speed, ...]:
     """The speedups over fp32 that `bench` measured for the model of the case, on the same device."""
-    steps: dict[tuple[Workload, str, str], dict[str, BenchRow]] = {}
-    for row in rows:
-        workload = row.case.workload
-        if row.measurement is not None and workload.model == case.workload.model:
-            same = msgspec.structs.replace(workload, precision="fp32")
-            found = steps.setdefault((same, row.environment.driver_name, row.environment.torch), {})
-            found[workload.precision] = row
+    timed = [row for row in rows if row.measurement is not None and row.case.workload.model == case.workload.model]
+    in_fp32 = {_in_fp32(row): row for row in timed if row.case.workload.precision == "fp32"}
+    others = {(row.case.workload, *_in_fp32(row)[1:]): row for row in timed if row.case.workload.precision != "fp32"}
     return tuple(
         Speed(
             workload=row.case.workload,
             device=row.environment.driver_name,
             step_ns=_median_ns(row),
-            fp32_step_ns=_median_ns(found["fp32"]),
+            fp32_step_ns=_median_ns(in_fp32[_in_fp32(row)]),
         )
-        for found in steps.values()
-        if "fp32" in found
-        for precision, row in found.items()
-        if precision != "fp32"
+        for row in others.values()
+        if _in_fp32(row) in in_fp32
     )
+
+
+def _in_fp32(row: BenchRow) -> tuple[Workload, str, str]:
+    return with_precision(row.case.workload, "fp32"), row.environment.driver_name, row.environment.torch
 
 
 def _median_ns(row: BenchRow) -> int:

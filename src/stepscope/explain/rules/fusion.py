@@ -43,7 +43,7 @@ _FUSED = r"(?i)fused_?(?:adam|sgd|adagrad|lamb)|(?:adam|sgd|lamb|adagrad|novogra
 _HAS_FUSED = ("Adam", "AdamW", "SGD", "Adagrad")
 _HAS_FOREACH = ("Adadelta", "Adamax", "ASGD", "NAdam", "RAdam", "RMSprop", "Rprop")
 # Values of `--optimizer`.
-_CLASSES = {"adamw": "AdamW", "adamw-torch": "AdamW", "adamw-fused": "AdamW", "sgd": "SGD"}
+_CLASSES = {"adamw": "AdamW", "adamw-torch": "AdamW", "adamw-fused": "AdamW", "adamw-onelaunch": "AdamW", "sgd": "SGD"}
 _OPTIMIZER_STEP = r"^Optimizer\.step#(\w+)\."
 
 

@@ -18,6 +18,10 @@ _ORDER = (
     "precision",
     "attention",
     "compile",
+    "fuse",
+    "merge",
+    "working_weights",
+    "graph",
     "checkpoint",
     "grad_accumulation",
     "optimizer",
@@ -28,7 +32,15 @@ _ORDER = (
 )
 assert {*_ORDER, "device"} == set(RUN_SETTINGS)
 # Names of settings that are off, for a side without any other label.
-_OFF = {"compile": "eager", "checkpoint": "no checkpointing", "grad_accumulation": "1 micro-batch"}
+_OFF = {
+    "compile": "eager",
+    "fuse": "no fused kernels",
+    "merge": "separate GEMMs",
+    "working_weights": "casts",
+    "graph": "no CUDA graphs",
+    "checkpoint": "no checkpointing",
+    "grad_accumulation": "1 micro-batch",
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -110,6 +122,8 @@ def _say(name: str, workload: Workload) -> str:
     match name:
         case "compile":
             return "compile" if value else ""
+        case "fuse" | "merge" | "working_weights" | "graph":
+            return RUN_SETTINGS[name].phrase if value else ""
         case "checkpoint":
             return "" if value == "none" else "checkpointing" if value == "block" else f"checkpointing {value}"
         case "grad_accumulation":

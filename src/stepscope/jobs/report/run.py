@@ -28,7 +28,7 @@ from stepscope.jobs.report import stages
 from stepscope.jobs.report.data import State, check_data, open_data, write_state
 from stepscope.jobs.report.stages import ReportStage, StageWork, UnavailableError, other_precision
 from stepscope.jobs.workers.process import InputRefusedError, Workers, require_torch
-from stepscope.spec import Case, Grid, build_case
+from stepscope.spec import Case, Grid, build_case, with_precision
 
 _MOST_CHARACTERS = 100  # of a directory name
 DATA_FOLDER = Path("runs/report")
@@ -336,7 +336,7 @@ def _plan(choose: Callable[[str], Case], workers: Workers) -> tuple[Planned, Pla
 
 def _in_other_precision(case: Case) -> Case:
     precision = other_precision(case.workload.precision)
-    return msgspec.structs.replace(case, workload=msgspec.structs.replace(case.workload, precision=precision))
+    return msgspec.structs.replace(case, workload=with_precision(case.workload, precision))
 
 
 def _slug(planned: Planned) -> str:

@@ -62,7 +62,7 @@ def record_memory(case: Case, device: torch.device, *, folder: Path, on_stage: O
     if device.type == "cuda":
         torch.cuda.set_device(device)
     on_stage("building")
-    step = build(case.workload, device)
+    step = build(case.workload, device, captures=False)
     recorder = _OnCuda(step) if device.type == "cuda" else _OnCpu(step)
     settle_heap()
     on_stage("recording")
@@ -77,8 +77,14 @@ def record_memory(case: Case, device: torch.device, *, folder: Path, on_stage: O
         watched_step_ns=tuple(watched_ns),
         parameters=step.parameters,
         optimizer=step.optimizer_name,
-        notes=tuple(dict.fromkeys(recorder.notes)),
+        notes=tuple(dict.fromkeys((*recorder.notes, *_describe_changes(step)))),
     )
+
+
+def _describe_changes(step: Step) -> Iterator[str]:
+    yield from (remark.text for remark in step.remarks)
+    if step.workload.graph:
+        yield "recorded without CUDA graphs, whose replays allocate nothing: a graph holds the memory of this step"
 
 
 class _Recorder:
@@ -147,10 +153,13 @@ class _Recorder:
             for holder, argument, tensor in held_tensors(step.loss.grad_fn):
                 self._note(tensor, "activations", f"{holder.op}.{argument}")
             self._saved = [SavedRow(**asdict(row)) for row in audit(step, self.places)]
+            # Made in the first forward pass; merged ones share a storage, which has one name.
+            copies = {copy.untyped_storage().data_ptr(): (name, copy) for name, copy in step.working_weights()}
+            for name, copy in copies.values():
+                self._note(copy, "parameters", f"{name} (working weight)")
         elif phase == "backward":
-            for name, parameter in step.module.named_parameters():
-                if parameter.grad is not None:
-                    self._note(parameter.grad, "gradients", name)
+            for name, gradient in step.gradients():
+                self._note(gradient, "gradients", name)
         elif phase == "optimizer":
             for name, tensor in step.optimizer_state():
                 self._note(tensor, "optimizer state", name)

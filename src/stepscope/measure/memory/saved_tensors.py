@@ -190,16 +190,18 @@ def _frame_arguments(frame: Any) -> tuple[Sequence[Any], object]:
 
 
 def _name_storages(step: "Step") -> dict[int, tuple[Kind, str | None]]:
-    """Identified by storage: a view of a parameter is the parameter's memory. Inputs are the tensors in the closures of
-    the step's own functions: the batch and the targets.
+    """Identified by storage: a view of a parameter is the parameter's memory. Inputs are the batches and the tensors in
+    the closure of the loss, such as targets.
     """
     owners: dict[int, tuple[Kind, str | None]] = {}
-    for tensor in (*_reachable(step._call), *_reachable(step.measure_loss)):
+    for tensor in (*(one for _, one in _tensors_in(step.inputs)), *_reachable(step.measure_loss)):
         owners[tensor.untyped_storage()._cdata] = ("input", None)
     for name, buffer in step.module.named_buffers():
         owners[buffer.untyped_storage()._cdata] = ("buffer", name)
     for name, parameter in step.module.named_parameters():
         owners.setdefault(parameter.untyped_storage()._cdata, ("parameter", name))
+    for name, copy in step.working_weights():
+        owners.setdefault(copy.untyped_storage()._cdata, ("parameter", name))
     return owners
 
 

@@ -204,12 +204,14 @@ class _Watch:
         self.inputs = _fingerprint(_tensors((args, kwargs)))
         return run(*_widen(args), **_widen(kwargs)) if wide else run(*args, **kwargs)
 
-    def _measure_loss(self, measure: Callable[[object], Tensor], found: list[Tensor], output: object) -> Tensor:
+    def _measure_loss(
+        self, measure: Callable[[object, Any], Tensor], found: list[Tensor], output: object, batch: Any
+    ) -> Tensor:
         logits = next(_floats(getattr(output, "logits", output)), None)
         if logits is not None and logits.ndim:
             kind = type(self.step.module)
             self.logits = self._describe("logits", f"{kind.__module__}.{kind.__qualname__}", logits)
-        found.append(measure(output))
+        found.append(measure(output, batch))
         return found[0]
 
     def _enter(self, name: str, _module: nn.Module, _args: object) -> None:

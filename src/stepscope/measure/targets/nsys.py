@@ -49,7 +49,7 @@ def record(request: NsysRequest) -> NsysRecorded:
     from torch.autograd.profiler import emit_nvtx
 
     from stepscope.measure.environment import check_torch, describe, resolve_device
-    from stepscope.measure.profiler import prepare, time_plainly
+    from stepscope.measure.profiler import describe_gaps, prepare, time_plainly
     from stepscope.measure.timing import time_steps
     from stepscope.step.annotation import annotated, check_functions
 
@@ -62,7 +62,7 @@ def record(request: NsysRequest) -> NsysRecorded:
             detail=f"torch {torch.__version__} sees no GPU" if not torch.cuda.is_available() else "a GPU is available",
             hint="to record on a CPU with PyTorch's profiler, remove --nsys: stepscope profile",
         )
-    check_functions(request.functions, compiled=case.workload.compile)
+    check_functions(request.functions, case.workload)
     step = prepare(case, device, lambda _: None)
     plain, doubts = time_plainly(step, case)
 
@@ -86,7 +86,7 @@ def record(request: NsysRequest) -> NsysRecorded:
         sizes=step.sizes,
         optimizer=step.optimizer_name,
         doubts=doubts,
-        notes=tuple(f"`{target}` was not annotated: nothing with that name ran" for target in sorted(uncalled)),
+        notes=describe_gaps(step, uncalled),
     )
     return NsysRecorded(run=run, environment=describe(device, {case.workload.precision}))
 

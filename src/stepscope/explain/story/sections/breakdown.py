@@ -70,8 +70,8 @@ def say_lacking_modules(profiles: Sequence[Profile], names: Sequence[str]) -> st
         return ""
     profile, name = lacking[0]
     case = profile.recording.manifest.case
-    is_compiled = case is not None and case.workload.compile
-    return f"not recorded in {name}{': compiled code has no modules' if is_compiled else ''}"
+    is_hidden = case is not None and case.workload.hides_modules
+    return f"not recorded in {name}{': compiled code has no modules' if is_hidden else ''}"
 
 
 def _has_modules(profile: Profile) -> bool:

@@ -153,12 +153,12 @@ def _part_in(module: str | None, block: str | None) -> str:
 
 
 def _saved_and_predicted(profile: MemoryProfile) -> Table | None:
-    """The comparison with the formulas, which cover only the built-in model without compilation."""
+    """The comparison with the formulas, which cover only the built-in model as it is written."""
     case = profile.recording.manifest.case
     if case is None or not isinstance(case.workload.model, ModelShape):
         return None
     workload = case.workload
-    if workload.compile or workload.checkpoint != "none":
+    if workload.hides_modules or workload.checkpoint != "none":
         return None
     return saved_and_predicted(profile.recording.saved, activations_of(workload))
 

@@ -1,0 +1,63 @@
+"""A step as a `Program` of `stepscope.fast`, as the settings of a workload say."""
+
+import itertools
+from collections.abc import Callable, Sequence
+from types import FunctionType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from stepscope.fast.program import Changes, Program
+from stepscope.fast.rewrites import Rewrites
+from stepscope.fast.update import why_not_one_launch
+from stepscope.recording.rows.bench import Doubt
+from stepscope.spec import Workload
+
+LossFunction = Callable[[Any], Tensor]
+_numbers = itertools.count()
+
+
+def build_program(
+    workload: Workload,
+    module: nn.Module,
+    loss_of: LossFunction,
+    batches: Sequence[Any],
+    optimizer: torch.optim.Optimizer,
+    device: torch.device,
+) -> tuple[Program, list[Doubt]]:
+    """The program, and remarks about settings that it does not follow. An optimizer that our kernel cannot update
+    leaves no working weights, and without them no GEMMs are merged."""
+    wanted = workload.working_weights or workload.optimizer == "adamw-onelaunch"
+    refusal = why_not_one_launch(optimizer) if wanted else None
+    one_launch = wanted and refusal is None
+    program = Program(
+        module=module,
+        loss_of=_with_own_code(loss_of),
+        batches=batches,
+        optimizer=optimizer,
+        autocast=torch.bfloat16 if workload.precision == "bf16" else None,
+        device=device,
+        changes=Changes(
+            compiler="inductor" if workload.compile else None,
+            rewrites=Rewrites(
+                attention=workload.fuse,
+                norms=workload.fuse,
+                working_weights=workload.working_weights and one_launch,
+                merge=workload.merge and one_launch,
+            ),
+            one_launch=one_launch,
+            graph=workload.graph,
+        ),
+    )
+    if refusal is None:
+        return program, []
+    return program, [Doubt(code="own-optimizer", text=f"no working weights: {refusal}")]
+
+
+def _with_own_code(function: LossFunction) -> LossFunction:
+    """The function with a code object of its own. `torch.compile` counts compilations per code object, and after a few
+    it silently runs the function as it is; a process may build many steps."""
+    assert isinstance(function, FunctionType)
+    code = function.__code__.replace(co_name=f"loss_of_{next(_numbers)}")
+    return FunctionType(code, function.__globals__, code.co_name, function.__defaults__, function.__closure__)
