@@ -3,10 +3,10 @@
 from stepscope.kernels.accumulation import Accumulator
 from stepscope.kernels.adamw import AdamWUpdates, Hyper, ParameterUpdate
 from stepscope.kernels.attention import FlashAttention, FlashAttentionTiled, document_bounds, flash_attention
-from stepscope.kernels.gated import geglu, geglu_packed, swiglu, swiglu_packed
-from stepscope.kernels.norms import add_layer_norm, add_rms_norm, layer_norm, rms_norm
 from stepscope.kernels.cross_entropy import cross_entropy
+from stepscope.kernels.gated import geglu, geglu_packed, swiglu, swiglu_packed
 from stepscope.kernels.linear_cross_entropy import linear_cross_entropy
+from stepscope.kernels.norms import add_layer_norm, add_rms_norm, layer_norm, rms_norm
 from stepscope.kernels.optimizer import OneLaunchAdamW
 from stepscope.kernels.rotary import rope, rope_packed
 
