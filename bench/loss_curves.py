@@ -150,7 +150,7 @@ def build_fast(arguments: argparse.Namespace, example: Any, device: Any) -> Run:
         model,
         optimizer,
         example=(example[:, :-1].contiguous(), example[:, 1:].contiguous()),
-        loss=lambda module, batch: operations.cross_entropy(module, batch[1]),
+        loss=lambda module, batch: operations.cross_entropy(module(batch[0]), batch[1]),
         measure=False,
         compiler=arguments.compiler,
     )

@@ -247,10 +247,10 @@ def draw_ladder(rows: list[dict[str, Any]], path: Path) -> None:
     shown = [(name, found[name]) for name in (*LADDER, PEER) if found.get(name)]
     bars = Bars(
         title="Step time of small, context 1024, batch 4",
-        kind="ns",
+        kind="ms",
         labels=tuple(name for name, _ in shown),
         series=("step",),
-        values=(tuple(ms * 1e6 for _, ms in shown),),
+        values=(tuple(ms for _, ms in shown),),
     )
     path.write_bytes(convert_for_print(draw_bars(chart_bars(bars)))[path.suffix])
 
