@@ -45,6 +45,7 @@ def build_program(
                 norms=workload.fuse,
                 working_weights=workload.working_weights and one_launch,
                 merge=workload.merge and one_launch,
+                packed=workload.fuse and workload.merge and one_launch,
             ),
             one_launch=one_launch,
             graph=workload.graph,
