@@ -47,7 +47,8 @@ def takes_grid(verb: Callable[..., None]) -> Callable[..., None]:
 
 def takes_workload(verb: Callable[..., None]) -> Callable[..., None]:
     """Like `takes_grid`, for a verb that trains the built-in model: no timing settings and no custom models."""
-    return _takes(verb, {name: setting for name, setting in (SHAPE_SETTINGS | RUN_SETTINGS).items() if name != "mode"})
+    names = {"preset", *SHAPE_SETTINGS, *RUN_SETTINGS} - {"mode"}
+    return _takes(verb, {name: setting for name, setting in SETTINGS.items() if name in names})
 
 
 def _takes(verb: Callable[..., None], settings: Mapping[str, Setting], *more: inspect.Parameter) -> Callable[..., None]:

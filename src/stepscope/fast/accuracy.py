@@ -84,17 +84,19 @@ def compare(
 
 
 def _compute_truth(module: nn.Module, loss_of: LossOf, batch: Any) -> tuple[Gradients, float, torch.dtype]:
-    for dtype in (torch.float64, torch.float32):
-        try:
-            exact = copy.deepcopy(module).to(dtype)
-            cast = pytree.tree_map_only(Tensor, lambda one: one.to(dtype) if one.is_floating_point() else one, batch)
-            return *_gradients(exact, loss_of, cast, nullcontext()), dtype
-        except torch.cuda.OutOfMemoryError:
-            if dtype == torch.float32:
-                raise
-        exact = None
+    try:
+        return *_gradients_in(torch.float64, module, loss_of, batch), torch.float64
+    except torch.cuda.OutOfMemoryError:
         torch.cuda.empty_cache()
-    raise AssertionError("unreachable")
+    return *_gradients_in(torch.float32, module, loss_of, batch), torch.float32
+
+
+def _gradients_in(dtype: torch.dtype, module: nn.Module, loss_of: LossOf, batch: Any) -> tuple[Gradients, float]:
+    def cast(one: Tensor) -> Tensor:
+        return one.to(dtype) if one.is_floating_point() else one
+
+    exact = copy.deepcopy(module).to(dtype)
+    return _gradients(exact, loss_of, pytree.tree_map_only(Tensor, cast, batch), nullcontext())
 
 
 def _gradients(

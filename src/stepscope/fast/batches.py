@@ -29,8 +29,8 @@ def loss_in(output: Any) -> Tensor:
     if not isinstance(found, Tensor) or found.numel() != 1:
         shape = f" of shape {tuple(found.shape)}" if isinstance(found, Tensor) else ""
         raise ValueError(
-            f"expected the model to return its loss, as a scalar or as `.loss`, but got a {type(found).__name__}{shape}; "
-            "pass loss=lambda output, batch: ..."
+            "expected the model to return its loss, as a scalar or as `.loss`, but got a "
+            f"{type(found).__name__}{shape}; pass loss=lambda model, batch: ..."
         )
     return found
 
@@ -58,6 +58,6 @@ def has_dropout(module: nn.Module) -> bool:
     """Whether a module draws random numbers while it trains, as far as its submodules and config show."""
     if any(isinstance(one, nn.modules.dropout._DropoutNd) and one.p > 0 and one.training for one in module.modules()):
         return True
-    config = getattr(module, "config", None)
-    fields = config.to_dict() if hasattr(config, "to_dict") else {}
-    return any(("drop" in name and isinstance(value, float) and value > 0) for name, value in fields.items())
+    config: Any = getattr(module, "config", None)
+    fields = config.to_dict() if module.training and hasattr(config, "to_dict") else {}
+    return any("drop" in name and isinstance(value, float) and value > 0 for name, value in fields.items())

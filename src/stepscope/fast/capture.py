@@ -32,7 +32,7 @@ class Part(NamedTuple):
     warm_up: Callable[[], None] | None = None
 
 
-class CannotCapture(RuntimeError):
+class CannotCapture(RuntimeError):  # noqa: N818 - what happened, not what is wrong with the program
     """A step cannot be captured: the reason, and the line of the user's code, if known."""
 
     def __init__(self, reason: str, line: str | None) -> None:
@@ -43,7 +43,7 @@ class CannotCapture(RuntimeError):
 def capture(parts: Sequence[Part], device: torch.device) -> tuple[Phase, ...]:
     """Run the parts a few times, then capture each one, and return phases that replay the graphs. They read and write
     the same memory every time."""
-    stream = torch.cuda.Stream(device)
+    stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
     stream.wait_stream(torch.cuda.current_stream(device))
     with torch.cuda.stream(stream):
         for number in range(WARMUP):

@@ -1,7 +1,7 @@
 """Tries changes to a training step one after another, and keeps those that are right and faster on this machine.
 
-Each change is measured on top of those kept so far. It is kept if its gradients are as accurate as those of the original
-step (`accuracy.py`) and the step is faster.
+Each change is measured on top of those kept so far. It is kept if its gradients are as accurate as those of the
+original step (`accuracy.py`) and the step is faster.
 """
 
 import gc

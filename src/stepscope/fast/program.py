@@ -1,14 +1,16 @@
-"""A training step as a program: forward with the loss, backward, update; traced, rewritten, compiled and captured as its
-settings say.
+"""A training step as a program: forward with the loss, backward and update, traced, rewritten, compiled and captured as
+its settings say.
 
 The module and the optimizer stay what they are: parameters and state are updated in place, so that saving, evaluating
 and schedules of the learning rate work as before.
 """
 
+import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -22,6 +24,7 @@ from stepscope.fast.weights import WorkingWeights
 from stepscope.kernels.accumulation import Accumulator
 
 LossOf = Callable[[Any], Tensor]  # the loss of a batch
+_numbers = itertools.count()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,7 +59,9 @@ class Program:
         self.weights = weights or WorkingWeights(dict(module.named_parameters()))
         self.backend = RewritingBackend(changes.rewrites, self.weights, dtype=autocast, compiler=changes.compiler)
         is_traced = changes.compiler is not None or changes.rewrites != Rewrites()
-        self._loss_of = torch.compile(loss_of, backend=self.backend, dynamic=False) if is_traced else loss_of
+        self._loss_of = loss_of
+        if is_traced:
+            self._loss_of = torch.compile(_with_own_code(loss_of), backend=self.backend, dynamic=False)
         self.losses: list[Tensor] = []
         self._captured_gradients: dict[nn.Parameter, Tensor] | None = None
         self._update: OneLaunchUpdate | None = None
@@ -187,6 +192,17 @@ class Program:
         return nullcontext() if self._dtype is None else torch.autocast(self.device.type, dtype=self._dtype)
 
 
+def _with_own_code(function: LossOf) -> LossOf:
+    """The function with a code object of its own. `torch.compile` counts compilations per code object, and after a few
+    it silently runs the function as it is; a process may build many programs."""
+
+    def compute_loss(batch: Any) -> Tensor:
+        return function(batch)
+
+    code = compute_loss.__code__.replace(co_name=f"compute_loss_{next(_numbers)}")
+    return FunctionType(code, globals(), code.co_name, None, compute_loss.__closure__)
+
+
 @contextmanager
 def _saved_state(module: nn.Module, device: torch.device) -> Iterator[None]:
     """Restore what runs before a capture change: random numbers and buffers."""
@@ -199,8 +215,8 @@ def _saved_state(module: nn.Module, device: torch.device) -> Iterator[None]:
 
 
 class GradientSums:
-    """The sums of gradients over the passes of a step, in fp32, as those of autocast are. The gradients of each pass are
-    at addresses of their own."""
+    """The sums of gradients over the passes of a step, in fp32, as those of autocast are. Gradients of each pass have
+    their own addresses."""
 
     def __init__(self) -> None:
         self._parameters: list[nn.Parameter] = []

@@ -2,8 +2,8 @@
 
 Autocast casts every matrix in every step, and casts its gradient back. A working weight is the same bf16 matrix, kept
 between steps: forward reads it, backward leaves a bf16 gradient at it, and the optimizer writes it together with the
-fp32 parameter. The arithmetic is that of autocast, bit for bit in one pass. The module keeps its fp32 parameters, so its
-state dict does not change.
+fp32 parameter. The arithmetic is that of autocast. The module keeps its fp32 parameters, so its state dict does not
+change.
 
 Matrices that multiply the same input are stored one after another, so that one GEMM can read them all.
 """
@@ -24,7 +24,8 @@ class Leaf(NamedTuple):
 
     def parts(self, whole: Tensor) -> Sequence[Tensor]:
         """The slices of a tensor of this leaf's shape that belong to each parameter."""
-        return whole.split([parameter.shape[0] for parameter in self.parameters])
+        parts: Sequence[Tensor] = torch.split(whole, [parameter.shape[0] for parameter in self.parameters])
+        return parts
 
     def part_of(self, parameter: nn.Parameter, whole: Tensor) -> Tensor:
         (part,) = (part for one, part in zip(self.parameters, self.parts(whole), strict=True) if one is parameter)

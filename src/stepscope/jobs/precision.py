@@ -19,7 +19,7 @@ from stepscope.jobs.workers.messages import ComparePrecisions, PrecisionsCompare
 from stepscope.jobs.workers.process import OnStage, Workers, require_torch
 from stepscope.recording.rows.bench import BenchRow
 from stepscope.recording.rows.precision_report import PrecisionReport, write_report
-from stepscope.spec import SETTINGS, Case, Grid, Precision, Scalar, flag_of
+from stepscope.spec import PRESETS, SETTINGS, Case, Grid, Precision, Scalar, flag_of
 
 # In table order.
 PRECISIONS: tuple[Precision, ...] = ("fp32", "tf32", "bf16", "fp16")
@@ -40,7 +40,7 @@ class PrecisionJob(msgspec.Struct, frozen=True, kw_only=True):
         check_settings(grid)
         if self.out is not None:
             check_target(self.out, force=self.force, flag="--out", command=self.command)
-        asked, rest = _take_precisions(grid)
+        asked, rest = _take_precisions(_without_idle_parts(grid))
         with Workers() as workers:
             planned = _plan(rest, workers)
             chosen = choose_precisions(asked or precisions, planned.case)
@@ -78,6 +78,16 @@ def check_settings(grid: Grid) -> None:
                 detail="every precision runs one uncompiled step, forward and backward",
                 hint=f"remove {flag_of(name)}",
             )
+
+
+def _without_idle_parts(grid: Grid) -> Grid:
+    """The grid without the parts of a preset that have no effect here."""
+    given = dict(grid.axes)
+    if "preset" not in given:
+        return grid
+    names = [name for name in PRESETS["fast"] if name == "precision" or not SETTINGS[name].in_precision]
+    axes = tuple((name, (SETTINGS[name].default,)) for name in names if name not in given)
+    return grid.override(Grid(axes=axes))
 
 
 def _take_precisions(grid: Grid) -> tuple[set[Scalar | None], Grid]:

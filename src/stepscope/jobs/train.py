@@ -26,7 +26,7 @@ from stepscope.recording.rows.training_log import (
     read_memory,
     read_run,
 )
-from stepscope.spec import Grid, Strategy, Training, grid_from_flags
+from stepscope.spec import WHOLE_STEP, Grid, Strategy, Training, grid_from_flags
 
 DEFAULT_TIMEOUT_S = 300.0
 ENTRY = "stepscope.jobs.train:serve_request"  # what a rank on a cluster calls
@@ -158,6 +158,9 @@ def build_training(
     grid: Grid, *, ranks: int | None, strategy: Strategy | None, data: str, **settings: float | bool
 ) -> Training:
     """Build from command-line settings. Under an external launcher, WORLD_SIZE gives the number of ranks."""
+    ranks = _count_ranks(ranks)
+    strategy = strategy or ("single" if ranks == 1 else "bucketed")
+    grid = _without_parts(grid, strategy)
     cases = grid.cases()
     if len(cases) != 1:
         name = next(name for name, values in grid.axes if len(values) > 1)
@@ -170,9 +173,16 @@ def build_training(
         (case,) = grid.override(grid_from_flags({"vocab": "256"})).cases()
     else:
         (case,) = cases
-    ranks = _count_ranks(ranks)
-    strategy = strategy or ("single" if ranks == 1 else "bucketed")
     return Training(workload=case.workload, ranks=ranks, strategy=strategy, data=data, **settings)  # type: ignore[arg-type]
+
+
+def _without_parts(grid: Grid, strategy: Strategy) -> Grid:
+    """The grid without the parts of a preset that the strategy refuses."""
+    given = dict(grid.axes)
+    if "preset" not in given or strategy == "single":
+        return grid
+    refused = (*WHOLE_STEP, "compile") if strategy == "fsdp" else WHOLE_STEP
+    return grid.override(Grid(axes=tuple((name, (False,)) for name in refused if name not in given)))
 
 
 def _count_ranks(asked: int | None) -> int:

@@ -10,6 +10,7 @@ Everything here is frozen, hashable and independent of torch, so a laptop can re
 
 from stepscope.spec.backends import Attention
 from stepscope.spec.grid import Grid, Settings, build_case, grid_from_flags, grid_from_settings, grid_from_toml
+from stepscope.spec.presets import PRESET_SETTING, PRESETS, SETTINGS, Preset
 from stepscope.spec.settings import (
     Mode,
     Optimizer,
@@ -27,7 +28,6 @@ from stepscope.spec.workload import (
     DEFAULT_CONTEXT,
     OWN_OPTIMIZER,
     RUN_SETTINGS,
-    SETTINGS,
     SHAPE_SETTINGS,
     SIZES,
     TIMING_SETTINGS,
@@ -47,6 +47,8 @@ from stepscope.spec.workload import (
 __all__ = [
     "DEFAULT_CONTEXT",
     "OWN_OPTIMIZER",
+    "PRESETS",
+    "PRESET_SETTING",
     "RUN_SETTINGS",
     "SETTINGS",
     "SHAPE_SETTINGS",
@@ -63,6 +65,7 @@ __all__ = [
     "ModelShape",
     "Optimizer",
     "Precision",
+    "Preset",
     "Scalar",
     "Setting",
     "Settings",

@@ -10,11 +10,11 @@ import msgspec
 
 from stepscope.errors import nearest
 from stepscope.files import read_plain
+from stepscope.spec.presets import SETTINGS, expand_preset
 from stepscope.spec.settings import Scalar, Setting, SpecError, flag_of, require_positive
 from stepscope.spec.workload import (
     OWN_MODEL_SETTINGS,
     RUN_SETTINGS,
-    SETTINGS,
     SHAPE_SETTINGS,
     SIZES,
     TIMING_SETTINGS,
@@ -34,6 +34,7 @@ Settings = Mapping[str, Scalar | Mapping[str, Scalar] | None]
 def build_case(settings: Settings) -> Case:
     """Build one case from flat settings. `set` is a mapping of arguments for the user's own model."""
     check_names(settings)
+    settings = expand_preset(settings)
     model = _build_model(settings)
     workload = {name: settings[name] for name in RUN_SETTINGS if name in settings}
     if workload.get("context") == 0:  # in a workload, 0 means that no context was given

@@ -198,14 +198,14 @@ OWN_OPTIMIZER: Optimizer = "adamw-torch"  # for models that are not built in
 
 
 # The settings that change a whole training step, and the precisions in which they can.
-_PRECISIONS_OF: dict[str, tuple[Precision, ...]] = {
+PRECISIONS_OF: dict[str, tuple[Precision, ...]] = {
     "fuse": ("fp32", "tf32", "bf16"),
     "merge": ("bf16",),
     "working_weights": ("bf16",),
     "graph": ("fp32", "tf32", "bf16"),
 }
-WHOLE_STEP = tuple(_PRECISIONS_OF)
-_WITH_COPIES: tuple[Optimizer, ...] = ("adamw-torch", "adamw-fused", "adamw-onelaunch")  # update working weights
+WHOLE_STEP = tuple(PRECISIONS_OF)
+WITH_COPIES: tuple[Optimizer, ...] = ("adamw-torch", "adamw-fused", "adamw-onelaunch")  # update working weights
 
 
 def _defaults(model: ModelShape | Factory | HuggingFace) -> dict[str, object]:
@@ -388,7 +388,7 @@ class Workload(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
                 hint=f"{flag_of(asked[0])} no, or --mode train",
             )
         for name in asked:
-            allowed = _PRECISIONS_OF[name]
+            allowed = PRECISIONS_OF[name]
             if self.precision not in allowed:
                 raise SpecError(
                     f"{name} cannot be used with precision `{self.precision}`",
@@ -397,10 +397,10 @@ class Workload(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
                     else f"the copies of the weights are in bf16, and precision `{self.precision}` casts no weights",
                     hint=f"--precision bf16, or {flag_of(name)} no",
                 )
-        if self.working_weights and self.optimizer not in (None, *_WITH_COPIES):
+        if self.working_weights and self.optimizer not in (None, *WITH_COPIES):
             raise SpecError(
                 f"working_weights cannot be used with optimizer `{self.optimizer}`",
-                detail=f"only AdamW updates the copies; expected one of {', '.join(_WITH_COPIES)}",
+                detail=f"only AdamW updates the copies; expected one of {', '.join(WITH_COPIES)}",
                 hint="--optimizer adamw-onelaunch",
             )
         if self.merge and not self.working_weights:
@@ -508,7 +508,6 @@ SHAPE_SETTINGS: dict[str, Setting] = {"size": complete(_SIZE, "size"), **declare
 OWN_MODEL_SETTINGS: dict[str, Setting] = {"model": complete(_FACTORY, "model"), "hf": complete(_CONFIG, "hf")}
 RUN_SETTINGS: dict[str, Setting] = declared(Workload)
 TIMING_SETTINGS: dict[str, Setting] = declared(Timing)
-SETTINGS = SHAPE_SETTINGS | OWN_MODEL_SETTINGS | RUN_SETTINGS | TIMING_SETTINGS
 
 
 def check_choices(struct: msgspec.Struct, settings: Mapping[str, Setting]) -> None:
@@ -521,7 +520,7 @@ def check_choices(struct: msgspec.Struct, settings: Mapping[str, Setting]) -> No
 
 def with_precision(workload: Workload, precision: Precision) -> Workload:
     """The workload in another precision, without the settings that it does not support."""
-    dropped = {name: False for name, allowed in _PRECISIONS_OF.items() if precision not in allowed}
+    dropped = {name: False for name, allowed in PRECISIONS_OF.items() if precision not in allowed}
     return msgspec.structs.replace(workload, precision=precision, **dropped)
 
 

@@ -1,8 +1,6 @@
 """A step as a `Program` of `stepscope.fast`, as the settings of a workload say."""
 
-import itertools
 from collections.abc import Callable, Sequence
-from types import FunctionType
 from typing import Any
 
 import torch
@@ -15,7 +13,6 @@ from stepscope.recording.rows.bench import Doubt
 from stepscope.spec import Workload
 
 LossFunction = Callable[[Any], Tensor]
-_numbers = itertools.count()
 
 
 def build_program(
@@ -31,7 +28,7 @@ def build_program(
     changes, remarks = choose_changes(workload, optimizer)
     program = Program(
         module=module,
-        loss_of=_with_own_code(loss_of),
+        loss_of=loss_of,
         batches=batches,
         optimizer=optimizer,
         autocast=torch.bfloat16 if workload.precision == "bf16" else None,
@@ -53,6 +50,7 @@ def choose_changes(workload: Workload, optimizer: torch.optim.Optimizer) -> tupl
             norms=workload.fuse,
             working_weights=workload.working_weights and one_launch,
             merge=workload.merge and one_launch,
+            packed=workload.fuse and workload.merge and one_launch,
         ),
         one_launch=one_launch,
         graph=workload.graph,
@@ -60,11 +58,3 @@ def choose_changes(workload: Workload, optimizer: torch.optim.Optimizer) -> tupl
     if refusal is None:
         return changes, []
     return changes, [Doubt(code="own-optimizer", text=f"no working weights: {refusal}")]
-
-
-def _with_own_code(function: LossFunction) -> LossFunction:
-    """The function with a code object of its own. `torch.compile` counts compilations per code object, and after a few
-    it silently runs the function as it is; a process may build many steps."""
-    assert isinstance(function, FunctionType)
-    code = function.__code__.replace(co_name=f"loss_of_{next(_numbers)}")
-    return FunctionType(code, function.__globals__, code.co_name, function.__defaults__, function.__closure__)

@@ -219,9 +219,12 @@ def test_setting_is_in_the_title_or_a_column_if_it_varies() -> None:
 @pytest.mark.parametrize(
     ("compiled", "helps"),
     [
-        ((False,), "fewer kernels do (--compile)"),
-        ((True,), "CUDA graphs or a larger batch do"),
-        ((False, True), "for eager steps fewer kernels do (--compile), for compiled ones CUDA graphs"),
+        ((False,), "fewer kernels do (--compile, or --preset fast)"),
+        ((True,), "CUDA graphs (--graph) or a larger batch do"),
+        (
+            (False, True),
+            "for eager steps fewer kernels do (--compile, or --preset fast), for compiled steps CUDA graphs",
+        ),
     ],
 )
 def test_compilation_is_not_proposed_for_a_compiled_step(compiled: tuple[bool, ...], helps: str) -> None:
@@ -230,3 +233,9 @@ def test_compilation_is_not_proposed_for_a_compiled_step(compiled: tuple[bool, .
     (note,) = [one for one in notes if one.startswith("host-bound")]
     assert f"a faster GPU does not help, {helps}" in note
     assert ("--compile" in note) is not all(compiled)
+
+
+def test_reason_why_a_step_was_not_captured_is_in_the_notes() -> None:
+    text = "not captured: model.py:12 `x.item()`: it waits for the GPU"
+    notes = bench_table([row(graph=True, doubts=(Doubt(code="uncaptured", text=text),))]).notes
+    assert f"uncaptured: {text} (1 case)" in notes

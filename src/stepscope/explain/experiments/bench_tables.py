@@ -28,7 +28,7 @@ from stepscope.explain.experiments.columns import RowColumns, count_failed
 from stepscope.explain.statistics import Statistics, summarise
 from stepscope.findings import Axis, Cell, Column, Figure, Point, Table
 from stepscope.recording.rows.bench import STEP_DOUBTS, BenchRow, CaseRow, Environment
-from stepscope.spec import SIZES
+from stepscope.spec import SIZES, Workload
 
 PHASES = ("forward", "backward", "optimizer")
 _STATISTICS = ("mean", "sd", "median", "p20", "p80", "min", "max")
@@ -48,8 +48,12 @@ DOUBTS = {
 }
 
 
-# What helps a host-bound step depends on whether it is compiled.
-_FEWER_LAUNCHES = {False: "fewer kernels do (--compile)", True: "CUDA graphs or a larger batch do"}
+# What helps a host-bound step, by what it does already.
+_FEWER_LAUNCHES = {
+    "eager": "fewer kernels do (--compile, or --preset fast)",
+    "compiled": "CUDA graphs (--graph) or a larger batch do",
+    "captured": "a larger batch does",
+}
 
 
 def bench_table(rows: Sequence[BenchRow]) -> Table:
@@ -273,10 +277,15 @@ def _notes(rows: Sequence[BenchRow]) -> list[str]:
 def _advise_host_bound(rows: Sequence[BenchRow]) -> dict[str, str]:
     """The meanings of the doubts, with what helps the host-bound rows."""
     bound = [row for row in rows if any(doubt.code == "host-bound" for doubt in row.doubts)]
-    helps = {row.case.workload.compile: _FEWER_LAUNCHES[row.case.workload.compile] for row in bound}
-    if len(helps) > 1:
-        helps = {False: f"for eager steps {helps[False]}, for compiled ones {helps[True]}"}
-    return DOUBTS | {"host-bound": ", ".join([DOUBTS["host-bound"], *helps.values()])}
+    kinds = {_way_to_launch(row.case.workload) for row in bound}
+    helps = [f"for {kind} steps {advice}" for kind, advice in _FEWER_LAUNCHES.items() if kind in kinds]
+    if len(kinds) == 1:
+        helps = [_FEWER_LAUNCHES[kind] for kind in kinds]
+    return DOUBTS | {"host-bound": ", ".join([DOUBTS["host-bound"], *helps])}
+
+
+def _way_to_launch(workload: Workload) -> str:
+    return "captured" if workload.graph else "compiled" if workload.compile else "eager"
 
 
 def _environments(rows: Sequence[BenchRow]) -> list[Environment]:

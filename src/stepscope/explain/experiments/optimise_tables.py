@@ -7,12 +7,10 @@ from stepscope.explain.commands import write_command
 from stepscope.explain.experiments.cases import describe_case, limit_notes
 from stepscope.findings import Cell, Column, Page, Table
 from stepscope.recording.rows.optimisation import MeasuredChange, OptimiseReport
-from stepscope.spec import WHOLE_STEP, Workload
+from stepscope.spec import PRESETS, Workload
 from stepscope.units import count_noun, say_factor, say_percent, say_time
 
 PYTHON_LINE = "step = stepscope.optimise(model, optimizer, example=batch)"
-_PRESET = "--preset fast"
-_SET_BY_PRESET = ("precision", "attention", "compile", "optimizer", *WHOLE_STEP)
 _REASONS = ("not applied", "failed")  # statuses whose notes say why
 
 
@@ -63,8 +61,10 @@ def _say_gain(before_ns: int, after_ns: int) -> str:
 
 
 def write_fast_command(workload: Workload) -> str:
-    """The command that times the same workload with every change."""
-    return f"{write_command('bench', workload, without=_SET_BY_PRESET)} {_PRESET}"
+    """The command that times the same workload with all changes. The precision stays."""
+    command = write_command("bench", workload, without=PRESETS["fast"])
+    own = "" if workload.precision == PRESETS["fast"]["precision"] else f" --precision {workload.precision}"
+    return f"{command} --preset fast{own}"
 
 
 def list_notes(report: OptimiseReport) -> list[str]:

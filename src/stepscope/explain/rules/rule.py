@@ -140,5 +140,12 @@ def compile_model(manifest: Manifest) -> dict[str, object]:
     return {} if workload_of(manifest).compile else {"compile": True}
 
 
+def capture_step(manifest: Manifest) -> dict[str, object]:
+    """CUDA graphs of a whole training step, unless the loss is scaled: the CPU decides on the scale."""
+    workload = workload_of(manifest)
+    is_possible = workload.mode == "train" and workload.precision != "fp16"
+    return {"graph": True} if is_possible and not workload.graph else {}
+
+
 def grow_batch(manifest: Manifest) -> dict[str, object]:
     return {"batch": 2 * workload_of(manifest).batch}

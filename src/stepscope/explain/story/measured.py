@@ -18,7 +18,7 @@ from stepscope.explain.rules.rule import IDLE_ENOUGH
 from stepscope.explain.story.sources import Materials
 from stepscope.findings import Finding
 from stepscope.recording.rows.attention_case import AttentionRow
-from stepscope.spec import ModelShape, Workload
+from stepscope.spec import RUN_SETTINGS, ModelShape, Workload
 from stepscope.units import say_factor, say_time
 
 # Settings that may make a step of the same model and batch faster, each with the rules about it. The first is that of a
@@ -27,10 +27,20 @@ _RULES = {
     "precision": ("SS005",),
     "attention": ("SS004",),
     "compile": ("SS003", "SS001", "SS006", "SS008"),
+    "graph": ("SS001",),
     "optimizer": ("SS007",),
     "checkpoint": ("SS013",),
 }
-_WORDS = ("activation", "eager", "flash", "naive", "no", "optimizer")  # written with a capital at the start of a title
+_WORDS = (
+    "a",
+    "activation",
+    "eager",
+    "flash",
+    "naive",
+    "no",
+    "optimizer",
+    "separate",
+)  # written with a capital at the start of a title
 _WORTH_SAYING = 0.01  # of the step
 
 
@@ -70,15 +80,17 @@ def _find_variants(materials: Materials) -> Iterable[Finding]:
 
 def _differences(workload: Workload, other: Workload) -> dict[str, object] | None:
     """Return the one setting that `other` changes, None if it changes another or several."""
-    changes = {name: getattr(other, name) for name in _RULES if getattr(other, name) != getattr(workload, name)}
-    same = msgspec.structs.replace(workload, **changes, device=other.device, seed=other.seed)
-    return changes if len(changes) == 1 and same == other else None
+    names = [name for name in ("model", *RUN_SETTINGS) if name not in ("device", "seed")]
+    changes = {name: getattr(other, name) for name in names if getattr(other, name) != getattr(workload, name)}
+    return changes if len(changes) == 1 and changes.keys() <= _RULES.keys() else None
 
 
 def _name(setting: str, value: object) -> str:
     match setting, value:
         case "compile", _:
             return "torch.compile" if value else "eager code"
+        case "graph", _:
+            return "a captured step" if value else "separate launches"
         case "attention", _:
             return f"{value} attention"
         case "optimizer", _:

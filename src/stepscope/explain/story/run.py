@@ -181,6 +181,6 @@ def _list_fixes(finding: Finding, profile: Profile | None) -> list[Copyable]:
 
 def _is_said(finding: Finding, changes: dict[str, object]) -> bool:
     """Whether the settings do what the finding advises: a rule may advise several things, by what the run does already,
-    and a larger batch or compilation is only one of them."""
-    said = {"batch": THROUGHPUT, "compile": "Compile the model"}
+    and a larger batch, compilation or CUDA graphs are only one of them."""
+    said = {"batch": THROUGHPUT, "compile": "Compile the model", "graph": "CUDA graphs"}
     return all(said[name] in finding.action for name in changes if name in said)

@@ -1,8 +1,8 @@
 """Recognizes RMSNorm and LayerNorm in a traced graph, with the addition to the residual stream in front of them.
 
-An RMSNorm is found by its reciprocal root: of the mean square of x, plus a small number, times x, times a weight. Models
-write this in many ways; what lies between may be casts. If every use of the result is a product, which autocast would
-cast, the kernel writes it in low precision.
+An RMSNorm is found by its reciprocal root: of the mean square of x, plus a small number, times x, times a weight.
+Models write this in many ways; what lies between may be casts. If every use of the result is a product, which autocast
+would cast, the kernel writes it in low precision.
 """
 
 import operator
@@ -31,7 +31,7 @@ from stepscope.kernels.norms import add_layer_norm, add_rms_norm, layer_norm, rm
 _VIEWS = {operator.getitem, "view", "reshape", "flatten"}
 
 
-class _Norm(NamedTuple):
+class _FoundNorm(NamedTuple):
     """`last` computes norm(source) * weight + bias."""
 
     source: fx.Node
@@ -48,23 +48,23 @@ def fuse_norms(graph: fx.Graph, dtype: torch.dtype | None) -> Iterator[str]:
         yield f"norms: {len(norms)} are fused kernels, {added} with the addition in front of them"
 
 
-def _find_layer_norms(graph: fx.Graph) -> Iterator[_Norm]:
+def _find_layer_norms(graph: fx.Graph) -> Iterator[_FoundNorm]:
     names = ("input", "normalized_shape", "weight", "bias", "eps")
     for node in graph.nodes:
         if node.target is not functional.layer_norm:
             continue
         given = dict(zip(names, operands(node), strict=False)) | dict(node.kwargs)
         if given.get("weight") is not None and len(given["normalized_shape"]) == 1:
-            yield _Norm(given["input"], given["weight"], given.get("bias"), given.get("eps", 1e-5), node)
+            yield _FoundNorm(given["input"], given["weight"], given.get("bias"), given.get("eps", 1e-5), node)
 
 
-def _find_rms_norms(graph: fx.Graph) -> Iterator[_Norm]:
+def _find_rms_norms(graph: fx.Graph) -> Iterator[_FoundNorm]:
     for node in graph.nodes:
         if is_call(node, {torch.rsqrt, "rsqrt"}) and (found := _read_rms_norm(node)) is not None:
             yield found
 
 
-def _read_rms_norm(root: fx.Node) -> _Norm | None:
+def _read_rms_norm(root: fx.Node) -> _FoundNorm | None:
     total = operands(root)[0]
     if not is_call(total, ADDS) or not isinstance(operands(total)[1], float):
         return None
@@ -91,7 +91,7 @@ def _squared(node: Any) -> fx.Node | None:
     return None
 
 
-def _read_scaling(root: fx.Node, wide: fx.Node, eps: float) -> _Norm | None:
+def _read_scaling(root: fx.Node, wide: fx.Node, eps: float) -> _FoundNorm | None:
     """Follow the only use of each result: times x, times a weight, and casts."""
     current, weight, has_source = root, None, False
     while weight is None or not has_source:
@@ -107,10 +107,10 @@ def _read_scaling(root: fx.Node, wide: fx.Node, eps: float) -> _Norm | None:
         else:
             return None
         current = following
-    return _Norm(before_casts(wide), weight, None, eps, skip_casts(current))
+    return _FoundNorm(before_casts(wide), weight, None, eps, skip_casts(current))
 
 
-def _replace(graph: fx.Graph, norm: _Norm, dtype: torch.dtype | None) -> bool:
+def _replace(graph: fx.Graph, norm: _FoundNorm, dtype: torch.dtype | None) -> bool:
     """Replace a norm, and return whether the addition in front of it went into the kernel."""
     out_dtype = value_of(norm.last).dtype
     if dtype is not None and out_dtype == torch.float32 and _feeds_products(norm.last):
@@ -118,7 +118,7 @@ def _replace(graph: fx.Graph, norm: _Norm, dtype: torch.dtype | None) -> bool:
     added = _addends(norm.source)
     is_layer_norm = norm.last.target is functional.layer_norm
     own = (norm.weight, norm.bias, norm.eps) if is_layer_norm else (norm.weight, norm.eps)
-    options = {"out_dtype": out_dtype}
+    options: dict[str, Any] = {"out_dtype": out_dtype}
     if added is None:
         with graph.inserting_before(norm.last):
             kernel: Any = layer_norm if is_layer_norm else rms_norm

@@ -2,7 +2,7 @@
 
 import operator
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import fx
@@ -110,7 +110,11 @@ def _fuse_heads(graph: fx.Graph, split: fx.Node, parts: list[fx.Node], dtype: to
     shape = value_of(q).shape
     with graph.inserting_before(place):
         cos, sin = (_table(graph, one) for one in (first.cos, first.sin))
-        counts = {"num_heads": shape[1], "num_groups": value_of(k).shape[1], "interleaved": first.interleaved}
+        counts: dict[str, Any] = {
+            "num_heads": shape[1],
+            "num_groups": value_of(k).shape[1],
+            "interleaved": first.interleaved,
+        }
         tensors = graph.call_function(rope_packed, (operands(split)[0], cos, sin), counts)
         for number, old in enumerate((first.last, second.last, v)):
             replace_node(old, graph.call_function(operator.getitem, (tensors, number)))

@@ -35,7 +35,7 @@ class Retry(StrEnum):
 # Warnings about the circumstances of a measurement. The others are about the case and would occur again.
 _PASSING_DOUBTS = frozenset(("spread", "shared", "throttled", "cold", "clocks"))
 # Warnings that describe the step; all others make its timings unreliable.
-STEP_DOUBTS = ("host-bound", "uncounted", "denormal")
+STEP_DOUBTS = ("host-bound", "uncounted", "denormal", "uncaptured", "own-optimizer")
 
 
 class Environment(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):

@@ -101,7 +101,10 @@ def test_a_run_of_the_built_in_model_gets_commands_that_change_it(code: str, set
 def test_a_flag_that_is_already_set_is_not_a_fix() -> None:
     assert "--compile" in advice_for("SS003").fixes[0].text
     assert advice_for("SS003", compile=True).fixes == ()
-    assert read_case(advice_for("SS001", compile=True).fixes[0].text).workload.batch == 8
+    compiled = read_case(advice_for("SS001", compile=True).fixes[0].text).workload
+    assert (compiled.graph, compiled.batch) == (True, 4)
+    assert read_case(advice_for("SS001", compile=True, graph=True).fixes[0].text).workload.batch == 8
+    assert read_case(advice_for("SS001", compile=True, precision="fp16").fixes[0].text).workload.batch == 8
 
 
 def test_each_flag_fixes_its_rule() -> None:
@@ -126,13 +129,17 @@ def test_own_model_gets_a_command_and_code() -> None:
 
 @pytest.mark.parametrize("settings", [{"model": "my_model:build"}, {"hf": "gpt2"}])
 def test_own_model_gets_no_command_that_does_something_else_than_advised(settings: dict[str, Scalar]) -> None:
-    """A compiled model is to use CUDA graphs, and the compiler is to choose the tiles: no flag does either."""
-    profile = record_ours(product, case=build_case({**settings, "compile": True}))
+    """The compiler is to choose the tiles, which no flag does. CUDA graphs of inference are the user's own."""
+    profile, inference, captured = (
+        record_ours(product, case=build_case({**settings, "compile": True, **more}))
+        for more in ({}, {"mode": "inference"}, {"graph": True})
+    )
     graphs = msgspec.structs.replace(finding("SS001"), action="Launch the compiled code with CUDA graphs", fix="code")
     grow = msgspec.structs.replace(graphs, action=RULES["SS015"].action)
-    assert [fix.label for fix in advise(graphs, profile).fixes] == ["in your own code"]
     assert [fix.label for fix in advise(finding("SS010"), profile).fixes] == ["in your own code"]
-    assert read_case(advise(grow, profile).fixes[0].text).workload.batch == 2 * build_case(settings).workload.batch
+    assert [fix.label for fix in advise(graphs, inference).fixes] == ["in your own code"]
+    assert read_case(advise(graphs, profile).fixes[0].text).workload.graph
+    assert read_case(advise(grow, captured).fixes[0].text).workload.batch == 2 * build_case(settings).workload.batch
 
 
 @pytest.mark.parametrize("fix", ["stepscope explain rank*.json", "NCCL_DEBUG=INFO torchrun train.py"])
