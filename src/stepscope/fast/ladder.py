@@ -102,6 +102,7 @@ def list_candidates(job: Job, *, compiler: str = "inductor") -> tuple[Candidate,
         Candidate("optimizer", "AdamW in one launch, bf16 working weights", update_in_one_launch),
         Candidate("merge", "merged GEMMs, with SwiGLU and RoPE on their results", merge),
         Candidate("norms", "norms fused with the residual addition", rewriting(norms=True)),
+        Candidate("loss", "cross entropy from low-precision logits", rewriting(loss=True)),
     )
 
 
