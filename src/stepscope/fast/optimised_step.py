@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from stepscope.fast.batches import call_with, copy_batch, fill_batch, loss_in, signature_of
 from stepscope.fast.capture import CannotCapture
-from stepscope.fast.ladder import Job, Rung, climb, list_candidates
+from stepscope.fast.ladder import OptimiseJob, Rung, climb, list_candidates
 from stepscope.fast.program import Changes, Program
 from stepscope.fast.weights import WorkingWeights
 
@@ -54,7 +54,7 @@ def optimise(
     """
     device = _only_device(model)
     example = copy_batch(example, device)
-    job = Job(
+    job = OptimiseJob(
         module=model,
         optimizer=optimizer,
         loss_of=loss or _loss_of_output,
@@ -70,7 +70,7 @@ def optimise(
 class OptimisedStep:
     """A training step: call it with a batch. Each shape of a batch is compiled and captured on first use."""
 
-    def __init__(self, job: Job, changes: Changes, rungs: Sequence[Rung]) -> None:
+    def __init__(self, job: OptimiseJob, changes: Changes, rungs: Sequence[Rung]) -> None:
         self.changes, self.rungs = changes, tuple(rungs)
         self._job = job
         self._weights = WorkingWeights(dict(job.module.named_parameters()))
