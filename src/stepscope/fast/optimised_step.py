@@ -84,8 +84,6 @@ class OptimisedStep:
         program, fixed = self._program_for(batches)
         for own, batch in zip(fixed, batches, strict=True):
             fill_batch(own, batch)
-        if self._last is not None and self._last is not program:
-            program.take_over(self._last)
         self._last = program
         program.run()
         losses = [loss.detach() for loss in program.losses]
