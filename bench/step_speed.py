@@ -375,7 +375,8 @@ def build_model(kind: str, size: str, context: int, device: Any) -> Any:
         shape |= {"tie_word_embeddings": False}
     with device:
         config = AutoConfig.for_model(kind, vocab_size=VOCAB, **shape)
-        return AutoModelForCausalLM.from_config(config, attn_implementation="sdpa").train()
+        model: Any = AutoModelForCausalLM
+        return model.from_config(config, attn_implementation="sdpa").train()
 
 
 def make_batch(context: int, device: Any) -> dict[str, Any]:
@@ -391,7 +392,7 @@ def build_peer(kind: str, size: str, context: int, device: Any) -> tuple[Any, di
     model = build_model(kind, size, context, device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
     batch = make_batch(context, device)
-    compiled = torch.compile(model, dynamic=False)
+    compiled: Any = torch.compile(model, dynamic=False)
 
     def run() -> None:
         with torch.autocast(device.type, dtype=torch.bfloat16):

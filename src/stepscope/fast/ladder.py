@@ -15,6 +15,7 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch._dynamo.exc import TorchDynamoException
 
 from stepscope.fast.accuracy import GradientAccuracy, Reference, compare, make_reference
 from stepscope.fast.batches import has_dropout
@@ -26,6 +27,8 @@ from stepscope.fast.weights import WorkingWeights
 Status = Literal["start", "kept", "no gain", "not applied", "failed"]
 WARMUP, LEAST, REPEATS, SECONDS = 3, 5, 30, 3.0
 NOISE = 0.005  # a smaller gain counts as none
+AS_IT_IS = Changes()
+START_TITLE = "the step as it is"
 
 
 class Rung(NamedTuple):
@@ -112,35 +115,47 @@ def climb(
     *,
     measures: bool = True,
     on_rung: Callable[[Rung], None] = lambda _: None,
+    start: Changes = AS_IT_IS,
+    reference: Reference | None = None,
 ) -> tuple[Changes, list[Rung]]:
     """Try all changes, and return those that are kept, and a rung for each. Without `measures`, all that can be applied
-    are kept, and checked together."""
+    are kept, and checked together.
+
+    `start` is what the step has already. `reference` is what gradients are compared with: by default, those of the job.
+    """
     rungs: list[Rung] = []
     with _unchanged(job):
-        reference = _make_reference(job)
-        kept, best_ms = Changes(), math.inf
+        reference = reference or make_reference_of(job)
+        kept, best_ms = start, math.inf
+        done: tuple[str, ...] = ()  # by the rewrites that are kept
 
         def add(rung: Rung) -> None:
             rungs.append(rung)
             on_rung(rung)
 
         if measures:
-            add(_measure(job, kept, "start", "the step as it is", reference))
-            best_ms = rungs[0].step_ms or math.inf
+            add(_measure(job, kept, "start", START_TITLE, reference))
+            best_ms, done = rungs[0].step_ms or math.inf, rungs[0].notes
         for candidate in tried:
             changes = candidate.after(kept)
+            if changes == kept:
+                changes = "the step has it already"
             if isinstance(changes, str):
                 add(Rung(name=candidate.name, title=candidate.title, status="not applied", notes=(changes,)))
             elif not measures:
                 add(Rung(name=candidate.name, title=candidate.title, status="kept"))
                 kept = changes
             else:
-                add(_judge(_measure(job, changes, candidate.name, candidate.title, reference), best_ms))
+                is_rewrite = replace(changes, rewrites=kept.rewrites) == kept
+                rung = _measure(
+                    job, changes, candidate.name, candidate.title, reference, done_before=done if is_rewrite else None
+                )
+                add(_judge(rung, best_ms))
                 if rungs[-1].status == "kept":
-                    kept, best_ms = changes, rungs[-1].step_ms or math.inf
+                    kept, best_ms, done = changes, rungs[-1].step_ms or math.inf, rungs[-1].notes
         if not measures:
             add(_judge(_measure(job, kept, "all", "all changes together", reference), math.inf))
-            kept = kept if rungs[-1].status == "kept" else Changes()
+            kept = kept if rungs[-1].status == "kept" else start
     return kept, rungs
 
 
@@ -155,8 +170,16 @@ def _judge(rung: Rung, best_ms: float) -> Rung:
     return rung._replace(status="kept" if rung.step_ms < best_ms * (1 - NOISE) else "no gain")
 
 
-def _measure(job: OptimiseJob, changes: Changes, name: str, title: str, reference: Reference) -> Rung:
-    """Build, check and time a program."""
+def _measure(
+    job: OptimiseJob,
+    changes: Changes,
+    name: str,
+    title: str,
+    reference: Reference,
+    *,
+    done_before: tuple[str, ...] | None = None,
+) -> Rung:
+    """Build, check and time a program. It is not timed if it does no more than `done_before`."""
     _forget_programs(job.device)
     started = time.perf_counter()
     program = job.build(changes)
@@ -166,10 +189,17 @@ def _measure(job: OptimiseJob, changes: Changes, name: str, title: str, referenc
         program.run()
     except CannotCapture as error:
         return Rung(name=name, title=title, status="failed", notes=(f"not captured: {error}",))
+    except torch.cuda.OutOfMemoryError:
+        return Rung(name=name, title=title, status="failed", notes=("out of memory",))
+    except TorchDynamoException as error:
+        reason = str(error).strip().splitlines()[0]
+        return Rung(name=name, title=title, status="failed", notes=(f"not compiled: {reason}",))
+    if done_before is not None and tuple(program.backend.done) == done_before:
+        return Rung(name=name, title=title, status="not applied", notes=("nothing to replace was found",))
     _wait(job.device)
     prepare_s = time.perf_counter() - started
     step_ms = _time(program, job.device)
-    peak = torch.cuda.max_memory_allocated(job.device) if job.device.type == "cuda" else None
+    peak = _peak_bytes(job.device, reference)
     return Rung(
         name=name,
         title=title,
@@ -182,7 +212,8 @@ def _measure(job: OptimiseJob, changes: Changes, name: str, title: str, referenc
     )
 
 
-def _make_reference(job: OptimiseJob) -> Reference:
+def make_reference_of(job: OptimiseJob) -> Reference:
+    """What the gradients of a job are compared with."""
     with _without_dropout(job.module):
         return make_reference(job.module, job.loss_of, job.batches[0], autocast=job.autocast, device=job.device)
 
@@ -213,6 +244,13 @@ def _time(program: Program, device: torch.device) -> float:
         if len(samples) >= LEAST and time.perf_counter() - begun > SECONDS:
             break
     return statistics.median(samples) * 1e3
+
+
+def _peak_bytes(device: torch.device, reference: Reference) -> int | None:
+    """The peak of the step itself, without the gradients that it is compared with. Unknown on a CPU."""
+    if device.type != "cuda":
+        return None
+    return torch.cuda.max_memory_allocated(device) - sum(one.nbytes for one in reference.truth.values())
 
 
 def _wait(device: torch.device) -> None:

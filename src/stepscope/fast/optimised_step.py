@@ -20,6 +20,7 @@ from stepscope.fast.batches import call_with, copy_batch, fill_batch, loss_in, s
 from stepscope.fast.capture import CannotCapture
 from stepscope.fast.ladder import OptimiseJob, Rung, climb, list_candidates
 from stepscope.fast.program import Changes, Program
+from stepscope.fast.summary import summarise_rungs
 from stepscope.fast.weights import WorkingWeights
 
 MOST_SHAPES = 8
@@ -94,6 +95,17 @@ class OptimisedStep:
         """The norm of the last gradients before they were clipped; None without `max_norm`, or with an optimizer that
         clips in PyTorch."""
         return None if self._last is None else self._last.gradient_norm
+
+    def summary(self) -> str:
+        """What was tried, as a table: the step with each change, its gain, and the check of its gradients."""
+        return summarise_rungs(self.rungs)
+
+    def __str__(self) -> str:
+        return self.summary()
+
+    def __repr__(self) -> str:
+        kept = [rung.name for rung in self.rungs if rung.status == "kept"]
+        return f"<OptimisedStep of {type(self._job.module).__name__}: {', '.join(kept) or 'no change'}>"
 
     def _program_for(self, batches: tuple[Any, ...]) -> tuple[Program, tuple[Any, ...]]:
         signature = signature_of(batches)
