@@ -30,7 +30,7 @@ def loss_in(output: Any) -> Tensor:
         shape = f" of shape {tuple(found.shape)}" if isinstance(found, Tensor) else ""
         raise ValueError(
             "expected the model to return its loss, as a scalar or as `.loss`, but got a "
-            f"{type(found).__name__}{shape}; pass loss=lambda output, batch: ..."
+            f"{type(found).__name__}{shape}; pass loss=lambda model, batch: ..."
         )
     return found
 

@@ -16,7 +16,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from stepscope.fast.accuracy import Accuracy, Reference, compare, make_reference
+from stepscope.fast.accuracy import GradientAccuracy, Reference, compare, make_reference
 from stepscope.fast.batches import has_dropout
 from stepscope.fast.capture import CannotCapture
 from stepscope.fast.program import Changes, Program
@@ -38,10 +38,10 @@ class Rung(NamedTuple):
     peak_bytes: int | None = None
     prepare_s: float | None = None  # tracing, compiling and capturing
     notes: tuple[str, ...] = ()
-    accuracy: Accuracy | None = None
+    accuracy: GradientAccuracy | None = None
 
 
-class Candidate(NamedTuple):
+class CandidateChange(NamedTuple):
     """A change to try. `after` gives the new changes, or the reason why it cannot be applied."""
 
     name: str
@@ -49,7 +49,7 @@ class Candidate(NamedTuple):
     after: Callable[[Changes], Changes | str]
 
 
-class Job(NamedTuple):
+class OptimiseJob(NamedTuple):
     """A model to optimize, with an example of its input, one per pass."""
 
     module: nn.Module
@@ -77,7 +77,7 @@ class Job(NamedTuple):
         )
 
 
-def list_candidates(job: Job, *, compiler: str = "inductor") -> tuple[Candidate, ...]:
+def list_candidates(job: OptimiseJob, *, compiler: str = "inductor") -> tuple[CandidateChange, ...]:
     """All changes, in the order in which they are tried."""
     is_low = job.autocast == torch.bfloat16
 
@@ -96,17 +96,22 @@ def list_candidates(job: Job, *, compiler: str = "inductor") -> tuple[Candidate,
         return replace(changes, graph=True) if job.device.type == "cuda" else "CUDA graphs need a GPU"
 
     return (
-        Candidate("compile", "torch.compile, with the loss", lambda changes: replace(changes, compiler=compiler)),
-        Candidate("graph", "CUDA graphs of the whole step", capture),
-        Candidate("attention", "flash_attention", rewriting(attention=True)),
-        Candidate("optimizer", "AdamW in one launch, bf16 working weights", update_in_one_launch),
-        Candidate("merge", "merged GEMMs, with SwiGLU and RoPE on their results", merge),
-        Candidate("norms", "norms fused with the residual addition", rewriting(norms=True)),
+        CandidateChange("compile", "torch.compile, with the loss", lambda changes: replace(changes, compiler=compiler)),
+        CandidateChange("graph", "CUDA graphs of the whole step", capture),
+        CandidateChange("attention", "flash_attention", rewriting(attention=True)),
+        CandidateChange("optimizer", "AdamW in one launch, bf16 working weights", update_in_one_launch),
+        CandidateChange("merge", "merged GEMMs, with SwiGLU and RoPE on their results", merge),
+        CandidateChange("norms", "norms fused with the residual addition", rewriting(norms=True)),
+        CandidateChange("loss", "cross entropy from low-precision logits", rewriting(loss=True)),
     )
 
 
 def climb(
-    job: Job, tried: Sequence[Candidate], *, measures: bool = True, on_rung: Callable[[Rung], None] = lambda _: None
+    job: OptimiseJob,
+    tried: Sequence[CandidateChange],
+    *,
+    measures: bool = True,
+    on_rung: Callable[[Rung], None] = lambda _: None,
 ) -> tuple[Changes, list[Rung]]:
     """Try all changes, and return those that are kept, and a rung for each. Without `measures`, all that can be applied
     are kept, and checked together."""
@@ -150,7 +155,7 @@ def _judge(rung: Rung, best_ms: float) -> Rung:
     return rung._replace(status="kept" if rung.step_ms < best_ms * (1 - NOISE) else "no gain")
 
 
-def _measure(job: Job, changes: Changes, name: str, title: str, reference: Reference) -> Rung:
+def _measure(job: OptimiseJob, changes: Changes, name: str, title: str, reference: Reference) -> Rung:
     """Build, check and time a program."""
     _forget_programs(job.device)
     started = time.perf_counter()
@@ -177,12 +182,12 @@ def _measure(job: Job, changes: Changes, name: str, title: str, reference: Refer
     )
 
 
-def _make_reference(job: Job) -> Reference:
+def _make_reference(job: OptimiseJob) -> Reference:
     with _without_dropout(job.module):
         return make_reference(job.module, job.loss_of, job.batches[0], autocast=job.autocast, device=job.device)
 
 
-def _check(job: Job, changes: Changes, program: Program, reference: Reference) -> Accuracy:
+def _check(job: OptimiseJob, changes: Changes, program: Program, reference: Reference) -> GradientAccuracy:
     """Compare the gradients of the first batch. With dropout, they are those of the rewritten model without it, neither
     compiled nor captured."""
     if len(job.batches) > 1 or has_dropout(job.module):
@@ -235,7 +240,7 @@ def _without_dropout(module: nn.Module) -> Iterator[None]:
 
 
 @contextmanager
-def _unchanged(job: Job) -> Iterator[None]:
+def _unchanged(job: OptimiseJob) -> Iterator[None]:
     """Measure without learning: at a learning rate of zero weights do not change, and the optimizer's state is put
     back."""
     buffers = [(buffer, buffer.detach().clone()) for buffer in job.module.buffers()]

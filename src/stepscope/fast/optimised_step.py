@@ -11,7 +11,6 @@ learning-rate schedules need no change.
 import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -19,14 +18,14 @@ from torch import Tensor, nn
 
 from stepscope.fast.batches import call_with, copy_batch, fill_batch, loss_in, signature_of
 from stepscope.fast.capture import CannotCapture
-from stepscope.fast.ladder import Job, Rung, climb, list_candidates
+from stepscope.fast.ladder import OptimiseJob, Rung, climb, list_candidates
 from stepscope.fast.program import Changes, Program
 from stepscope.fast.weights import WorkingWeights
 
 MOST_SHAPES = 8
 AUTOCAST = {"bf16": torch.bfloat16, "fp32": None}
 
-UserLoss = Callable[[Any, Any], Tensor]  # from the model's output and the batch
+UserLoss = Callable[[nn.Module, Any], Tensor]  # of the model and a batch
 
 
 def optimise(
@@ -45,8 +44,9 @@ def optimise(
     """Return a function that takes a batch, runs one training step of the model, and returns its loss.
 
     `example` is a batch: a tensor, a tuple of arguments, or a dict of keyword arguments. The model returns its loss, as
-    a scalar or as `.loss`; otherwise `loss` computes it from the output and the batch. `precision` is that of autocast;
-    parameters stay as they are. `max_norm` clips gradients. With `micro_batches`, a step takes that many batches and
+    a scalar or as `.loss`; otherwise pass `loss`, a function of the model and a batch of any form, such as
+    `lambda model, batch: cross_entropy(model(batch[0]), batch[1])`. `precision` is that of autocast; parameters stay as
+    they are. `max_norm` clips gradients. With `micro_batches`, a step takes that many batches and
     accumulates their gradients. Without an optimizer, a step leaves gradients at the parameters.
 
     With `measure`, each change is timed on its own, which takes minutes, and kept only if it helps. Without, all are
@@ -54,10 +54,10 @@ def optimise(
     """
     device = _only_device(model)
     example = copy_batch(example, device)
-    job = Job(
+    job = OptimiseJob(
         module=model,
         optimizer=optimizer,
-        loss_of=partial(_compute_loss, loss),
+        loss_of=loss or _loss_of_output,
         batches=(example,) * micro_batches,
         autocast=AUTOCAST[precision],
         device=device,
@@ -70,7 +70,7 @@ def optimise(
 class OptimisedStep:
     """A training step: call it with a batch. Each shape of a batch is compiled and captured on first use."""
 
-    def __init__(self, job: Job, changes: Changes, rungs: Sequence[Rung]) -> None:
+    def __init__(self, job: OptimiseJob, changes: Changes, rungs: Sequence[Rung]) -> None:
         self.changes, self.rungs = changes, tuple(rungs)
         self._job = job
         self._weights = WorkingWeights(dict(job.module.named_parameters()))
@@ -84,8 +84,6 @@ class OptimisedStep:
         program, fixed = self._program_for(batches)
         for own, batch in zip(fixed, batches, strict=True):
             fill_batch(own, batch)
-        if self._last is not None and self._last is not program:
-            program.take_over(self._last)
         self._last = program
         program.run()
         losses = [loss.detach() for loss in program.losses]
@@ -116,9 +114,8 @@ class OptimisedStep:
         return self._programs[signature]
 
 
-def _compute_loss(loss: UserLoss | None, module: nn.Module, batch: Any) -> Tensor:
-    output = call_with(module, batch)
-    return loss_in(output) if loss is None else loss(output, batch)
+def _loss_of_output(module: nn.Module, batch: Any) -> Tensor:
+    return loss_in(call_with(module, batch))
 
 
 def _only_device(model: nn.Module) -> torch.device:

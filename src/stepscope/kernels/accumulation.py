@@ -30,7 +30,7 @@ class Accumulator:
     def __init__(
         self, shapes: Sequence[Sequence[int]], *, device: torch.device | str, shares: "Accumulator | None" = None
     ) -> None:
-        self.sums = _make_sums(shapes, device) if shares is None else shares.sums
+        self.sums: tuple[Tensor, ...] = _make_sums(shapes, device) if shares is None else shares.sums
         self._list = TensorList([(part, None, None, None) for part in self.sums], [0] * len(self.sums))
 
     def bind(self, gradients: Sequence[Tensor]) -> None:
@@ -72,5 +72,5 @@ def _make_sums(shapes: Sequence[Sequence[int]], device: torch.device | str) -> t
     counts = [torch.Size(shape).numel() for shape in shapes]
     per_part = ALIGNMENT // torch.float32.itemsize
     padded = [-(-count // per_part) * per_part for count in counts]
-    parts = torch.zeros(sum(padded), dtype=torch.float32, device=device).split(padded)
+    parts = torch.split(torch.zeros(sum(padded), dtype=torch.float32, device=device), padded)
     return tuple(part[:count].view(torch.Size(shape)) for part, count, shape in zip(parts, counts, shapes, strict=True))

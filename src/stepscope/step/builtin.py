@@ -53,7 +53,7 @@ def build_model(workload: Workload, shape: ModelShape, operations: Operations) -
 
 def choose_operations(workload: Workload) -> Operations:
     """The operations of the model. This is the only place where kernels enter it."""
-    operations = _RECOGNIZED if workload.is_program else REFERENCE
+    operations = RECOGNIZED if workload.is_program else REFERENCE
     match workload.attention:
         case "naive" | None:
             return operations
@@ -75,4 +75,4 @@ def _cross_entropy(logits_BLV: Tensor, targets_BL: Tensor) -> Tensor:
     return functional.cross_entropy(logits_BLV.flatten(0, -2).float(), targets_BL.flatten())
 
 
-_RECOGNIZED = replace(REFERENCE, linear=_linear, cross_entropy=_cross_entropy)
+RECOGNIZED = replace(REFERENCE, linear=_linear, cross_entropy=_cross_entropy)

@@ -40,6 +40,7 @@ def build_program(
             rewrites=Rewrites(
                 attention=workload.fuse,
                 norms=workload.fuse,
+                loss=workload.fuse,
                 working_weights=workload.working_weights and one_launch,
                 merge=workload.merge and one_launch,
                 packed=workload.fuse and workload.merge and one_launch,
