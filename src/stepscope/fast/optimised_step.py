@@ -15,6 +15,8 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.tensor import DTensor
 
 from stepscope.fast.batches import call_with, copy_batch, fill_batch, loss_in, signature_of
 from stepscope.fast.capture import CannotCapture
@@ -53,6 +55,7 @@ def optimise(
     With `measure`, each change is timed on its own, which takes minutes, and kept only if it helps. Without, all are
     applied. Either way the gradients are compared with the original first. `rungs` of the result says what was done.
     """
+    _check_arguments(model, precision, micro_batches)
     device = _only_device(model)
     example = copy_batch(example, device)
     job = OptimiseJob(
@@ -128,6 +131,21 @@ class OptimisedStep:
 
 def _loss_of_output(module: nn.Module, batch: Any) -> Tensor:
     return loss_in(call_with(module, batch))
+
+
+def _check_arguments(model: nn.Module, precision: str, micro_batches: int) -> None:
+    """Raise ValueError for what would fail later, with an error that does not say why."""
+    if isinstance(model, nn.parallel.DistributedDataParallel | nn.DataParallel | FullyShardedDataParallel):
+        raise ValueError(
+            f"expected a model on one device, but got a {type(model).__name__}, which communicates during backward; pass "
+            "the bare model in a process with one GPU"
+        )
+    if any(isinstance(one, DTensor) for one in model.parameters()):
+        raise ValueError("expected a model on one device, but its parameters are sharded (DTensor)")
+    if precision not in AUTOCAST:
+        raise ValueError(f"unknown precision: {precision!r}; expected one of {', '.join(AUTOCAST)}")
+    if micro_batches < 1:
+        raise ValueError(f"micro_batches must be at least 1, but got {micro_batches}")
 
 
 def _only_device(model: nn.Module) -> torch.device:

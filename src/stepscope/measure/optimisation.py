@@ -38,7 +38,6 @@ OnChange = Callable[[MeasuredChange], None]
 
 # Attention that runs in float64, for the reference; a kernel requested by name raises.
 _ANY_DTYPE = (None, "naive", "sdpa", "flash")
-_OWN_OPTIMIZERS = ("adamw", "adamw-onelaunch")  # a program updates the state of PyTorch's
 
 
 def optimise_case(
@@ -77,10 +76,11 @@ def in_pytorch(workload: Workload) -> Workload:
     """The workload with PyTorch's operations in place of the textbook ones. The user's own model is left as it is."""
     if isinstance(workload.model, Factory):
         return workload
+    has_own_class = workload.optimizer == "adamw-onelaunch" and not workload.is_program  # `kernels.OneLaunchAdamW`
     return msgspec.structs.replace(
         workload,
         attention="sdpa" if workload.attention == "naive" else workload.attention,
-        optimizer="adamw-torch" if workload.optimizer in _OWN_OPTIMIZERS else workload.optimizer,
+        optimizer="adamw-torch" if workload.optimizer == "adamw" or has_own_class else workload.optimizer,
         fuse=workload.fuse or isinstance(workload.model, ModelShape),  # then built from operations that are recognized
     )
 
