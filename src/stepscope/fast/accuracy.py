@@ -18,7 +18,7 @@ Gradients = dict[str, Tensor]
 HALF_UNIT = {torch.bfloat16: 2.0**-9, torch.float16: 2.0**-12, None: 2.0**-22}
 
 
-class Accuracy(NamedTuple):
+class GradientAccuracy(NamedTuple):
     """The gradient that is closest to its limit, or furthest beyond it."""
 
     parameter: str
@@ -60,14 +60,14 @@ def make_reference(
 
 def compare(
     reference: Reference, gradients: Mapping[str, Tensor], loss: float, *, autocast: torch.dtype | None
-) -> Accuracy:
-    worst: Accuracy | None = None
+) -> GradientAccuracy:
+    worst: GradientAccuracy | None = None
     for name, exact in reference.truth.items():
         scale = float(exact.norm()) or 1.0
         missing = name not in gradients
         error = scale if missing else _distance(gradients[name].view(exact.shape), exact)
         limit = 2 * reference.plain_errors[name] + HALF_UNIT[autocast] * scale
-        found = Accuracy(
+        found = GradientAccuracy(
             parameter=name,
             error=error / scale,
             plain_error=reference.plain_errors[name] / scale,

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch._dynamo.exc import TorchDynamoException
 
-from stepscope.fast.accuracy import Accuracy, Reference, compare, make_reference
+from stepscope.fast.accuracy import GradientAccuracy, Reference, compare, make_reference
 from stepscope.fast.batches import has_dropout
 from stepscope.fast.capture import CannotCapture
 from stepscope.fast.program import Changes, Program
@@ -41,10 +41,10 @@ class Rung(NamedTuple):
     peak_bytes: int | None = None
     prepare_s: float | None = None  # tracing, compiling and capturing
     notes: tuple[str, ...] = ()
-    accuracy: Accuracy | None = None
+    accuracy: GradientAccuracy | None = None
 
 
-class Candidate(NamedTuple):
+class CandidateChange(NamedTuple):
     """A change to try. `after` gives the new changes, or the reason why it cannot be applied."""
 
     name: str
@@ -52,7 +52,7 @@ class Candidate(NamedTuple):
     after: Callable[[Changes], Changes | str]
 
 
-class Job(NamedTuple):
+class OptimiseJob(NamedTuple):
     """A model to optimize, with an example of its input, one per pass."""
 
     module: nn.Module
@@ -80,7 +80,7 @@ class Job(NamedTuple):
         )
 
 
-def list_candidates(job: Job, *, compiler: str = "inductor") -> tuple[Candidate, ...]:
+def list_candidates(job: OptimiseJob, *, compiler: str = "inductor") -> tuple[CandidateChange, ...]:
     """All changes, in the order in which they are tried."""
     is_low = job.autocast == torch.bfloat16
 
@@ -99,18 +99,19 @@ def list_candidates(job: Job, *, compiler: str = "inductor") -> tuple[Candidate,
         return replace(changes, graph=True) if job.device.type == "cuda" else "CUDA graphs need a GPU"
 
     return (
-        Candidate("compile", "torch.compile, with the loss", lambda changes: replace(changes, compiler=compiler)),
-        Candidate("graph", "CUDA graphs of the whole step", capture),
-        Candidate("attention", "flash_attention", rewriting(attention=True)),
-        Candidate("optimizer", "AdamW in one launch, bf16 working weights", update_in_one_launch),
-        Candidate("merge", "merged GEMMs, with SwiGLU and RoPE on their results", merge),
-        Candidate("norms", "norms fused with the residual addition", rewriting(norms=True)),
+        CandidateChange("compile", "torch.compile, with the loss", lambda changes: replace(changes, compiler=compiler)),
+        CandidateChange("graph", "CUDA graphs of the whole step", capture),
+        CandidateChange("attention", "flash_attention", rewriting(attention=True)),
+        CandidateChange("optimizer", "AdamW in one launch, bf16 working weights", update_in_one_launch),
+        CandidateChange("merge", "merged GEMMs, with SwiGLU and RoPE on their results", merge),
+        CandidateChange("norms", "norms fused with the residual addition", rewriting(norms=True)),
+        CandidateChange("loss", "cross entropy from low-precision logits", rewriting(loss=True)),
     )
 
 
 def climb(
-    job: Job,
-    tried: Sequence[Candidate],
+    job: OptimiseJob,
+    tried: Sequence[CandidateChange],
     *,
     measures: bool = True,
     on_rung: Callable[[Rung], None] = lambda _: None,
@@ -170,7 +171,7 @@ def _judge(rung: Rung, best_ms: float) -> Rung:
 
 
 def _measure(
-    job: Job,
+    job: OptimiseJob,
     changes: Changes,
     name: str,
     title: str,
@@ -211,13 +212,13 @@ def _measure(
     )
 
 
-def make_reference_of(job: Job) -> Reference:
+def make_reference_of(job: OptimiseJob) -> Reference:
     """What the gradients of a job are compared with."""
     with _without_dropout(job.module):
         return make_reference(job.module, job.loss_of, job.batches[0], autocast=job.autocast, device=job.device)
 
 
-def _check(job: Job, changes: Changes, program: Program, reference: Reference) -> Accuracy:
+def _check(job: OptimiseJob, changes: Changes, program: Program, reference: Reference) -> GradientAccuracy:
     """Compare the gradients of the first batch. With dropout, they are those of the rewritten model without it, neither
     compiled nor captured."""
     if len(job.batches) > 1 or has_dropout(job.module):
@@ -277,7 +278,7 @@ def _without_dropout(module: nn.Module) -> Iterator[None]:
 
 
 @contextmanager
-def _unchanged(job: Job) -> Iterator[None]:
+def _unchanged(job: OptimiseJob) -> Iterator[None]:
     """Measure without learning: at a learning rate of zero weights do not change, and the optimizer's state is put
     back."""
     buffers = [(buffer, buffer.detach().clone()) for buffer in job.module.buffers()]

@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 
 from stepscope.fast.batches import call_with, copy_batch, fill_batch, loss_in, signature_of
 from stepscope.fast.capture import CannotCapture
-from stepscope.fast.ladder import Job, Rung, climb, list_candidates
+from stepscope.fast.ladder import OptimiseJob, Rung, climb, list_candidates
 from stepscope.fast.program import Changes, Program
 from stepscope.fast.summary import summarise_rungs
 from stepscope.fast.weights import WorkingWeights
@@ -58,7 +58,7 @@ def optimise(
     _check_arguments(model, precision, micro_batches)
     device = _only_device(model)
     example = copy_batch(example, device)
-    job = Job(
+    job = OptimiseJob(
         module=model,
         optimizer=optimizer,
         loss_of=loss or _loss_of_output,
@@ -74,7 +74,7 @@ def optimise(
 class OptimisedStep:
     """A training step: call it with a batch. Each shape of a batch is compiled and captured on first use."""
 
-    def __init__(self, job: Job, changes: Changes, rungs: Sequence[Rung]) -> None:
+    def __init__(self, job: OptimiseJob, changes: Changes, rungs: Sequence[Rung]) -> None:
         self.changes, self.rungs = changes, tuple(rungs)
         self._job = job
         self._weights = WorkingWeights(dict(job.module.named_parameters()))
@@ -88,8 +88,6 @@ class OptimisedStep:
         program, fixed = self._program_for(batches)
         for own, batch in zip(fixed, batches, strict=True):
             fill_batch(own, batch)
-        if self._last is not None and self._last is not program:
-            program.take_over(self._last)
         self._last = program
         program.run()
         losses = [loss.detach() for loss in program.losses]

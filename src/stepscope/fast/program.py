@@ -68,7 +68,7 @@ class Program:
         if optimizer is not None and changes.one_launch:
             self._update = OneLaunchUpdate(optimizer, self.weights, max_norm=max_norm)
         self._sums = GradientSums() if self._update is not None and len(batches) > 1 else None
-        self.phases: tuple[Phase, ...] = self._after_begin([(part.name, part.run) for part in self._parts()])
+        self.phases: tuple[Phase, ...] = self._between([(part.name, part.run) for part in self._parts()])
 
     @property
     def passes(self) -> int:
@@ -84,12 +84,7 @@ class Program:
         self._captured_gradients = self._captured_gradients or self._leaf_gradients()
         if len(inside) < len(parts):
             phases.append(("optimizer", self._step_optimizer))
-        self.phases = self._after_begin(phases)
-
-    def take_over(self, other: "Program") -> None:
-        """Continue after the last step of another program of the same model and optimizer."""
-        if self._update is not None and other._update is not None:
-            self._update.restart(other._update.steps)
+        self.phases = self._between(phases)
 
     @property
     def gradient_norm(self) -> Tensor | None:
@@ -98,7 +93,7 @@ class Program:
 
     def differentiate(self) -> dict[nn.Parameter, Tensor]:
         """Run forward and backward without an update, and return the gradients."""
-        for name, phase in self._without_begin:
+        for name, phase in self._bare_phases:
             if name != "optimizer":
                 phase()
         return self.gradients()
@@ -120,15 +115,19 @@ class Program:
     def _begin(self, phase: Callable[[], None]) -> None:
         """Before a step, the CPU looks for what others have changed: hyperparameters and weights."""
         if self._update is not None:
-            self._update.follow_schedule()
-            self._update.steps += 1
+            self._update.follow_optimizer()
         self.weights.refresh_if_changed()
         phase()
 
-    def _after_begin(self, phases: Sequence[Phase]) -> tuple[Phase, ...]:
-        self._without_begin = tuple(phases)
-        (name, first), *others = phases
-        return (name, partial(self._begin, first)), *others
+    def _end(self, phase: Callable[[], None]) -> None:
+        phase()
+        if self._update is not None:
+            self._update.count_step()
+
+    def _between(self, phases: Sequence[Phase]) -> tuple[Phase, ...]:
+        self._bare_phases = tuple(phases)
+        (first_name, first), *others, (last_name, last) = phases
+        return (first_name, partial(self._begin, first)), *others, (last_name, partial(self._end, last))
 
     def _parts(self) -> list[Part]:
         parts = []

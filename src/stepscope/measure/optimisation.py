@@ -14,8 +14,17 @@ import msgspec
 import torch
 from torch import Tensor, nn
 
-from stepscope.fast.accuracy import Accuracy, Reference
-from stepscope.fast.ladder import NOISE, START_TITLE, Candidate, Job, Rung, climb, list_candidates, make_reference_of
+from stepscope.fast.accuracy import GradientAccuracy, Reference
+from stepscope.fast.ladder import (
+    NOISE,
+    START_TITLE,
+    CandidateChange,
+    OptimiseJob,
+    Rung,
+    climb,
+    list_candidates,
+    make_reference_of,
+)
 from stepscope.fast.program import Changes
 from stepscope.measure.memory.limits import limit_memory
 from stepscope.recording.rows.optimisation import GradientCheck, MeasuredChange
@@ -76,14 +85,14 @@ def in_pytorch(workload: Workload) -> Workload:
     )
 
 
-def build_job(workload: Workload, device: torch.device) -> Job:
+def build_job(workload: Workload, device: torch.device) -> OptimiseJob:
     parts = build_parts(workload, device)
     module = parts.module.train()
 
     def loss_of(module: nn.Module, batch: Any) -> Tensor:
         return parts.loss(parts.call(module, batch), batch)
 
-    return Job(
+    return OptimiseJob(
         module=module,
         optimizer=parts.optimizer or build_optimizer(workload, module),
         loss_of=loss_of,
@@ -107,7 +116,7 @@ def describe(rung: Rung) -> MeasuredChange:
     )
 
 
-def _describe_check(accuracy: Accuracy) -> GradientCheck:
+def _describe_check(accuracy: GradientAccuracy) -> GradientCheck:
     numbers = {name: value for name, value in accuracy._asdict().items() if isinstance(value, float)}
     finite = {name: value if math.isfinite(value) else None for name, value in numbers.items()}
     return GradientCheck(
@@ -115,7 +124,9 @@ def _describe_check(accuracy: Accuracy) -> GradientCheck:
     )
 
 
-def _telling(first: str, tried: Sequence[Candidate], on_stage: OnStage, on_change: OnChange) -> Callable[[Rung], None]:
+def _telling(
+    first: str, tried: Sequence[CandidateChange], on_stage: OnStage, on_change: OnChange
+) -> Callable[[Rung], None]:
     """A function that reports each rung, and what is tried next."""
     waiting = [one.title for one in tried]
     on_stage(f"measuring {first}")
@@ -128,14 +139,14 @@ def _telling(first: str, tried: Sequence[Candidate], on_stage: OnStage, on_chang
     return tell
 
 
-def _make_reference(workload: Workload, device: torch.device, job: Job) -> Reference:
+def _make_reference(workload: Workload, device: torch.device, job: OptimiseJob) -> Reference:
     """The gradients of the model as it was given; if its attention has no float64, of the same with plain attention."""
     if workload.attention in _ANY_DTYPE:
         return make_reference_of(job)
     return make_reference_of(build_job(msgspec.structs.replace(workload, attention="naive"), device))
 
 
-def _start_of(workload: Workload, job: Job, compiler: str) -> Changes:
+def _start_of(workload: Workload, job: OptimiseJob, compiler: str) -> Changes:
     """What the settings of the workload have already."""
     assert job.optimizer is not None, "a workload that trains has an optimizer"
     changes, _ = choose_changes(workload, job.optimizer)
@@ -155,8 +166,8 @@ def _name_operations(given: Workload, other: Workload) -> str:
 
 
 def _as_change(rung: Rung, title: str, first: Rung) -> Rung:
-    """The start of the model in PyTorch's operations, as a change of the first one. Other changes are made to it even if
-    it gains nothing."""
+    """The start of the model in PyTorch's operations, as a change of the first one. Other changes are made to it even
+    if it gains nothing."""
     rung = rung._replace(name="operations", title=title)
     if rung.accuracy is not None and not rung.accuracy.passes:
         return rung._replace(status="failed", notes=(*rung.notes, "its gradients differ from those of the model"))

@@ -48,6 +48,7 @@ def choose_changes(workload: Workload, optimizer: torch.optim.Optimizer) -> tupl
         rewrites=Rewrites(
             attention=workload.fuse,
             norms=workload.fuse,
+            loss=workload.fuse,
             working_weights=workload.working_weights and one_launch,
             merge=workload.merge and one_launch,
             packed=workload.fuse and workload.merge and one_launch,
