@@ -21,7 +21,7 @@ from stepscope.fast.accuracy import GradientAccuracy, Reference, compare, make_r
 from stepscope.fast.batches import has_dropout
 from stepscope.fast.capture import CannotCapture
 from stepscope.fast.program import Changes, Program
-from stepscope.fast.update import why_not_one_launch
+from stepscope.fast.update import read_steps, why_not_one_launch, write_steps
 from stepscope.fast.weights import WorkingWeights
 
 Status = Literal["start", "kept", "no gain", "not applied", "failed"]
@@ -283,6 +283,8 @@ def _unchanged(job: OptimiseJob) -> Iterator[None]:
     back."""
     buffers = [(buffer, buffer.detach().clone()) for buffer in job.module.buffers()]
     groups = [] if job.optimizer is None else job.optimizer.param_groups
+    if job.optimizer is not None:
+        write_steps(job.optimizer)
     state = {} if job.optimizer is None else _copy_state(job.optimizer)
     rates = [group["lr"] for group in groups]
     cuda = [job.device] if job.device.type == "cuda" else []
@@ -296,6 +298,7 @@ def _unchanged(job: OptimiseJob) -> Iterator[None]:
             group["lr"] = rate
         if job.optimizer is not None:
             _put_back(job.optimizer, state)
+            read_steps(job.optimizer)
         with torch.no_grad():
             for buffer, before in buffers:
                 buffer.copy_(before)
