@@ -68,7 +68,7 @@ GROUPS: dict[str, list[Case]] = {
     "large": [("large", 1024, PEER), ("large", 1024, "fast")],
     "2.7B": [("2.7B", 512, PEER), ("2.7B", 512, "fast")],
     "optimise": [(model, 1024, how) for model in ("llama", "qwen2", "gpt2") for how in ("compiled", "optimised")],
-    "dry": [("nano", 32, PEER), ("nano", 32, "naive"), ("nano", 32, "fast")],
+    "dry": [("nano", 32, name) for name in (PEER, *LADDER)],
 }  # fmt: skip
 
 
