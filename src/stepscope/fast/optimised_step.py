@@ -15,14 +15,19 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
+from torch._dynamo.eval_frame import OptimizedModule
+from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from stepscope.fast.batches import call_with, copy_batch, fill_batch, loss_in, signature_of
 from stepscope.fast.capture import CannotCapture
 from stepscope.fast.ladder import Job, Rung, climb, list_candidates
-from stepscope.fast.program import Changes, Program
+from stepscope.fast.program import Changes, Program, name_parameters
 from stepscope.fast.weights import WorkingWeights
 
 MOST_SHAPES = 8
+_WRAPPERS = (DataParallel, DistributedDataParallel, FullyShardedDataParallel)
 AUTOCAST = {"bf16": torch.bfloat16, "fp32": None}
 
 UserLoss = Callable[[nn.Module, Any], Tensor]  # of the model and a batch
@@ -52,6 +57,7 @@ def optimise(
     With `measure`, each change is timed on its own, which takes minutes, and kept only if it helps. Without, all are
     applied. Either way the gradients are compared with the original first. `rungs` of the result says what was done.
     """
+    model = _unwrap(model)
     device = _only_device(model)
     example = copy_batch(example, device)
     job = Job(
@@ -73,7 +79,8 @@ class OptimisedStep:
     def __init__(self, job: Job, changes: Changes, rungs: Sequence[Rung]) -> None:
         self.changes, self.rungs = changes, tuple(rungs)
         self._job = job
-        self._weights = WorkingWeights(dict(job.module.named_parameters()))
+        self._weights = WorkingWeights(name_parameters(job.module, job.optimizer))
+        self._model_state = self._read_model_state()
         self._programs: OrderedDict[tuple[Any, ...], tuple[Program, tuple[Any, ...]]] = OrderedDict()
         self._last: Program | None = None
 
@@ -95,8 +102,19 @@ class OptimisedStep:
         clips in PyTorch."""
         return None if self._last is None else self._last.gradient_norm
 
+    def _read_model_state(self) -> tuple[Any, ...]:
+        """What programs assume about the model: where its parameters are, which are trained, and its modes."""
+        groups = [] if self._job.optimizer is None else self._job.optimizer.param_groups
+        parameters = [(one.data_ptr(), one.requires_grad) for one in self._weights.names]
+        modes = [one.training for one in self._job.module.modules()]
+        return *parameters, *modes, *(len(group["params"]) for group in groups)
+
     def _program_for(self, batches: tuple[Any, ...]) -> tuple[Program, tuple[Any, ...]]:
-        signature = signature_of(batches)
+        signature = tuple(signature_of(batch) for batch in batches)
+        if self._model_state != self._read_model_state():
+            self._programs.clear()
+            self._weights = WorkingWeights(name_parameters(self._job.module, self._job.optimizer))
+            self._model_state = self._read_model_state()
         if signature in self._programs:
             self._programs.move_to_end(signature)
             return self._programs[signature]
@@ -112,6 +130,16 @@ class OptimisedStep:
                 warnings.warn(f"this shape runs without a CUDA graph: {error}", stacklevel=3)
         self._programs[signature] = program, fixed
         return self._programs[signature]
+
+
+def _unwrap(model: nn.Module) -> nn.Module:
+    """The model that the user compiled, or the model itself. Wrappers that exchange gradients are refused: they wait
+    for gradients at the parameters."""
+    if isinstance(model, OptimizedModule):
+        return model._orig_mod
+    if isinstance(model, _WRAPPERS) or any(isinstance(one, DTensor) for one in model.parameters()):
+        raise ValueError(f"expected a model for one GPU, but got a {type(model).__name__}, which exchanges gradients")
+    return model
 
 
 def _loss_of_output(module: nn.Module, batch: Any) -> Tensor:
