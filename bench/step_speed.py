@@ -64,7 +64,7 @@ PEER = "transformers"
 Case = tuple[str, int, str]  # size or model, context, implementation
 GROUPS: dict[str, list[Case]] = {
     "small": [("small", 1024, name) for name in (PEER, *LADDER)] + [("small", 256, name) for name in (PEER, "fast")],
-    "medium": [("medium", 1024, PEER), ("medium", 1024, "fast")],
+    "medium": [("medium", 1024, name) for name in (PEER, "naive fp32", "fast")],
     "large": [("large", 1024, PEER), ("large", 1024, "fast")],
     "2.7B": [("2.7B", 512, PEER), ("2.7B", 512, "fast")],
     "optimise": [(model, 1024, how) for model in ("llama", "qwen2", "gpt2") for how in ("compiled", "optimised")],
@@ -74,7 +74,7 @@ GROUPS: dict[str, list[Case]] = {
 
 def main() -> int:
     parser = argparse.ArgumentParser(description="Compare train steps with the fast preset, its rungs and a peer.")
-    parser.add_argument("--group", default="small,medium,large,2.7B,optimise", help=f"of {', '.join(GROUPS)}")
+    parser.add_argument("--group", default="small,medium,large,2.7B,optimise", help=f"of {', '.join(GROUPS)}; a+b measures two together")
     parser.add_argument("--rounds", type=int, choices=range(1, 101), metavar="N", default=ROUNDS)
     parser.add_argument("--steps", type=int, choices=range(1, 101), metavar="N", default=STEPS, help="steps per round")
     parser.add_argument("--device", default="cuda")
@@ -85,7 +85,7 @@ def main() -> int:
     arguments = parser.parse_args()
     if arguments.worker:
         return work(json.loads(arguments.worker))
-    if unknown := set(arguments.group.split(",")) - set(GROUPS):
+    if unknown := set(arguments.group.replace("+", ",").split(",")) - set(GROUPS):
         fail(f"unknown group: {', '.join(unknown)}; expected {', '.join(GROUPS)}")
     rows = read(arguments.source) if arguments.source else measure(arguments)
     print(tables(rows))
@@ -155,7 +155,8 @@ def measure(arguments: argparse.Namespace) -> list[dict[str, Any]]:
 
 def measure_group(group: str, arguments: argparse.Namespace, folder: Path) -> Iterator[dict[str, Any]]:
     started = time.monotonic()
-    workers = [Worker(case, arguments.device, folder) for case in GROUPS[group]]
+    cases = [case for name in group.split("+") for case in GROUPS[name]]
+    workers = [Worker(case, arguments.device, folder) for case in cases]
     try:
         ready = {worker.case: worker.answer() for worker in workers}
         print(f"{group}: all processes are ready after {time.monotonic() - started:.0f} s", flush=True)
@@ -375,7 +376,8 @@ def build_model(kind: str, size: str, context: int, device: Any) -> Any:
         shape |= {"tie_word_embeddings": False}
     with device:
         config = AutoConfig.for_model(kind, vocab_size=VOCAB, **shape)
-        return AutoModelForCausalLM.from_config(config, attn_implementation="sdpa").train()
+        model: Any = AutoModelForCausalLM
+        return model.from_config(config, attn_implementation="sdpa").train()
 
 
 def make_batch(context: int, device: Any) -> dict[str, Any]:
@@ -391,7 +393,7 @@ def build_peer(kind: str, size: str, context: int, device: Any) -> tuple[Any, di
     model = build_model(kind, size, context, device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
     batch = make_batch(context, device)
-    compiled = torch.compile(model, dynamic=False)
+    compiled: Any = torch.compile(model, dynamic=False)
 
     def run() -> None:
         with torch.autocast(device.type, dtype=torch.bfloat16):

@@ -5,7 +5,8 @@
     stepscope.report(run, "report.html")
 
 Names are imported on first use, so `import stepscope` takes milliseconds and never imports torch. This makes
-`stepscope.annotate` cheap to use in training code.
+`stepscope.annotate` cheap to use in training code. `stepscope.optimise` and what records a training loop run in the
+process that uses them, with torch.
 """
 
 from importlib import import_module
@@ -27,9 +28,11 @@ if TYPE_CHECKING:
         profile,
         workload,
     )
+    from stepscope.api.optimise import OptimiseResult, optimise_workload
     from stepscope.api.report import ReportPage, report
     from stepscope.api.run import Answers, Run, RunComparison, load
     from stepscope.errors import StepscopeError
+    from stepscope.fast.optimised_step import OptimisedStep, optimise
     from stepscope.loop.oom import explain_oom
     from stepscope.spec import ModelShape, Workload
 
@@ -39,6 +42,8 @@ __all__ = [
     "DataTable",
     "MemoryResults",
     "ModelShape",
+    "OptimiseResult",
+    "OptimisedStep",
     "Picture",
     "PrecisionResult",
     "Recorder",
@@ -54,6 +59,8 @@ __all__ = [
     "grid",
     "load",
     "memory",
+    "optimise",
+    "optimise_workload",
     "precision",
     "profile",
     "record",
@@ -79,9 +86,11 @@ _MODULES = {
         "profile",
         "workload",
     ),
+    "stepscope.api.optimise": ("OptimiseResult", "optimise_workload"),
     "stepscope.api.report": ("ReportPage", "report"),
     "stepscope.api.run": ("Answers", "Run", "RunComparison", "load"),
     "stepscope.errors": ("StepscopeError",),
+    "stepscope.fast.optimised_step": ("OptimisedStep", "optimise"),
     "stepscope.loop.oom": ("explain_oom",),
     "stepscope.spec": ("ModelShape", "Workload"),
 }

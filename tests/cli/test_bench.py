@@ -67,6 +67,23 @@ def test_grid_gives_a_row_per_case_and_resumes_without_rerunning(tmp_path: Path)
     assert len(rows(tmp_path)) == 5
 
 
+def test_presets_are_compared(tmp_path: Path) -> None:
+    """Without a compiler, which would take most of a minute here."""
+    ended = stepscope(tmp_path, "bench", *TINY, "--context", "8", "--preset", "none,fast", "--compile", "no")
+    assert ended.returncode == 0, ended.stderr
+    plain, fast = rows(tmp_path)
+    workloads = [one["case"]["workload"] for one in (plain, fast)]
+    assert [one["precision"] for one in workloads] == ["fp32", "bf16"]
+    assert [one["graph"] for one in workloads] == [False, True]
+    assert fast["measurement"]["optimizer"] == "adamw-onelaunch"
+    assert "uncaptured: not captured: CUDA graphs need a GPU (1 case)" in ended.stdout
+
+
+@pytest.mark.parametrize("verb", ["bench", "profile", "memory", "precision", "report", "train"])
+def test_preset_is_in_the_help_of_verbs_with_settings(tmp_path: Path, verb: str) -> None:
+    assert stepscope(tmp_path, verb, "--help").stdout.count("--preset") == 1
+
+
 def test_formats_carry_the_same_rows(tmp_path: Path) -> None:
     stepscope(tmp_path, "bench", *TINY, "--context", "8")
     show = ["bench", "--from", "runs/bench/results.jsonl"]

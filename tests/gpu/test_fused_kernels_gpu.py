@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from stepscope.fast.capture import refusing_waits
 from stepscope.kernels import (
     add_layer_norm,
     add_rms_norm,
@@ -219,11 +220,8 @@ def test_compiled_graph_gives_the_same_bits(problem: Problem) -> None:
 def test_host_never_waits_for_the_gpu(problem: Problem) -> None:
     inputs, upstream = problem.make_inputs(), make_upstream(problem)
     run_with_gradients(problem.ours, inputs, upstream)
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with refusing_waits():
         run_with_gradients(problem.ours, inputs, upstream)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 def test_offsets_beyond_the_range_of_32_bits() -> None:

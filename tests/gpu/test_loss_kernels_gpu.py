@@ -2,14 +2,14 @@
 
 # N tokens, D width, V vocabulary.
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
+from stepscope.fast.capture import refusing_waits
 from stepscope.kernels import cross_entropy, linear_cross_entropy
 from stepscope.kernels.linear_cross_entropy import MOST_LOGIT_BYTES
 from stepscope.nn import functional
@@ -142,17 +142,9 @@ def test_linear_stays_within_its_memory() -> None:
     loss = linear_cross_entropy(x, weight, targets)
     used = torch.cuda.max_memory_allocated() - before
     assert loss.isfinite()
-    assert used < MOST_LOGIT_BYTES + 2 * tokens * width + (4 + 2) * (vocab + 64) * width + 2**24
+    workspace = 2**25  # cuBLAS takes another one for products of another kind
+    assert used < MOST_LOGIT_BYTES + 2 * tokens * width + (4 + 2) * (vocab + 64) * width + 2**24 + workspace
     assert used < 2 * tokens * vocab
-
-
-@contextmanager
-def no_synchronization() -> Iterator[None]:
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        yield
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 def losses_of(x: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
@@ -172,7 +164,7 @@ def run_step(tensors: list[Tensor], targets: Tensor) -> list[Tensor]:
 def test_results_repeat_bit_for_bit_without_waiting_for_the_gpu() -> None:
     tensors, targets = make_step()
     expected = run_step(tensors, targets)
-    with no_synchronization():
+    with refusing_waits():
         again = [run_step(tensors, targets) for _ in range(20)]
     assert all(torch.equal(a, b) for results in again for a, b in zip(results, expected, strict=True))
 
@@ -195,6 +187,7 @@ def test_captured_steps_see_new_values() -> None:
     assert all(torch.equal(a, b) for a, b in zip(captured, expected, strict=True))
 
 
+@pytest.mark.filterwarnings("ignore:The CUDA Graph is empty")  # the compiler captures a part without kernels
 @pytest.mark.parametrize("mode", ["default", "reduce-overhead"])
 def test_compiled_steps_match(mode: str) -> None:
     tensors, targets = make_step()

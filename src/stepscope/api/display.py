@@ -43,6 +43,7 @@ RunPart = Literal[
     "leaks",
     "saved",
 ]
+OptimisePart = Literal["changes", "check"]
 PrecisionPart = Literal["dtypes", "errors", "underflow", "accumulation", "norm", "speed"]
 
 _FRAME_HEIGHT = 800  # pixels, for a page in a notebook

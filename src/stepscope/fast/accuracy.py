@@ -1,8 +1,8 @@
 """Compares the loss and the gradients of a changed step with those of the original, both against float64.
 
 A limit that is measured can fail: each gradient may be twice as far from the truth as that of the original step in the
-same precision, plus half a unit in the last place. Where float64 does not fit into memory, the truth is fp32, which is
-still four digits better than bf16, and the result says so.
+same precision, plus half a unit in the last place. Where float64 does not fit into memory, or the model insists on
+fp32, the truth is fp32, which is still four digits better than bf16, and the result says so.
 """
 
 import copy
@@ -19,7 +19,7 @@ Gradients = dict[str, Tensor]
 HALF_UNIT = {torch.bfloat16: 2.0**-9, torch.float16: 2.0**-12, None: 2.0**-22}
 
 
-class Accuracy(NamedTuple):
+class GradientAccuracy(NamedTuple):
     """The gradient that is closest to its limit, or furthest beyond it."""
 
     parameter: str
@@ -69,13 +69,13 @@ def make_reference(
 
 def compare(
     reference: Reference, gradients: Mapping[str, Tensor], loss: float, *, autocast: torch.dtype | None
-) -> Accuracy:
-    worst: Accuracy | None = None
+) -> GradientAccuracy:
+    worst: GradientAccuracy | None = None
     for name, exact in reference.truth.items():
         scale = float(exact.norm()) or 1.0
         error = _distance(gradients[name].view(exact.shape), exact) if name in gradients else math.inf
         limit = 2 * reference.plain_errors[name] + HALF_UNIT[autocast] * scale
-        found = Accuracy(
+        found = GradientAccuracy(
             parameter=name,
             error=error / scale,
             plain_error=reference.plain_errors[name] / scale,
@@ -97,6 +97,9 @@ def _compute_truth(module: nn.Module, loss_of: LossOf, batch: Any) -> tuple[Grad
         return *_gradients_in(torch.float64, module, loss_of, batch), torch.float64
     except torch.cuda.OutOfMemoryError:
         torch.cuda.empty_cache()
+    except RuntimeError as error:  # the model creates fp32 tensors, which cannot be multiplied with its own
+        if "double" not in str(error).lower():
+            raise
     return *_gradients_in(torch.float32, module, loss_of, batch), torch.float32
 
 

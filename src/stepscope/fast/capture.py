@@ -9,8 +9,9 @@ CUDA in a state that is hard to leave; the error names the line.
 
 import gc
 import traceback
+import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import NamedTuple
 
@@ -52,7 +53,7 @@ def capture(parts: Sequence[Part], device: torch.device) -> tuple[Phase, ...]:
                 if part.warm_up is not None:
                     part.warm_up()
                     continue
-                with _refusing_waits() if number == WARMUP - 1 else _naming_lines():
+                with _naming_lines(), refusing_waits() if number == WARMUP - 1 else nullcontext():
                     part.run()
     torch.cuda.current_stream(device).wait_stream(stream)
     torch.cuda.synchronize(device)
@@ -75,13 +76,14 @@ def _prepare(part: Part) -> None:
 
 
 @contextmanager
-def _refusing_waits() -> Iterator[None]:
+def refusing_waits() -> Iterator[None]:
     """PyTorch raises at operations that wait for the GPU, before they do."""
     earlier = torch.cuda.get_sync_debug_mode()
-    torch.cuda.set_sync_debug_mode("error")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that the mode is a prototype
+        torch.cuda.set_sync_debug_mode("error")
     try:
-        with _naming_lines():
-            yield
+        yield
     finally:
         torch.cuda.set_sync_debug_mode(earlier)
 

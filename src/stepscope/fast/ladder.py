@@ -17,7 +17,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from stepscope.fast.accuracy import Accuracy, Reference, compare, make_reference
+from stepscope.fast.accuracy import GradientAccuracy, Reference, compare, make_reference
 from stepscope.fast.batches import has_dropout
 from stepscope.fast.capture import CannotCapture
 from stepscope.fast.program import Changes, Program
@@ -27,6 +27,8 @@ from stepscope.fast.weights import WorkingWeights
 Status = Literal["start", "kept", "no gain", "not applied", "failed"]
 WARMUP, LEAST, REPEATS, SECONDS = 3, 5, 30, 3.0
 NOISE = 0.005  # a smaller gain counts as none
+AS_IT_IS = Changes()
+START_TITLE = "the step as it is"
 
 
 class Rung(NamedTuple):
@@ -39,10 +41,10 @@ class Rung(NamedTuple):
     peak_bytes: int | None = None
     prepare_s: float | None = None  # tracing, compiling and capturing
     notes: tuple[str, ...] = ()
-    accuracy: Accuracy | None = None
+    accuracy: GradientAccuracy | None = None
 
 
-class Candidate(NamedTuple):
+class CandidateChange(NamedTuple):
     """A change to try. `after` gives the new changes, or the reason why it cannot be applied."""
 
     name: str
@@ -50,7 +52,7 @@ class Candidate(NamedTuple):
     after: Callable[[Changes], Changes | str]
 
 
-class Job(NamedTuple):
+class OptimiseJob(NamedTuple):
     """A model to optimize, with an example of its input, one per pass."""
 
     module: nn.Module
@@ -78,7 +80,7 @@ class Job(NamedTuple):
         )
 
 
-def list_candidates(job: Job, *, compiler: str = "inductor") -> tuple[Candidate, ...]:
+def list_candidates(job: OptimiseJob, *, compiler: str = "inductor") -> tuple[CandidateChange, ...]:
     """All changes, in the order in which they are tried."""
     is_low = job.autocast == torch.bfloat16
 
@@ -97,46 +99,63 @@ def list_candidates(job: Job, *, compiler: str = "inductor") -> tuple[Candidate,
         return replace(changes, graph=True) if job.device.type == "cuda" else "CUDA graphs need a GPU"
 
     return (
-        Candidate("compile", "torch.compile, with the loss", lambda changes: replace(changes, compiler=compiler)),
-        Candidate("graph", "CUDA graphs of the whole step", capture),
-        Candidate("attention", "flash_attention", rewriting(attention=True)),
-        Candidate("optimizer", "AdamW in one launch, bf16 working weights", update_in_one_launch),
-        Candidate("merge", "merged GEMMs, with SwiGLU and RoPE on their results", merge),
-        Candidate("norms", "norms fused with the residual addition", rewriting(norms=True)),
+        CandidateChange("compile", "torch.compile, with the loss", lambda changes: replace(changes, compiler=compiler)),
+        CandidateChange("graph", "CUDA graphs of the whole step", capture),
+        CandidateChange("attention", "flash_attention", rewriting(attention=True)),
+        CandidateChange("optimizer", "AdamW in one launch, bf16 working weights", update_in_one_launch),
+        CandidateChange("merge", "merged GEMMs, with SwiGLU and RoPE on their results", merge),
+        CandidateChange("norms", "norms fused with the residual addition", rewriting(norms=True)),
+        CandidateChange("loss", "cross entropy from low-precision logits", rewriting(loss=True)),
     )
 
 
 def climb(
-    job: Job, tried: Sequence[Candidate], *, measures: bool = True, on_rung: Callable[[Rung], None] = lambda _: None
+    job: OptimiseJob,
+    tried: Sequence[CandidateChange],
+    *,
+    measures: bool = True,
+    on_rung: Callable[[Rung], None] = lambda _: None,
+    start: Changes = AS_IT_IS,
+    reference: Reference | None = None,
 ) -> tuple[Changes, list[Rung]]:
     """Try all changes, and return those that are kept, and a rung for each. Without `measures`, all that can be applied
-    are kept, and checked together."""
+    are kept, and checked together.
+
+    `start` is what the step has already. `reference` is what gradients are compared with: by default, those of the job.
+    """
     rungs: list[Rung] = []
     with _unchanged(job):
-        reference = _make_reference(job)
-        kept, best_ms = Changes(), math.inf
+        reference = reference or make_reference_of(job)
+        kept, best_ms = start, math.inf
+        done: tuple[str, ...] = ()  # by the rewrites that are kept
 
         def add(rung: Rung) -> None:
             rungs.append(rung)
             on_rung(rung)
 
         if measures:
-            add(_measure(job, kept, "start", "the step as it is", reference))
-            best_ms = rungs[0].step_ms or math.inf
+            add(_measure(job, kept, "start", START_TITLE, reference))
+            best_ms, done = rungs[0].step_ms or math.inf, rungs[0].notes
         for candidate in tried:
             changes = candidate.after(kept)
+            if changes == kept:
+                changes = "the step has it already"
             if isinstance(changes, str):
                 add(Rung(name=candidate.name, title=candidate.title, status="not applied", notes=(changes,)))
             elif not measures:
                 add(Rung(name=candidate.name, title=candidate.title, status="kept"))
                 kept = changes
             else:
-                add(_judge(_measure(job, changes, candidate.name, candidate.title, reference), best_ms))
+                is_rewrite = replace(changes, rewrites=kept.rewrites) == kept
+                rung = _measure(
+                    job, changes, candidate.name, candidate.title, reference, done_before=done if is_rewrite else None
+                )
+                add(_judge(rung, best_ms))
                 if rungs[-1].status == "kept":
-                    kept, best_ms = changes, rungs[-1].step_ms or math.inf
+                    kept, best_ms, done = changes, rungs[-1].step_ms or math.inf, rungs[-1].notes
         if not measures:
             add(_judge(_measure(job, kept, "all", "all changes together", reference), math.inf))
-            kept = kept if rungs[-1].status == "kept" else Changes()
+            kept = kept if rungs[-1].status == "kept" else start
     return kept, rungs
 
 
@@ -153,8 +172,16 @@ def _judge(rung: Rung, best_ms: float) -> Rung:
     return rung._replace(status="kept" if rung.step_ms < best_ms * (1 - NOISE) else "no gain")
 
 
-def _measure(job: Job, changes: Changes, name: str, title: str, reference: Reference) -> Rung:
-    """Build, check and time a program."""
+def _measure(
+    job: OptimiseJob,
+    changes: Changes,
+    name: str,
+    title: str,
+    reference: Reference,
+    *,
+    done_before: tuple[str, ...] | None = None,
+) -> Rung:
+    """Build, check and time a program. It is not timed if it does no more than `done_before`."""
     _forget_programs(job.device)
     started = time.perf_counter()
     program = job.build(changes)
@@ -164,14 +191,20 @@ def _measure(job: Job, changes: Changes, name: str, title: str, reference: Refer
         program.run()
     except CannotCapture as error:
         return Rung(name=name, title=title, status="failed", notes=(f"not captured: {error}",))
-    except RuntimeError as error:  # of a compiler, or out of memory
-        if changes == Changes():
+    except torch.cuda.OutOfMemoryError:
+        if name == "start":
             raise
-        return Rung(name=name, title=title, status="failed", notes=(f"{type(error).__name__}: {_first_line(error)}",))
+        return Rung(name=name, title=title, status="failed", notes=("out of memory",))
+    except RuntimeError as error:  # of the compiler, or of a rewritten graph; the original step has run before
+        if name == "start":
+            raise
+        return Rung(name=name, title=title, status="failed", notes=(f"not compiled: {_first_line(error)}",))
+    if done_before is not None and tuple(program.backend.done) == done_before:
+        return Rung(name=name, title=title, status="not applied", notes=("nothing to replace was found",))
     _wait(job.device)
     prepare_s = time.perf_counter() - started
     step_ms = _time(program, job.device)
-    peak = torch.cuda.max_memory_allocated(job.device) if job.device.type == "cuda" else None
+    peak = _peak_bytes(job.device, reference)
     return Rung(
         name=name,
         title=title,
@@ -188,12 +221,13 @@ def _first_line(error: Exception) -> str:
     return next(iter(str(error).strip().splitlines()), "")
 
 
-def _make_reference(job: Job) -> Reference:
+def make_reference_of(job: OptimiseJob) -> Reference:
+    """What the gradients of a job are compared with."""
     with _without_dropout(job.module):
         return make_reference(job.module, job.loss_of, job.batches[0], autocast=job.autocast, device=job.device)
 
 
-def _check(job: Job, changes: Changes, program: Program, reference: Reference) -> Accuracy:
+def _check(job: OptimiseJob, changes: Changes, program: Program, reference: Reference) -> GradientAccuracy:
     """Compare the gradients of the first batch. With dropout, they are those of the rewritten model without it, neither
     compiled nor captured."""
     if len(job.batches) > 1 or has_dropout(job.module):
@@ -219,6 +253,13 @@ def _time(program: Program, device: torch.device) -> float:
         if len(samples) >= LEAST and time.perf_counter() - begun > SECONDS:
             break
     return statistics.median(samples) * 1e3
+
+
+def _peak_bytes(device: torch.device, reference: Reference) -> int | None:
+    """The peak of the step itself, without the gradients that it is compared with. Unknown on a CPU."""
+    if device.type != "cuda":
+        return None
+    return torch.cuda.max_memory_allocated(device) - sum(one.nbytes for one in reference.truth.values())
 
 
 def _wait(device: torch.device) -> None:
@@ -249,7 +290,7 @@ def _without_dropout(module: nn.Module) -> Iterator[None]:
 
 
 @contextmanager
-def _unchanged(job: Job) -> Iterator[None]:
+def _unchanged(job: OptimiseJob) -> Iterator[None]:
     """Measure without learning: at a learning rate of zero, most optimizers leave the weights alone. Weights, buffers,
     gradients and the optimizer's state are put back in any case."""
     tensors = [*job.module.parameters(), *job.module.buffers()]

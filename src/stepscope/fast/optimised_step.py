@@ -18,16 +18,15 @@ from torch import Tensor, nn
 from torch._dynamo.eval_frame import OptimizedModule
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
-from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from stepscope.fast.batches import call_with, copy_batch, fill_batch, loss_in, signature_of
 from stepscope.fast.capture import CannotCapture
-from stepscope.fast.ladder import Job, Rung, climb, list_candidates
+from stepscope.fast.ladder import OptimiseJob, Rung, climb, list_candidates
 from stepscope.fast.program import Changes, Program, name_parameters
+from stepscope.fast.summary import summarise_rungs
 from stepscope.fast.weights import WorkingWeights
 
 MOST_SHAPES = 8
-_WRAPPERS = (DataParallel, DistributedDataParallel, FullyShardedDataParallel)
 AUTOCAST = {"bf16": torch.bfloat16, "fp32": None}
 
 UserLoss = Callable[[nn.Module, Any], Tensor]  # of the model and a batch
@@ -57,10 +56,11 @@ def optimise(
     With `measure`, each change is timed on its own, which takes minutes, and kept only if it helps. Without, all are
     applied. Either way the gradients are compared with the original first. `rungs` of the result says what was done.
     """
-    model = _unwrap(model)
+    model = model._orig_mod if isinstance(model, OptimizedModule) else model
+    _check_arguments(model, precision, micro_batches)
     device = _only_device(model)
     example = copy_batch(example, device)
-    job = Job(
+    job = OptimiseJob(
         module=model,
         optimizer=optimizer,
         loss_of=loss or _loss_of_output,
@@ -76,7 +76,7 @@ def optimise(
 class OptimisedStep:
     """A training step: call it with a batch. Each shape of a batch is compiled and captured on first use."""
 
-    def __init__(self, job: Job, changes: Changes, rungs: Sequence[Rung]) -> None:
+    def __init__(self, job: OptimiseJob, changes: Changes, rungs: Sequence[Rung]) -> None:
         self.changes, self.rungs = changes, tuple(rungs)
         self._job = job
         self._weights = WorkingWeights(name_parameters(job.module, job.optimizer))
@@ -101,6 +101,17 @@ class OptimisedStep:
         """The norm of the last gradients before they were clipped; None without `max_norm`, or with an optimizer that
         clips in PyTorch."""
         return None if self._last is None else self._last.gradient_norm
+
+    def summary(self) -> str:
+        """What was tried, as a table: the step with each change, its gain, and the check of its gradients."""
+        return summarise_rungs(self.rungs)
+
+    def __str__(self) -> str:
+        return self.summary()
+
+    def __repr__(self) -> str:
+        kept = [rung.name for rung in self.rungs if rung.status == "kept"]
+        return f"<OptimisedStep of {type(self._job.module).__name__}: {', '.join(kept) or 'no change'}>"
 
     def _read_model_state(self) -> tuple[Any, ...]:
         """What programs assume about the model: where its parameters are, which are trained, and its modes."""
@@ -132,18 +143,23 @@ class OptimisedStep:
         return self._programs[signature]
 
 
-def _unwrap(model: nn.Module) -> nn.Module:
-    """The model that the user compiled, or the model itself. Wrappers that exchange gradients are refused: they wait
-    for gradients at the parameters."""
-    if isinstance(model, OptimizedModule):
-        return model._orig_mod
-    if isinstance(model, _WRAPPERS) or any(isinstance(one, DTensor) for one in model.parameters()):
-        raise ValueError(f"expected a model for one GPU, but got a {type(model).__name__}, which exchanges gradients")
-    return model
-
-
 def _loss_of_output(module: nn.Module, batch: Any) -> Tensor:
     return loss_in(call_with(module, batch))
+
+
+def _check_arguments(model: nn.Module, precision: str, micro_batches: int) -> None:
+    """Raise ValueError for what would fail later, with an error that does not say why."""
+    if isinstance(model, nn.parallel.DistributedDataParallel | nn.DataParallel | FullyShardedDataParallel):
+        raise ValueError(
+            f"expected a model on one device, but got a {type(model).__name__}, which communicates during backward; "
+            "pass the bare model in a process with one GPU"
+        )
+    if any(isinstance(one, DTensor) for one in model.parameters()):
+        raise ValueError("expected a model on one device, but its parameters are sharded (DTensor)")
+    if precision not in AUTOCAST:
+        raise ValueError(f"unknown precision: {precision!r}; expected one of {', '.join(AUTOCAST)}")
+    if micro_batches < 1:
+        raise ValueError(f"micro_batches must be at least 1, but got {micro_batches}")
 
 
 def _only_device(model: nn.Module) -> torch.device:

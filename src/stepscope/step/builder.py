@@ -58,7 +58,7 @@ class Step:
         if workload.mode == "train" and parts.optimizer is not None:
             self._optimizer, self.optimizer_name = parts.optimizer, type(parts.optimizer).__name__
         elif workload.mode == "train":
-            self._optimizer = _build_optimizer(workload, self.module)
+            self._optimizer = build_optimizer(workload, self.module)
             self.optimizer_name = workload.optimizer or OWN_OPTIMIZER
         self.has_samples, self.has_tokens = parts.has_samples, parts.has_tokens
         # Loss scaling checks the gradients on the CPU before the optimizer runs.
@@ -207,11 +207,7 @@ class Step:
 def build(workload: Workload, device: torch.device, *, captures: bool = True) -> Step:
     """Build a step. Weights and batch are created on `device`, so a 2.7B model never passes through CPU memory. Without
     `captures`, a step with CUDA graphs runs without them."""
-    set_float32_arithmetic(tf32=workload.precision == "tf32")
-    torch.manual_seed(workload.seed)
-    with device:
-        parts = _build_parts(workload, device)
-    parts.module.to(device)
+    parts = build_parts(workload, device)
     if workload.checkpointing is not None:
         every, nested = workload.checkpointing
         checkpoint_blocks(parts.module, every=every, nested=nested)
@@ -221,7 +217,17 @@ def build(workload: Workload, device: torch.device, *, captures: bool = True) ->
     return step
 
 
-def _build_parts(workload: Workload, device: torch.device) -> Parts:
+def build_parts(workload: Workload, device: torch.device) -> Parts:
+    """The parts of a step, on `device`. The same seed gives the same weights and inputs."""
+    set_float32_arithmetic(tf32=workload.precision == "tf32")
+    torch.manual_seed(workload.seed)
+    with device:
+        parts = _build_model(workload, device)
+    parts.module.to(device)
+    return parts
+
+
+def _build_model(workload: Workload, device: torch.device) -> Parts:
     match workload.model:
         case ModelShape() as shape:
             return build_builtin(workload, shape)
@@ -237,7 +243,7 @@ def set_float32_arithmetic(*, tf32: bool) -> None:
     torch.backends.cudnn.allow_tf32 = tf32
 
 
-def _build_optimizer(workload: Workload, module: nn.Module) -> torch.optim.Optimizer:
+def build_optimizer(workload: Workload, module: nn.Module) -> torch.optim.Optimizer:
     make, options = optimizer_of(workload)
     return make(list(module.parameters()), **{"lr": LEARNING_RATE, **options})
 

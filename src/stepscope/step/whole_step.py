@@ -25,9 +25,7 @@ def build_program(
 ) -> tuple[Program, list[Doubt]]:
     """The program, and remarks about settings that it does not follow. An optimizer that our kernel cannot update
     leaves no working weights, and without them no GEMMs are merged."""
-    wanted = workload.working_weights or workload.optimizer == "adamw-onelaunch"
-    refusal = why_not_one_launch(optimizer) if wanted else None
-    one_launch = wanted and refusal is None
+    changes, remarks = choose_changes(workload, optimizer)
     program = Program(
         module=module,
         loss_of=loss_of,
@@ -35,19 +33,29 @@ def build_program(
         optimizer=optimizer,
         autocast=torch.bfloat16 if workload.precision == "bf16" else None,
         device=device,
-        changes=Changes(
-            compiler="inductor" if workload.compile else None,
-            rewrites=Rewrites(
-                attention=workload.fuse,
-                norms=workload.fuse,
-                working_weights=workload.working_weights and one_launch,
-                merge=workload.merge and one_launch,
-                packed=workload.fuse and workload.merge and one_launch,
-            ),
-            one_launch=one_launch,
-            graph=workload.graph,
+        changes=changes,
+    )
+    return program, remarks
+
+
+def choose_changes(workload: Workload, optimizer: torch.optim.Optimizer) -> tuple[Changes, list[Doubt]]:
+    """What the settings of a workload change about a step, and remarks about those that it does not follow."""
+    wanted = workload.working_weights or workload.optimizer == "adamw-onelaunch"
+    refusal = why_not_one_launch(optimizer) if wanted else None
+    one_launch = wanted and refusal is None
+    changes = Changes(
+        compiler="inductor" if workload.compile else None,
+        rewrites=Rewrites(
+            attention=workload.fuse,
+            norms=workload.fuse,
+            loss=workload.fuse,
+            working_weights=workload.working_weights and one_launch,
+            merge=workload.merge and one_launch,
+            packed=workload.fuse and workload.merge and one_launch,
         ),
+        one_launch=one_launch,
+        graph=workload.graph,
     )
     if refusal is None:
-        return program, []
-    return program, [Doubt(code="own-optimizer", text=f"no working weights: {refusal}")]
+        return changes, []
+    return changes, [Doubt(code="own-optimizer", text=f"no working weights: {refusal}")]

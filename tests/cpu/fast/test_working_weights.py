@@ -24,7 +24,6 @@ from tests.cpu.fast.tiny import (
     twins,
 )
 
-
 # Dynamo looks at the gradients of what one graph gives to the next.
 graph_breaks = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 

@@ -5,20 +5,23 @@ from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from typing import Any
 
+import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 
-from stepscope.fast.accuracy import Accuracy, compare, make_reference
-from stepscope.fast.ladder import Job
+from stepscope.fast import tracing
+from stepscope.fast.accuracy import GradientAccuracy, compare, make_reference
+from stepscope.fast.ladder import OptimiseJob
 from stepscope.fast.program import Changes, Program
-from stepscope.fast.rewrites import Rewrites
+from stepscope.fast.rewrites import Rewrites, rewrite
 
 CPU = torch.device("cpu")
 BF16 = torch.bfloat16
 WEIGHTS = Changes(rewrites=Rewrites(working_weights=True), one_launch=True)
 MERGED = Changes(rewrites=Rewrites(working_weights=True, merge=True), one_launch=True)
 ALL = Changes(
-    rewrites=Rewrites(attention=True, norms=True, working_weights=True, merge=True, packed=True), one_launch=True
+    rewrites=Rewrites(attention=True, norms=True, working_weights=True, merge=True, packed=True, loss=True),
+    one_launch=True,
 )
 
 Loss = Callable[[nn.Module, Any], Tensor]
@@ -56,8 +59,8 @@ def make_job(
     optimizer: torch.optim.Optimizer | None = None,
     autocast: torch.dtype | None = BF16,
     max_norm: float | None = None,
-) -> Job:
-    return Job(
+) -> OptimiseJob:
+    return OptimiseJob(
         module=module,
         optimizer=optimizer,
         loss_of=loss,
@@ -76,7 +79,7 @@ def make_program(module: nn.Module, batch: Any, changes: Changes = ALL, **settin
 
 def check_gradients(
     module: nn.Module, batch: Any, changes: Changes = ALL, *, loss: Loss = mean_square, autocast: Any = BF16
-) -> tuple[list[str], Accuracy]:
+) -> tuple[list[str], GradientAccuracy]:
     """Compare loss and gradients of the rewritten model with the original, and return what was rewritten."""
     reference = make_reference(module, loss, batch, autocast=autocast, device=CPU)
     program = make_program(module, batch, changes, loss=loss, autocast=autocast)
@@ -84,6 +87,20 @@ def check_gradients(
     accuracy = compare(reference, gradients, float(program.losses[0]), autocast=autocast)
     assert accuracy.passes, accuracy
     return program.backend.done, accuracy
+
+
+def rewritten_nodes(program: Program, monkeypatch: pytest.MonkeyPatch) -> list[fx.Node]:
+    """Run a program's first pass, and return what its graph has become."""
+    nodes: list[fx.Node] = []
+
+    def remember(module: fx.GraphModule, *others: Any) -> Any:
+        result = rewrite(module, *others)
+        nodes.extend(module.graph.nodes)
+        return result
+
+    monkeypatch.setattr(tracing, "rewrite", remember)
+    program.differentiate()
+    return nodes
 
 
 def train_plainly(

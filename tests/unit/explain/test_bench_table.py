@@ -235,6 +235,20 @@ def test_compilation_is_not_proposed_for_a_compiled_step(compiled: tuple[bool, .
     assert ("--compile" in note) is not all(compiled)
 
 
+def test_settings_that_vary_together_have_one_ratio() -> None:
+    """Each alone has no row to compare with."""
+    fast = {"precision": "bf16", "optimizer": "adamw-onelaunch", "compile": True, "graph": True}
+    rows = [
+        row(context=context, **settings, step_ns=(ns,) * 10)  # type: ignore[arg-type]
+        for context, ns in ((128, 100_000_000), (256, 200_000_000))
+        for settings, ns in (({}, ns), (fast, ns // 4))
+    ]
+    table = bench_table(rows)
+    assert cells(table, "speedup_all") == [1.0, 4.0, 1.0, 4.0]
+    assert not {"speedup_precision", "speedup_graph"} & {column.key for column in table.columns}
+    assert "vs baselines" in {column.label for column in table.columns}
+
+
 def test_reason_why_a_step_was_not_captured_is_in_the_notes() -> None:
     text = "not captured: model.py:12 `x.item()`: it waits for the GPU"
     notes = bench_table([row(graph=True, doubts=(Doubt(code="uncaptured", text=text),))]).notes

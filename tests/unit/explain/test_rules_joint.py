@@ -137,8 +137,16 @@ def test_launches_inside_a_graph_are_not_late() -> None:
     assert "with_stack" in finding.fix
 
 
-def test_larger_batch_saves_no_time() -> None:
+def test_compiled_step_is_to_be_captured() -> None:
     case = build_case({"size": "small", "compile": True})
+    finding = found(products(20, 2).profile(case=case, compiled=True), "SS001")
+    assert finding is not None
+    assert finding.action == "Run with `--graph`"
+    assert finding.saving_ns is not None
+
+
+def test_larger_batch_saves_no_time() -> None:
+    case = build_case({"size": "small", "compile": True, "graph": True})
     finding = found(products(20, 2).profile(case=case, compiled=True), "SS001")
     assert finding is not None
     assert "`--batch 8`" in finding.action

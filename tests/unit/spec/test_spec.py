@@ -273,7 +273,13 @@ def test_declared_setting_has_a_cell_and_a_phrase() -> None:
 
 
 def test_another_precision_drops_what_it_does_not_support() -> None:
-    fast = {"precision": "bf16", "optimizer": "adamw-onelaunch", "working_weights": True, "merge": True, "graph": True}
+    fast: dict[str, Scalar] = {
+        "precision": "bf16",
+        "optimizer": "adamw-onelaunch",
+        "working_weights": True,
+        "merge": True,
+        "graph": True,
+    }
     workload = build_case(fast).workload
     assert with_precision(workload, "bf16") == workload
     wide = with_precision(workload, "fp32")

@@ -63,8 +63,7 @@ def bench_table(rows: Sequence[BenchRow]) -> Table:
         columns.add_setting(setting.key, setting.label, setting.read, setting.kind, shown=shown)
     _add_times(columns)
     _add_rates(columns)
-    compared = [setting for setting in CASE_SETTINGS if setting.baseline is not None and varies(setting, rows)]
-    ratios = [_speedup_column(setting, rows) for setting in compared]
+    ratios = _speedup_columns(rows)
     if varies(find_setting("warmup"), rows):
         ratios.append(_warmup_column(rows))
     for ratio in ratios:
@@ -215,35 +214,54 @@ class _RatioColumn(NamedTuple):
         return Column(key=f"{self.column.key}_doubts", label=f"{self.column.label}: warnings", detail=True)
 
 
-def _speedup_column(setting: CaseSetting, rows: Sequence[BenchRow]) -> _RatioColumn:
+def _speedup_columns(rows: Sequence[BenchRow]) -> list[_RatioColumn]:
+    """A column per setting that varies, or a single one if several vary together, as those of a preset do."""
+    compared = [setting for setting in CASE_SETTINGS if setting.baseline is not None and varies(setting, rows)]
+    columns = [_speedup_column(rows, setting) for setting in compared]
+    if len(compared) > 1 and all(cell in (None, 1.0) for column in columns for cell in column.cells):
+        return [_speedup_column(rows, *compared)]
+    return columns
+
+
+def _speedup_column(rows: Sequence[BenchRow], *settings: CaseSetting) -> _RatioColumn:
     """The baseline's step time over this row's, all else equal. Without the usual baseline, the first value is used."""
+    baseline = tuple(_choose_baseline(rows, setting) for setting in settings)
+    (setting, *others), (value, *_) = settings, baseline
+    named = f"{setting.label} {value}" if setting.needs_label else str(value)
+    column = Column(
+        key="speedup_all" if others else f"speedup_{setting.key}",
+        label="vs baselines" if others else f"vs {named}",
+        kind="ratio",
+    )
+    return _ratio_column(column, settings, rows, baseline, lambda base, step: base.median / step.median)
+
+
+def _choose_baseline(rows: Sequence[BenchRow], setting: CaseSetting) -> Cell:
     values = [setting.read(row) for row in rows]
-    baseline = setting.baseline if setting.baseline in values else values[0]
-    named = f"{setting.label} {baseline}" if setting.needs_label else baseline
-    column = Column(key=f"speedup_{setting.key}", label=f"vs {named}", kind="ratio")
-    return _ratio_column(column, setting, rows, baseline, lambda base, step: base.median / step.median)
+    return setting.baseline if setting.baseline in values else values[0]
 
 
 def _warmup_column(rows: Sequence[BenchRow]) -> _RatioColumn:
     """The mean compared with the case with the most warm-up steps: how skipping the warm-up distorts the mean."""
     longest = max(row.case.timing.warmup for row in rows)
     column = Column(key="mean_vs_warm", label=f"mean vs {longest} warm-up steps", kind="ratio")
-    return _ratio_column(column, find_setting("warmup"), rows, longest, lambda base, step: step.mean / base.mean)
+    settings = (find_setting("warmup"),)
+    return _ratio_column(column, settings, rows, (longest,), lambda base, step: step.mean / base.mean)
 
 
 def _ratio_column(
     column: Column,
-    setting: CaseSetting,
+    settings: Sequence[CaseSetting],
     rows: Sequence[BenchRow],
-    baseline: Cell,
+    baseline: tuple[Cell, ...],
     divide: Callable[[Statistics, Statistics], float],
 ) -> _RatioColumn:
-    """Compare each row with the row that has the baseline's value, all else equal."""
-    others = {all_else(row, setting): row for row in rows if setting.read(row) == baseline}
+    """Compare each row with the row that has the values of the baseline, all else equal."""
+    others = {all_else(row, *settings): row for row in rows if tuple(one.read(row) for one in settings) == baseline}
     ratios: list[Cell] = []
     doubts: list[Cell] = []
     for row in rows:
-        base = others.get(all_else(row, setting))
+        base = others.get(all_else(row, *settings))
         steps = (step_ms(base), step_ms(row)) if base else (None, None)
         ratios.append(divide(steps[0], steps[1]) if steps[0] and steps[1] else None)
         both = (base, row) if base and base is not row and ratios[-1] is not None else ()

@@ -181,7 +181,7 @@ def varies(setting: CaseSetting, rows: Sequence[CaseRow]) -> bool:
     return len(values) > 1
 
 
-def all_else(row: CaseRow, setting: CaseSetting) -> tuple[Cell, ...]:
-    """Everything except `setting` that identifies a row, including the environment and the model's source."""
-    settings = tuple(other.read(row) for other in CASE_SETTINGS if other is not setting)
+def all_else(row: CaseRow, *without: CaseSetting) -> tuple[Cell, ...]:
+    """Everything else than these settings that identifies a row, including the environment and the model's source."""
+    settings = tuple(other.read(row) for other in CASE_SETTINGS if other not in without)
     return (*settings, *row.environment.identity, row.source)

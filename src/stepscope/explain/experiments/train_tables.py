@@ -46,6 +46,7 @@ def train_table(run: TrainRun, rows: Sequence[TrainRow]) -> Table:
         f"MFU: {cost.FLOP_CONVENTION}; relative to ranks × the peak of {run.environment.hardware.name}"
         f" ({run.environment.hardware.source})",
         *limit_notes([run.environment]),
+        *(["not captured: CUDA graphs need a GPU"] if _lacks_graphs(run) else []),
     )
     parts = [list(part) for _, part in itertools.groupby(rows, key=lambda row: (row.strategy, len(row.step_ns)))]
     return Table(title=_title(run), columns=_COLUMNS, rows=tuple(_line(run, part) for part in parts), notes=notes)
@@ -53,7 +54,7 @@ def train_table(run: TrainRun, rows: Sequence[TrainRow]) -> Table:
 
 def memory_table(run: TrainRun, memory: Sequence[TrainMemory]) -> Table:
     """The memory of each rank at three points of a step, compared with the prediction."""
-    expected = _expected(run)
+    expected, copies = _expected(run), run.training.workload.working_weights
     keys = ("parameters", "gradients", "optimizer", "gathered")
     lines: list[tuple[Cell, ...]] = []
     for row in memory:
@@ -78,6 +79,7 @@ def memory_table(run: TrainRun, memory: Sequence[TrainMemory]) -> Table:
             "held: parameters, gradients and optimizer state; gathered: the most weights gathered at any one time",
             f"predicted: {'an upper bound on ' if run.training.shard_optimizer else ''}bytes held by the fullest rank",
             "peak memory includes activations; on a CPU it includes everything the process allocated since it started",
+            *(["parameters held include the bf16 copies, predicted ones do not"] if copies else []),
         ),
     )
 
@@ -160,6 +162,10 @@ def _mfu(run: TrainRun, step_ms: float, ranks: int) -> float | None:
     assert isinstance(workload.model, ModelShape)
     forward = cost.forward_flops(workload.model, batch=workload.batch, context=workload.context)
     return cost.step_flops(forward, "train") / (step_ms / 1e3) / (peak * ranks)
+
+
+def _lacks_graphs(run: TrainRun) -> bool:
+    return run.training.workload.graph and run.environment.device == "cpu"
 
 
 def _expected(run: TrainRun) -> cost.TrainingBytes:

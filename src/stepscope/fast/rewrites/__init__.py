@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from stepscope.fast.rewrites.attention import replace_attention
+from stepscope.fast.rewrites.losses import fuse_losses
 from stepscope.fast.rewrites.nodes import remove_unused
 from stepscope.fast.rewrites.norms import fuse_norms
 from stepscope.fast.rewrites.packed import fuse_packed
@@ -26,6 +27,7 @@ class Rewrites:
 
     attention: bool = False
     norms: bool = False
+    loss: bool = False
     working_weights: bool = False
     merge: bool = False
     packed: bool = False
@@ -48,6 +50,8 @@ def rewrite(
         done += replace_attention(graph)
     if wanted.norms:
         done += fuse_norms(graph, dtype)
+    if wanted.loss:
+        done += fuse_losses(graph)
     if wanted.working_weights and dtype is not None:
         castable = find_castable(graph, {places[number]: parameter for number, parameter in parameters.items()})
         if wanted.merge:

@@ -1,6 +1,8 @@
 """What the rewrites share: names of operations in a traced graph, and how to read its nodes."""
 
+import inspect
 import operator
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -38,8 +40,18 @@ def _writes(node: fx.Node) -> bool:
     """Whether a node writes into its first argument: `x.add_(y)`, `x += y`, `x[...] = y`, `relu(x, inplace=True)`."""
     name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
     is_named_so = name.endswith("_") and not name.endswith("__")
-    is_asked_to = bool(node.kwargs.get("inplace")) or any(one is True for one in node.args[1:])
+    is_asked_to = bool(node.kwargs.get("inplace")) or True in node.args[_place_of_inplace(node.target) :][:1]
     return node.op.startswith("call") and (node.target in _IN_PLACE or is_named_so or is_asked_to)
+
+
+@cache
+def _place_of_inplace(target: object) -> int:
+    """The position of an argument `inplace` of a function, beyond all if it has none."""
+    try:
+        names = list(inspect.signature(target).parameters) if callable(target) else []
+    except ValueError:  # a builtin without a signature
+        names = []
+    return names.index("inplace") if "inplace" in names else 100
 
 
 def remove_unused(graph: fx.Graph) -> None:

@@ -153,7 +153,7 @@ def _replace(
         replace_node(norm.source, total)
         renamed[norm.source] = total
     replace_node(norm.last, result)
-    renamed[norm.last] = result
+    renamed |= {norm.last: result, before_casts(norm.last): result}
     remove_unused(graph)
     return added is not None
 

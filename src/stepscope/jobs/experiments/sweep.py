@@ -10,6 +10,7 @@ processes, and what they keep. This module decides which cases are left, who is 
 """
 
 import itertools
+import re
 import time
 from abc import ABC, abstractmethod
 from collections import deque
@@ -24,6 +25,7 @@ import msgspec
 
 from stepscope import cost
 from stepscope.errors import StepscopeError
+from stepscope.explain.experiments.cases import describe_case
 from stepscope.files import writing
 from stepscope.jobs.workers.messages import (
     AttentionDone,
@@ -37,6 +39,7 @@ from stepscope.jobs.workers.messages import (
     Probed,
     Result,
     StepMeasured,
+    StepOptimised,
     StepsRecorded,
 )
 from stepscope.jobs.workers.process import Died, Ended, InputRefusedError, Workers, require_torch
@@ -61,6 +64,7 @@ RESULTS_NAME = "results.jsonl"
 LOGS_NAME = "logs"
 EXPECTED_START_S = 1.0
 EXPECTED_MFU = 0.3
+_MOST_CHARACTERS = 100  # of a file name
 
 
 class PlannedCase(msgspec.Struct, Generic[C], frozen=True, kw_only=True):
@@ -357,6 +361,13 @@ def place_cases(cases: Sequence[Case], probed: Probed) -> list[Planned]:
     return planned
 
 
+def slug_of(planned: Planned) -> str:
+    """A name for files of a case; a long one ends in the key, so that no two cases share it."""
+    words = f"{describe_case(planned.case)} {planned.case.workload.device}"
+    slug = re.sub(r"[^\w.]+", "-", words).strip("-.")
+    return slug if len(slug) <= _MOST_CHARACTERS else f"{slug[:_MOST_CHARACTERS]}-{planned.key}"
+
+
 def look_at(cases: Sequence[Case], workers: Workers, timeout_s: float | None) -> Probed:
     """Return the environment of cases that name one device, probed in a separate process; bad input is rejected
     here.
@@ -380,7 +391,7 @@ def judge(answer: Result | Died) -> tuple[Status, str]:
             return "error", f"{message} {detail}".strip()
         case Died(status=status, reason=reason):
             return status, reason
-        case Probed() | Inspected() | StepsRecorded() | PrecisionsCompared() | AttentionDone():
+        case Probed() | Inspected() | StepsRecorded() | PrecisionsCompared() | AttentionDone() | StepOptimised():
             raise AssertionError("a case was answered with the reply to another request")
 
 

@@ -5,7 +5,6 @@ finished stages. Results are kept in a directory, and the same command resumes f
 own section; bad input is an error only if it shows before anything was measured.
 """
 
-import re
 import shlex
 import textwrap
 from collections.abc import Callable, Mapping, Sequence
@@ -22,7 +21,7 @@ from stepscope.explain.experiments.cases import brief, describe_case
 from stepscope.explain.story.sources import Materials
 from stepscope.files import FullDiskError, check_target, write_atomically, writing
 from stepscope.findings import STAGES, Missing, Report
-from stepscope.jobs.experiments.sweep import Planned, look_at, place_cases
+from stepscope.jobs.experiments.sweep import Planned, look_at, place_cases, slug_of
 from stepscope.jobs.recorders.recording_job import only_case
 from stepscope.jobs.report import stages
 from stepscope.jobs.report.data import State, check_data, open_data, write_state
@@ -30,7 +29,6 @@ from stepscope.jobs.report.stages import ReportStage, StageWork, UnavailableErro
 from stepscope.jobs.workers.process import InputRefusedError, Workers, require_torch
 from stepscope.spec import Case, Grid, build_case, with_precision
 
-_MOST_CHARACTERS = 100  # of a directory name
 DATA_FOLDER = Path("runs/report")
 _INTERRUPTED = "the report was interrupted"
 _NOT_YET = "not finished when this page was written"
@@ -190,7 +188,7 @@ class ReportJob:
                 planned, other = _plan(cases, workers)
             except KeyboardInterrupt:
                 raise Interrupted(self._write_nothing(cases("cpu")), self.go_on) from None
-            folder = self.data or DATA_FOLDER / _slug(planned)
+            folder = self.data or DATA_FOLDER / slug_of(planned)
             command = shlex.join(self.words)
             with open_data(folder, planned, command=command) as state:
                 work = StageWork(
@@ -337,10 +335,3 @@ def _plan(choose: Callable[[str], Case], workers: Workers) -> tuple[Planned, Pla
 def _in_other_precision(case: Case) -> Case:
     precision = other_precision(case.workload.precision)
     return msgspec.structs.replace(case, workload=with_precision(case.workload, precision))
-
-
-def _slug(planned: Planned) -> str:
-    """A directory name for a case; a long one ends in the key, so that no two cases share it."""
-    words = f"{describe_case(planned.case)} {planned.case.workload.device}"
-    slug = re.sub(r"[^\w.]+", "-", words).strip("-.")
-    return slug if len(slug) <= _MOST_CHARACTERS else f"{slug[:_MOST_CHARACTERS]}-{planned.key}"

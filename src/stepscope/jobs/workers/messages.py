@@ -9,6 +9,7 @@ from stepscope.recording.memory.labels import MemoryRun
 from stepscope.recording.rows.attention_case import AttentionCase, AttentionOutcome
 from stepscope.recording.rows.bench import Doubt, Environment, Inspection, Measurement, RecordedRun
 from stepscope.recording.rows.collective_case import CommCase, CommOutcome
+from stepscope.recording.rows.optimisation import MeasuredChange
 from stepscope.recording.rows.precision_report import PrecisionComparison
 from stepscope.recording.rows.training_log import TrainMemory, TrainRow
 from stepscope.spec import Case, Precision, Training
@@ -54,11 +55,20 @@ class MeasureAttention(msgspec.Struct, frozen=True, kw_only=True, tag="measure-a
     cases: tuple[AttentionCase, ...]
 
 
+class OptimiseStep(msgspec.Struct, frozen=True, kw_only=True, tag="optimise"):
+    """Try changes to a step, with a message after each. `compiler` is a backend of `torch.compile`."""
+
+    case: Case
+    compiler: str = "inductor"
+
+
 class Inspect(msgspec.Struct, frozen=True, kw_only=True, tag="inspect"):
     """Report what torch sees of this machine."""
 
 
-Request = ProbeCases | MeasureStep | Record | ComparePrecisions | RecordMemory | MeasureAttention | Inspect
+Request = (
+    ProbeCases | MeasureStep | Record | ComparePrecisions | RecordMemory | MeasureAttention | OptimiseStep | Inspect
+)
 
 
 class StageReached(msgspec.Struct, frozen=True, kw_only=True, tag="stage"):
@@ -71,6 +81,15 @@ class AttentionMeasured(msgspec.Struct, frozen=True, kw_only=True, tag="attentio
     """One more case is done, and the worker continues."""
 
     outcome: AttentionOutcome
+
+
+class ChangeMeasured(msgspec.Struct, frozen=True, kw_only=True, tag="change-measured"):
+    """One more change was tried, and the worker continues."""
+
+    change: MeasuredChange
+
+
+Part = AttentionMeasured | ChangeMeasured  # of an answer that comes in parts
 
 
 class ProbedModel(msgspec.Struct, frozen=True, kw_only=True):
@@ -114,6 +133,10 @@ class AttentionDone(msgspec.Struct, frozen=True, kw_only=True, tag="attention-do
     """Every case has been reported."""
 
 
+class StepOptimised(msgspec.Struct, frozen=True, kw_only=True, tag="step-optimised"):
+    """Every change has been reported."""
+
+
 class OutOfMemory(msgspec.Struct, frozen=True, kw_only=True, tag="oom"):
     reason: str
 
@@ -135,10 +158,11 @@ Result = (
     | PrecisionsCompared
     | MemoryRecorded
     | AttentionDone
+    | StepOptimised
     | OutOfMemory
     | Failed
 )
-Answer = StageReached | AttentionMeasured | Result
+Answer = StageReached | Part | Result
 
 
 # --- Ranks ------------------------------------------------------------------------------------------------------------

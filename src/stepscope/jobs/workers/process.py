@@ -18,13 +18,13 @@ from importlib.util import find_spec
 from pathlib import Path
 from tempfile import TemporaryFile
 from types import TracebackType
-from typing import IO, Self
+from typing import IO, Any, Self
 
 import msgspec
 
 from stepscope.errors import StepscopeError
 from stepscope.jobs.workers.cpu_limits import limit_instructions
-from stepscope.jobs.workers.messages import Answer, AttentionMeasured, Failed, Request, Result, StageReached
+from stepscope.jobs.workers.messages import Answer, Failed, Part, Request, Result, StageReached
 from stepscope.measure.failures import mentions_out_of_memory
 from stepscope.recording.rows.bench import Status
 
@@ -92,7 +92,7 @@ class Workers:
         request: Request,
         *,
         on_stage: OnStage = lambda _: None,
-        on_part: Callable[[AttentionMeasured], None] = lambda _: None,
+        on_part: Callable[[Any], None] = lambda _: None,
         timeout_s: float | None = None,
     ) -> Ended:
         """Run one request in its own process. If its answer comes in parts, each may take `timeout_s`."""
@@ -216,7 +216,7 @@ class _Worker:
         if not self._gone:
             self._kill()
 
-    def listen(self, timeout_s: float | None) -> Iterator[StageReached | AttentionMeasured]:
+    def listen(self, timeout_s: float | None) -> Iterator[StageReached | Part]:
         """Yield the stages and parts the worker reports, until it has answered, ended or timed out. Time counts from
         the fork: importing torch, which is slow on a busy machine, is not part of the case.
         """
@@ -234,7 +234,7 @@ class _Worker:
                 if not content:
                     sources.remove(self._answers)
                 for said in self._read(content):
-                    if isinstance(said, AttentionMeasured):
+                    if isinstance(said, Part):
                         since = time.monotonic()
                     yield said
             else:
@@ -258,13 +258,13 @@ class _Worker:
         while not self._gone:
             self._hear()
 
-    def _read(self, content: bytes) -> Iterator[StageReached | AttentionMeasured]:
+    def _read(self, content: bytes) -> Iterator[StageReached | Part]:
         *lines, self._unread = (self._unread + content).split(b"\n")
         for line in lines:
             message = msgspec.json.decode(line, type=Answer)
             if isinstance(message, StageReached):
                 self.stage = message.name
-            if isinstance(message, StageReached | AttentionMeasured):
+            if isinstance(message, StageReached | Part):
                 yield message
             else:
                 self.answer = message

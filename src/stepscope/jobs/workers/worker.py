@@ -19,6 +19,7 @@ from stepscope.jobs.workers.messages import (
     AttentionDone,
     AttentionMeasured,
     BeRank,
+    ChangeMeasured,
     ComparePrecisions,
     Failed,
     Inspect,
@@ -26,6 +27,7 @@ from stepscope.jobs.workers.messages import (
     MeasureAttention,
     MeasureStep,
     MemoryRecorded,
+    OptimiseStep,
     OutOfMemory,
     PrecisionsCompared,
     ProbeCases,
@@ -37,6 +39,7 @@ from stepscope.jobs.workers.messages import (
     Request,
     StageReached,
     StepMeasured,
+    StepOptimised,
     StepsRecorded,
 )
 from stepscope.measure.failures import is_out_of_memory, say_in_a_line
@@ -125,6 +128,17 @@ def _serve(request: Request, on_stage: Callable[[str], None], tell: Callable[[An
             for outcome in measure_cases(cases, on_stage=on_stage):
                 tell(AttentionMeasured(outcome=outcome))
             return AttentionDone()
+        case OptimiseStep(case=case):
+            from stepscope.measure.optimisation import optimise_case
+
+            optimise_case(
+                case,
+                _device_of(case),
+                on_stage=on_stage,
+                on_change=lambda change: tell(ChangeMeasured(change=change)),
+                compiler=request.compiler,
+            )
+            return StepOptimised()
         case Inspect():
             from stepscope.measure.environment import inspect_torch
 
@@ -176,9 +190,13 @@ def _explain_failure(error: BaseException, request: Request, stage: str) -> OutO
     match request:
         case ProbeCases() | Record() if stage.startswith("importing"):
             doing = f"{stage} raised "
-        case MeasureStep(case=case) | Record(case=case) | RecordMemory(case=case) | ComparePrecisions(case=case) if (
-            stage == "building" and not isinstance(case.workload.model, ModelShape)
-        ):
+        case (
+            MeasureStep(case=case)
+            | Record(case=case)
+            | RecordMemory(case=case)
+            | ComparePrecisions(case=case)
+            | OptimiseStep(case=case)
+        ) if stage == "building" and not isinstance(case.workload.model, ModelShape):
             doing = f"building `{case.workload.model.name}` raised "
         case _:
             doing = ""
