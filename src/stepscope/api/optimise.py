@@ -11,7 +11,7 @@ from stepscope.api.display import DataTable, OptimisePart, StrPath, encode_docum
 from stepscope.api.measure import make_grid_of_one, name_command
 from stepscope.explain.experiments.cases import describe_case
 from stepscope.explain.experiments.optimise_tables import make_table, optimise_page, say_result
-from stepscope.jobs.optimise import OnChange, OptimiseJob
+from stepscope.jobs.optimise import OnChange, OptimisationJob
 from stepscope.jobs.workers.process import OnStage
 from stepscope.recording.rows.optimisation import MeasuredChange, OptimiseReport, read_optimisation
 from stepscope.spec import Grid, Workload
@@ -81,7 +81,7 @@ def optimise_workload(
     and the change that was just measured.
     """
     wanted = make_grid_of_one(workload)
-    job = OptimiseJob(
+    job = OptimisationJob(
         command=command or name_command("optimise", wanted),
         folder=None if out is None else as_folder("out", out),
         compiler=compiler,

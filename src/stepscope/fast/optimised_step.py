@@ -152,7 +152,7 @@ def _check_arguments(model: nn.Module, precision: str, micro_batches: int) -> No
     if isinstance(model, nn.parallel.DistributedDataParallel | nn.DataParallel | FullyShardedDataParallel):
         raise ValueError(
             f"expected a model on one device, but got a {type(model).__name__}, which communicates during backward; "
-            "pass the bare model in a process with one GPU"
+            "pass the bare model, in a process with one GPU"
         )
     if any(isinstance(one, DTensor) for one in model.parameters()):
         raise ValueError("expected a model on one device, but its parameters are sharded (DTensor)")

@@ -33,7 +33,7 @@ class OptimisationInterrupted(KeyboardInterrupt):
         self.report, self.path = report, path
 
 
-class OptimiseJob(msgspec.Struct, frozen=True, kw_only=True):
+class OptimisationJob(msgspec.Struct, frozen=True, kw_only=True):
     """How to run. Nothing is saved unless `folder` names a directory. `compiler` is a backend of `torch.compile`."""
 
     command: str
