@@ -186,9 +186,10 @@ def test_errors_name_the_innermost_line_of_the_user(tmp_path: Path, monkeypatch:
     model.write_text("def call(following):\n    following()  # x.item()\n")
     # This file is the user's too, and innermost.
     monkeypatch.setattr(capture, "_INTERNAL", (*capture._INTERNAL, __file__))
-    files = ["/home/me/train.py", str(model), "/site-packages/torch/nn/modules/module.py", "<eval_with_key>.7"]
-    assert line_of(files) == "model.py:2 `following()  # x.item()`"
-    assert line_of(["/site-packages/torch/a.py", "/tmp/torchinductor_me/b.py"]) is None
+    internal = [nn.modules.module.__file__, capture.__file__, "<eval_with_key>.7"]
+    assert line_of(["/home/me/train.py", str(model), *internal]) == "model.py:2 `following()  # x.item()`"
+    assert line_of(["/home/me/torch/train.py", *internal]) == "train.py:2"
+    assert line_of([*internal, "/tmp/torchinductor_me/b.py"]) is None
 
 
 @pytest.mark.parametrize(
