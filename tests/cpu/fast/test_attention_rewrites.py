@@ -22,7 +22,7 @@ def _fresh() -> None:
 
 
 def heads(x: Tensor, count: int) -> Tensor:
-    return x.unflatten(-1, (count, 4)).transpose(1, 2)
+    return x.reshape(*x.shape[:-1], count, 4).transpose(1, 2)
 
 
 def attending(attend: Callable[..., Tensor], *, groups: int = 2) -> nn.Module:

@@ -76,7 +76,8 @@ def written_into(x: Tensor, w: Tensor) -> Tensor:
     return layer(total, w) + rms(total, w)
 
 
-VECTORS, MIXED = {"w": (8,), "v": (8,)}, {"w": (8,), "v": (8, 8)}
+VECTORS: dict[str, tuple[int, ...]] = {"w": (8,), "v": (8,)}
+MIXED: dict[str, tuple[int, ...]] = {"w": (8,), "v": (8, 8)}
 Case = tuple[Callable[..., Tensor], dict[str, tuple[int, ...]], list[str]]
 CASES: dict[str, Case] = {
     "rms": (rms, {"w": (8,)}, summary(1, 0)),

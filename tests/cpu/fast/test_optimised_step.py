@@ -139,7 +139,7 @@ def test_parameters_that_are_frozen_later() -> None:
     for is_trained in (True, False, True):
         for one in (model, twin):
             one.first.weight.requires_grad = is_trained  # type: ignore[union-attr]
-        before = model.first.weight.detach().clone()  # type: ignore[union-attr]
+        before = model.first.weight.detach().clone()  # type: ignore[union-attr, operator]
         loss = step(normal(3, 8))
         assert torch.equal(loss, train_plainly(twin, optimizers[1], [normal(3, 8)])[0])
         assert torch.equal(model.first.weight, before) is not is_trained  # type: ignore[union-attr, arg-type]
@@ -224,7 +224,8 @@ def test_a_model_with_graph_breaks(caplog: pytest.LogCaptureFixture) -> None:
         def forward(self, x: Tensor) -> Tensor:
             y = super().forward(x)
             logging.getLogger("chatty").info("half way")
-            return y[..., :8] + self.first(y[..., :8])
+            result: Tensor = y[..., :8] + self.first(y[..., :8])
+            return result
 
     caplog.set_level(logging.INFO, "chatty")
     model, twin = twins(Chatty())
@@ -266,7 +267,7 @@ def test_programs_do_not_outlive_their_step() -> None:
     optimizer = adamw(model)
     step = make_step(model, optimizer)
     step(normal(3, 8))
-    program = weakref.ref(step._last)  # type: ignore[arg-type]
+    program = weakref.ref(step._last)
     del step
     torch.compiler.reset()
     gc.collect()
@@ -298,7 +299,7 @@ def test_batches_are_mappings_with_other_things_than_tensors(kind: Any) -> None:
         {"x": normal(3, 8, seed=2), "mode": "mean", "scale": 2.0},
     ):
         with torch.autocast("cpu", dtype=torch.bfloat16):
-            expected = model(**batch)["loss"]  # type: ignore[arg-type]
+            expected = model(**batch)["loss"]
         torch.testing.assert_close(step(kind(batch)), expected.detach(), rtol=1e-2, atol=0)
 
 

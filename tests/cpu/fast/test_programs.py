@@ -46,16 +46,16 @@ LLAMA: dict[str, Any] = {
 
 
 def llama() -> nn.Module:
-    return LlamaForCausalLM(LlamaConfig(**LLAMA))
+    return LlamaForCausalLM(LlamaConfig(**LLAMA))  # type: ignore[no-untyped-call]
 
 
 def qwen2() -> nn.Module:
-    return Qwen2ForCausalLM(Qwen2Config(**LLAMA))
+    return Qwen2ForCausalLM(Qwen2Config(**LLAMA))  # type: ignore[no-untyped-call]
 
 
 def gpt2() -> nn.Module:
-    drops = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
-    return GPT2LMHeadModel(
+    drops: dict[str, Any] = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
+    return GPT2LMHeadModel(  # type: ignore[no-untyped-call]
         GPT2Config(vocab_size=50, n_embd=32, n_layer=2, n_head=4, n_positions=32, use_cache=False, **drops)
     )
 

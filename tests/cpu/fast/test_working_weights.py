@@ -54,7 +54,7 @@ def test_gradients_of_a_merged_product_belong_to_the_right_parameters() -> None:
     train_plainly(twin, torch.optim.SGD(twin.parameters(), lr=0.0), [x])
     for ours, plain in zip(model.parameters(), twin.parameters(), strict=True):
         assert plain.grad is not None
-        assert torch.equal(found[ours].float(), plain.grad)  # type: ignore[index]
+        assert torch.equal(found[ours].float(), plain.grad)
 
 
 @pytest.mark.parametrize("how", ["load_state_dict", "in place"])
@@ -87,7 +87,8 @@ class Tied(nn.Module):
         x = self.embedding(ids)
         if self.breaks:
             torch._dynamo.graph_break()
-        return self.head(x)
+        logits: Tensor = self.head(x)
+        return logits
 
 
 def test_tied_weights_stay_whole() -> None:
@@ -110,7 +111,8 @@ def test_layers_that_two_graphs_merge_differently() -> None:
         def forward(self, x: Tensor) -> Tensor:
             both = super().forward(x)[..., :8]
             torch._dynamo.graph_break()
-            return both + self.first(both)
+            result: Tensor = both + self.first(both)
+            return result
 
     check_gradients(Model(), normal(3, 8), MERGED)
 
@@ -187,7 +189,7 @@ def test_products_are_not_merged_across_no_grad() -> None:
         return scale * nn.functional.linear(x, v) + w.new_ones(())
 
     model = Function(compute, w=(8, 8), v=(8, 8))
-    model.w.requires_grad = True  # type: ignore[union-attr]
+    model.w.requires_grad = True
     program = make_program(model, normal(3, 8), MERGED)
     found = program.differentiate()
     assert program.backend.done == []
