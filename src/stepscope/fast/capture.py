@@ -18,7 +18,7 @@ from typing import NamedTuple
 import torch
 
 WARMUP = 3
-# Not only names of folders: people keep their own code in a folder `torch`, too.
+# Not only names of directories: people keep their own code in a directory `torch`, too.
 _PACKAGES = tuple(f"{Path(file).parent}/" for file in (torch.__file__, Path(__file__).parent))
 _INTERNAL = (*_PACKAGES, "-packages/triton/", "/contextlib.py", "<frozen", "<eval_with_key>", "/torchinductor_")
 

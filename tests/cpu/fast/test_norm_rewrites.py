@@ -70,7 +70,7 @@ def late_weight(x: Tensor, w: Tensor) -> Tensor:
 
 
 def written_into(x: Tensor, w: Tensor) -> Tensor:
-    """The norm is of the sum after it was changed."""
+    """The norm reads the sum after it was changed."""
     total = x + x.sin()
     total.mul_(2.0).add_(1.0)
     return layer(total, w) + rms(total, w)

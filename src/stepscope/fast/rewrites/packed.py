@@ -69,7 +69,7 @@ def _fuse_gate(
         return False
     down = only_user(result)
     with graph.inserting_before(result):
-        # Backward multiplies by the weight as it is, outside of autocast.
+        # Backward multiplies by the weight as it is, without autocast.
         if down is not None and down.target is LINEAR and _is_product_of(down, result, castable):
             replace_node(down, graph.call_function(swiglu_linear, (operands(split)[0], operands(down)[1])))
         else:
