@@ -56,7 +56,7 @@ class Program:
         assert changes.one_launch or not changes.rewrites.working_weights, "only our optimizer updates working weights"
         self.module, self.optimizer, self.device, self.changes = module, optimizer, device, changes
         self._batches, self._dtype, self._max_norm = batches, autocast, max_norm
-        self.weights = weights or WorkingWeights(dict(module.named_parameters()))
+        self.weights = weights or WorkingWeights(name_parameters(module, optimizer))
         self.backend = RewritingBackend(changes.rewrites, self.weights, dtype=autocast, compiler=changes.compiler)
         is_traced = changes.compiler is not None or changes.rewrites != Rewrites()
         self._loss_of = loss_of
@@ -75,8 +75,7 @@ class Program:
         return len(self._batches)
 
     def capture(self) -> None:
-        """Replace the phases by CUDA graphs of them. The weights change, because a few steps run first. An optimizer
-        other than ours stays outside."""
+        """Replace the phases by CUDA graphs of them. An optimizer other than ours stays outside."""
         parts = self._parts()
         inside = parts if self._update is not None else [part for part in parts if part.name != "optimizer"]
         with _saved_state(self.module, self.device):
@@ -113,9 +112,13 @@ class Program:
         return {parameter: gradient for parameter, gradient in found if gradient is not None}
 
     def _begin(self, phase: Callable[[], None]) -> None:
-        """Before a step, the CPU looks for what others have changed: hyperparameters and weights."""
+        """Before a step, the CPU looks for what others have changed: hyperparameters and weights. Graphs write
+        gradients to memory of their own, where an optimizer outside must find them."""
         if self._update is not None:
             self._update.follow_optimizer()
+        elif self._captured_gradients is not None:
+            for parameter, gradient in self._captured_gradients.items():
+                parameter.grad = gradient
         self.weights.refresh_if_changed()
         phase()
 
@@ -156,6 +159,7 @@ class Program:
         loss = self.losses[number]
         (loss / self.passes if self.passes > 1 else loss).backward()  # type: ignore[no-untyped-call]
         self.losses[number] = loss.detach()
+        self.weights.join_gradients()
 
     def _prepare_sums(self, number: int) -> None:
         assert self._sums is not None
@@ -191,6 +195,15 @@ class Program:
         return nullcontext() if self._dtype is None else torch.autocast(self.device.type, dtype=self._dtype)
 
 
+def name_parameters(module: nn.Module, optimizer: torch.optim.Optimizer | None) -> dict[str, nn.Parameter]:
+    """All parameters of a step: the module's, and what else the optimizer updates, such as those of the loss."""
+    named = dict(module.named_parameters())
+    known = set(named.values())
+    groups = [] if optimizer is None else optimizer.param_groups
+    others = [one for group in groups for one in group["params"] if one not in known]
+    return named | {f"optimizer.{number}": one for number, one in enumerate(others)}
+
+
 def _with_own_code(function: LossOf) -> LossOf:
     """The function with a code object of its own. `torch.compile` counts compilations per code object, and after a few
     it silently runs the function as it is; a process may build many programs."""
@@ -206,11 +219,13 @@ def _with_own_code(function: LossOf) -> LossOf:
 def _saved_state(module: nn.Module, device: torch.device) -> Iterator[None]:
     """Restore what runs before a capture change: random numbers and buffers."""
     buffers = [(buffer, buffer.detach().clone()) for buffer in module.buffers()]
-    with torch.random.fork_rng([device]):
-        yield
-    with torch.no_grad():
-        for buffer, before in buffers:
-            buffer.copy_(before)
+    try:
+        with torch.random.fork_rng([device]):
+            yield
+    finally:
+        with torch.no_grad():
+            for buffer, before in buffers:
+                buffer.copy_(before)
 
 
 class GradientSums:
