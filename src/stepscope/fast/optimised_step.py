@@ -93,6 +93,7 @@ class OptimisedStep:
             fill_batch(own, batch)
         self._last = program
         program.run()
+        program.announce_step()
         losses = [loss.detach() for loss in program.losses]
         return losses[0].clone() if len(losses) == 1 else torch.stack(losses).mean()
 

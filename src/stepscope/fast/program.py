@@ -6,6 +6,7 @@ and schedules of the learning rate work as before.
 """
 
 import itertools
+import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -25,6 +26,7 @@ from stepscope.kernels.accumulation import Accumulator
 
 LossOf = Callable[[Any], Tensor]  # the loss of a batch
 _numbers = itertools.count()
+_LOGGING = (logging.Logger.debug, logging.Logger.info, logging.Logger.warning)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,7 +63,9 @@ class Program:
         is_traced = changes.compiler is not None or changes.rewrites != Rewrites()
         self._loss_of = loss_of
         if is_traced:
-            self._loss_of = torch.compile(_with_own_code(loss_of), backend=self.backend, dynamic=False)
+            self._loss_of = _without_logging(
+                torch.compile(_with_own_code(loss_of), backend=self.backend, dynamic=False)
+            )
         self.losses: list[Tensor] = []
         self._captured_gradients: dict[nn.Parameter, Tensor] | None = None
         self._update: OneLaunchUpdate | None = None
@@ -100,6 +104,11 @@ class Program:
     def run(self) -> None:
         for _, phase in self.phases:
             phase()
+
+    def announce_step(self) -> None:
+        """Tell those who watch the optimizer that it has stepped, if our kernel did it instead."""
+        if self._update is not None:
+            self._update.announce_step()
 
     def gradients(self) -> dict[nn.Parameter, Tensor]:
         """The gradients that backward left, of all passes together, by parameter."""
@@ -213,6 +222,22 @@ def _with_own_code(function: LossOf) -> LossOf:
 
     code = compute_loss.__code__.replace(co_name=f"compute_loss_{next(_numbers)}")
     return FunctionType(code, globals(), code.co_name, None, compute_loss.__closure__)
+
+
+def _without_logging(function: LossOf) -> LossOf:
+    """The compiled function. While it is traced, calls of loggers are left out: each would split the graph, and models
+    of `transformers` warn about their config in forward."""
+
+    def compute_loss(batch: Any) -> Tensor:
+        with torch._dynamo.config.patch(ignore_logger_methods={*_LOGGING, *_transformers_logging()}):
+            return function(batch)
+
+    return compute_loss
+
+
+def _transformers_logging() -> Iterator[Any]:
+    """The methods that `transformers` adds to loggers, if it is loaded."""
+    return (getattr(logging.Logger, name) for name in ("warning_once", "info_once") if hasattr(logging.Logger, name))
 
 
 @contextmanager

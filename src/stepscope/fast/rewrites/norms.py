@@ -46,7 +46,7 @@ class _FoundNorm(NamedTuple):
 
 def fuse_norms(graph: fx.Graph, dtype: torch.dtype | None) -> Iterator[str]:
     regions = find_regions(graph)
-    norms = [*_find_rms_norms(graph), *_find_layer_norms(graph)]
+    norms = [*_find_rms_norms(graph), *_find_named_norms(graph)]
     norms = [norm for norm in norms if not is_changed_in_place(norm.source)]
     casting = {node for node, region in regions.items() if not region.has_own_autocast}
     renamed: dict[fx.Node, fx.Node] = {}  # the source of a norm may be the result of one replaced before
@@ -58,14 +58,25 @@ def fuse_norms(graph: fx.Graph, dtype: torch.dtype | None) -> Iterator[str]:
         yield f"norms: {len(norms)} are fused kernels, {added} with the addition in front of them"
 
 
-def _find_layer_norms(graph: fx.Graph) -> Iterator[_FoundNorm]:
-    names = ("input", "normalized_shape", "weight", "bias", "eps")
+_NAMED = {
+    functional.layer_norm: ("input", "normalized_shape", "weight", "bias", "eps"),
+    functional.rms_norm: ("input", "normalized_shape", "weight", "eps"),
+    torch.rms_norm: ("input", "normalized_shape", "weight", "eps"),
+}
+
+
+def _find_named_norms(graph: fx.Graph) -> Iterator[_FoundNorm]:
+    """PyTorch's own norms."""
     for node in graph.nodes:
-        if node.target is not functional.layer_norm:
+        if node.op != "call_function" or node.target not in _NAMED:
             continue
-        given = dict(zip(names, operands(node), strict=False)) | dict(node.kwargs)
-        if isinstance(given.get("weight"), fx.Node) and len(given["normalized_shape"]) == 1:
-            yield _FoundNorm(given["input"], given["weight"], given.get("bias"), given.get("eps", 1e-5), node)
+        given = dict(zip(_NAMED[node.target], operands(node), strict=False)) | dict(node.kwargs)
+        if not isinstance(given.get("weight"), fx.Node) or len(given["normalized_shape"]) != 1:
+            continue
+        is_layer_norm = node.target is functional.layer_norm
+        default = 1e-5 if is_layer_norm else torch.finfo(value_of(given["input"]).dtype).eps
+        eps = given.get("eps")
+        yield _FoundNorm(given["input"], given["weight"], given.get("bias"), default if eps is None else eps, node)
 
 
 def _find_rms_norms(graph: fx.Graph) -> Iterator[_FoundNorm]:
