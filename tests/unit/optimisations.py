@@ -41,7 +41,7 @@ CHANGES = (
     change("graph", "not applied", None, "CUDA graphs need a GPU"),
     change("attention", "kept", 30.0, ATTENTION),
     change("optimizer", "no gain", 33.0, ATTENTION),
-    change("norms", "failed", 20.0, ATTENTION, "norms: 25 are fused kernels", "gradient of norm: error 0.2", share=2.0),
+    change("norms", "failed", 20.0, ATTENTION, "norms: 25 fused", "gradient of norm: error 0.2", share=2.0),
 )
 
 

@@ -63,9 +63,8 @@ class Program:
         is_traced = changes.compiler is not None or changes.rewrites != Rewrites()
         self._loss_of = loss_of
         if is_traced:
-            self._loss_of = _without_logging(
-                torch.compile(_with_own_code(loss_of), backend=self.backend, dynamic=False)
-            )
+            compiled = torch.compile(_with_own_code(loss_of), backend=self.backend, dynamic=False)
+            self._loss_of = _without_logging(compiled)
         self.losses: list[Tensor] = []
         self._captured_gradients: dict[nn.Parameter, Tensor] | None = None
         self._update: OneLaunchUpdate | None = None

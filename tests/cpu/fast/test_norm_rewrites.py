@@ -38,7 +38,7 @@ def layer(x: Tensor, w: Tensor) -> Tensor:
 
 
 def summary(norms: int, added: int) -> list[str]:
-    return [f"norms: {norms} are fused kernels, {added} with the addition in front of them"] if norms else []
+    return [f"norms: {norms} fused, {added} with the addition in front of them"] if norms else []
 
 
 def residual(x: Tensor, w: Tensor, v: Tensor) -> Tensor:

@@ -107,7 +107,7 @@ CASES: dict[str, Case] = {
 DONE = {
     "llama": (
         "attention: 2 calls of scaled_dot_product_attention are flash_attention",
-        "norms: 5 are fused kernels, 4 with the addition in front of them",
+        "norms: 5 fused, 4 with the addition in front of them",
         "loss: cross entropy reads the logits in the precision of the product",
         "GEMMs: 10 products that share their input are merged",
         "activations: 2 SwiGLU read gate and up as one tensor",
@@ -115,10 +115,10 @@ DONE = {
     ),
     "gpt2": (
         "attention: 2 calls of scaled_dot_product_attention are flash_attention",
-        "norms: 5 are fused kernels, 4 with the addition in front of them",
+        "norms: 5 fused, 4 with the addition in front of them",
         "loss: cross entropy reads the logits in the precision of the product",
     ),
-    "sequential": ("norms: 1 are fused kernels, 0 with the addition in front of them",),
+    "sequential": ("norms: 1 fused, 0 with the addition in front of them",),
     "convolutions": (),
 }
 DONE["qwen2"] = DONE["llama"]

@@ -52,7 +52,7 @@ def test_each_sentence_is_said_once_and_reasons_name_their_change() -> None:
     assert list_notes(optimisation()) == [
         "graph: not applied, CUDA graphs need a GPU",
         ATTENTION,
-        "norms: 25 are fused kernels",
+        "norms: 25 fused",
         "norms: failed, gradient of norm: error 0.2",
     ]
 

@@ -55,7 +55,7 @@ def fuse_norms(graph: fx.Graph, dtype: torch.dtype | None) -> Iterator[str]:
         for norm in norms
     )
     if norms:
-        yield f"norms: {len(norms)} are fused kernels, {added} with the addition in front of them"
+        yield f"norms: {len(norms)} fused, {added} with the addition in front of them"
 
 
 _NAMED = {
