@@ -101,6 +101,18 @@ def test_strides_do_not_change_the_results() -> None:
     assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
 
 
+@pytest.mark.parametrize("activation", ["silu", "gelu", "gelu_tanh"])
+def test_backward_writes_the_result_of_forward_again(activation: str) -> None:
+    gate, up, dy = (normal(5, 40, seed=seed).bfloat16() for seed in range(3))
+    dgate, dup, y = (torch.full_like(gate, torch.nan) for _ in range(3))
+    gated._launch_backward(dy, gate, up, activation, dgate, dup, y)
+    assert torch.equal(y, gated._launch_forward(gate, up, activation))
+    alone = [torch.empty_like(gate), torch.empty_like(up)]
+    gated._launch_backward(dy, gate, up, activation, *alone)
+    assert torch.equal(dgate, alone[0])
+    assert torch.equal(dup, alone[1])
+
+
 def test_empty_tensors_launch_nothing() -> None:
     gate_up = torch.empty(0, 80, requires_grad=True)
     y = swiglu_packed(gate_up)

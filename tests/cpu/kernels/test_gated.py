@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from stepscope.kernels import geglu, geglu_packed, swiglu, swiglu_packed
+from stepscope.kernels import geglu, geglu_packed, swiglu, swiglu_linear, swiglu_packed
 from stepscope.nn import functional
 from tests.cpu.accuracy import normal
 from tests.cpu.kernels.mixed_dtypes import assert_results_as_accurate, run_with_gradients
@@ -42,6 +42,28 @@ def test_operators_on_a_cpu_match_the_reference(dtypes: tuple[torch.dtype, torch
     assert_results_as_accurate(ours_packed, plain_packed, [normal(2, 3, 40, seed=1).to(dtypes[0])])
 
 
+def ours_linear(gate_up: Tensor, weight: Tensor) -> tuple[Tensor, ...]:
+    return (swiglu_linear(gate_up, weight),)
+
+
+def plain_linear(gate_up: Tensor, weight: Tensor) -> tuple[Tensor, ...]:
+    return (torch.nn.functional.linear(plain_packed(gate_up)[0], weight),)
+
+
+@pytest.mark.parametrize("dtype", [FP32, BF16, FP64], ids=str)
+def test_product_behind_the_activation_matches_the_reference(dtype: torch.dtype) -> None:
+    inputs = [normal(2, 3, 40, seed=1).to(dtype), normal(12, 20, seed=2).to(dtype)]
+    assert_results_as_accurate(ours_linear, plain_linear, inputs)
+
+
+def test_product_behind_the_activation_keeps_only_its_inputs() -> None:
+    gate_up, weight = (normal(6, 40, seed=1).float(), normal(12, 20, seed=2).float())
+    kept: list[Tensor] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda one: kept.append(one) or one, lambda one: one):  # type: ignore[func-returns-value]
+        swiglu_linear(gate_up.requires_grad_(), weight.requires_grad_())
+    assert {one.data_ptr() for one in kept} == {gate_up.data_ptr(), weight.data_ptr()}
+
+
 @pytest.mark.parametrize("operation", [ours, ours_packed])
 def test_compiled_graph_gives_the_same_bits(operation: Callable[..., tuple[Tensor, ...]]) -> None:
     inputs = [normal(2, 3, 20, seed=seed).bfloat16() for seed in range(2)]
@@ -63,6 +85,14 @@ def test_operators_follow_the_rules_of_the_dispatcher(activation: str) -> None:
     torch.library.opcheck(OPERATORS.gated_activation_packed.default, (gate_up, activation))
     torch.library.opcheck(OPERATORS.gated_activation_backward.default, (dy, gate.detach(), up.detach(), activation))
     torch.library.opcheck(OPERATORS.gated_activation_packed_backward.default, (dy, gate_up.detach(), activation))
+
+
+def test_compiled_product_gives_the_same_bits() -> None:
+    inputs, upstream = [normal(6, 40, seed=1).bfloat16(), normal(12, 20, seed=2).bfloat16()], [normal(6, 12, seed=9)]
+    compiled = torch.compile(ours_linear, backend="aot_eager", fullgraph=True)
+    expected = run_with_gradients(ours_linear, inputs, upstream)
+    found = run_with_gradients(compiled, inputs, upstream)
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
 
 
 def test_approximation_is_close_to_gelu() -> None:
