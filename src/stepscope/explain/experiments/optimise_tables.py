@@ -60,9 +60,9 @@ def _say_gain(before_ns: int, after_ns: int) -> str:
     return f"{sign}{say_percent(abs(before_ns - after_ns) / before_ns)}"
 
 
-def write_fast_command(workload: Workload) -> str:
-    """The command that times the same workload with all changes. The precision stays."""
-    command = write_command("bench", workload, without=PRESETS["fast"])
+def write_fast_command(workload: Workload, verb: str = "bench") -> str:
+    """The command that runs the same workload with all changes. The precision stays."""
+    command = write_command(verb, workload, without=PRESETS["fast"])
     own = "" if workload.precision == PRESETS["fast"]["precision"] else f" --precision {workload.precision}"
     return f"{command} --preset fast{own}"
 
