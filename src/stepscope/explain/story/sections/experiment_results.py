@@ -191,18 +191,10 @@ def show_optimised(materials: Materials) -> Section:
 def _draw_changes(report: OptimiseReport) -> Bars:
     """A bar per measured step: with each change on top of those kept before it."""
     measured = [one for one in report.changes if one.step_ns is not None]
-    is_kept = [one.status in ("start", "kept") for one in measured]
-    times_ms = [(one.step_ns or 0) / 1e6 for one in measured]
-    shown = {
-        "kept": tuple(time if kept else None for time, kept in zip(times_ms, is_kept, strict=True)),
-        "not kept": tuple(None if kept else time for time, kept in zip(times_ms, is_kept, strict=True)),
-    }
-    series = [name for name, values in shown.items() if any(value is not None for value in values)]
     return Bars(
         title="Step time with each change, on top of those kept before it",
         kind="ms",
-        labels=tuple(one.name for one in measured),
-        series=tuple(series),
-        values=tuple(shown[name] for name in series),
-        is_stacked=True,
+        labels=tuple(one.name if one.status in ("start", "kept") else f"{one.name} ({one.status})" for one in measured),
+        series=("step",),
+        values=(tuple((one.step_ns or 0) / 1e6 for one in measured),),
     )
