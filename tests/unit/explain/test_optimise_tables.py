@@ -45,6 +45,8 @@ def test_the_result_ends_with_the_last_kept_change() -> None:
 def test_nothing_kept_is_said() -> None:
     report = optimisation((CHANGES[0], change("compile", "no gain", 61.0)))
     assert say_result(report) == "No change made the step faster: 60 ms per step, 1 change tried."
+    slower = optimisation((CHANGES[0], change("operations", "no gain", 70.0), change("compile", "kept", 65.0)))
+    assert say_result(slower).startswith("No change made the step faster")
     assert "could not be measured" in say_result(optimisation((change("start", "failed", None, "out of memory"),)))
 
 

@@ -38,7 +38,7 @@ def say_result(report: OptimiseReport) -> str:
     if start is None or final is None or speedup is None:
         return "The step itself could not be measured."
     tried = sum(one.status != "start" for one in report.changes)
-    if not report.kept:
+    if not report.kept or final >= start:
         return f"No change made the step faster: {say_time(start)} per step, {count_noun(tried, 'change')} tried."
     kept = f"{len(report.kept)} of {count_noun(tried, 'change')} kept"
     return f"{say_time(start)} per step before, {say_time(final)} after: {say_factor(speedup)} faster, {kept}."
