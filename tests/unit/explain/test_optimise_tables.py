@@ -54,7 +54,7 @@ def test_each_sentence_is_said_once_and_reasons_name_their_change() -> None:
     assert list_notes(optimisation()) == [
         "graph: not applied, CUDA graphs need a GPU",
         ATTENTION,
-        "norms: 25 are fused kernels",
+        "norms: 25 are fused kernels (not kept)",
         "norms: failed, gradient of norm: error 0.2",
     ]
 
@@ -68,6 +68,7 @@ def test_checks_have_a_row_per_measured_change() -> None:
     table = check_table(optimisation())
     assert cells(table, "change") == ["start", "compile", "attention", "optimizer", "norms"]
     assert cells(table, "verdict") == ["passes"] * 4 + ["fails"]
+    assert cells(table, "loss_error")[0] == pytest.approx(0.01 / 4.24)
     with pytest.raises(StepscopeError, match="no checks"):
         check_table(optimisation((CHANGES[2],)))
 
