@@ -14,10 +14,12 @@ weights, and `stepscope.optimise` compares gradients with float64. The exit stat
 """
 
 import argparse
+import faulthandler
 import fcntl
 import itertools
 import json
 import os
+import select
 import shlex
 import statistics
 import subprocess
@@ -29,6 +31,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 ROUNDS, STEPS, WARMUP = 5, 8, 3
+LIMIT_S = 240
 MOST_APART = 0.01  # of the first loss
 ROOT = Path(__file__).parents[1]
 VOCAB, BATCH = 10_000, 4
@@ -68,13 +71,15 @@ GROUPS: dict[str, list[Case]] = {
     "large": [("large", 1024, PEER), ("large", 1024, "fast")],
     "2.7B": [("2.7B", 512, PEER), ("2.7B", 512, "fast")],
     "optimise": [(model, 1024, how) for model in ("llama", "qwen2", "gpt2") for how in ("compiled", "optimised")],
-    "dry": [("nano", 32, PEER), ("nano", 32, "naive"), ("nano", 32, "fast")],
+    "dry": [("nano", 32, name) for name in (PEER, *LADDER)],
 }  # fmt: skip
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description="Compare train steps with the fast preset, its rungs and a peer.")
-    parser.add_argument("--group", default="small,medium,large,2.7B,optimise", help=f"of {', '.join(GROUPS)}; a+b measures two together")
+    groups = f"of {', '.join(GROUPS)}; a+b measures two together"
+    parser.add_argument("--group", default="small,medium,large,2.7B,optimise", help=groups)
+    parser.add_argument("--limit", type=int, metavar="S", default=LIMIT_S, help="how long a process may take to start")
     parser.add_argument("--rounds", type=int, choices=range(1, 101), metavar="N", default=ROUNDS)
     parser.add_argument("--steps", type=int, choices=range(1, 101), metavar="N", default=STEPS, help="steps per round")
     parser.add_argument("--device", default="cuda")
@@ -115,28 +120,31 @@ def fail(message: str) -> NoReturn:
 class Worker:
     """One implementation, in a process that answers a line with a line."""
 
-    def __init__(self, case: Case, device: str, folder: Path) -> None:
+    def __init__(self, case: Case, device: str, folder: Path, limit_s: int) -> None:
         self.case = case
         environment = os.environ | {"PYTHONPATH": str(ROOT / "src")}
         environment.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "4")  # per process, and many compile at once
-        what = {"case": case, "device": device, "lock": str(folder / "lock")}
+        what = {"case": case, "device": device, "lock": str(folder / "lock"), "limit_s": limit_s}
         command = [sys.executable, __file__, "--worker", json.dumps(what)]
         pipe = subprocess.PIPE
         self._process = subprocess.Popen(command, env=environment, stdin=pipe, stdout=pipe, text=True)
 
-    def ask(self, steps: int) -> Any:
-        """Milliseconds of `steps` steps, or None if the process has ended."""
+    def ask(self, steps: int, limit_s: float) -> Any:
+        """Milliseconds of `steps` steps, or None if the process has ended or does not answer."""
         assert self._process.stdin is not None
         try:
             self._process.stdin.write(f"{steps}\n")
             self._process.stdin.flush()
         except BrokenPipeError:
             return None
-        return self.answer()
+        return self.answer(limit_s)
 
-    def answer(self) -> Any:
-        """The next answer, or None if the process has ended; its standard error says why."""
+    def answer(self, limit_s: float) -> Any:
+        """The next answer, or None if the process has ended or takes too long; its standard error says why."""
         assert self._process.stdout is not None
+        if not select.select([self._process.stdout], [], [], max(limit_s, 0))[0]:
+            print(f"{self.case}: no answer; its stack is in standard error", flush=True)
+            return None
         line = self._process.stdout.readline()
         return json.loads(line) if line else None
 
@@ -156,16 +164,18 @@ def measure(arguments: argparse.Namespace) -> list[dict[str, Any]]:
 def measure_group(group: str, arguments: argparse.Namespace, folder: Path) -> Iterator[dict[str, Any]]:
     started = time.monotonic()
     cases = [case for name in group.split("+") for case in GROUPS[name]]
-    workers = [Worker(case, arguments.device, folder) for case in cases]
+    workers = [Worker(case, arguments.device, folder, arguments.limit) for case in cases]
     try:
-        ready = {worker.case: worker.answer() for worker in workers}
-        print(f"{group}: all processes are ready after {time.monotonic() - started:.0f} s", flush=True)
+        ready = {}
+        for worker in workers:
+            ready[worker.case] = worker.answer(arguments.limit - (time.monotonic() - started))
+            print(f"{worker.case}: ready after {time.monotonic() - started:.0f} s", flush=True)
         able = [worker for worker in workers if ready[worker.case] is not None]
         times: dict[Case, list[Any]] = {worker.case: [] for worker in workers}
         for turn in range(arguments.rounds):
             first = turn % max(len(able), 1)
             for worker in able[first:] + able[:first]:
-                times[worker.case].append(worker.ask(arguments.steps))
+                times[worker.case].append(worker.ask(arguments.steps, arguments.limit))
         for worker in workers:
             row = describe(worker.case, ready, times[worker.case])
             row["command"] = shlex.join(["python", *sys.argv])
@@ -292,6 +302,7 @@ def work(what: dict[str, Any]) -> int:
     """Build and compile a step, say so, and run steps for every line of standard input."""
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # whatever prints must not answer
+    faulthandler.dump_traceback_later(0.9 * what["limit_s"], exit=False)  # where it hangs, if it does
     import torch
 
     from stepscope.measure.environment import describe_unmeasured, resolve_device
@@ -314,6 +325,7 @@ def work(what: dict[str, Any]) -> int:
     about["ready_s"] = round(time.monotonic() - started, 1)
     about["peak_bytes"] = torch.cuda.max_memory_allocated() if device.type == "cuda" else None
     about["environment"] = json.loads(encode(describe_unmeasured(device)))
+    faulthandler.cancel_dump_traceback_later()
     print(json.dumps(about), file=answers, flush=True)
     settle_heap()
     for line in sys.stdin:

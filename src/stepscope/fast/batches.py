@@ -1,6 +1,6 @@
 """Batches as users write them: a tensor, a tuple of arguments, or a dict of keyword arguments."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from typing import Any
 
 import torch
@@ -35,22 +35,30 @@ def loss_in(output: Any) -> Tensor:
     return found
 
 
+def as_plain(batch: Any) -> Any:
+    """A batch whose tensors can be found: a `BatchEncoding` of `transformers`, or another mapping, as a dict."""
+    return dict(batch) if isinstance(batch, Mapping) else batch
+
+
 def copy_batch(batch: Any, device: torch.device) -> Any:
     """A batch in memory of its own, which later batches are copied into."""
-    return pytree.tree_map_only(Tensor, lambda one: one.detach().to(device, copy=True), batch)
+    return pytree.tree_map_only(Tensor, lambda one: one.detach().to(device, copy=True), as_plain(batch))
 
 
 def fill_batch(fixed: Any, batch: Any) -> None:
     """Copy the tensors of a batch into those of `fixed`."""
-    for old, new in zip(pytree.tree_leaves(fixed), pytree.tree_leaves(batch), strict=True):
+    for old, new in zip(pytree.tree_leaves(fixed), pytree.tree_leaves(as_plain(batch)), strict=True):
         if isinstance(old, Tensor):
             old.copy_(new, non_blocking=True)
 
 
 def signature_of(batch: Any) -> tuple[Any, ...]:
     """What must be the same for a captured step: structure, shapes, dtypes, and everything that is not a tensor."""
-    leaves, structure = pytree.tree_flatten(batch)
-    described = [(tuple(one.shape), one.dtype) if isinstance(one, Tensor) else one for one in leaves]
+    leaves, structure = pytree.tree_flatten(as_plain(batch))
+    for one in leaves:
+        if not isinstance(one, Hashable):
+            raise ValueError(f"expected tensors, numbers and strings in a batch, but got a {type(one).__name__}")
+    described = [(tuple(one.shape), one.dtype) if isinstance(one, Tensor) else (type(one), one) for one in leaves]
     return (structure, *described)
 
 

@@ -18,7 +18,9 @@ from typing import NamedTuple
 import torch
 
 WARMUP = 3
-_INTERNAL = ("/torch/", "/triton/", "/stepscope/", "/contextlib.py", "<frozen", "<eval_with_key>", "/torchinductor_")
+# Not only names of directories: people keep their own code in a directory `torch`, too.
+_PACKAGES = tuple(f"{Path(file).parent}/" for file in (torch.__file__, Path(__file__).parent))
+_INTERNAL = (*_PACKAGES, "-packages/triton/", "/contextlib.py", "<frozen", "<eval_with_key>", "/torchinductor_")
 
 Phase = tuple[str, Callable[[], None]]
 

@@ -4,6 +4,7 @@ Each change is measured on top of those kept so far. It is kept if its gradients
 original step (`accuracy.py`) and the step is faster.
 """
 
+import copy
 import gc
 import math
 import statistics
@@ -15,7 +16,6 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch._dynamo.exc import TorchDynamoException
 
 from stepscope.fast.accuracy import GradientAccuracy, Reference, compare, make_reference
 from stepscope.fast.batches import has_dropout
@@ -168,6 +168,8 @@ def _judge(rung: Rung, best_ms: float) -> Rung:
     assert worst is not None, "what is measured is checked"
     if not worst.passes:
         note = f"gradient of {worst.parameter}: error {worst.error:.2g}, before {worst.plain_error:.2g}"
+        if not worst.has_right_loss:
+            note = f"loss: {worst.loss:.6g}, before {worst.plain_loss:.6g}, in {worst.truth} {worst.true_loss:.6g}"
         return rung._replace(status="failed", notes=(*rung.notes, note))
     return rung._replace(status="kept" if rung.step_ms < best_ms * (1 - NOISE) else "no gain")
 
@@ -192,10 +194,13 @@ def _measure(
     except CannotCapture as error:
         return Rung(name=name, title=title, status="failed", notes=(f"not captured: {error}",))
     except torch.cuda.OutOfMemoryError:
+        if name == "start":
+            raise
         return Rung(name=name, title=title, status="failed", notes=("out of memory",))
-    except TorchDynamoException as error:
-        reason = str(error).strip().splitlines()[0]
-        return Rung(name=name, title=title, status="failed", notes=(f"not compiled: {reason}",))
+    except RuntimeError as error:  # of the compiler, or of a rewritten graph; the original step has run before
+        if name == "start":
+            raise
+        return Rung(name=name, title=title, status="failed", notes=(f"not compiled: {_first_line(error)}",))
     if done_before is not None and tuple(program.backend.done) == done_before:
         return Rung(name=name, title=title, status="not applied", notes=("nothing to replace was found",))
     _wait(job.device)
@@ -212,6 +217,10 @@ def _measure(
         notes=tuple(program.backend.done),
         accuracy=_check(job, changes, program, reference),
     )
+
+
+def _first_line(error: Exception) -> str:
+    return next(iter(str(error).strip().splitlines()), "")
 
 
 def make_reference_of(job: OptimiseJob) -> Reference:
@@ -271,22 +280,25 @@ def _forget_programs(device: torch.device) -> None:
 
 @contextmanager
 def _without_dropout(module: nn.Module) -> Iterator[None]:
-    is_training = module.training
-    module.train(is_training and not has_dropout(module))
+    """Parts of a model may be in another mode than the whole, and each gets its own back."""
+    modes = {one: one.training for one in module.modules()}
+    if has_dropout(module):
+        module.eval()
     try:
         yield
     finally:
-        module.train(is_training)
+        for one, is_training in modes.items():
+            one.training = is_training
 
 
 @contextmanager
 def _unchanged(job: OptimiseJob) -> Iterator[None]:
-    """Measure without learning: at a learning rate of zero weights do not change, and the optimizer's state is put
-    back."""
-    buffers = [(buffer, buffer.detach().clone()) for buffer in job.module.buffers()]
-    groups = [] if job.optimizer is None else job.optimizer.param_groups
-    if job.optimizer is not None:
-        write_steps(job.optimizer)
+    """Measure without learning: at a learning rate of zero, most optimizers leave the weights alone. Weights, buffers,
+    gradients and the optimizer's state are put back in any case."""
+    tensors = [*job.module.parameters(), *job.module.buffers()]
+    values = [_copy(one) for one in tensors]
+    gradients = [(parameter, parameter.grad) for parameter in job.module.parameters()]
+    groups = [] if job.optimizer is None else [group for group in job.optimizer.param_groups if "lr" in group]
     state = {} if job.optimizer is None else _copy_state(job.optimizer)
     rates = [group["lr"] for group in groups]
     cuda = [job.device] if job.device.type == "cuda" else []
@@ -300,17 +312,22 @@ def _unchanged(job: OptimiseJob) -> Iterator[None]:
             group["lr"] = rate
         if job.optimizer is not None:
             _put_back(job.optimizer, state)
-            read_steps(job.optimizer)
+        for parameter, gradient in gradients:
+            parameter.grad = gradient
         with torch.no_grad():
-            for buffer, before in buffers:
-                buffer.copy_(before)
+            for tensor, before in zip(tensors, values, strict=True):
+                tensor.copy_(before)
+
+
+def _copy(value: Any) -> Any:
+    """A copy in CPU memory."""
+    return value.detach().to("cpu", copy=True) if isinstance(value, Tensor) else copy.deepcopy(value)
 
 
 def _copy_state(optimizer: torch.optim.Optimizer) -> dict[Tensor, dict[str, Any]]:
-    """A copy in CPU memory."""
+    write_steps(optimizer)
     return {
-        parameter: {name: one.cpu() if isinstance(one, Tensor) else one for name, one in state.items()}
-        for parameter, state in optimizer.state.items()
+        parameter: {name: _copy(one) for name, one in state.items()} for parameter, state in optimizer.state.items()
     }
 
 
@@ -319,9 +336,13 @@ def _put_back(optimizer: torch.optim.Optimizer, copied: dict[Tensor, dict[str, A
         if parameter not in copied:
             del optimizer.state[parameter]
             continue
-        for name, before in copied[parameter].items():
-            now = optimizer.state[parameter][name]
-            if isinstance(now, Tensor):
-                now.copy_(before)
+        state, before = optimizer.state[parameter], copied[parameter]
+        for name in list(state):
+            if name not in before:
+                del state[name]
+            elif isinstance(state[name], Tensor) and isinstance(before[name], Tensor):
+                with torch.no_grad():
+                    state[name].copy_(before[name])
             else:
-                optimizer.state[parameter][name] = before
+                state[name] = before[name]
+    read_steps(optimizer)

@@ -15,13 +15,14 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
+from torch._dynamo.eval_frame import OptimizedModule
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 
 from stepscope.fast.batches import call_with, copy_batch, fill_batch, loss_in, signature_of
 from stepscope.fast.capture import CannotCapture
 from stepscope.fast.ladder import OptimiseJob, Rung, climb, list_candidates
-from stepscope.fast.program import Changes, Program
+from stepscope.fast.program import Changes, Program, name_parameters
 from stepscope.fast.summary import summarise_rungs
 from stepscope.fast.weights import WorkingWeights
 
@@ -55,6 +56,7 @@ def optimise(
     With `measure`, each change is timed on its own, which takes minutes, and kept only if it helps. Without, all are
     applied. Either way the gradients are compared with the original first. `rungs` of the result says what was done.
     """
+    model = model._orig_mod if isinstance(model, OptimizedModule) else model
     _check_arguments(model, precision, micro_batches)
     device = _only_device(model)
     example = copy_batch(example, device)
@@ -77,7 +79,8 @@ class OptimisedStep:
     def __init__(self, job: OptimiseJob, changes: Changes, rungs: Sequence[Rung]) -> None:
         self.changes, self.rungs = changes, tuple(rungs)
         self._job = job
-        self._weights = WorkingWeights(dict(job.module.named_parameters()))
+        self._weights = WorkingWeights(name_parameters(job.module, job.optimizer))
+        self._model_state = self._read_model_state()
         self._programs: OrderedDict[tuple[Any, ...], tuple[Program, tuple[Any, ...]]] = OrderedDict()
         self._last: Program | None = None
 
@@ -90,6 +93,7 @@ class OptimisedStep:
             fill_batch(own, batch)
         self._last = program
         program.run()
+        program.announce_step()
         losses = [loss.detach() for loss in program.losses]
         return losses[0].clone() if len(losses) == 1 else torch.stack(losses).mean()
 
@@ -110,8 +114,19 @@ class OptimisedStep:
         kept = [rung.name for rung in self.rungs if rung.status == "kept"]
         return f"<OptimisedStep of {type(self._job.module).__name__}: {', '.join(kept) or 'no change'}>"
 
+    def _read_model_state(self) -> tuple[Any, ...]:
+        """What programs assume about the model: where its parameters are, which are trained, and its modes."""
+        groups = [] if self._job.optimizer is None else self._job.optimizer.param_groups
+        parameters = [(one.data_ptr(), one.requires_grad) for one in self._weights.names]
+        modes = [one.training for one in self._job.module.modules()]
+        return *parameters, *modes, *(len(group["params"]) for group in groups)
+
     def _program_for(self, batches: tuple[Any, ...]) -> tuple[Program, tuple[Any, ...]]:
-        signature = signature_of(batches)
+        signature = tuple(signature_of(batch) for batch in batches)
+        if self._model_state != self._read_model_state():
+            self._programs.clear()
+            self._weights = WorkingWeights(name_parameters(self._job.module, self._job.optimizer))
+            self._model_state = self._read_model_state()
         if signature in self._programs:
             self._programs.move_to_end(signature)
             return self._programs[signature]

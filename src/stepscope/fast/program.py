@@ -6,6 +6,7 @@ and schedules of the learning rate work as before.
 """
 
 import itertools
+import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -25,6 +26,7 @@ from stepscope.kernels.accumulation import Accumulator
 
 LossOf = Callable[[Any], Tensor]  # the loss of a batch
 _numbers = itertools.count()
+_LOGGING = (logging.Logger.debug, logging.Logger.info, logging.Logger.warning)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,12 +58,14 @@ class Program:
         assert changes.one_launch or not changes.rewrites.working_weights, "only our optimizer updates working weights"
         self.module, self.optimizer, self.device, self.changes = module, optimizer, device, changes
         self._batches, self._dtype, self._max_norm = batches, autocast, max_norm
-        self.weights = weights or WorkingWeights(dict(module.named_parameters()))
+        self.weights = weights or WorkingWeights(name_parameters(module, optimizer))
         self.backend = RewritingBackend(changes.rewrites, self.weights, dtype=autocast, compiler=changes.compiler)
         is_traced = changes.compiler is not None or changes.rewrites != Rewrites()
         self._loss_of = loss_of
         if is_traced:
-            self._loss_of = torch.compile(_with_own_code(loss_of), backend=self.backend, dynamic=False)
+            self._loss_of = _without_logging(
+                torch.compile(_with_own_code(loss_of), backend=self.backend, dynamic=False)
+            )
         self.losses: list[Tensor] = []
         self._captured_gradients: dict[nn.Parameter, Tensor] | None = None
         self._update: OneLaunchUpdate | None = None
@@ -75,8 +79,7 @@ class Program:
         return len(self._batches)
 
     def capture(self) -> None:
-        """Replace the phases by CUDA graphs of them. The weights change, because a few steps run first. An optimizer
-        other than ours stays outside."""
+        """Replace the phases by CUDA graphs of them. An optimizer other than ours stays outside."""
         parts = self._parts()
         inside = parts if self._update is not None else [part for part in parts if part.name != "optimizer"]
         with _saved_state(self.module, self.device):
@@ -102,6 +105,11 @@ class Program:
         for _, phase in self.phases:
             phase()
 
+    def announce_step(self) -> None:
+        """Tell those who watch the optimizer that it has stepped, if our kernel did it instead."""
+        if self._update is not None:
+            self._update.announce_step()
+
     def gradients(self) -> dict[nn.Parameter, Tensor]:
         """The gradients that backward left, of all passes together, by parameter."""
         if self._sums is not None:
@@ -113,9 +121,13 @@ class Program:
         return {parameter: gradient for parameter, gradient in found if gradient is not None}
 
     def _begin(self, phase: Callable[[], None]) -> None:
-        """Before a step, the CPU looks for what others have changed: hyperparameters and weights."""
+        """Before a step, the CPU looks for what others have changed: hyperparameters and weights. Graphs write
+        gradients to memory of their own, where an optimizer outside must find them."""
         if self._update is not None:
             self._update.follow_optimizer()
+        elif self._captured_gradients is not None:
+            for parameter, gradient in self._captured_gradients.items():
+                parameter.grad = gradient
         self.weights.refresh_if_changed()
         phase()
 
@@ -156,6 +168,7 @@ class Program:
         loss = self.losses[number]
         (loss / self.passes if self.passes > 1 else loss).backward()  # type: ignore[no-untyped-call]
         self.losses[number] = loss.detach()
+        self.weights.join_gradients()
 
     def _prepare_sums(self, number: int) -> None:
         assert self._sums is not None
@@ -191,6 +204,15 @@ class Program:
         return nullcontext() if self._dtype is None else torch.autocast(self.device.type, dtype=self._dtype)
 
 
+def name_parameters(module: nn.Module, optimizer: torch.optim.Optimizer | None) -> dict[str, nn.Parameter]:
+    """All parameters of a step: the module's, and what else the optimizer updates, such as those of the loss."""
+    named = dict(module.named_parameters())
+    known = set(named.values())
+    groups = [] if optimizer is None else optimizer.param_groups
+    others = [one for group in groups for one in group["params"] if one not in known]
+    return named | {f"optimizer.{number}": one for number, one in enumerate(others)}
+
+
 def _with_own_code(function: LossOf) -> LossOf:
     """The function with a code object of its own. `torch.compile` counts compilations per code object, and after a few
     it silently runs the function as it is; a process may build many programs."""
@@ -202,15 +224,33 @@ def _with_own_code(function: LossOf) -> LossOf:
     return FunctionType(code, globals(), code.co_name, None, compute_loss.__closure__)
 
 
+def _without_logging(function: LossOf) -> LossOf:
+    """The compiled function. While it is traced, calls of loggers are left out: each would split the graph, and models
+    of `transformers` warn about their config in forward."""
+
+    def compute_loss(batch: Any) -> Tensor:
+        with torch._dynamo.config.patch(ignore_logger_methods={*_LOGGING, *_transformers_logging()}):
+            return function(batch)
+
+    return compute_loss
+
+
+def _transformers_logging() -> Iterator[Any]:
+    """The methods that `transformers` adds to loggers, if it is loaded."""
+    return (getattr(logging.Logger, name) for name in ("warning_once", "info_once") if hasattr(logging.Logger, name))
+
+
 @contextmanager
 def _saved_state(module: nn.Module, device: torch.device) -> Iterator[None]:
     """Restore what runs before a capture change: random numbers and buffers."""
     buffers = [(buffer, buffer.detach().clone()) for buffer in module.buffers()]
-    with torch.random.fork_rng([device]):
-        yield
-    with torch.no_grad():
-        for buffer, before in buffers:
-            buffer.copy_(before)
+    try:
+        with torch.random.fork_rng([device]):
+            yield
+    finally:
+        with torch.no_grad():
+            for buffer, before in buffers:
+                buffer.copy_(before)
 
 
 class GradientSums:

@@ -10,6 +10,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
+from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 from stepscope.fast.weights import WorkingWeights
 from stepscope.kernels.adamw import AdamWUpdates, Hyper, ParameterUpdate
@@ -160,6 +161,13 @@ class OneLaunchUpdate:
     def gradient_norm(self) -> Tensor | None:
         """The norm before clipping, if gradients are clipped."""
         return None if self._updates is None or self._max_norm is None else self._updates.grad_norm
+
+    def announce_step(self) -> None:
+        """Call the hooks that PyTorch calls around `optimizer.step()`, so that those who watch steps see this one."""
+        before: Any = (*_global_optimizer_pre_hooks.values(), *self._optimizer._optimizer_step_pre_hooks.values())
+        after: Any = (*_global_optimizer_post_hooks.values(), *self._optimizer._optimizer_step_post_hooks.values())
+        for hook in (*before, *after):
+            hook(self._optimizer, (), {})
 
     def count_step(self) -> None:
         """After every step, launched or replayed."""

@@ -41,16 +41,22 @@ class WorkingWeights:
         self._leaf_of: dict[nn.Parameter, Leaf] = {}
         self._versions: list[int] = []
 
+    def can_hold(self, parameters: tuple[nn.Parameter, ...]) -> bool:
+        """Whether these parameters have this leaf already, or none at all. Another graph may have merged them
+        differently."""
+        return parameters in self._leaves or not any(one in self._leaf_of for one in parameters)
+
     def leaf(self, parameters: tuple[nn.Parameter, ...], dtype: torch.dtype) -> Tensor:
         """The leaf of these parameters, created on first use."""
         if parameters not in self._leaves:
             taken = [self.names[one] for one in parameters if one in self._leaf_of]
             assert not taken, f"{taken} already have another working weight"
             stacked = torch.cat([one.detach() for one in parameters]).to(dtype)
-            leaf = Leaf(stacked.requires_grad_(parameters[0].requires_grad), parameters)
+            leaf = Leaf(stacked, parameters)
             self._leaves[parameters] = leaf
             self._leaf_of |= dict.fromkeys(parameters, leaf)
-        return self._leaves[parameters].tensor
+        tensor = self._leaves[parameters].tensor
+        return tensor.requires_grad_(parameters[0].requires_grad)  # someone may have frozen them since
 
     def copy_of(self, parameter: nn.Parameter) -> Tensor | None:
         """The working weight of a parameter, a slice of its leaf; None if forward reads the parameter itself."""
@@ -61,11 +67,17 @@ class WorkingWeights:
 
     def gradient_of(self, parameter: nn.Parameter) -> Tensor | None:
         leaf = self._leaf_of.get(parameter)
-        if leaf is None:
+        if leaf is None or leaf.tensor.grad is None:
             return parameter.grad
-        if leaf.tensor.grad is None:
-            return None
         return leaf.part_of(parameter, leaf.tensor.grad)
+
+    def join_gradients(self) -> None:
+        """Add gradients at parameters to those at their leaves. A model that is traced in several graphs may read the
+        working weight in one and the parameter in another."""
+        for parameter, leaf in self._leaf_of.items():
+            if parameter.grad is not None and leaf.tensor.grad is not None:
+                leaf.part_of(parameter, leaf.tensor.grad).add_(parameter.grad)
+                parameter.grad = None
 
     def forget_gradients(self) -> None:
         for parameter in self.names:

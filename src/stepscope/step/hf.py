@@ -98,7 +98,7 @@ def build_hf(workload: Workload, spec: HuggingFace) -> Parts:
             detail=str(error).splitlines()[0][:200],
             hint="change its config with --set FIELD=VALUE, or choose another --attention",
         ) from None
-    if isinstance(getattr(type(module), "loss_function", None), property):
+    if workload.is_program and isinstance(getattr(type(module), "loss_function", None), property):
         module.loss_function = module.loss_function  # found once: the search logs, which would end a traced graph
     inputs = _make_inputs(model, batch=workload.micro_batch, context=context, with_labels=workload.mode != "inference")
     return Parts(

@@ -236,6 +236,16 @@ def test_whole_step_trains_as_separate_passes_do(tmp_path: Path, accumulate: int
     assert fast == pytest.approx(plain, abs=0.02)
 
 
+def test_whole_step_resumes_bit_for_bit(tmp_path: Path) -> None:
+    training = with_ranks(1, "single", workload=msgspec.structs.replace(PLAIN.workload, **FAST))
+    train_on(training, tmp_path / "undisturbed")
+    train_on(msgspec.structs.replace(training, steps=4), tmp_path / "resumed")
+    train_on(training, tmp_path / "resumed")
+    assert_same_bits(state_of(tmp_path / "resumed"), state_of(tmp_path / "undisturbed"))
+    state = state_of(tmp_path / "resumed")["optimizer"]
+    assert {float(one["step"]) for one in state.values()} == {PLAIN.steps}
+
+
 @pytest.mark.parametrize("name", ["graph", "fuse"])
 def test_whole_step_is_for_one_rank_without_communication(name: str) -> None:
     workload = msgspec.structs.replace(PLAIN.workload, **{name: True})

@@ -147,8 +147,8 @@ def check_table(report: OptimiseReport) -> Table:
         ),
         rows=tuple(_check_row(one) for one in checked),
         notes=(
-            f"Error: ‖g − g*‖ / ‖g*‖, where g* is the gradient in {truth}. Limit: twice the error of the original step in "
-            "the same precision, plus half a unit in the last place.",
+            f"Error: ‖g − g*‖ / ‖g*‖, where g* is the gradient in {truth}. Limit: twice the error of the original step "
+            "in the same precision, plus half a unit in the last place.",
             *(["float64 did not fit into memory."] if truth == "fp32" else []),
         ),
     )

@@ -12,6 +12,7 @@ from torch import Tensor, fx, nn
 
 from stepscope.fast.rewrites.attention import replace_attention
 from stepscope.fast.rewrites.losses import fuse_losses
+from stepscope.fast.rewrites.nodes import remove_unused
 from stepscope.fast.rewrites.norms import fuse_norms
 from stepscope.fast.rewrites.packed import fuse_packed
 from stepscope.fast.rewrites.products import Inputs, find_castable, merge_products
@@ -52,13 +53,14 @@ def rewrite(
     if wanted.loss:
         done += fuse_losses(graph)
     if wanted.working_weights and dtype is not None:
-        castable = find_castable({places[number]: parameter for number, parameter in parameters.items()})
+        castable = find_castable(graph, {places[number]: parameter for number, parameter in parameters.items()})
         if wanted.merge:
-            done += merge_products(graph, castable, inputs, lambda own: weights.leaf(own, dtype))
+            done += merge_products(graph, castable, inputs, weights, dtype)
+        castable = {node: own for node, own in castable.items() if node.users and weights.can_hold((own,))}
         if wanted.packed:
-            done += fuse_packed(graph, dtype)
+            done += fuse_packed(graph, castable, dtype)
         inputs |= {node: weights.leaf((own,), dtype) for node, own in castable.items() if node.users}
-    graph.eliminate_dead_code()
+    remove_unused(graph)
     for node in [node for node in inputs if not node.users]:
         graph.erase_node(node)
         del inputs[node]

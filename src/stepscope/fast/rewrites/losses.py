@@ -10,7 +10,7 @@ import torch
 from torch import fx
 from torch.nn import functional
 
-from stepscope.fast.rewrites.nodes import CASTS, is_call, operands, replace_node, value_of
+from stepscope.fast.rewrites.nodes import CASTS, is_call, is_changed_in_place, operands, replace_node, value_of
 from stepscope.kernels.cross_entropy import cross_entropy
 
 _NAMES = (
@@ -55,7 +55,7 @@ def _is_plain(given: dict[str, Any]) -> bool:
 def _before_reshapes(node: fx.Node) -> fx.Node:
     """The logits before casts to a wider dtype and views that keep the vocabulary last."""
     size = value_of(node).shape[-1]
-    while is_call(node, _RESHAPES) and node.op == "call_method":
+    while is_call(node, _RESHAPES) and node.op == "call_method" and not is_changed_in_place(node):
         source = operands(node)[0]
         if value_of(source).shape[-1] != size or value_of(source).dtype.itemsize > value_of(node).dtype.itemsize:
             break

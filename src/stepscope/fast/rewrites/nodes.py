@@ -1,7 +1,9 @@
 """What the rewrites share: names of operations in a traced graph, and how to read its nodes."""
 
+import inspect
 import operator
-from typing import Any
+from functools import cache
+from typing import Any, NamedTuple
 
 import torch
 from torch import fx
@@ -18,10 +20,63 @@ SILU = {functional.silu, torch._C._nn.silu, "silu"}
 SIGMOID = {torch.sigmoid, functional.sigmoid, "sigmoid"}
 CASTS = {"to", "float", "type_as", "type"}
 ALL = slice(None, None, None)
+_IN_PLACE = {
+    operator.iadd, operator.isub, operator.imul, operator.itruediv, operator.ipow, operator.setitem,
+}  # fmt: skip
 
 
 def is_call(node: object, targets: set[Any]) -> bool:
-    return isinstance(node, fx.Node) and node.op in ("call_function", "call_method") and node.target in targets
+    """Whether a node calls one of these. `torch.add(x, y, alpha=2)` and the like are not the additions meant here."""
+    is_any = isinstance(node, fx.Node) and node.op in ("call_function", "call_method") and node.target in targets
+    return is_any and not {"alpha", "out"} & node.kwargs.keys()  # type: ignore[attr-defined]
+
+
+def is_changed_in_place(node: fx.Node) -> bool:
+    """Whether a later operation writes into this tensor."""
+    return any(_writes(user) and user.args[:1] == (node,) for user in node.users)
+
+
+def _writes(node: fx.Node) -> bool:
+    """Whether a node writes into its first argument: `x.add_(y)`, `x += y`, `x[...] = y`, `relu(x, inplace=True)`."""
+    name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
+    is_named_so = name.endswith("_") and not name.endswith("__")
+    is_asked_to = bool(node.kwargs.get("inplace")) or True in node.args[_place_of_inplace(node.target) :][:1]
+    return node.op.startswith("call") and (node.target in _IN_PLACE or is_named_so or is_asked_to)
+
+
+@cache
+def _place_of_inplace(target: object) -> int:
+    """The position of an argument `inplace` of a function, beyond all if it has none."""
+    try:
+        names = list(inspect.signature(target).parameters) if callable(target) else []
+    except ValueError:  # a builtin without a signature
+        names = []
+    return names.index("inplace") if "inplace" in names else 100
+
+
+def remove_unused(graph: fx.Graph) -> None:
+    """Remove nodes without a use, except those that write into a tensor, which `torch.fx` does not know."""
+    graph.eliminate_dead_code(is_impure_node=lambda node: node.is_impure() or _writes(node))
+
+
+class Region(NamedTuple):
+    """Where in a graph a node is: `number` counts the changes of autocast and of gradients before it."""
+
+    number: int
+    has_own_autocast: bool
+
+
+def find_regions(graph: fx.Graph) -> dict[fx.Node, Region]:
+    regions, number, depth = {}, 0, 0
+    for node in graph.nodes:
+        regions[node] = Region(number, depth > 0)
+        if node.target is torch.amp.autocast_mode._enter_autocast:
+            number, depth = number + 1, depth + 1
+        elif node.target is torch.amp.autocast_mode._exit_autocast:
+            number, depth = number + 1, depth - 1
+        elif node.target is torch._C._set_grad_enabled:
+            number += 1
+    return regions
 
 
 def operands(node: fx.Node) -> tuple[Any, ...]:

@@ -1,11 +1,11 @@
 """Kernels that read the result of a merged product as it is: SwiGLU of gate and up; RoPE and heads of q, k and v."""
 
 import operator
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
-from torch import fx
+from torch import fx, nn
 
 from stepscope.fast.rewrites.nodes import (
     ADDS,
@@ -31,13 +31,14 @@ from stepscope.kernels.gated import swiglu_linear, swiglu_packed
 from stepscope.kernels.rotary import rope_packed
 
 
-def fuse_packed(graph: fx.Graph, dtype: torch.dtype | None) -> Iterator[str]:
+def fuse_packed(graph: fx.Graph, castable: Mapping[fx.Node, nn.Parameter], dtype: torch.dtype | None) -> Iterator[str]:
+    """`castable` are the parameters that have working weights."""
     gated = rotated = 0
-    for split in [node for node in graph.nodes if node.target is torch.split]:
+    for split in [node for node in graph.nodes if node.target is torch.split and _is_of_rows(node)]:
         parts = {operands(user)[1]: user for user in split.users if is_call(user, {operator.getitem})}
         if sorted(parts) != list(range(len(split.users))):
             continue
-        gated += len(parts) == 2 and _fuse_gate(graph, split, parts[0], parts[1])
+        gated += len(parts) == 2 and _fuse_gate(graph, split, parts[0], parts[1], castable)
         rotated += len(parts) == 3 and _fuse_heads(graph, split, [parts[0], parts[1], parts[2]], dtype)
     if gated:
         yield f"activations: {gated} SwiGLU read gate and up as one tensor"
@@ -45,10 +46,19 @@ def fuse_packed(graph: fx.Graph, dtype: torch.dtype | None) -> Iterator[str]:
         yield f"RoPE: {rotated} layers rotate q and k, and split q, k and v, in one kernel"
 
 
+def _is_of_rows(split: fx.Node) -> bool:
+    """Whether a tensor is split along its last dimension."""
+    part = next(iter(split.users), None)
+    dim = split.kwargs.get("dim", (*operands(split), 0)[2])
+    return part is not None and is_call(part, {operator.getitem}) and dim in (-1, value_of(part).dim() - 1)
+
+
 # --- SwiGLU -----------------------------------------------------------------------------------------------------------
 
 
-def _fuse_gate(graph: fx.Graph, split: fx.Node, gate: fx.Node, up: fx.Node) -> bool:
+def _fuse_gate(
+    graph: fx.Graph, split: fx.Node, gate: fx.Node, up: fx.Node, castable: Mapping[fx.Node, nn.Parameter]
+) -> bool:
     activated = _find_silu(gate)
     result = None if activated is None else only_user(activated)
     if result is None or activated is None or not is_call(result, MULTIPLICATIONS):
@@ -58,13 +68,19 @@ def _fuse_gate(graph: fx.Graph, split: fx.Node, gate: fx.Node, up: fx.Node) -> b
     if value_of(gate).shape != value_of(up).shape:
         return False
     down = only_user(result)
-    is_linear = down is not None and down.target is LINEAR and operands(down)[0] is result
     with graph.inserting_before(result):
-        if down is not None and is_linear and (*operands(down), None)[2] is None and not down.kwargs:
+        # Backward multiplies by the weight as it is, without autocast.
+        if down is not None and down.target is LINEAR and _is_product_of(down, result, castable):
             replace_node(down, graph.call_function(swiglu_linear, (operands(split)[0], operands(down)[1])))
         else:
             replace_node(result, graph.call_function(swiglu_packed, (operands(split)[0],)))
     return True
+
+
+def _is_product_of(linear: fx.Node, x: fx.Node, castable: Mapping[fx.Node, nn.Parameter]) -> bool:
+    """Whether this is x times a working weight, without a bias."""
+    given = (*operands(linear), None, None, None)
+    return not linear.kwargs and given[0] is x and given[1] in castable and given[2] is None
 
 
 def _find_silu(gate: fx.Node) -> fx.Node | None:
@@ -101,7 +117,11 @@ def _fuse_heads(graph: fx.Graph, split: fx.Node, parts: list[fx.Node], dtype: to
     first, second = rotations
     if first is None or second is None or first[1:] != second[1:]:
         return False
-    if not _has_tables(first) or not all(_is_for_attention(one.last, dtype) for one in (first, second)):
+    if (
+        not _have_one_width(q, k, v)
+        or not _has_tables(first, value_of(q).shape)
+        or not all(_is_for_attention(one.last, dtype) for one in (first, second))
+    ):
         return False
     order = {node: number for number, node in enumerate(graph.nodes)}
     place = min(first.last, second.last, key=order.__getitem__)
@@ -125,6 +145,8 @@ def _split_heads(part: fx.Node) -> fx.Node | None:
     """The node that is part as (B, H, L, D), if it is only used that way."""
     viewed = only_user(part)
     if viewed is None or not is_call(viewed, {"view", "reshape"}):
+        return None
+    if value_of(part).dim() != 3 or value_of(viewed).shape[:2] != value_of(part).shape[:2]:
         return None
     heads = only_user(viewed)
     if heads is None or not is_call(heads, {"transpose", torch.transpose}) or value_of(heads).dim() != 4:
@@ -150,7 +172,7 @@ def _find_half_split(x: fx.Node) -> _Rotation | None:
     if not is_call(turned, MULTIPLICATIONS):
         return None
     for joined in operands(turned):
-        if not is_call(joined, {torch.cat}):
+        if not is_call(joined, {torch.cat}) or len((*operands(joined), ())[0]) != 2:
             continue
         negated, first = operands(joined)[0]
         is_last = (*operands(joined)[1:], joined.kwargs.get("dim"))[0] == -1
@@ -196,10 +218,23 @@ def _is_for_attention(node: fx.Node, dtype: torch.dtype | None) -> bool:
     return all(user.target in (SDPA, flash_attention_in_graph) for user in node.users)
 
 
-def _has_tables(rotation: _Rotation) -> bool:
-    """Whether cos and sin are (L, ...), or (B, 1, L, ...) as in `transformers`: the same for all heads."""
-    shapes = [value_of(one).shape for one in (rotation.cos, rotation.sin)]
-    return all(len(shape) == 2 or (len(shape) == 4 and shape[1] == 1) for shape in shapes)
+def _have_one_width(q: fx.Node, k: fx.Node, v: fx.Node) -> bool:
+    """Whether all heads are equally wide, and keys have as many as values."""
+    widths = {value_of(one).shape[-1] for one in (q, k, v)}
+    return len(widths) == 1 and value_of(k).shape[1] == value_of(v).shape[1]
+
+
+def _has_tables(rotation: _Rotation, shape: torch.Size) -> bool:
+    """Whether cos and sin are (L, ...), or (B, 1, L, ...) as in `transformers`: the same for all heads, with an entry
+    for each position, and not learned."""
+    tables = [one for one in (rotation.cos, rotation.sin) if isinstance(one, fx.Node)]
+    return len(tables) == 2 and all(_is_table(value_of(one), shape) for one in tables)
+
+
+def _is_table(table: torch.Tensor, shape: torch.Size) -> bool:
+    is_shared = table.dim() == 2 or (table.dim() == 4 and table.shape[1] == 1 and table.shape[0] in (1, shape[0]))
+    widths = (shape[3], shape[3] // 2)
+    return is_shared and table.shape[-2] == shape[2] and table.shape[-1] in widths and not table.requires_grad
 
 
 def _table(graph: fx.Graph, node: fx.Node) -> fx.Node:
