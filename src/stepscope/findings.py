@@ -275,6 +275,10 @@ STAGES: dict[str, StageText] = {
     "precision": StageText("comparison of precisions", "low-precision dtypes and errors"),
     "attention": StageText("comparison of attention implementations", "attention implementations"),
 }
+# Those that run only on request, after the others.
+STAGES_ON_REQUEST: dict[str, StageText] = {
+    "optimise": StageText("optimized step", "changes that make the step faster"),
+}
 
 
 # --- Parts of a section, in addition to tables and figures ----------------------------------------------------------

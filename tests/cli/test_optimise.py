@@ -114,3 +114,16 @@ def test_own_model_and_optimizer(tmp_path: Path) -> None:
     assert "optimizer: not applied, the optimizer is SGD, not torch.optim.AdamW or Adam" in done.stdout
     assert "attention: not applied, nothing to replace was found" in done.stdout
     assert "PyTorch's" not in done.stdout
+
+
+def test_a_report_shows_before_and_after(tmp_path: Path) -> None:
+    flags = ["--precision", "bf16", "--optimise", "--without", "profile,memory,precision,attention"]
+    done = stepscope(tmp_path, "report", *SMALL, "--warmup", "1", "--steps", "2", *flags, "--data", "data")
+    assert done.returncode == 0, done.stderr
+    assert "optimise: " in done.stderr
+    page = (tmp_path / "report.html").read_text()
+    assert "Before and after" in page
+    assert "CUDA graphs need a GPU" in page
+    shown = stepscope(tmp_path, "report", "data/optimise.json", "--out", "again.html")
+    assert shown.returncode == 0, shown.stderr
+    assert "CUDA graphs need a GPU" in (tmp_path / "again.html").read_text()

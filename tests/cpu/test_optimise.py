@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import stepscope
+from stepscope.fast.ladder import Rung
 from stepscope.fast.optimised_step import OptimisedStep, optimise
 
 VOCAB, WIDTH = 64, 32
@@ -144,7 +145,7 @@ def test_every_change_is_applied_and_checked(make: Callable[[], nn.Module], batc
 
 def test_changes_are_measured_one_by_one() -> None:
     model = Plain()
-    seen: list[Any] = []
+    seen: list[Rung] = []
     step = make_step(model, adamw(model), own_batch(0), measure=True, on_rung=seen.append)
     assert [rung.name for rung in step.rungs] == [rung.name for rung in seen]
     assert step.rungs[0].status == "start"

@@ -38,6 +38,10 @@ def choose_command(seed: Seed, chance: Random) -> list[str]:
             part = ["--table", chance.choice(("dtypes", "errors", "underflow", "accumulation", "norm"))]
             shown = ["precision", "--from", entry]
             return chance.choice((shown, [*shown, *part, *format_, *detail], [*shown, "--format", "json"], page))
+        case "optimise":
+            part = ["--table", chance.choice(("changes", "check"))]
+            shown = ["optimise", "--from", entry]
+            return chance.choice((shown, [*shown, *part, *format_], [*shown, "--format", "json"], page))
         case "report-data":
             return chance.choice((page, page, ["explain", f"{entry}/profile"]))
         case "training":

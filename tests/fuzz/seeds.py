@@ -21,6 +21,7 @@ from stepscope.recording.memory import reader as memory
 from stepscope.recording.readers import ncu
 from stepscope.recording.rows.bench import Doubt, Row
 from stepscope.recording.rows.links import Link, LinkPlace, Links
+from stepscope.recording.rows.optimisation import encode_optimisation
 from stepscope.recording.rows.precision_report import encode_report
 from stepscope.recording.rows.training_log import TrainMemory, TrainRow, TrainRun
 from stepscope.recording.store import Recording
@@ -33,6 +34,7 @@ from tests.unit.explain.test_memory_explain import Training as MemoryTraining
 from tests.unit.explain.test_memory_grid import weigh
 from tests.unit.explain.test_precision_tables import report as precision_report
 from tests.unit.explain.test_precision_tables import run as precision_run
+from tests.unit.optimisations import optimisation
 from tests.unit.question_recordings import Tape, model_step
 from tests.unit.recordings import ADD, ALL_REDUCE, BF16, COPY, FUSED_ADAM, GEMM_BF16, SOFTMAX, TO_DEVICE, Timeline
 from tests.unit.recover.claimed_runs import claim_fields
@@ -43,7 +45,7 @@ ROOT = Path(__file__).parents[2]
 FIXTURES = ROOT / "tests/fixtures"
 EVIDENCE = FIXTURES / "evidence/gpt2_bf16_odd"
 MIB = 2**20
-_ROWS = ("bench", "memory-rows", "attention", "comm", "report-data", "precision")
+_ROWS = ("bench", "memory-rows", "attention", "comm", "report-data", "precision", "optimise")
 DOUBT = Doubt(code="noisy", text="steps differ")
 
 
@@ -196,6 +198,7 @@ def _documents(scratch: Path) -> list[Seed]:
     )
     return [
         _seed("precision", "precision", "input.json", _precision()),
+        _seed("optimise", "optimise", "input.json", encode_optimisation(optimisation())),
         Seed(name="report-data", kind="report-data", entry="data", files=_files(kept, "data")),
         Seed(name="training", kind="training", entry="run", files=_training()),
         _seed("claim", "claim", "input.toml", _claim()),

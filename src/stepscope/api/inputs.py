@@ -25,7 +25,7 @@ from stepscope.jobs.experiments.sweep import RESULTS_NAME
 from stepscope.jobs.report import stages
 from stepscope.jobs.report.data import is_data, read_state
 from stepscope.loop.place import MEMORY_FOLDER, OOM_FOLDER, is_run
-from stepscope.recording.rows import attention_case, bench, memory_summary, precision_report
+from stepscope.recording.rows import attention_case, bench, memory_summary, optimisation, precision_report
 from stepscope.recording.rows.attention_case import AttentionRow
 from stepscope.recording.rows.bench import BenchRow, CaseRow
 from stepscope.recording.rows.precision_report import read_report
@@ -34,7 +34,7 @@ from stepscope.recording.store import is_recording
 from stepscope.spec import Case, with_precision
 
 R = TypeVar("R", bound=CaseRow)
-Kind = Literal["data", "time", "memory", "bench rows", "memory rows", "attention rows", "precision"]
+Kind = Literal["data", "time", "memory", "bench rows", "memory rows", "attention rows", "precision", "optimisation"]
 
 _MOST_RUNS = 2
 _SNIFFED = 4096
@@ -44,10 +44,11 @@ _KINDS: dict[str, Kind] = {
     memory_summary.ROW_SCHEMA: "memory rows",
     attention_case.SCHEMA: "attention rows",
     precision_report.SCHEMA: "precision",
+    optimisation.SCHEMA: "optimisation",
 }
 _ALSO_TAKEN = (
-    "a results.jsonl from `stepscope bench`, `memory` or `attention`, a file written by `stepscope precision --out`, "
-    "or the directory of an earlier report"
+    "a results.jsonl from `stepscope bench`, `memory` or `attention`, a file written by `stepscope precision --out` or "
+    "`stepscope optimise`, or the directory of an earlier report"
 )
 # The name of each kind in messages, and the report stage that it replaces.
 _NAMES: dict[Kind, tuple[str, str]] = {
@@ -58,6 +59,7 @@ _NAMES: dict[Kind, tuple[str, str]] = {
     "memory rows": ("`stepscope memory` results file", "memory"),
     "attention rows": ("`stepscope attention` results file", "attention"),
     "precision": ("`stepscope precision` result", "precision"),
+    "optimisation": ("`stepscope optimise` result", "optimise"),
 }
 
 
@@ -247,6 +249,7 @@ def _read_run(run: _RunFiles) -> Materials:
         "bench": _add_bench,
         "precision": lambda one, to: replace(to, precision=read_report(one.path)),
         "attention": lambda one, to: replace(to, attention=_ok_rows(read_rows(one.path, AttentionRow)[0], one.path)),
+        "optimise": lambda one, to: replace(to, optimisation=optimisation.read_optimisation(one.path)),
     }
     for stage, read in readers.items():
         if stage in run.others:
@@ -275,8 +278,9 @@ def _devices(materials: Materials) -> Iterator[str]:
         if profile is not None and profile.recording.manifest.device:
             yield profile.recording.manifest.device
     yield from (row.environment.driver_name for row in (*materials.bench, *materials.attention))
-    if materials.precision is not None:
-        yield materials.precision.environment.driver_name
+    for document in (materials.precision, materials.optimisation):
+        if document is not None:
+            yield document.environment.driver_name
 
 
 def _sort_runs(recordings: Sequence[_Given]) -> list[Run]:
@@ -289,14 +293,14 @@ def _read_data(folder: Path) -> Materials:
     """The saved stages of an earlier report, and the reasons for the missing ones."""
     state = read_state(folder)
     materials = Materials(name=describe_case(state.case), absent=dict(state.absent))
-    for stage in stages.ALL:
+    for stage in (*stages.ALL, *stages.ON_REQUEST):
         if stage.name in state.done:
             try:
                 materials = stage.load(folder, state.done[stage.name], materials)
             except StepscopeError as error:
                 lost = Missing(what=stage.what, why=error.message, command=state.command)
                 materials.absent[stage.name] = lost
-        elif stage.name not in state.absent:
+        elif stage.name not in state.absent and stage in stages.ALL:
             not_done = Missing(what=stage.what, why="the report was not finished", command=state.command)
             materials.absent[stage.name] = not_done
     if not state.done:

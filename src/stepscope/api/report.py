@@ -73,6 +73,7 @@ def report(
     cache: bool = True,
     data: StrPath | None = None,
     without: Sequence[str] = (),
+    optimise: bool = False,
     fresh: bool = False,
     progress: Watcher | OnStage | None = None,
     command: str | Sequence[str] = "",
@@ -81,7 +82,8 @@ def report(
 
     `source` is a run, or a file that `stepscope report` reads. Several files of one run make one page; two runs are
     compared. A `Workload` is measured first: `bench`, `profile`, `memory`, `precision` and `attention` run in this
-    order, except those in `without`. Results are saved in `data` (default: `runs/report/CASE`), and the same call
+    order, except those in `without`; with `optimise`, changes that may make the step faster are tried as well. Results
+    are saved in `data` (default: `runs/report/CASE`), and the same call
     resumes from there unless `fresh` is set.
 
     `out` is an .html file, required if `source` is a workload. `force` overwrites a file that stepscope did not write.
@@ -89,7 +91,15 @@ def report(
     words = ["stepscope", "report"] if not command else shlex.split(command) if isinstance(command, str) else command
     if isinstance(source, Workload | Grid):
         return _measure(
-            source, out, force=force, data=data, without=without, fresh=fresh, progress=progress, words=words
+            source,
+            out,
+            force=force,
+            data=data,
+            without=without,
+            optimise=optimise,
+            fresh=fresh,
+            progress=progress,
+            words=words,
         )
     if not isinstance(source, Run | str | PathLike | Sequence):
         raise ValueError(f"source must be a run, a file or a workload, got {type(source).__name__}")
@@ -116,6 +126,7 @@ def _measure(
     force: bool,
     data: StrPath | None,
     without: Sequence[str],
+    optimise: bool,
     fresh: bool,
     progress: Watcher | OnStage | None,
     words: Sequence[str],
@@ -133,6 +144,7 @@ def _measure(
         data=None if data is None else Path(data),
         fresh=fresh,
         without=tuple(without),
+        optimise=optimise,
     )
     made = job.run(grid, _watch(progress))
     if made.report is None:

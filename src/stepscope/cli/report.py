@@ -42,6 +42,9 @@ def report(
         str | None,
         typer.Option(metavar="STAGE,…", help=f"Skip stages: {', '.join(STAGES)}."),
     ] = None,
+    optimise: Annotated[
+        bool, typer.Option("--optimise", help="Also try to make the step faster, as `stepscope optimise` does.")
+    ] = False,
     fresh: Annotated[bool, typer.Option("--fresh", help="Run all stages again.")] = False,
     force: Annotated[
         bool, typer.Option("--force", help="Replace the file at --out even if stepscope did not write it.")
@@ -58,11 +61,11 @@ def report(
 
         check_folder(export)
     if files:
-        _refuse_flags({"--data": data, "--without": without, "--fresh": fresh})
+        _refuse_flags({"--data": data, "--without": without, "--optimise": optimise, "--fresh": fresh})
         refuse_settings(grid, "a report on existing files does not measure anything")
         _read(files, out, export, force=force, cached=cache)
     else:
-        _run(grid, out, export, data=data, without=without, fresh=fresh, force=force)
+        _run(grid, out, export, data=data, without=without, optimise=optimise, fresh=fresh, force=force)
 
 
 def _refuse_flags(flags: dict[str, object]) -> None:
@@ -82,9 +85,7 @@ def _read(files: list[Path], out: Path, export: Path | None, *, force: bool, cac
     _end(page, export, next_=next_)
 
 
-def _run(
-    grid: Grid, out: Path, export: Path | None, *, data: Path | None, without: str | None, fresh: bool, force: bool
-) -> None:
+def _run(grid: Grid, out: Path, export: Path | None, *, data: Path | None, without: str | None, **how: bool) -> None:
     from stepscope.api.report import NothingMeasuredError
     from stepscope.api.report import report as make_report
     from stepscope.cli.report_progress import watching
@@ -93,9 +94,7 @@ def _run(
     left_out = parse_stages(without) if without is not None else ()
     try:
         with watching() as watcher:
-            page = make_report(
-                grid, out, force=force, data=data, without=left_out, fresh=fresh, progress=watcher, command=_words()
-            )
+            page = make_report(grid, out, data=data, without=left_out, progress=watcher, command=_words(), **how)
     except Interrupted as interrupted:
         where = (
             f"stages that finished, if any, are in {interrupted.page}" if interrupted.page else f"{out} was not changed"

@@ -146,7 +146,9 @@ def climb(
                 add(Rung(name=candidate.name, title=candidate.title, status="kept"))
                 kept = changes
             else:
-                is_rewrite = replace(changes, rewrites=kept.rewrites) == kept
+                # Working weights are no replacement, and are not listed as one.
+                same = replace(kept.rewrites, working_weights=changes.rewrites.working_weights)
+                is_rewrite = replace(changes, rewrites=same) == kept
                 rung = _measure(
                     job, changes, candidate.name, candidate.title, reference, done_before=done if is_rewrite else None
                 )

@@ -87,6 +87,7 @@ def test_operators_follow_the_rules_of_the_dispatcher(activation: str) -> None:
     torch.library.opcheck(OPERATORS.gated_activation_packed_backward.default, (dy, gate_up.detach(), activation))
 
 
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # the compiler's own tracing
 def test_compiled_product_gives_the_same_bits() -> None:
     inputs, upstream = [normal(6, 40, seed=1).bfloat16(), normal(12, 20, seed=2).bfloat16()], [normal(6, 12, seed=9)]
     compiled = torch.compile(ours_linear, backend="aot_eager", fullgraph=True)

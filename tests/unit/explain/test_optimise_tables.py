@@ -45,6 +45,8 @@ def test_the_result_ends_with_the_last_kept_change() -> None:
 def test_nothing_kept_is_said() -> None:
     report = optimisation((CHANGES[0], change("compile", "no gain", 61.0)))
     assert say_result(report) == "No change made the step faster: 60 ms per step, 1 change tried."
+    slower = optimisation((CHANGES[0], change("operations", "no gain", 70.0), change("compile", "kept", 65.0)))
+    assert say_result(slower).startswith("No change made the step faster")
     assert "could not be measured" in say_result(optimisation((change("start", "failed", None, "out of memory"),)))
 
 
@@ -52,7 +54,7 @@ def test_each_sentence_is_said_once_and_reasons_name_their_change() -> None:
     assert list_notes(optimisation()) == [
         "graph: not applied, CUDA graphs need a GPU",
         ATTENTION,
-        "norms: 25 fused",
+        "norms: 25 fused (not kept)",
         "norms: failed, gradient of norm: error 0.2",
     ]
 
@@ -66,6 +68,7 @@ def test_checks_have_a_row_per_measured_change() -> None:
     table = check_table(optimisation())
     assert cells(table, "change") == ["start", "compile", "attention", "optimizer", "norms"]
     assert cells(table, "verdict") == ["passes"] * 4 + ["fails"]
+    assert cells(table, "loss_error")[0] == pytest.approx(0.01 / 4.24)
     with pytest.raises(StepscopeError, match="no checks"):
         check_table(optimisation((CHANGES[2],)))
 

@@ -164,6 +164,35 @@ def test_finished_stages_are_reused(bench: Bench) -> None:
     assert [stage.runs for stage in bench.stages.values()] == [2] * 5
 
 
+def test_optimise_runs_on_request_and_is_reused(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = FakeStage("optimise")
+    monkeypatch.setattr(stages, "ON_REQUEST", (asked,))
+    _, heard = bench.make()
+    assert asked.runs == 0
+    _, heard = bench.make(optimise=True)
+    assert heard.endings[-1] == ("optimise", Ending.DONE)
+    assert heard.planned == ["optimise"]
+    _, heard = bench.make()
+    assert heard.endings[-1] == ("optimise", Ending.REUSED)
+    bench.make(fresh=True)
+    assert asked.runs == 1
+
+
+def test_optimise_does_not_apply_to_every_step(tmp_path: Path) -> None:
+    case = build_case({"precision": "fp16", "device": "cpu"})
+    work = StageWork(
+        folder=tmp_path,
+        command="stepscope report",
+        planned=Planned(case=case, environment=ENVIRONMENT, source=None),
+        other=Planned(case=case, environment=ENVIRONMENT, source=None),
+        workers=NoWorkers(),  # type: ignore[arg-type]
+        fresh=False,
+        on_stage=lambda _: None,
+    )
+    with pytest.raises(stages.UnavailableError, match="precision `fp16` cannot be optimized: the loss scale"):
+        stages.ON_REQUEST[0].run(work, Materials(name="a"))
+
+
 def test_edited_model_and_lost_results_run_again(bench: Bench) -> None:
     bench.make()
     (bench.folder / "data" / "memory").unlink()

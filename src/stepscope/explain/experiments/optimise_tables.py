@@ -38,7 +38,7 @@ def say_result(report: OptimiseReport) -> str:
     if start is None or final is None or speedup is None:
         return "The step itself could not be measured."
     tried = sum(one.status != "start" for one in report.changes)
-    if not report.kept:
+    if not report.kept or final >= start:
         return f"No change made the step faster: {say_time(start)} per step, {count_noun(tried, 'change')} tried."
     kept = f"{len(report.kept)} of {count_noun(tried, 'change')} kept"
     return f"{say_time(start)} per step before, {say_time(final)} after: {say_factor(speedup)} faster, {kept}."
@@ -60,9 +60,9 @@ def _say_gain(before_ns: int, after_ns: int) -> str:
     return f"{sign}{say_percent(abs(before_ns - after_ns) / before_ns)}"
 
 
-def write_fast_command(workload: Workload) -> str:
-    """The command that times the same workload with all changes. The precision stays."""
-    command = write_command("bench", workload, without=PRESETS["fast"])
+def write_fast_command(workload: Workload, verb: str = "bench") -> str:
+    """The command that runs the same workload with all changes. The precision stays."""
+    command = write_command(verb, workload, without=PRESETS["fast"])
     own = "" if workload.precision == PRESETS["fast"]["precision"] else f" --precision {workload.precision}"
     return f"{command} --preset fast{own}"
 
@@ -70,11 +70,14 @@ def write_fast_command(workload: Workload) -> str:
 def list_notes(report: OptimiseReport) -> list[str]:
     """What each change replaced, or why it was not applied. A change lists what those before it did too; each sentence
     is said once."""
+    kept = {note for change in report.kept for note in change.notes}
     said: dict[str, None] = {}
     for change in report.changes:
         for note in change.notes:
-            is_reason = change.status in _REASONS and note == change.notes[-1]
-            said[f"{change.name}: {change.status}, {note}" if is_reason else note] = None
+            if change.status in _REASONS and note == change.notes[-1]:
+                said[f"{change.name}: {change.status}, {note}"] = None
+            else:
+                said[note if note in kept or change.status == "start" else f"{note} (not kept)"] = None
     return list(said)
 
 
@@ -136,14 +139,16 @@ def check_table(report: OptimiseReport) -> Table:
             Column(key="plain_error", label="error of the original", kind="number"),
             Column(key="share_of_limit", label="share of limit", kind="share"),
             Column(key="verdict", label="verdict"),
-            Column(key="loss", label="loss", kind="number"),
-            Column(key="plain_loss", label="loss of the original", kind="number"),
-            Column(key="true_loss", label=f"loss in {truth}", kind="number"),
+            Column(key="loss_error", label="loss error", kind="number"),
+            Column(key="plain_loss_error", label="loss error of the original", kind="number"),
+            Column(key="loss", label="loss", kind="number", detail=True),
+            Column(key="plain_loss", label="loss of the original", kind="number", detail=True),
+            Column(key="true_loss", label=f"loss in {truth}", kind="number", detail=True),
         ),
         rows=tuple(_check_row(one) for one in checked),
         notes=(
-            f"‖g − g*‖ / ‖g*‖, where g* is the gradient in {truth}. Limit: twice the error of the original step in the "
-            "same precision, plus half a unit in the last place.",
+            f"Error: ‖g − g*‖ / ‖g*‖, where g* is the gradient in {truth}. Limit: twice the error of the original step "
+            "in the same precision, plus half a unit in the last place.",
             *(["float64 did not fit into memory."] if truth == "fp32" else []),
         ),
     )
@@ -159,10 +164,16 @@ def _check_row(change: MeasuredChange) -> tuple[Cell, ...]:
         check.plain_error,
         check.share_of_limit,
         "passes" if check.passes else "fails",
+        _relative(check.loss, check.true_loss),
+        _relative(check.plain_loss, check.true_loss),
         check.loss,
         check.plain_loss,
         check.true_loss,
     )
+
+
+def _relative(value: float | None, truth: float | None) -> float | None:
+    return None if value is None or not truth else abs(value - truth) / abs(truth)
 
 
 TABLES: dict[str, Callable[[OptimiseReport], Table]] = {"changes": changes_table, "check": check_table}

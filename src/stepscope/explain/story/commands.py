@@ -12,7 +12,8 @@ def find_case(materials: Materials) -> Case | None:
     for one in (materials.profile, materials.memory):
         if one is not None and one.recording.manifest.case is not None:
             return one.recording.manifest.case
-    return materials.precision.case if materials.precision else None
+    documents = (materials.precision, materials.optimisation)
+    return next((one.case for one in documents if one is not None), None)
 
 
 def find_strangers(materials: Materials) -> dict[str, Case]:
@@ -34,6 +35,7 @@ def list_commands(materials: Materials) -> tuple[Copyable, ...]:
     typed += [("recording" if one.loop else "memory" if one.memory else "profile", one.command) for one in manifests]
     typed += [("precision", materials.precision.command)] if materials.precision else []
     typed += [("attention", row.command) for row in materials.attention[:1]]
+    typed += [("optimization", materials.optimisation.command)] if materials.optimisation else []
     texts: dict[str, str] = {}
     for label, text in typed:
         if text:

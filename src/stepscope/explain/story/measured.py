@@ -3,7 +3,7 @@
 `bench` may have timed variants of the run, such as another precision, and the attention stage times implementations in
 the shape of the run. What is clearly faster there is a finding with the measured saving; an estimated finding about the
 same setting becomes part of it. The page's step is that of the profile, and `bench` ran separately, so a measured
-saving is the measured ratio applied to the page's step.
+saving is the measured ratio applied to the page's step. So is what `stepscope optimise` measured.
 """
 
 from collections.abc import Iterable, Sequence
@@ -13,13 +13,16 @@ import msgspec
 from stepscope.explain.commands import write_command, write_flags
 from stepscope.explain.experiments.attention_tables import Timing, summary_ms
 from stepscope.explain.experiments.bench_tables import step_ms
+from stepscope.explain.experiments.optimise_tables import PYTHON_LINE, write_fast_command
 from stepscope.explain.rules.joint import rank
 from stepscope.explain.rules.rule import IDLE_ENOUGH
-from stepscope.explain.story.sources import Materials
+from stepscope.explain.story.commands import find_case
+from stepscope.explain.story.sources import Materials, is_same_run
 from stepscope.findings import Finding
 from stepscope.recording.rows.attention_case import AttentionRow
+from stepscope.recording.rows.optimisation import MeasuredChange
 from stepscope.spec import RUN_SETTINGS, ModelShape, Workload
-from stepscope.units import say_factor, say_time
+from stepscope.units import say_factor, say_percent, say_time
 
 # Settings that may make a step of the same model and batch faster, each with the rules about it. The first is that of a
 # measured finding.
@@ -46,7 +49,10 @@ _WORTH_SAYING = 0.01  # of the step
 
 def find_measured(materials: Materials) -> tuple[Finding, ...]:
     """Return what was measured to be faster, the largest saving first and at most one finding per setting."""
-    found = [*_find_variants(materials), *_find_attention(materials)]
+    tried = tuple(_find_optimised(materials))
+    known = {one.code for one in tried}  # those of the whole step, one on top of the other, say more
+    others = (*_find_variants(materials), *_find_attention(materials))
+    found = [*tried, *(one for one in others if one.code not in known)]
     found.sort(key=lambda one: (-(one.share or 0.0), one.code))
     best = {one.code: one for one in reversed(found)}
     return tuple(one for one in found if best[one.code] is one and (one.share or 0.0) >= _WORTH_SAYING)
@@ -140,6 +146,50 @@ def _find_attention(materials: Materials) -> Iterable[Finding]:
     )
 
 
+# The rule of each change of `stepscope optimise`, and what the changes of a rule are called. Others fuse kernels.
+_RULE_OF_CHANGE = {"operations": "SS004", "attention": "SS004", "graph": "SS001", "optimizer": "SS007"}
+_CHANGES_OF_RULE = {
+    "SS001": "CUDA graphs make",
+    "SS003": "torch.compile and fused kernels make",
+    "SS004": "Faster attention makes",
+    "SS007": "AdamW in one launch makes",
+}
+
+
+def _find_optimised(materials: Materials) -> Iterable[Finding]:
+    """What `stepscope optimise` measured, in a run of its own. Its changes come one after another, so their gains add
+    up."""
+    report, run = materials.optimisation, find_case(materials)
+    if report is None or run is None or materials.step_ns is None or not is_same_run(report.case, run):
+        return
+    changes: dict[str, list[MeasuredChange]] = {}
+    for change in report.kept:
+        changes.setdefault(_RULE_OF_CHANGE.get(change.name, "SS003"), []).append(change)
+    workload = report.case.workload
+    is_builtin = isinstance(workload.model, ModelShape)
+    for code, kept in changes.items():
+        times = [(report.before_ns(one) or 0, one.step_ns or 0) for one in kept]
+        share = sum(before - after for before, after in times) / (report.start_ns or 1)
+        steps = [
+            f"{one.title}: {say_time(before)} → {say_time(after)}"
+            for one, (before, after) in zip(kept, times, strict=True)
+        ]
+        said = f"in a run of its own, each change on top of those before it: {'; '.join(steps)}"
+        yield Finding(
+            code=code,
+            title=f"{_CHANGES_OF_RULE[code]} the step {say_percent(share)} shorter",
+            evidence=f"measured by stepscope optimise, {said}",
+            action="Run with `--preset fast`"
+            if is_builtin
+            else "Train with the step that `stepscope.optimise` returns",
+            fix=write_fast_command(workload, "report") if is_builtin else PYTHON_LINE,
+            saving_ns=round(share * materials.step_ns),
+            share=share,
+            joint_share=share,
+            is_measured=True,
+        )
+
+
 def _attention_times(rows: Sequence[AttentionRow], workload: Workload) -> dict[str, float]:
     """Return the time of one attention in nanoseconds by value of `--attention`. Times of Python instead of kernels are
     left out."""
@@ -181,7 +231,7 @@ def add_measured(findings: Sequence[Finding], measured: Sequence[Finding]) -> tu
     rest, left, estimated = list(findings), 1.0, 0.0
     joined: list[Finding] = []
     for one in measured:
-        adds = (one.share or 0.0) * left
+        adds = (one.share or 0.0) * left if one.joint_share is None else min(one.joint_share, left)
         left -= adds
         same = {code for codes in _RULES.values() if one.code in codes for code in codes}
         cards = [card for card in rest if same & _codes(card)]

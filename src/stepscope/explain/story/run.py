@@ -21,7 +21,7 @@ from stepscope.explain.story.missing import explain_absence, gather_missing
 from stepscope.explain.story.opening import Opening, list_facts, name_rank, say_run, subtitle_of, title_of
 from stepscope.explain.story.phrases import shorten
 from stepscope.explain.story.sections.environment_facts import show_environment
-from stepscope.explain.story.sections.experiment_results import show_attention, show_precision
+from stepscope.explain.story.sections.experiment_results import show_attention, show_optimised, show_precision
 from stepscope.explain.story.sections.loop import show_loop
 from stepscope.explain.story.sections.memory_peak import show_memory, show_saved
 from stepscope.explain.story.sections.out_of_memory import show_out_of_memory
@@ -95,14 +95,15 @@ SECTIONS: dict[str, Callable[[Materials], Section]] = {
     "autograd": show_saved,
     "precision": show_precision,
     "attention": show_attention,
+    "optimise": show_optimised,
     "questions": answer_questions,
     "environment": show_environment,
 }
 
 
 def is_shown(key: str, materials: Materials) -> bool:
-    """Whether a run has a section: `ranks` only with several, `loop` only if it is that of a training loop, and `oom`
-    only if it ran out of memory."""
+    """Whether a run has a section: `ranks` only with several, `loop` only if it is that of a training loop, `oom` only
+    if it ran out of memory, and `optimise` only on request."""
     match key:
         case "oom":
             return materials.out_of_memory is not None
@@ -110,6 +111,8 @@ def is_shown(key: str, materials: Materials) -> bool:
             return len(materials.ranks) > 1
         case "loop":
             return materials.loop is not None
+        case "optimise":
+            return materials.optimisation is not None or "optimise" in materials.absent
         case _:
             return True
 
@@ -161,7 +164,8 @@ def advise(finding: Finding, profile: Profile | None) -> Advice:
 
 def _list_fixes(finding: Finding, profile: Profile | None) -> list[Copyable]:
     if finding.is_measured or profile is None:
-        return [Copyable(label="this run with the fix", text=finding.fix)]
+        label = "this run with the fix" if _SHELL.match(finding.fix) else "in your own code"
+        return [Copyable(label=label, text=finding.fix)]
     rule, manifest = RULES[finding.code], profile.recording.manifest
     workload = manifest.case.workload if manifest.case else None
     changes = rule.change(manifest) if rule.change and workload is not None and not finding.is_remark else {}

@@ -151,13 +151,15 @@ def without_flags(words: Sequence[str], *flags: str) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class ReportJob:
-    """A report that measures. `words` is the command line; `data` is None for the default directory."""
+    """A report that measures. `words` is the command line; `data` is None for the default directory. With `optimise`,
+    it also tries to make the step faster."""
 
     page: Path
     words: Sequence[str]
     data: Path | None = None
     fresh: bool = False
     without: tuple[str, ...] = ()
+    optimise: bool = False
 
     @property
     def go_on(self) -> str:
@@ -233,13 +235,18 @@ class _Making:
     def _find_waiting(self) -> list[ReportStage]:
         """Load finished stages first, so that an interrupted page has all of them, and return the others."""
         waiting: list[ReportStage] = []
-        for place, stage in enumerate(stages.ALL):
-            self._waiting = [*waiting, *stages.ALL[place:]]
+        chosen = [*stages.ALL, *(one for one in stages.ON_REQUEST if self._is_requested(one))]
+        for place, stage in enumerate(chosen):
+            self._waiting = [*waiting, *chosen[place:]]
             if stage.name in self.job.without:
                 self._leave_out(stage, "skipped with --without", without_flags(self.job.words, "--without", "--fresh"))
             elif not self._reuse(stage):
                 waiting.append(stage)
         return waiting
+
+    def _is_requested(self, stage: ReportStage) -> bool:
+        """Asked for now, or in an earlier run of the report that is being resumed."""
+        return self.job.optimise or (stage.name in self.state.done and not self.job.fresh)
 
     def _leave_out(self, stage: ReportStage, why: str, command: str) -> None:
         self._absent[stage.name] = Missing(what=stage.what, why=why, command=command)

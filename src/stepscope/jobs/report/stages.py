@@ -17,20 +17,23 @@ from stepscope.explain.commands import write_command
 from stepscope.explain.experiments.attention_shapes import AttentionShape, find_attention_shape
 from stepscope.explain.experiments.attention_tables import summary_ms
 from stepscope.explain.experiments.bench_tables import mfu_of, step_ms
+from stepscope.explain.experiments.optimise_tables import say_result
 from stepscope.explain.memory import make_memory_profile
 from stepscope.explain.precision.precision_tables import find_speeds
 from stepscope.explain.story.sources import Materials
 from stepscope.explain.trace.profile import Profile, kernel_word, make_profile
-from stepscope.findings import STAGES
+from stepscope.findings import STAGES, STAGES_ON_REQUEST
 from stepscope.jobs.experiments.attention_sweep import AttentionExperiment, PlannedAttention
 from stepscope.jobs.experiments.memory_sweep import MemoryExperiment, recording_folder
 from stepscope.jobs.experiments.sweep import RESULTS_NAME, BenchExperiment, C, Experiment, Planned, Sweep, TextListener
+from stepscope.jobs.optimise import OptimisationJob, check_workload
 from stepscope.jobs.precision import CONTEXT_ON_CPU, PrecisionJob, choose_precisions
 from stepscope.jobs.recorders.recording_job import ProfileJob
 from stepscope.jobs.workers.process import InputRefusedError, Workers
 from stepscope.recording import store
 from stepscope.recording.rows.attention_case import AttentionCase, AttentionRow
 from stepscope.recording.rows.bench import BenchRow, Retry, Row
+from stepscope.recording.rows.optimisation import read_optimisation
 from stepscope.recording.rows.precision_report import read_report
 from stepscope.recording.rows.results_file import R, read_rows
 from stepscope.spec import Factory, ModelShape, Precision, Workload, for_precisions
@@ -39,6 +42,7 @@ from stepscope.units import count_noun, say_bytes
 
 # If timing the case takes no longer than this, it is also timed in the other common precision.
 _LITTLE_S = 60.0
+_COMPILING_S = 90.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,7 +75,7 @@ class ReportStage(ABC):
 
     @property
     def what(self) -> str:
-        return STAGES[self.name].makes
+        return (STAGES | STAGES_ON_REQUEST)[self.name].makes
 
     def keys(self, work: StageWork) -> tuple[str, ...]:
         """The keys of its results; the first identifies the case."""
@@ -335,8 +339,39 @@ def choose_precision(shape: AttentionShape, precision: Precision) -> Precision:
     return precision if precision == "tf32" else "fp32"
 
 
+class OptimiseStage(ReportStage):
+    """Changes that make the step faster, tried one after another."""
+
+    name = "optimise"
+
+    def expected_s(self, work: StageWork) -> float:
+        return _COMPILING_S + 250 * work.step_s  # about six programs, each compiled and run dozens of times
+
+    def load(self, folder: Path, _keys: Sequence[str], materials: Materials, /) -> Materials:
+        return replace(materials, optimisation=read_optimisation(folder / f"{self.name}.json"))
+
+    def run(self, work: StageWork, materials: Materials) -> tuple[Materials, tuple[str, ...]]:
+        try:
+            check_workload(work.planned.case.workload)
+        except StepscopeError as error:
+            raise UnavailableError(": ".join((error.message, error.detail))) from None
+        path = work.folder / f"{self.name}.json"
+        report = OptimisationJob(command=self.command(work)).run_planned(
+            work.planned, work.workers, work.on_stage, lambda _report, _change: None, path=path
+        )
+        if report.stopped:
+            raise StepscopeError("not all changes were tried", detail=report.stopped)
+        return replace(materials, optimisation=report), self.keys(work)
+
+    def tell(self, materials: Materials) -> str:
+        assert materials.optimisation is not None
+        return say_result(materials.optimisation).removesuffix(".")
+
+
 ALL: tuple[ReportStage, ...] = (BenchStage(), ProfileStage(), MemoryStage(), PrecisionStage(), AttentionStage())
+ON_REQUEST: tuple[ReportStage, ...] = (OptimiseStage(),)
 assert [stage.name for stage in ALL] == list(STAGES)
+assert [stage.name for stage in ON_REQUEST] == list(STAGES_ON_REQUEST)
 
 
 def other_precision(precision: Precision) -> Precision:

@@ -1,4 +1,5 @@
-"""Measurements besides the step: attention implementations over lengths, and the error and speed of low precision."""
+"""Measurements besides the step: attention implementations over lengths, the error and speed of low precision, and
+changes that make the step faster."""
 
 from collections.abc import Sequence
 
@@ -12,13 +13,15 @@ from stepscope.explain.experiments.attention_tables import (
     say_common,
     summary_ms,
 )
+from stepscope.explain.experiments.optimise_tables import changes_table, check_table, say_result
 from stepscope.explain.precision.precision_tables import answer, make_table, pair_speeds
 from stepscope.explain.story.commands import find_case
 from stepscope.explain.story.missing import command_for, explain_absence
 from stepscope.explain.story.phrases import MOST_ROWS, retitle, shorten
 from stepscope.explain.story.sources import Materials
-from stepscope.findings import Exhibit, Section, Table
+from stepscope.findings import Bars, Exhibit, Section, Table
 from stepscope.recording.rows.attention_case import AttentionRow
+from stepscope.recording.rows.optimisation import OptimiseReport
 from stepscope.recording.rows.precision_report import PrecisionReport, PrecisionRun
 from stepscope.spec import ModelShape
 from stepscope.units import count_noun, say_size, say_time
@@ -166,3 +169,32 @@ def _say_error(run: PrecisionRun) -> str:
         return "not finite"
     scaled = f" (loss scale {run.loss_scale:g})" if run.loss_scale != 1 else ""
     return f"{run.gradient_error:.2g}{scaled}"
+
+
+# --- Optimized step ---------------------------------------------------------------------------------------------------
+
+
+def show_optimised(materials: Materials) -> Section:
+    key, title = "optimise", "Before and after"
+    report = materials.optimisation
+    if report is None:
+        return Section(key=key, title=title, missing=(materials.absent[key],))
+    exhibits = [Exhibit(key="optimise-changes", part=changes_table(report))]
+    if any(one.step_ns for one in report.changes):
+        exhibits.insert(0, Exhibit(key="optimise-steps", part=_draw_changes(report)))
+    if any(one.check for one in report.changes):
+        exhibits.append(Exhibit(key="optimise-check", part=check_table(report)))
+    apart = "These times are from a run of their own: its start can differ from the step above."
+    return Section(key=key, title=title, lead=f"{say_result(report)} {apart}", exhibits=tuple(exhibits))
+
+
+def _draw_changes(report: OptimiseReport) -> Bars:
+    """A bar per measured step: with each change on top of those kept before it."""
+    measured = [one for one in report.changes if one.step_ns is not None]
+    return Bars(
+        title="Step time with each change, on top of those kept before it",
+        kind="ms",
+        labels=tuple(one.name if one.status in ("start", "kept") else f"{one.name} ({one.status})" for one in measured),
+        series=("step",),
+        values=(tuple((one.step_ns or 0) / 1e6 for one in measured),),
+    )
