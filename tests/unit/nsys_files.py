@@ -156,6 +156,7 @@ TAKES = {{
         "--output": None,
         "--force-overwrite": {{"true", "false"}},
         "--trace": {{"cuda", "nvtx", "osrt", "none"}},
+        "--cuda-graph-trace": {{"graph", "node"}},
         "--sample": {{"process-tree", "system-wide", "none"}},
         "--cpuctxsw": {{"process-tree", "system-wide", "none"}},
         "--capture-range": {{"none", "cudaProfilerApi", "nvtx", "hotkey"}},

@@ -68,6 +68,7 @@ def test_command_is_the_one_that_was_run(stand_in: StandIn, tmp_path: Path) -> N
         "--output": str(tmp_path / "out" / "report"),
         "--force-overwrite": "true",
         "--trace": "cuda,nvtx",
+        "--cuda-graph-trace": "node",
         "--sample": "none",
         "--cpuctxsw": "none",
         "--capture-range": "cudaProfilerApi",

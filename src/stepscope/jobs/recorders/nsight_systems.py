@@ -103,6 +103,7 @@ def nsys_command(
         *("--output", str(report.with_suffix("")).replace("%", "%%")),
         *("--force-overwrite", "true"),
         *("--trace", "cuda,nvtx"),
+        *("--cuda-graph-trace", "node"),  # the kernels of a captured step, not one row for all of them
         *("--sample", "process-tree" if python_backtrace else "none"),
         *("--cpuctxsw", "none"),
         *("--capture-range", "cudaProfilerApi"),
