@@ -19,6 +19,7 @@ TINY = stepscope.workload(d_model=16, d_ff=32, num_layers=1, num_heads=2, vocab=
 # A user's script under strict type checks. It uses every name of the API.
 SCRIPT = """
 import polars as pl
+import torch
 
 import stepscope
 
@@ -48,6 +49,12 @@ def train(batches: list[float]) -> None:
     print(total, handler)
 
 
+def train_faster(model: torch.nn.Module, optimizer: torch.optim.Optimizer, batches: list[torch.Tensor]) -> None:
+    step: stepscope.OptimisedStep = stepscope.optimise(model, optimizer, example=batches[0], measure=False)
+    losses: list[torch.Tensor] = [step(batch) for batch in batches]
+    print(step.summary(), losses)
+
+
 @stepscope.annotate("forward")
 def measure(path: str) -> stepscope.Workload:
     shape = stepscope.ModelShape(d_model=64, d_ff=128, num_layers=2, num_heads=2, num_kv_heads=2)
@@ -58,6 +65,8 @@ def measure(path: str) -> stepscope.Workload:
     recorded: stepscope.Run = stepscope.profile(chosen)
     step_ms: float = recorded.step_ms + stepscope.load(path).step_ms
     peak: int = weighed.run().peak_bytes
+    faster: stepscope.OptimiseResult = stepscope.optimise_workload(chosen, out=path)
+    print(faster.changes[0].title)
     try:
         return stepscope.workload(size="small", context=1024)
     except stepscope.StepscopeError as error:

@@ -84,6 +84,7 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> FakeCuda:
 
 def _hide_the_past(monkeypatch: pytest.MonkeyPatch) -> None:
     """Models of earlier tests in the process, which something may still hold, are not part of the stand-in's memory."""
+    gc.unfreeze()  # a timer may have hidden them from the collector, and what is tested here brings them back
     gc.collect()
     get_objects = gc.get_objects
     past = [one for one in get_objects() if issubclass(type(one), Tensor | nn.Module | Optimizer)]
