@@ -84,11 +84,14 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> FakeCuda:
 
 def _hide_the_past(monkeypatch: pytest.MonkeyPatch) -> None:
     """Models of earlier tests in the process, which something may still hold, are not part of the stand-in's memory."""
-    gc.unfreeze()  # a timer may have hidden them from the collector, and what is tested here brings them back
+    is_frozen = gc.get_freeze_count() > 0  # a timer hides them from the collector; what is tested here brings them back
+    gc.unfreeze()
     gc.collect()
     get_objects = gc.get_objects
     past = [one for one in get_objects() if issubclass(type(one), Tensor | nn.Module | Optimizer)]
     hidden = {id(one) for one in past}  # `past` keeps them, so that no new object gets one of their numbers
+    if is_frozen:
+        gc.freeze()
     monkeypatch.setattr(
         gc, "get_objects", lambda: [one for one in get_objects() if id(one) not in hidden and one is not past]
     )

@@ -1,6 +1,7 @@
 """Steps that are traced, rewritten and captured as a whole: they train as plain steps do, and say what they could not
 do."""
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -78,8 +79,10 @@ def own_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 
 
 @pytest.fixture(autouse=True)
-def fast_learning(monkeypatch: pytest.MonkeyPatch) -> None:
+def fast_learning(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr("stepscope.step.builder.LEARNING_RATE", 1e-2)
+    yield
+    torch.compiler.reset()  # compiled code keeps its models, which tests of memory in the same process would count
 
 
 @pytest.mark.parametrize(
