@@ -26,7 +26,9 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
+
+from result_rows import fail, read_rows
 
 WARMUP, ROUNDS, STEPS = 3, 6, 6
 MODES = ("eager", "compiled")
@@ -52,24 +54,9 @@ def main() -> int:
         return work(json.loads(arguments.worker))
     if arguments.before is not None and not (arguments.before / "stepscope").is_dir():
         fail(f"`{arguments.before}` has no package `stepscope`; expected the `src` directory of a checkout")
-    rows = read(arguments.source) if arguments.source else list(measure(arguments))
+    rows = read_rows(arguments.source, "attention_train_step") if arguments.source else list(measure(arguments))
     print(table(rows))
     return 1 if any(row["failures"] for row in rows) else 0
-
-
-def read(path: Path) -> list[dict[str, Any]]:
-    try:
-        rows = [json.loads(line) for line in path.read_text().splitlines()]
-        if rows and all(row["benchmark"] == "attention_train_step" for row in rows):
-            return rows
-    except (OSError, ValueError, KeyError, TypeError) as problem:
-        fail(f"cannot read `{path}`: {problem!r}")
-    return fail(f"not a results file of this benchmark: `{path}`")
-
-
-def fail(message: str) -> NoReturn:
-    print(f"error: {message}", file=sys.stderr)
-    raise SystemExit(2)
 
 
 # --- The process that measures ---

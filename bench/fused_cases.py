@@ -241,7 +241,7 @@ def _rope_peers(load: Callable[[Tensor], tuple[Tensor, Tensor]], *, interleaved:
 
 
 def _module(name: str) -> Any:
-    """A module of another library, None if that is not installed or has none of this name, or if there is no GPU."""
+    """A module of another library. None without a GPU, or if the library or the module is missing."""
     if not torch.cuda.is_available() or find_spec(name.partition(".")[0]) is None:
         return None
     try:

@@ -28,7 +28,9 @@ import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
+
+from result_rows import fail, read_rows
 
 ROUNDS, STEPS, WARMUP = 5, 8, 3
 LIMIT_S = 240
@@ -92,26 +94,11 @@ def main() -> int:
         return work(json.loads(arguments.worker))
     if unknown := set(arguments.group.replace("+", ",").split(",")) - set(GROUPS):
         fail(f"unknown group: {', '.join(unknown)}; expected {', '.join(GROUPS)}")
-    rows = read(arguments.source) if arguments.source else measure(arguments)
+    rows = read_rows(arguments.source, "step_speed") if arguments.source else measure(arguments)
     print(tables(rows))
     if arguments.plot is not None:
         draw_ladder(rows, arguments.plot)
     return 1 if any(row["failure"] for row in rows) else 0
-
-
-def read(path: Path) -> list[dict[str, Any]]:
-    try:
-        rows = [json.loads(line) for line in path.read_text().splitlines()]
-        if rows and all(row["benchmark"] == "step_speed" for row in rows):
-            return rows
-    except (OSError, ValueError, KeyError, TypeError) as problem:
-        fail(f"cannot read `{path}`: {problem!r}")
-    return fail(f"not a results file of this benchmark: `{path}`")
-
-
-def fail(message: str) -> NoReturn:
-    print(f"error: {message}", file=sys.stderr)
-    raise SystemExit(2)
 
 
 # --- The process that measures ---

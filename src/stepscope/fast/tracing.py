@@ -17,8 +17,8 @@ from stepscope.fast.weights import WorkingWeights
 
 
 class RewritingBackend:
-    """The backend for `torch.compile`. With `compiles`, Inductor compiles the rewritten graph; otherwise it runs as it
-    is."""
+    """The backend for `torch.compile`. `compiler` compiles the rewritten graph; without one, it runs as it is. `done`
+    says what was rewritten."""
 
     def __init__(
         self, wanted: Rewrites, weights: WorkingWeights, *, dtype: torch.dtype | None, compiler: str | None = "inductor"

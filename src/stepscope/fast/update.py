@@ -23,7 +23,7 @@ _AVERAGES = ("exp_avg", "exp_avg_sq")
 def why_not_one_launch(optimizer: torch.optim.Optimizer | None) -> str | None:
     """Why this optimizer cannot be updated by our kernel; None if it can."""
     if optimizer is None:
-        return "there is no optimizer"
+        return "no optimizer was given"
     if type(optimizer) not in (torch.optim.AdamW, torch.optim.Adam):
         return f"the optimizer is {type(optimizer).__name__}, not torch.optim.AdamW or Adam"
     for name in _OFF:

@@ -8,7 +8,7 @@ change.
 Matrices that multiply the same input are stored one after another, so that one GEMM can read them all.
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -104,10 +104,8 @@ class WorkingWeights:
     @property
     def merged(self) -> list[tuple[str, ...]]:
         """The names of parameters that share a leaf."""
-        return [tuple(self.names[one] for one in leaf.parameters) for leaf in self._shared()]
-
-    def _shared(self) -> Iterable[Leaf]:
-        return (leaf for leaf in self._leaves.values() if len(leaf.parameters) > 1)
+        shared = (leaf for leaf in self._leaves.values() if len(leaf.parameters) > 1)
+        return [tuple(self.names[one] for one in leaf.parameters) for leaf in shared]
 
     @property
     def count(self) -> int:

@@ -180,7 +180,7 @@ def adamw_update(
     factors,
     STATE_TYPE: tl.constexpr,
     GRADIENT_TYPE: tl.constexpr,
-    WORKING_TYPE: tl.constexpr,  # None: there is no working copy
+    WORKING_TYPE: tl.constexpr,  # None without a working copy
     ALIGNED: tl.constexpr,
     BLOCK: tl.constexpr,
     CHUNK: tl.constexpr,

@@ -45,7 +45,7 @@ SETTINGS = SHAPE_SETTINGS | OWN_MODEL_SETTINGS | {"preset": PRESET_SETTING} | RU
 
 
 def expand_preset(settings: Mapping[str, V]) -> dict[str, V | Scalar]:
-    """The settings with those of their preset, which is no longer among them."""
+    """Replace `preset` by the settings that it stands for. Settings that are given win."""
     name = settings.get("preset", "none")
     require_choice("preset", name, get_args(Preset))  # type: ignore[arg-type]
     given = {key: value for key, value in settings.items() if key != "preset"}

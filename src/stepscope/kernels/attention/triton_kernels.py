@@ -292,7 +292,7 @@ def load_bias(batch, head, query, key, num_queries, extras):
 # the padding of D to Hopper's copy engine, which frees registers for the accumulators.
 #
 # The sizes of a tile are powers of two, so a head is one tile or two (`tiles.padded_width`). A descriptor has one tile
-# size, so the second tile, the tail, is loaded through a descriptor of its own, which is None if there is no tail.
+# size, so the second tile, the tail, is loaded through a descriptor of its own.
 #
 # Offsets are 64-bit: a batch of long sequences exceeds 2**31 elements, and heads may be far apart.
 
