@@ -18,11 +18,8 @@ import faulthandler
 import fcntl
 import itertools
 import json
-import os
-import select
 import shlex
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -31,11 +28,11 @@ from pathlib import Path
 from typing import Any
 
 from result_rows import fail, read_rows
+from worker_process import ROOT, WorkerProcess, open_answers
 
 ROUNDS, STEPS, WARMUP = 5, 8, 3
 LIMIT_S = 240
 MOST_APART = 0.01  # of the first loss
-ROOT = Path(__file__).parents[1]
 VOCAB, BATCH = 10_000, 4
 SHAPES = {  # width, feed-forward width, layers, heads
     "nano": (128, 512, 4, 4),
@@ -104,42 +101,6 @@ def main() -> int:
 # --- The process that measures ---
 
 
-class Worker:
-    """One implementation, in a process that answers a line with a line."""
-
-    def __init__(self, case: Case, device: str, folder: Path, limit_s: int) -> None:
-        self.case = case
-        environment = os.environ | {"PYTHONPATH": str(ROOT / "src")}
-        environment.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "4")  # per process, and many compile at once
-        what = {"case": case, "device": device, "lock": str(folder / "lock"), "limit_s": limit_s}
-        command = [sys.executable, __file__, "--worker", json.dumps(what)]
-        pipe = subprocess.PIPE
-        self._process = subprocess.Popen(command, env=environment, stdin=pipe, stdout=pipe, text=True)
-
-    def ask(self, steps: int, limit_s: float) -> Any:
-        """Milliseconds of `steps` steps, or None if the process has ended or does not answer."""
-        assert self._process.stdin is not None
-        try:
-            self._process.stdin.write(f"{steps}\n")
-            self._process.stdin.flush()
-        except BrokenPipeError:
-            return None
-        return self.answer(limit_s)
-
-    def answer(self, limit_s: float) -> Any:
-        """The next answer, or None if the process has ended or takes too long; its standard error says why."""
-        assert self._process.stdout is not None
-        if not select.select([self._process.stdout], [], [], max(limit_s, 0))[0]:
-            print(f"{self.case}: no answer; its stack is in standard error", flush=True)
-            return None
-        line = self._process.stdout.readline()
-        return json.loads(line) if line else None
-
-    def close(self) -> None:
-        self._process.kill()
-        self._process.wait()
-
-
 def measure(arguments: argparse.Namespace) -> list[dict[str, Any]]:
     rows = []
     with tempfile.TemporaryDirectory() as folder:
@@ -151,7 +112,8 @@ def measure(arguments: argparse.Namespace) -> list[dict[str, Any]]:
 def measure_group(group: str, arguments: argparse.Namespace, folder: Path) -> Iterator[dict[str, Any]]:
     started = time.monotonic()
     cases = [case for name in group.split("+") for case in GROUPS[name]]
-    workers = [Worker(case, arguments.device, folder, arguments.limit) for case in cases]
+    common = {"device": arguments.device, "lock": str(folder / "lock"), "limit_s": arguments.limit}
+    workers = [WorkerProcess(__file__, common | {"case": case}) for case in cases]
     try:
         ready = {}
         for worker in workers:
@@ -287,8 +249,7 @@ def gib(row: dict[str, Any]) -> str:
 
 def work(what: dict[str, Any]) -> int:
     """Build and compile a step, say so, and run steps for every line of standard input."""
-    answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # whatever prints must not answer
+    answers = open_answers()
     faulthandler.dump_traceback_later(0.9 * what["limit_s"], exit=False)  # where it hangs, if it does
     import torch
 
