@@ -284,7 +284,7 @@ def list_kernels(step: "Step") -> list[tuple[str, int, float]]:
     from torch.autograd import DeviceType
     from torch.profiler import ProfilerActivity, profile
 
-    with profile(activities=[ProfilerActivity.CUDA], acc_events=True) as recorder:
+    with profile(activities=[ProfilerActivity.CUDA]) as recorder:
         step.run()
         torch.cuda.synchronize()
     assert recorder.profiler is not None
