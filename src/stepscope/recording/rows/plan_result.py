@@ -1,0 +1,207 @@
+"""The result of `stepscope plan`: the predicted memory and time of a step, and what would make it fit.
+
+One document is what `--format json` prints. `peak_allocated_bytes` is PyTorch's `max_memory_allocated`. Reserved memory
+depends on the addresses that the driver returns, so it is a range. The CUDA context is neither; it is added to decide
+whether a step fits.
+"""
+
+from typing import Literal
+
+import msgspec
+
+from stepscope.recording.rows.memory_summary import CategoryBytes, ModuleBytes
+from stepscope.spec import Workload
+
+SCHEMA = "stepscope.plan/1"
+FIT_SCHEMA = "stepscope.plan-fit/1"
+
+Bound = Literal["compute", "memory", "launch", "communication"]
+Verdict = Literal["fits", "may fit", "does not fit"]
+Range = tuple[int, int]
+
+
+class PlannedGpu(msgspec.Struct, frozen=True, kw_only=True):
+    """The GPU that a prediction is for. `memory_bytes` is all of its memory, or the limit that was given."""
+
+    name: str
+    memory_bytes: int
+    source: Literal["data sheet", "this machine"] = "data sheet"
+
+
+class PlannedPhase(msgspec.Struct, frozen=True, kw_only=True):
+    """A phase of a step. A phase that a step runs several times counts as their sum, and its memory is that of the one
+    with the highest peak. Without a table of the GPU, there are no times."""
+
+    phase: str
+    start_bytes: int
+    peak_bytes: int
+    end_bytes: int
+    step_ns: int | None = None
+    bound: Bound | None = None
+    kernels: int | None = None
+
+
+class PlannedStretch(msgspec.Struct, frozen=True, kw_only=True):
+    """A phase in the timeline, from slice `start` to slice `end` (exclusive)."""
+
+    phase: str
+    start: int
+    end: int
+
+
+class PlannedTimeline(msgspec.Struct, frozen=True, kw_only=True):
+    """Allocated memory during one step by category, in slices of allocations and frees. Each slice has its highest
+    point. `events` are the numbers of the events that the slices start with."""
+
+    events: tuple[int, ...]
+    areas: dict[str, tuple[int, ...]]
+    stretches: tuple[PlannedStretch, ...] = ()
+
+    def __post_init__(self) -> None:
+        if any(len(values) != len(self.events) for values in self.areas.values()):
+            raise ValueError("expected one value per slice in every area")
+
+
+class PlannedTime(msgspec.Struct, frozen=True, kw_only=True):
+    """The predicted time of a step. `host` is the CPU whose cost per operator it assumes. `is_rough`: from a data sheet
+    instead of measurements of the GPU."""
+
+    step_ns: int
+    interval_ns: Range
+    bound: Bound
+    kernels: int
+    table: str  # the GPU whose measurements it uses
+    host: str
+    is_rough: bool = False
+    communication_ns: int = 0
+    exposed_ns: int = 0  # the part of it that computation does not hide
+
+
+class StepPrediction(msgspec.Struct, frozen=True, kw_only=True):
+    """What a simulated step says, before it is compared with a GPU's memory. Categories add up to the allocated
+    peak, and so do modules."""
+
+    workload: Workload
+    parameters: int
+    peak_allocated_bytes: int
+    peak_requested_bytes: int
+    reserved_bytes: Range
+    context_bytes: int
+    workspace_bytes: int
+    categories: tuple[CategoryBytes, ...]
+    phases: tuple[PlannedPhase, ...]
+    modules: tuple[ModuleBytes, ...]
+    timeline: PlannedTimeline | None
+    time: PlannedTime | None
+    assumptions: tuple[str, ...]
+    peak_phase: str | None = None
+    has_tokens: bool = True
+    forward_flops: int | None = None
+    simulated_s: float = 0.0
+
+    def __post_init__(self) -> None:
+        low, high = self.reserved_bytes
+        if not 0 <= low <= high:
+            raise ValueError("expected a range of reserved memory")
+
+
+class PlanResult(msgspec.Struct, frozen=True, kw_only=True):
+    """The document of one workload on one GPU. `margin_bytes` is what is left of its memory if as much is reserved as
+    can be; it is negative if that is too much."""
+
+    schema: str = SCHEMA
+    workload: Workload
+    gpu: PlannedGpu
+    command: str
+    fits: bool
+    verdict: Verdict
+    margin_bytes: int
+    peak_allocated_bytes: int
+    peak_requested_bytes: int
+    reserved_bytes: Range
+    context_bytes: int
+    workspace_bytes: int
+    peak_phase: str | None
+    step_ns: int | None
+    step_ns_interval: Range | None
+    bound: Bound | None
+    mfu: float | None
+    tokens_per_s: float | None
+    parameters: int
+    categories: tuple[CategoryBytes, ...]
+    phases: tuple[PlannedPhase, ...]
+    modules: tuple[ModuleBytes, ...]
+    assumptions: tuple[str, ...]
+    time: PlannedTime | None = None
+    timeline: PlannedTimeline | None = None
+    versions: dict[str, str] = {}
+
+    @property
+    def needed_bytes(self) -> Range:
+        """Reserved memory and the CUDA context."""
+        low, high = self.reserved_bytes
+        return low + self.context_bytes, high + self.context_bytes
+
+
+def judge_fit(needed: Range, memory_bytes: int) -> Verdict:
+    """Whether a step fits. PyTorch gives back cached memory before it fails, so one that fits only if little is
+    reserved may still run."""
+    low, high = needed
+    if high <= memory_bytes:
+        return "fits"
+    return "may fit" if low <= memory_bytes else "does not fit"
+
+
+# --- `--fit` ----------------------------------------------------------------------------------------------------------
+
+
+class Proposal(msgspec.Struct, frozen=True, kw_only=True):
+    """A change to the workload with its prediction. All numbers come from a simulation of exactly this workload;
+    `refused` says why there is none. `on_front`: no other proposal needs less memory and less time."""
+
+    title: str
+    changes: dict[str, str | int | float | bool]
+    command: str
+    fits: bool = False
+    verdict: Verdict = "does not fit"
+    peak_allocated_bytes: int | None = None
+    reserved_bytes: Range | None = None
+    margin_bytes: int | None = None
+    step_ns: int | None = None
+    step_ns_interval: Range | None = None
+    tokens_per_s: float | None = None
+    on_front: bool = False
+    refused: str = ""
+
+
+class Limit(msgspec.Struct, frozen=True, kw_only=True):
+    """The largest value of a setting that fits, and the next one that was simulated and does not. `value` is None if
+    even the smallest does not fit; `is_cap` if the model does not allow a larger one."""
+
+    setting: Literal["batch", "context"]
+    value: int | None
+    beyond: int | None
+    command: str
+    peak_allocated_bytes: int | None = None
+    reserved_bytes: Range | None = None
+    step_ns: int | None = None
+    tokens_per_s: float | None = None
+    is_cap: bool = False
+
+
+class FitResult(msgspec.Struct, frozen=True, kw_only=True):
+    """The document of `--fit`. The first proposal is the workload as it is; the others are ranked: what fits first, the
+    fastest first."""
+
+    schema: str = FIT_SCHEMA
+    gpu: PlannedGpu
+    command: str
+    start: PlanResult
+    limits: tuple[Limit, ...]
+    proposals: tuple[Proposal, ...]
+    simulations: int
+    notes: tuple[str, ...] = ()
+
+    @property
+    def fitting(self) -> tuple[Proposal, ...]:
+        return tuple(one for one in self.proposals if one.fits)
