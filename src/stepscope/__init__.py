@@ -29,6 +29,7 @@ if TYPE_CHECKING:
         workload,
     )
     from stepscope.api.optimise import OptimiseResult, optimise_workload
+    from stepscope.api.plan import Fit, StepPlan, plan, plan_fit
     from stepscope.api.report import ReportPage, report
     from stepscope.api.run import Answers, Run, RunComparison, load
     from stepscope.errors import StepscopeError
@@ -40,6 +41,7 @@ __all__ = [
     "Answers",
     "BenchResults",
     "DataTable",
+    "Fit",
     "MemoryResults",
     "ModelShape",
     "OptimiseResult",
@@ -50,6 +52,7 @@ __all__ = [
     "ReportPage",
     "Run",
     "RunComparison",
+    "StepPlan",
     "StepscopeError",
     "Workload",
     "__version__",
@@ -61,6 +64,8 @@ __all__ = [
     "memory",
     "optimise",
     "optimise_workload",
+    "plan",
+    "plan_fit",
     "precision",
     "profile",
     "record",
@@ -87,6 +92,7 @@ _MODULES = {
         "workload",
     ),
     "stepscope.api.optimise": ("OptimiseResult", "optimise_workload"),
+    "stepscope.api.plan": ("Fit", "StepPlan", "plan", "plan_fit"),
     "stepscope.api.report": ("ReportPage", "report"),
     "stepscope.api.run": ("Answers", "Run", "RunComparison", "load"),
     "stepscope.errors": ("StepscopeError",),

@@ -44,6 +44,7 @@ RunPart = Literal[
     "saved",
 ]
 OptimisePart = Literal["changes", "check"]
+PlanPart = Literal["categories", "phases", "modules", "assumptions"]
 PrecisionPart = Literal["dtypes", "errors", "underflow", "accumulation", "norm", "speed"]
 
 _FRAME_HEIGHT = 800  # pixels, for a page in a notebook

@@ -40,6 +40,7 @@ from stepscope.jobs.workers.messages import (
     Result,
     StepMeasured,
     StepOptimised,
+    StepPredicted,
     StepsRecorded,
 )
 from stepscope.jobs.workers.process import Died, Ended, InputRefusedError, Workers, require_torch
@@ -391,7 +392,15 @@ def judge(answer: Result | Died) -> tuple[Status, str]:
             return "error", f"{message} {detail}".strip()
         case Died(status=status, reason=reason):
             return status, reason
-        case Probed() | Inspected() | StepsRecorded() | PrecisionsCompared() | AttentionDone() | StepOptimised():
+        case (
+            Probed()
+            | Inspected()
+            | StepsRecorded()
+            | PrecisionsCompared()
+            | AttentionDone()
+            | StepOptimised()
+            | StepPredicted()
+        ):
             raise AssertionError("a case was answered with the reply to another request")
 
 

@@ -5,11 +5,13 @@ The standard output and error of a process belong to the model that runs there; 
 
 import msgspec
 
+from stepscope.plan.assumptions import Accelerator
 from stepscope.recording.memory.labels import MemoryRun
 from stepscope.recording.rows.attention_case import AttentionCase, AttentionOutcome
 from stepscope.recording.rows.bench import Doubt, Environment, Inspection, Measurement, RecordedRun
 from stepscope.recording.rows.collective_case import CommCase, CommOutcome
 from stepscope.recording.rows.optimisation import MeasuredChange
+from stepscope.recording.rows.plan_result import StepPrediction
 from stepscope.recording.rows.precision_report import PrecisionComparison
 from stepscope.recording.rows.training_log import TrainMemory, TrainRow
 from stepscope.spec import Case, Precision, Training
@@ -62,12 +64,27 @@ class OptimiseStep(msgspec.Struct, frozen=True, kw_only=True, tag="optimise"):
     compiler: str = "inductor"
 
 
+class PredictStep(msgspec.Struct, frozen=True, kw_only=True, tag="predict"):
+    """Predict the memory and time of a step on a GPU, without one."""
+
+    case: Case
+    gpu: Accelerator
+
+
 class Inspect(msgspec.Struct, frozen=True, kw_only=True, tag="inspect"):
     """Report what torch sees of this machine."""
 
 
 Request = (
-    ProbeCases | MeasureStep | Record | ComparePrecisions | RecordMemory | MeasureAttention | OptimiseStep | Inspect
+    ProbeCases
+    | MeasureStep
+    | Record
+    | ComparePrecisions
+    | RecordMemory
+    | MeasureAttention
+    | OptimiseStep
+    | PredictStep
+    | Inspect
 )
 
 
@@ -137,6 +154,10 @@ class StepOptimised(msgspec.Struct, frozen=True, kw_only=True, tag="step-optimis
     """Every change has been reported."""
 
 
+class StepPredicted(msgspec.Struct, frozen=True, kw_only=True, tag="step-predicted"):
+    prediction: StepPrediction
+
+
 class OutOfMemory(msgspec.Struct, frozen=True, kw_only=True, tag="oom"):
     reason: str
 
@@ -159,6 +180,7 @@ Result = (
     | MemoryRecorded
     | AttentionDone
     | StepOptimised
+    | StepPredicted
     | OutOfMemory
     | Failed
 )

@@ -1,6 +1,6 @@
-"""Forks workers and ranks: `python -m stepscope.jobs.workers.nursery SOCKET_FD PARENT_PID MODULE`.
+"""Forks workers and ranks: `python -m stepscope.jobs.workers.nursery SOCKET_FD PARENT_PID MODULES`.
 
-It imports torch and MODULE, then forks a process per request on its socket, and reports its process id and how it
+It imports torch and MODULES, which are separated by commas, then forks a process per request on its socket, and reports its process id and how it
 ended. It dies with the process that started it, and the processes it forked die with it.
 """
 
@@ -42,12 +42,13 @@ def main(arguments: list[str]) -> None:
         _bury(child)
 
 
-def _import(module: str) -> None:
+def _import(modules: str) -> None:
     """If torch is missing or its import raises, a worker hits the same error and reports it."""
     with suppress(ImportError):
         import torch._dynamo  # noqa: F401  # the optimizers' base class imports it when one is made; it takes as long as torch
 
-        import_module(module)
+        for module in modules.split(","):
+            import_module(module)
     # Nothing imported here is ever garbage: the collectors of forked processes need not scan it, nor copy its pages.
     gc.collect()
     gc.freeze()

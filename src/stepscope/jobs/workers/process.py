@@ -12,7 +12,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
@@ -67,9 +67,10 @@ class InputRefusedError(StepscopeError):
 
 
 class Workers:
-    """Starts worker processes, one at a time. Closing it ends whatever runs."""
+    """Starts worker processes, one at a time, with `modules` imported. Closing it ends whatever runs."""
 
-    def __init__(self) -> None:
+    def __init__(self, modules: Sequence[str] = ("stepscope.measure.bench",)) -> None:
+        self._modules = tuple(modules)
         self._nursery: Nursery | None = None
 
     def __enter__(self) -> Self:
@@ -85,7 +86,7 @@ class Workers:
         if self._nursery is not None and not self._nursery.is_alive():
             self._close()
         if self._nursery is None:
-            self._nursery = Nursery("stepscope.measure.bench", TemporaryFile())  # noqa: SIM115  # it closes that
+            self._nursery = Nursery(self._modules, TemporaryFile())  # noqa: SIM115  # it closes that
 
     def run(
         self,
@@ -128,13 +129,13 @@ class Workers:
 
 
 class Nursery:
-    """The process that others are forked from, with torch and `module` imported. Its output goes to `output`."""
+    """The process that others are forked from, with torch and `modules` imported. Its output goes to `output`."""
 
-    def __init__(self, module: str, output: IO[bytes]) -> None:
+    def __init__(self, modules: Sequence[str], output: IO[bytes]) -> None:
         limit_instructions()
         self._output = output
         self.socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        words = (str(theirs.fileno()), str(os.getpid()), module)
+        words = (str(theirs.fileno()), str(os.getpid()), ",".join(modules))
         # -P: the current directory goes on the path only when a factory is loaded: a stray `random.py` in it must not
         # break torch. A session of its own: Ctrl-C reaches only this process, which ends the nursery.
         self._process = subprocess.Popen(

@@ -57,7 +57,7 @@ class _RankProcesses:
         self._processes: list[int] = []
         self._unread: dict[int, bytes] = {}
         self._ranks: dict[int, int] = {}  # ranks by pipe
-        self._nursery = Nursery("stepscope.measure.training", (logs / "start.log").open("wb"))
+        self._nursery = Nursery(("stepscope.measure.training",), (logs / "start.log").open("wb"))
         for rank in range(setup.world):
             with (logs / f"rank-{rank}.log").open("wb") as log:
                 pipe = ask(self._nursery.socket, BeRank(setup=setup, request=request, rank=rank), log)

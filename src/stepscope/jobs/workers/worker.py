@@ -30,6 +30,7 @@ from stepscope.jobs.workers.messages import (
     OptimiseStep,
     OutOfMemory,
     PrecisionsCompared,
+    PredictStep,
     ProbeCases,
     Probed,
     ProbedModel,
@@ -40,10 +41,11 @@ from stepscope.jobs.workers.messages import (
     StageReached,
     StepMeasured,
     StepOptimised,
+    StepPredicted,
     StepsRecorded,
 )
 from stepscope.measure.failures import is_out_of_memory, say_in_a_line
-from stepscope.spec import Case, Factory, HuggingFace, ModelShape
+from stepscope.spec import DEFAULT_CONTEXT, Case, Factory, HuggingFace, ModelShape, Workload
 
 if TYPE_CHECKING:
     import torch
@@ -139,6 +141,13 @@ def _serve(request: Request, on_stage: Callable[[str], None], tell: Callable[[An
                 compiler=request.compiler,
             )
             return StepOptimised()
+        case PredictStep(case=case, gpu=gpu):
+            from stepscope.measure.environment import check_torch
+            from stepscope.plan.prediction import predict_workload
+
+            check_torch()
+            workload = _with_context(case.workload, _check_model(case, on_stage))
+            return StepPredicted(prediction=predict_workload(workload, gpu, on_stage=on_stage))
         case Inspect():
             from stepscope.measure.environment import inspect_torch
 
@@ -177,6 +186,11 @@ def _check_model(case: Case, on_stage: Callable[[str], None]) -> ProbedModel:
             return ProbedModel(source=None, takes_context=True)
 
 
+def _with_context(workload: Workload, model: ProbedModel) -> Workload:
+    context = workload.context or (DEFAULT_CONTEXT if model.takes_context else 0)
+    return msgspec.structs.replace(workload, context=context)
+
+
 def _explain_failure(error: BaseException, request: Request, stage: str) -> OutOfMemory | Failed:
     if isinstance(error, ModuleNotFoundError) and error.name == "torch":
         return Failed(
@@ -188,7 +202,7 @@ def _explain_failure(error: BaseException, request: Request, stage: str) -> OutO
     if is_out_of_memory(error):
         return OutOfMemory(reason=say_in_a_line(error))
     match request:
-        case ProbeCases() | Record() if stage.startswith("importing"):
+        case ProbeCases() | Record() | PredictStep() if stage.startswith("importing"):
             doing = f"{stage} raised "
         case (
             MeasureStep(case=case)
@@ -198,6 +212,8 @@ def _explain_failure(error: BaseException, request: Request, stage: str) -> OutO
             | OptimiseStep(case=case)
         ) if stage == "building" and not isinstance(case.workload.model, ModelShape):
             doing = f"building `{case.workload.model.name}` raised "
+        case PredictStep(case=case):
+            doing = f"simulating `{case.workload.model.name}` raised "
         case _:
             doing = ""
     return Failed(message=doing + say_in_a_line(error), detail=_blame(error), bad_input=bool(doing))

@@ -97,6 +97,7 @@ class StepPrediction(msgspec.Struct, frozen=True, kw_only=True):
     peak_phase: str | None = None
     has_tokens: bool = True
     forward_flops: int | None = None
+    versions: dict[str, str] = {}
     simulated_s: float = 0.0
 
     def __post_init__(self) -> None:

@@ -1,0 +1,236 @@
+"""`stepscope plan`: predicts the memory and time of steps on a GPU that need not be there.
+
+Every step is simulated in a process of its own, forked from one that has imported torch. The simulation makes PyTorch
+believe in a GPU, which must not happen to a process that does anything else.
+"""
+
+import shlex
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from types import TracebackType
+from typing import Self
+
+import msgspec
+
+import stepscope
+from stepscope import cost
+from stepscope.errors import StepscopeError, nearest
+from stepscope.explain.commands import write_command
+from stepscope.hardware import Hardware, find, known
+from stepscope.jobs.recorders.recording_job import explain_failure
+from stepscope.jobs.workers.messages import Inspect, Inspected, PredictStep, StepPredicted
+from stepscope.jobs.workers.process import OnStage, Workers, require_torch
+from stepscope.plan.assumptions import Accelerator, accelerator_of
+from stepscope.recording.rows.plan_result import PlannedGpu, PlanResult, StepPrediction, judge_fit
+from stepscope.spec import Case, Grid, HuggingFace, Timing, Workload, flag_of
+
+USUAL_GPU = "H200"  # if none is named and this machine has none: the one whose table comes with the package
+_WITHOUT_EFFECT = {
+    "steps": "a simulated step has no noise to average",
+    "warmup": "a simulated step needs no warm-up",
+    "memory_limit": "--memory says how much there is",
+}
+_MODULES = ("stepscope.plan.prediction",)
+_MOST_AT_ONCE = 4
+
+
+class Target(msgspec.Struct, frozen=True, kw_only=True):
+    """The GPU to predict for: what a simulation needs to know about it, its peaks, and what the result says."""
+
+    accelerator: Accelerator
+    hardware: Hardware
+    planned: PlannedGpu
+    remarks: tuple[str, ...] = ()
+
+    @property
+    def flags(self) -> str:
+        """The flags that name this GPU."""
+        given = (
+            "" if self.planned.memory_bytes == self.hardware.memory_bytes else f" --memory {self.planned.memory_bytes}"
+        )
+        return f"--gpu {shlex.quote(self.planned.name)}{given}"
+
+
+# --- The GPU ----------------------------------------------------------------------------------------------------------
+
+
+def choose_gpu(name: str | None, memory_bytes: int | None, workers: Workers | None = None) -> Target:
+    """The GPU that is named, or that of this machine, or the usual one. `memory_bytes` replaces its memory."""
+    if name is not None:
+        return _target(_find_card(name), memory_bytes)
+    here = _find_here(workers) if workers is not None else None
+    if here is not None:
+        return _target(here, memory_bytes, is_here=True)
+    said = f"no GPU was named and none was found here: {USUAL_GPU}; name another with --gpu"
+    return msgspec.structs.replace(_target(_find_card(USUAL_GPU), memory_bytes), remarks=(said,))
+
+
+def _find_card(name: str) -> Hardware:
+    card = find(name) or find(f"RTX {name}")
+    if card is None:
+        names = [one.name for one in known()]
+        close = nearest(name.upper(), [*names, *(one.split()[0] for one in names)])
+        raise StepscopeError(
+            f"unknown GPU: `{name}`",
+            detail=f"expected one of {', '.join(names)}; for another with the same kernels, add --memory",
+            hint=f"--gpu '{close}'" if close else f"--gpu {USUAL_GPU} --memory 80GB",
+        )
+    return card
+
+
+def _find_here(workers: Workers) -> Hardware | None:
+    """The GPU of this machine, with the memory that its driver reports; None if it has none that is known."""
+    answer = workers.run(Inspect()).answer
+    devices = answer.inspection.devices if isinstance(answer, Inspected) else ()
+    if not devices or (card := find(devices[0].name)) is None:
+        return None
+    return msgspec.structs.replace(card, memory_bytes=devices[0].total_bytes)
+
+
+def _target(card: Hardware, memory_bytes: int | None, *, is_here: bool = False) -> Target:
+    accelerator = accelerator_of(card)
+    memory = memory_bytes or accelerator.memory_bytes
+    return Target(
+        accelerator=msgspec.structs.replace(accelerator, memory_bytes=memory),
+        hardware=card,
+        planned=PlannedGpu(name=card.name, memory_bytes=memory, source="this machine" if is_here else "data sheet"),
+    )
+
+
+# --- The predictions --------------------------------------------------------------------------------------------------
+
+
+class Planner:
+    """Predicts steps on one GPU. Each workload is simulated once; up to `at_once` at the same time."""
+
+    def __init__(self, target: Target, *, on_stage: OnStage = lambda _: None, at_once: int = 1) -> None:
+        self.target = target
+        self._on_stage = on_stage
+        self._at_once = min(at_once, _MOST_AT_ONCE)
+        self._idle: list[Workers] = []
+        self._all: list[Workers] = []
+        self._known: dict[Workload, PlanResult | StepscopeError] = {}
+
+    @property
+    def simulations(self) -> int:
+        return len(self._known)
+
+    def __enter__(self) -> Self:
+        require_torch()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        for workers in self._all:
+            workers.__exit__(kind, error, traceback)
+
+    def predict(self, workload: Workload) -> PlanResult:
+        """Raise StepscopeError if the workload cannot be simulated."""
+        (found,) = self.predict_all([workload])
+        if isinstance(found, StepscopeError):
+            raise found
+        return found
+
+    def predict_all(self, workloads: Sequence[Workload]) -> list[PlanResult | StepscopeError]:
+        """The predictions, or why there is none, in the order of the workloads."""
+        missing = [one for one in dict.fromkeys(workloads) if one not in self._known]
+        threads = min(self._at_once, len(missing))
+        if threads > 1:
+            with ThreadPoolExecutor(threads) as pool:
+                self._known |= dict(zip(missing, pool.map(self._simulate, missing), strict=True))
+        else:
+            self._known |= {one: self._simulate(one) for one in missing}
+        return [self._known[one] for one in workloads]
+
+    def _simulate(self, workload: Workload) -> PlanResult | StepscopeError:
+        workers = self._idle.pop() if self._idle else self._start(workload)
+        case = Case(workload=workload, timing=Timing())
+        ended = workers.run(PredictStep(case=case, gpu=self.target.accelerator), on_stage=self._on_stage)
+        self._idle.append(workers)
+        if isinstance(ended.answer, StepPredicted):
+            return assemble(ended.answer.prediction, self.target)
+        return explain_failure(ended, case, "predicted")
+
+    def _start(self, workload: Workload) -> Workers:
+        more = ("transformers.modeling_utils",) if isinstance(workload.model, HuggingFace) else ()
+        workers = Workers((*_MODULES, *more))
+        self._all.append(workers)
+        return workers
+
+
+def assemble(prediction: StepPrediction, target: Target) -> PlanResult:
+    """The document: a prediction, compared with the memory and the peak of the GPU."""
+    workload, time = prediction.workload, prediction.time
+    low, high = prediction.reserved_bytes
+    needed = (low + prediction.context_bytes, high + prediction.context_bytes)
+    verdict = judge_fit(needed, target.planned.memory_bytes)
+    step_s = time.step_ns / 1e9 if time is not None else None
+    return PlanResult(
+        workload=workload,
+        gpu=target.planned,
+        command=f"{write_command('plan', workload)} {target.flags}",
+        fits=verdict == "fits",
+        verdict=verdict,
+        margin_bytes=target.planned.memory_bytes - needed[1],
+        peak_allocated_bytes=prediction.peak_allocated_bytes,
+        peak_requested_bytes=prediction.peak_requested_bytes,
+        reserved_bytes=prediction.reserved_bytes,
+        context_bytes=prediction.context_bytes,
+        workspace_bytes=prediction.workspace_bytes,
+        peak_phase=prediction.peak_phase,
+        step_ns=time.step_ns if time is not None else None,
+        step_ns_interval=time.interval_ns if time is not None else None,
+        bound=time.bound if time is not None else None,
+        mfu=_mfu(prediction, target.hardware, step_s),
+        tokens_per_s=workload.tokens / step_s if step_s and prediction.has_tokens else None,
+        parameters=prediction.parameters,
+        categories=prediction.categories,
+        phases=prediction.phases,
+        modules=prediction.modules,
+        assumptions=(*target.remarks, *prediction.assumptions),
+        time=time,
+        timeline=prediction.timeline,
+        versions=prediction.versions | {"stepscope": stepscope.__version__},
+    )
+
+
+def _mfu(prediction: StepPrediction, hardware: Hardware, step_s: float | None) -> float | None:
+    peak = hardware.peak_flops.get(prediction.workload.precision)
+    if prediction.forward_flops is None or peak is None or not step_s:
+        return None
+    return cost.step_flops(prediction.forward_flops, prediction.workload.mode) / step_s / peak
+
+
+def check_plan_settings(grid: Grid) -> None:
+    """Reject a setting that would be ignored."""
+    for name, values in grid.axes:
+        if name in _WITHOUT_EFFECT:
+            raise StepscopeError(
+                f"`{flag_of(name)}` has no effect here", detail=_WITHOUT_EFFECT[name], hint=f"remove {flag_of(name)}"
+            )
+        if name == "device" and "cpu" in values:
+            raise StepscopeError("device `cpu` cannot be planned for", detail="expected a GPU", hint="--gpu H200")
+
+
+def plan_grid(
+    grid: Grid,
+    *,
+    gpu: str | None = None,
+    memory_bytes: int | None = None,
+    on_stage: OnStage = lambda _: None,
+) -> tuple[PlanResult, ...]:
+    """A prediction for every workload of a grid. Raise StepscopeError for the first that cannot be simulated."""
+    check_plan_settings(grid)
+    cases = grid.cases()
+    with Planner(open_target(gpu, memory_bytes), on_stage=on_stage) as planner:
+        return tuple(planner.predict(case.workload) for case in cases)
+
+
+def open_target(gpu: str | None, memory_bytes: int | None) -> Target:
+    """The GPU to predict for. Without a name, a process looks for one here."""
+    require_torch()
+    if gpu is not None:
+        return choose_gpu(gpu, memory_bytes)
+    with Workers() as workers:
+        return choose_gpu(None, memory_bytes, workers)

@@ -1,0 +1,279 @@
+"""`stepscope plan --fit`: the largest batch and context that fit, and the changes that make a workload fit.
+
+Memory is nearly affine in the batch, and in the context if attention keeps no scores, so a line through two simulations
+points close to the limit. The line only says where to look: whatever is called fitting was simulated exactly so, and
+so was the next value, which is not.
+"""
+
+import itertools
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Literal, Protocol
+
+import msgspec
+
+from stepscope.errors import StepscopeError
+from stepscope.explain.commands import write_command
+from stepscope.recording.rows.plan_result import FitResult, Limit, PlanResult, Proposal
+from stepscope.spec import ModelShape, Scalar, Workload
+
+Changes = dict[str, Scalar]
+_MOST_SIMULATED = 9  # per limit; values that the model refuses cost nothing
+_MOST = {"batch": 2**20, "context": 2**24}
+_ENOUGH = 3  # combinations that fit
+_ADAMW = ("adamw", "adamw-torch")
+
+
+class PlanSource(Protocol):
+    """What a search asks. `jobs.plan.Planner` is one."""
+
+    @property
+    def simulations(self) -> int: ...
+
+    def predict_all(self, workloads: Sequence[Workload]) -> list[PlanResult | StepscopeError]: ...
+
+
+def find_fit(workload: Workload, planner: PlanSource, command: str) -> FitResult:
+    """Search for what fits. Raise StepscopeError if the workload itself cannot be simulated."""
+    (start,) = planner.predict_all([workload])
+    if isinstance(start, StepscopeError):
+        raise start
+    workload = start.workload
+    proposals = [_propose("as it is", {}, workload, start)]
+    singles = list(list_changes(workload))
+    proposals += _try_all(singles, workload, planner)
+    if not start.fits:
+        for pair in _pairs(combine(singles)):
+            proposals += _try_all(pair, workload, planner)
+            if sum(one.fits for one in proposals) >= _ENOUGH:
+                break
+    limits = tuple(find_limit(setting, start, planner) for setting in _settings_of(workload))
+    return FitResult(
+        gpu=start.gpu,
+        command=command,
+        start=start,
+        limits=limits,
+        proposals=tuple(rank(mark_front(proposals))),
+        simulations=planner.simulations,
+    )
+
+
+# --- Changes ----------------------------------------------------------------------------------------------------------
+
+
+def list_changes(workload: Workload) -> Iterator[tuple[str, Changes]]:
+    """The changes to try, each alone, with its title. Those that cost little time come first."""
+    model = workload.model
+    if workload.precision in ("fp32", "tf32"):
+        yield "bf16", {"precision": "bf16"}
+    if workload.attention == "naive":
+        chosen = "flash" if isinstance(model, ModelShape) else "sdpa"
+        yield f"{chosen} attention", {"attention": chosen}
+    if workload.mode == "train" and workload.optimizer in _ADAMW:
+        yield "fused AdamW", {"optimizer": "adamw-fused"}
+    if workload.checkpoint == "none" and workload.mode in ("forward-backward", "train"):
+        yield from (
+            (f"checkpoint every {count} blocks" if count > 1 else "checkpoint every block", {"checkpoint": str(count)})
+            for count in _groups(model)
+        )
+    if workload.mode == "train" and workload.batch > workload.passes:
+        yield from ((f"{count} micro-batches", {"grad_accumulation": count}) for count in _splits(workload))
+
+
+def _groups(model: object) -> tuple[int, ...]:
+    """Numbers of blocks to recompute together, the fewest checkpoints first."""
+    if not isinstance(model, ModelShape):
+        return (1,)
+    root = max(1, round(math.sqrt(model.num_layers)))
+    return tuple(sorted({root, max(1, root // 2), 1}, reverse=True))
+
+
+def _splits(workload: Workload) -> list[int]:
+    """Numbers of micro-batches: twice as many as now, and as many as there are sequences."""
+    factors = [n for n in range(workload.passes + 1, workload.batch + 1) if workload.batch % n == 0]
+    return sorted({factors[0], factors[-1]})
+
+
+def combine(singles: Sequence[tuple[str, Changes]]) -> Iterator[tuple[str, Changes]]:
+    """Combinations to try if no single change is enough, from those that cost little time to the smallest step."""
+    free = [one for one in singles if not {"checkpoint", "grad_accumulation"} & one[1].keys()]
+    checkpoints = [one for one in singles if "checkpoint" in one[1]]
+    splits = [one for one in singles if "grad_accumulation" in one[1]]
+    if len(free) > 1:
+        yield _join(free)
+    for split in splits if free else ():
+        yield _join([*free, split])
+    for checkpoint in checkpoints:
+        if free:
+            yield _join([*free, checkpoint])
+        if splits:
+            yield _join([*free, checkpoint, splits[-1]])
+
+
+def _join(parts: Iterable[tuple[str, Changes]]) -> tuple[str, Changes]:
+    titles, changes = zip(*parts, strict=True)
+    return " + ".join(titles), {name: value for one in changes for name, value in one.items()}
+
+
+def _pairs(items: Iterator[tuple[str, Changes]]) -> Iterator[list[tuple[str, Changes]]]:
+    while pair := list(itertools.islice(items, 2)):
+        yield pair
+
+
+def _try_all(tried: Sequence[tuple[str, Changes]], workload: Workload, planner: PlanSource) -> list[Proposal]:
+    changed = [msgspec.structs.replace(workload, **changes) for _, changes in tried]
+    results = planner.predict_all(changed)
+    return [
+        _propose(title, changes, one, result)
+        for (title, changes), one, result in zip(tried, changed, results, strict=True)
+    ]
+
+
+def _propose(title: str, changes: Changes, workload: Workload, found: PlanResult | StepscopeError) -> Proposal:
+    command = write_command("bench", workload)
+    if isinstance(found, StepscopeError):
+        return Proposal(title=title, changes=changes, command=command, refused=found.message)
+    return Proposal(
+        title=title,
+        changes=changes,
+        command=command,
+        fits=found.fits,
+        verdict=found.verdict,
+        peak_allocated_bytes=found.peak_allocated_bytes,
+        reserved_bytes=found.reserved_bytes,
+        margin_bytes=found.margin_bytes,
+        step_ns=found.step_ns,
+        step_ns_interval=found.step_ns_interval,
+        tokens_per_s=found.tokens_per_s,
+    )
+
+
+def rank(proposals: Sequence[Proposal]) -> list[Proposal]:
+    """What fits first, the fastest first; then what comes closest to fitting; what cannot be simulated last."""
+
+    def place(proposal: Proposal) -> tuple[int, float, int]:
+        if proposal.refused:
+            return 2, 0.0, 0
+        left = -(proposal.margin_bytes or 0)
+        return (0, float(proposal.step_ns or 0), left) if proposal.fits else (1, float(left), 0)
+
+    return sorted(proposals, key=place)
+
+
+def mark_front(proposals: Sequence[Proposal]) -> list[Proposal]:
+    """The proposals, with those marked that no other beats in memory and in time."""
+    known = [one for one in proposals if one.step_ns is not None and one.reserved_bytes is not None]
+    costs = {id(one): (one.reserved_bytes or (0, 0))[1] for one in known}
+
+    def is_beaten(one: Proposal) -> bool:
+        mine = (costs[id(one)], one.step_ns or 0)
+        theirs = [(costs[id(other)], other.step_ns or 0) for other in known]
+        return any(other[0] <= mine[0] and other[1] <= mine[1] and other != mine for other in theirs)
+
+    return [msgspec.structs.replace(one, on_front=one in known and not is_beaten(one)) for one in proposals]
+
+
+# --- Limits -----------------------------------------------------------------------------------------------------------
+
+Setting = Literal["batch", "context"]
+
+
+def _settings_of(workload: Workload) -> tuple[Setting, ...]:
+    return ("batch", "context") if workload.context else ("batch",)
+
+
+def find_limit(setting: Setting, start: PlanResult, planner: PlanSource) -> Limit:
+    """The largest value that fits, by simulating it and the next one."""
+    return _LimitSearch(setting, start, planner).run()
+
+
+class _LimitSearch:
+    """Narrows the gap between the largest value that is known to fit and the smallest that is known not to. Values are
+    multiples of `unit`."""
+
+    def __init__(self, setting: Setting, start: PlanResult, planner: PlanSource) -> None:
+        self._setting, self._start, self._planner = setting, start, planner
+        workload = start.workload
+        here = workload.batch if setting == "batch" else workload.context
+        self._unit = workload.passes if setting == "batch" else _unit_of(here)
+        self._points: dict[int, PlanResult] = {here: start}
+        self._refused: int | None = None
+
+    def run(self) -> Limit:
+        while len(self._points) <= _MOST_SIMULATED and (following := self._choose()) is not None:
+            self._look_at(following)
+        return self._describe()
+
+    def _low(self) -> int:
+        return max((value for value, found in self._points.items() if found.fits), default=0)
+
+    def _high(self) -> int | None:
+        beyond = [value for value, found in self._points.items() if not found.fits]
+        return min([*beyond, *([self._refused] if self._refused else [])], default=None)
+
+    def _choose(self) -> int | None:
+        """The next value to simulate, None if there is nothing between what fits and what does not."""
+        low, high = self._low(), self._high()
+        if high is not None and high - low <= self._unit:
+            return None
+        lowest = low + self._unit
+        highest = _MOST[self._setting] if high is None else high - self._unit
+        guess = (low + highest) / 2 if high is not None and high == self._refused else self._extrapolate()
+        return int(min(max(guess, lowest), max(highest, lowest))) // self._unit * self._unit
+
+    def _extrapolate(self) -> float:
+        """Where memory reaches that of the GPU, by the curve through the simulations next to the limit."""
+        memory = self._start.gpu.memory_bytes
+        left = sorted((found.needed_bytes[1] - memory, value) for value, found in self._points.items())
+        left = sorted(left, key=lambda one: abs(one[0]))[:3]
+        if len(left) == 1:
+            ((missing, value),) = left
+            return value / 2 if missing > 0 else 2.0 * value
+        return solve_curve([(value, missing) for missing, value in left])
+
+    def _look_at(self, value: int) -> None:
+        changed = msgspec.structs.replace(self._start.workload, **{self._setting: value})
+        (found,) = self._planner.predict_all([changed])
+        if isinstance(found, StepscopeError):
+            self._refused = value if self._refused is None else min(value, self._refused)
+        else:
+            self._points[value] = found
+
+    def _describe(self) -> Limit:
+        low, high = self._low(), self._high()
+        if low == 0:
+            return Limit(setting=self._setting, value=None, beyond=high, command="")
+        found = self._points[low]
+        return Limit(
+            setting=self._setting,
+            value=low,
+            beyond=high,
+            command=write_command("bench", found.workload),
+            peak_allocated_bytes=found.peak_allocated_bytes,
+            reserved_bytes=found.reserved_bytes,
+            step_ns=found.step_ns,
+            tokens_per_s=found.tokens_per_s,
+            is_cap=high is not None and high == self._refused,
+        )
+
+
+def solve_curve(points: Sequence[tuple[float, float]]) -> float:
+    """Where the polynomial through two or three points crosses zero upwards. The context may have a square, because of
+    the scores of attention."""
+    (x0, y0), (x1, y1), *more = sorted(points)
+    slope = (y1 - y0) / (x1 - x0)
+    bend = 0.0
+    if more:
+        ((x2, y2),) = more
+        bend = ((y2 - y1) / (x2 - x1) - slope) / (x2 - x0)
+    # y0 + slope (x - x0) + bend (x - x0) (x - x1), with z = x - x0
+    linear = slope - bend * (x1 - x0)
+    inside = linear * linear - 4 * bend * y0
+    if abs(bend) * (x1 - x0) <= 1e-9 * abs(slope) or inside < 0:
+        return x0 - y0 / slope if slope > 0 else 2 * x1
+    return x0 + 2 * -y0 / (linear + math.sqrt(inside)) if linear + math.sqrt(inside) > 0 else 2 * x1
+
+
+def _unit_of(context: int) -> int:
+    """Contexts are tried in steps of an eighth of the present one, rounded to a power of two of at most 128."""
+    return min(128, 2 ** max(0, int(math.log2(max(context, 8) / 8))))

@@ -1,0 +1,97 @@
+"""Predictions without a simulation, for tests of `stepscope plan`: memory and time by a formula."""
+
+from collections.abc import Callable, Sequence
+
+from stepscope.errors import StepscopeError
+from stepscope.jobs.plan import Target, assemble, choose_gpu
+from stepscope.recording.rows.memory_summary import CategoryBytes, ModuleBytes
+from stepscope.recording.rows.plan_result import (
+    PlannedPhase,
+    PlannedStretch,
+    PlannedTime,
+    PlannedTimeline,
+    PlanResult,
+    StepPrediction,
+)
+from stepscope.spec import Scalar, Workload, build_case
+from stepscope.units import GIB, MIB
+
+TIMELINE = PlannedTimeline(
+    events=(0, 4, 8),
+    areas={"parameters": (GIB, GIB, GIB), "activations": (0, GIB, 0)},
+    stretches=(PlannedStretch(phase="forward", start=0, end=2), PlannedStretch(phase="backward", start=2, end=3)),
+)
+
+
+def workload(**settings: Scalar) -> Workload:
+    return build_case({"size": "small", "context": 256, **settings}).workload
+
+
+def predict(
+    one: Workload, *, allocated: int, reserved: tuple[int, int] | None = None, step_ns: int | None = 10_000_000
+) -> StepPrediction:
+    time = None
+    if step_ns is not None:
+        interval = (round(0.9 * step_ns), round(1.1 * step_ns))
+        time = PlannedTime(
+            step_ns=step_ns, interval_ns=interval, bound="launch", kernels=1000, table="H200 SXM", host="a CPU"
+        )
+    phases = (
+        PlannedPhase(phase="forward", start_bytes=GIB, peak_bytes=allocated, end_bytes=allocated, step_ns=step_ns),
+    )
+    return StepPrediction(
+        workload=one,
+        parameters=128_600_000,
+        peak_allocated_bytes=allocated,
+        peak_requested_bytes=allocated,
+        reserved_bytes=reserved or (allocated, allocated),
+        context_bytes=512 * MIB,
+        workspace_bytes=64 * MIB,
+        categories=(
+            CategoryBytes(category="parameters", bytes=allocated // 2),
+            CategoryBytes(category="activations", bytes=allocated - allocated // 2),
+        ),
+        phases=phases,
+        modules=(ModuleBytes(module="blocks.0", bytes=allocated),),
+        timeline=TIMELINE,
+        time=time,
+        assumptions=("SDPA takes cuDNN's kernel",),
+        peak_phase="backward",
+        forward_flops=10**12,
+    )
+
+
+def plan_of(
+    one: Workload, *, allocated: int, reserved: tuple[int, int] | None = None, step_ns: int | None = 10_000_000,
+    gpu: str = "H200", memory: int | None = None,
+) -> PlanResult:  # fmt: skip
+    return assemble(predict(one, allocated=allocated, reserved=reserved, step_ns=step_ns), choose_gpu(gpu, memory))
+
+
+class Formula:
+    """A predictor whose memory and time are functions of a workload. It remembers what it was asked."""
+
+    def __init__(
+        self,
+        memory: int,
+        allocated: Callable[[Workload], int],
+        step_ns: Callable[[Workload], int] = lambda one: 1_000_000 * one.batch,
+        refuses: Callable[[Workload], bool] = lambda _: False,
+    ) -> None:
+        self.target: Target = choose_gpu("H200", memory)
+        self.asked: list[Workload] = []
+        self._allocated, self._step_ns, self._refuses = allocated, step_ns, refuses
+
+    @property
+    def simulations(self) -> int:
+        return len(set(self.asked))
+
+    def predict_all(self, workloads: Sequence[Workload]) -> list[PlanResult | StepscopeError]:
+        self.asked += workloads
+        return [self._answer(one) for one in workloads]
+
+    def _answer(self, one: Workload) -> PlanResult | StepscopeError:
+        if self._refuses(one):
+            return StepscopeError("too many positions")
+        prediction = predict(one, allocated=self._allocated(one), step_ns=self._step_ns(one))
+        return assemble(prediction, self.target)
