@@ -63,10 +63,10 @@ def _run_phases(step: Step, places: Places) -> None:
 def _simulate(prepare: Callable[[Places], Callable[[], None]], gpu: Accelerator, steps: int) -> Simulation:
     fake_cuda.enable()
     places = Places()
-    tracker = Tracker(gpu, places)
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    tracker = Tracker(gpu, places, mode)
     gc.collect()
     gc.disable()
-    mode = FakeTensorMode(allow_non_fake_inputs=True)
     with pretended_gpu(gpu), mode, tracker, places.watching():
         run = prepare(places)
         for number in range(steps):

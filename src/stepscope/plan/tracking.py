@@ -12,14 +12,16 @@ Small tensors on the CPU are real, so that a program can read them: the step cou
 """
 
 import math
+import sys
 import weakref
+from types import FrameType
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from stepscope.plan.assumptions import Accelerator
 from stepscope.plan.kernel_memory import MULTIPLIES, on_cpu, temporary_bytes
@@ -31,6 +33,20 @@ aten = torch.ops.aten
 REAL_ELEMENTS = 1 << 20  # larger tensors on the CPU are fake
 WORKSPACE = "workspace"
 CPU = -1
+# Operators that autograd runs in place on ordinary tensors, if nobody else holds the first operand, or if it made that
+# itself.
+_IN_PLACE = frozenset(
+    {
+        aten.add.Tensor,
+        aten.scatter_add.default,
+        aten.scatter.src,
+        aten.scatter.value,
+        aten.index_put.default,
+        aten.index_add.default,
+    }
+)
+# The frames between autograd's engine and `__torch_dispatch__`.
+_OF_DISPATCH = (__file__, "torch/_compile.py", "torch/_dynamo/eval_frame.py", "torch/_ops.py", "threading.py")
 
 
 class Allocation:
@@ -51,13 +67,13 @@ class Allocation:
 class Tracker(TorchDispatchMode):
     """`events` are requests and frees in order; the number of a request is its position in `allocations`."""
 
-    def __init__(self, gpu: Accelerator, places: Places) -> None:
+    def __init__(self, gpu: Accelerator, places: Places, mode: FakeTensorMode) -> None:
         super().__init__()
         self.events: list[MemoryEvent] = []
         self.allocations: list[Allocation] = []
         self.operations: list[Operation] = []
         self.keeps_operations = False
-        self._gpu, self._places = gpu, places
+        self._gpu, self._places, self._mode = gpu, places, mode
         self._numbers: dict[int, int] = {}  # address of a live storage to its number
         self._handles: set[bool] = set()  # threads with a workspace: whether it is autograd's
         self._sum: tuple[int, int] | None = None  # first operand and result of an addition by autograd's engine
@@ -69,20 +85,24 @@ class Tracker(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        if func is torch.ops.prim.device.default:  # `tensor.device`, which asks the dispatcher
+            return _device_of(args[0])
         kwargs = kwargs or {}
         self._sum = None
         inputs = [one for one in tree_leaves((args, kwargs)) if isinstance(one, Tensor)]
         if _is_small_on_cpu(inputs, args, kwargs):
             with unset_fake_temporarily():
                 return func(*args, **kwargs)
+        if inputs and not any(isinstance(one, FakeTensor) for one in inputs):
+            args, kwargs = tree_map_only(Tensor, self._mode.from_tensor, (args, kwargs))
         numbers = [self.number_of(one) for one in inputs] if self.keeps_operations else []
         result = func(*args, **kwargs)
         outputs = [one for one in tree_leaves(result) if isinstance(one, Tensor)]
-        if all(one.device.type != "cuda" for one in (*inputs, *outputs)):
+        if all(_device_of(one).type != "cuda" for one in (*inputs, *outputs)):
             return result
         made = self._add_outputs(func, inputs, outputs)
         self._add_temporaries(func, args, kwargs, outputs)
-        if made and func is aten.add.Tensor and _is_engine():
+        if made and func in _IN_PLACE and _is_engine():
             self._watch_sum(inputs, made[0])
         if self.keeps_operations:
             self._keep(func, args, kwargs, inputs, numbers, outputs)
@@ -92,7 +112,7 @@ class Tracker(TorchDispatchMode):
         made = []
         skipped = on_cpu(func)
         for place, tensor in enumerate(outputs):
-            if tensor.device.type != "cuda" or place in skipped:
+            if _device_of(tensor).type != "cuda" or place in skipped:
                 continue
             storage = tensor.untyped_storage()
             key = storage._cdata
@@ -136,6 +156,8 @@ class Tracker(TorchDispatchMode):
 
     def _watch_sum(self, inputs: list[Tensor], made: int) -> None:
         first = self.number_of(inputs[0])
+        if inputs[0]._is_view():  # it holds its base, so the memory has two owners
+            return
         if first != CPU and len(inputs) > 1 and self.allocations[first].bytes == self.allocations[made].bytes:
             self._sum = (first, made)
 
@@ -172,9 +194,20 @@ class Tracker(TorchDispatchMode):
         )
 
 
+def _device_of(tensor: Tensor) -> torch.device:
+    return tensor.fake_device if isinstance(tensor, FakeTensor) else tensor.device
+
+
 def _is_engine() -> bool:
-    """Whether autograd's engine called the operator, between two nodes."""
-    return torch._C._current_graph_task_id() != -1 and torch._C._current_autograd_node() is None
+    """Whether autograd's engine called the operator, not a function in Python. Its thread has no other frames."""
+    if torch._C._current_graph_task_id() == -1:
+        return False
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if not frame.f_code.co_filename.endswith(_OF_DISPATCH):
+            return False
+        frame = frame.f_back
+    return True
 
 
 def _is_parameter(tensor: Tensor) -> bool:
