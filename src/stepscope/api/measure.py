@@ -341,6 +341,8 @@ def bench(
     retry: RetryChoice | None = None,
     fresh: bool = False,
     timeout_s: float | None = None,
+    predict: bool = False,
+    skip_oom: bool = False,
     progress: Progress | None = None,
     command: str = "",
 ) -> BenchResults:
@@ -348,14 +350,15 @@ def bench(
 
     `out` is a directory for `results.jsonl`. Cases already in it do not run again, unless `fresh` is set or `retry`
     selects them (`failed`, or `doubtful` for unreliable timings). A failed case is a row with its status.
-    `StepscopeError` is raised for problems that affect every case. `timeout_s` is per case.
+    `StepscopeError` is raised for problems that affect every case. `timeout_s` is per case. `predict` adds what
+    `stepscope.plan` predicts for each case on this GPU, and `skip_oom` also leaves out those that cannot fit.
     """
     require_amount("timeout_s", timeout_s, or_equal=False)
     wanted = make_grid(workloads, warmup=warmup, steps=steps, memory_limit=memory_limit)
     with ExitStack() as stack:
         folder = as_folder("out", out) if out is not None else stack.enter_context(scratch_folder())
         sweep = Sweep(
-            experiment=BenchExperiment(grid=wanted),
+            experiment=BenchExperiment(grid=wanted, predicts=predict, skips_oom=skip_oom),
             folder=folder,
             command=command or name_command("bench", wanted),
             retry=Retry(retry) if retry else None,

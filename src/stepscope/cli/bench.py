@@ -19,6 +19,7 @@ from stepscope.cli.experiment import (
 from stepscope.cli.options import FormatFlag, RetryFlag, refuse_settings, takes_grid
 from stepscope.cli.output import say, show, show_tables
 from stepscope.cli.slurm_options import SlurmChoice, refuse_slurm, takes_slurm, watching_jobs
+from stepscope.errors import StepscopeError
 from stepscope.recording.rows.bench import BenchRow
 from stepscope.render.formats import Format
 from stepscope.spec import Grid
@@ -45,6 +46,12 @@ def bench(
     retry: RetryFlag = None,
     fresh: FreshFlag = False,
     timeout: TimeoutFlag = None,
+    predict: Annotated[
+        bool, typer.Option("--predict", help="Predict each case too, as `stepscope plan` does.")
+    ] = False,
+    skip_oom: Annotated[
+        bool, typer.Option("--skip-oom", help="Do not run cases that are predicted not to fit.")
+    ] = False,
 ) -> None:
     """Time forward, backward and optimizer over a grid of settings.
 
@@ -68,9 +75,14 @@ def bench(
         refuse_slurm(slurm, "--from only shows saved results")
         results = BenchResults(read_results(from_, BenchRow))
     elif slurm is not None:
+        if predict or skip_oom:
+            raise StepscopeError(
+                "`--predict` and `--skip-oom` run on this machine; `--slurm` on others", hint="remove one"
+            )
         results = _submit(grid, slurm, folder=out, retry=retry, fresh=fresh, timeout_s=timeout)
     else:
-        results = _measure(grid, out=out, retry=retry, fresh=fresh, timeout_s=timeout)
+        how = {"out": out, "retry": retry, "fresh": fresh, "timeout_s": timeout}
+        results = _measure(grid, predict=predict, skip_oom=skip_oom, **how)
     if results is None:
         return
     show_tables([results.table], format_, detail=detail)

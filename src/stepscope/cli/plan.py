@@ -103,12 +103,8 @@ def _show_plan(found: "StepPlan", table: PlanPart | None, format_: Format, plot:
         show_tables(list(found.page().tables), format_)
     _draw(found, plot, force=force)
     result = found.result
-    verb = write_command("plan", result.workload)
-    say(
-        f"next: {verb} --fit {shlex.quote(result.gpu.name)}"
-        if not result.fits
-        else f"next: {verb.replace('plan', 'bench', 1)}"
-    )
+    wanted = "" if result.fits else f" --fit {shlex.quote(result.gpu.name)}"
+    say(f"next: {write_command('bench' if result.fits else 'plan', result.workload)}{wanted}")
 
 
 def _show_several(plans: "list[StepPlan]", format_: Format) -> None:
@@ -130,9 +126,9 @@ def _show_fit(found: "Fit", format_: Format, plot: Path | None, *, force: bool) 
     else:
         show_tables([found.limits, found.proposals], format_)
     _draw(found, plot, force=force)
-    fitting = found.result.fitting
-    if fitting:
-        say(f"next: {fitting[0].command}")
+    commands = [one.command for one in (found.result.limits if found.result.start.fits else found.result.fitting)]
+    if any(commands):
+        say(f"next: {next(filter(None, commands))}")
 
 
 def _draw(shown: "StepPlan | Fit", plot: Path | None, *, force: bool) -> None:

@@ -17,12 +17,15 @@ from stepscope import cost
 from stepscope.errors import StepscopeError, nearest
 from stepscope.explain.commands import write_command
 from stepscope.hardware import Hardware, find, known
+from stepscope.jobs.experiments.sweep import Planned
 from stepscope.jobs.recorders.recording_job import explain_failure
 from stepscope.jobs.workers.messages import Inspect, Inspected, PredictStep, StepPredicted
 from stepscope.jobs.workers.process import OnStage, Workers, require_torch
 from stepscope.plan.assumptions import Accelerator, accelerator_of
+from stepscope.recording.rows.bench import PredictedCase
 from stepscope.recording.rows.plan_result import PlannedGpu, PlanResult, StepPrediction, judge_fit
 from stepscope.spec import Case, Grid, HuggingFace, Timing, Workload, flag_of
+from stepscope.units import say_bytes
 
 USUAL_GPU = "H200"  # if none is named and this machine has none: the one whose table comes with the package
 _WITHOUT_EFFECT = {
@@ -200,6 +203,38 @@ def _mfu(prediction: StepPrediction, hardware: Hardware, step_s: float | None) -
     if prediction.forward_flops is None or peak is None or not step_s:
         return None
     return cost.step_flops(prediction.forward_flops, prediction.workload.mode) / step_s / peak
+
+
+def predict_here(planned: Planned, workers: Workers) -> tuple[PredictedCase | None, str]:
+    """The prediction for a case on the GPU of this machine, and why it cannot fit; empty if it may. None if the model
+    cannot be simulated: then only running it shows. Raise StepscopeError if the case is not for a known GPU."""
+    here = None if planned.environment.device == "cpu" else _find_here(workers)
+    if here is None:
+        raise StepscopeError(
+            f"nothing can be predicted for `{planned.environment.driver_name}`",
+            detail=f"expected one of {', '.join(one.name for one in known())}",
+            hint="remove --predict and --skip-oom",
+        )
+    target = _target(here, planned.case.timing.memory_limit, is_here=True)
+    answer = workers.run(PredictStep(case=planned.case, gpu=target.accelerator)).answer
+    if not isinstance(answer, StepPredicted):
+        return None, ""
+    result = assemble(answer.prediction, target)
+    predicted = PredictedCase(
+        peak_allocated_bytes=result.peak_allocated_bytes,
+        reserved_bytes=result.reserved_bytes,
+        step_ns=result.step_ns,
+        step_ns_interval=result.step_ns_interval,
+    )
+    return predicted, say_excess(result)
+
+
+def say_excess(result: PlanResult) -> str:
+    """Why a step cannot fit, even if memory is not fragmented at all; empty if it may fit."""
+    if result.verdict != "does not fit":
+        return ""
+    peak, memory = say_bytes(result.peak_allocated_bytes), say_bytes(result.gpu.memory_bytes)
+    return f"not run: predicted to allocate {peak} of {memory}"
 
 
 def check_plan_settings(grid: Grid) -> None:

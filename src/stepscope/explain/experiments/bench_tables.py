@@ -158,9 +158,20 @@ def _add_rates(columns: RowColumns[BenchRow]) -> None:
     columns.add("tflops", "TFLOP/s", _tflops, "number")
     columns.add("mfu", "MFU", mfu_of, "share")
     columns.add("peak_bytes", "peak memory", partial(_of, name="peak_bytes"), "bytes")
+    if any(row.predicted for row in columns.rows):
+        columns.add("predicted_ms", "predicted step (ms)", _predicted_ms, "ms")
+        columns.add("predicted_bytes", "predicted peak", _predicted_bytes, "bytes")
     columns.add("reserved_bytes", "reserved memory", partial(_of, name="reserved_bytes"), "bytes", detail=True)
     columns.add("parameters", "parameters", partial(_of, name="parameters"), "count", detail=True)
     columns.add("attention_kernels", "attention kernels", _attention_kernels, detail=True)
+
+
+def _predicted_ms(row: BenchRow) -> float | None:
+    return row.predicted.step_ns / 1e6 if row.predicted and row.predicted.step_ns else None
+
+
+def _predicted_bytes(row: BenchRow) -> int | None:
+    return row.predicted.peak_allocated_bytes if row.predicted else None
 
 
 def _attention_kernels(row: BenchRow) -> Cell:

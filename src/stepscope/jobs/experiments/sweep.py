@@ -317,14 +317,18 @@ class WorkloadExperiment(Experiment[Case, CR]):
         answer = ended.answer
         refusal = InputRefusedError(answer) if isinstance(answer, Failed) and answer.bad_input else None
         status, reason = judge(answer)
-        log = ended.log if status != "ok" and refusal is None else None
+        log = ended.log if status not in ("ok", "skipped") and refusal is None else None
         turn.finish(status, reason, log=log, refusal=refusal, **measured)
 
 
+@dataclass(frozen=True, kw_only=True)
 class BenchExperiment(WorkloadExperiment[BenchRow]):
-    """`stepscope bench`: step time."""
+    """`stepscope bench`: step time. With `predicts`, every case on a GPU is predicted first; with `skips_oom`, one that
+    cannot fit does not run."""
 
     row_type = BenchRow
+    predicts: bool = False
+    skips_oom: bool = False
 
     def default_grid(self, *, on_cpu: bool) -> Grid:
         """Seconds on a laptop CPU, a minute or two on a GPU."""
@@ -334,11 +338,20 @@ class BenchExperiment(WorkloadExperiment[BenchRow]):
 
     def measure(self, turn: Turn[Case, BenchRow], workers: Workers) -> tuple[Ended, dict[str, object]]:
         request = MeasureStep(case=turn.waiting[0].case)
+        measured: dict[str, object] = {}
+        if self.predicts or self.skips_oom:
+            from stepscope.jobs.plan import predict_here
+
+            turn.listener.stage("predicting")
+            predicted, too_much = predict_here(turn.waiting[0], workers)
+            measured["predicted"] = predicted
+            if self.skips_oom and too_much:
+                return Ended(answer=Died(status="skipped", reason=too_much), log=b""), measured
         ended = workers.run(request, on_stage=turn.listener.stage, timeout_s=turn.sweep.timeout_s)
         answer = ended.answer
-        if not isinstance(answer, StepMeasured):
-            return ended, {}
-        return ended, {"measurement": answer.measurement, "doubts": answer.doubts}
+        if isinstance(answer, StepMeasured):
+            measured |= {"measurement": answer.measurement, "doubts": answer.doubts}
+        return ended, measured
 
 
 def plan_cases(cases: Sequence[Case], workers: Workers, timeout_s: float | None) -> list[Planned]:

@@ -1,7 +1,7 @@
 """Forks workers and ranks: `python -m stepscope.jobs.workers.nursery SOCKET_FD PARENT_PID MODULES`.
 
-It imports torch and MODULES, which are separated by commas, then forks a process per request on its socket, and reports its process id and how it
-ended. It dies with the process that started it, and the processes it forked die with it.
+It imports torch and MODULES, which are separated by commas, then forks a process per request on its socket, and reports
+its process id and how it ended. It dies with the process that started it, and the processes it forked die with it.
 """
 
 import ctypes

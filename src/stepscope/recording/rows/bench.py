@@ -19,7 +19,8 @@ M = TypeVar("M", bound=msgspec.Struct)
 
 SCHEMA = "stepscope.bench/1"
 
-Status = Literal["ok", "oom", "unsupported", "wrong", "error", "crash", "killed", "timeout"]
+# `skipped`: not run, because a prediction says that it runs out of memory.
+Status = Literal["ok", "oom", "unsupported", "wrong", "error", "crash", "killed", "timeout", "skipped"]
 Clock = Literal["cuda events", "host"]
 PeakKind = Literal["cuda allocator", "rss above start"]
 
@@ -186,7 +187,9 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
     doubts: tuple[Doubt, ...] = ()
 
     def is_settled(self, retry: Retry | None) -> bool:
-        """Whether the case does not have to run again with `retry`."""
+        """Whether the case does not have to run again with `retry`. One that did not run is never settled."""
+        if self.status == "skipped":
+            return False
         match retry:
             case Retry.FAILED:
                 return self.status == "ok"
@@ -209,11 +212,21 @@ class CaseRow(Row, frozen=True, kw_only=True):
         return self.case.workload.optimizer
 
 
+class PredictedCase(msgspec.Struct, frozen=True, kw_only=True):
+    """What `stepscope plan` says about a case. There is no time without a table of the GPU."""
+
+    peak_allocated_bytes: int
+    reserved_bytes: tuple[int, int]
+    step_ns: int | None = None
+    step_ns_interval: tuple[int, int] | None = None
+
+
 class BenchRow(CaseRow, frozen=True, kw_only=True):
-    """The result of a timed case."""
+    """The result of a timed case. `predicted` if a prediction was asked for."""
 
     schema: str = SCHEMA
     measurement: Measurement | None = None
+    predicted: PredictedCase | None = None
 
     @property
     def optimizer(self) -> str | None:
