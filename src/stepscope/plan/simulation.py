@@ -11,13 +11,12 @@ from contextlib import AbstractContextManager, ExitStack, nullcontext
 
 import msgspec
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from stepscope.plan import fake_cuda
 from stepscope.plan.assumptions import Accelerator
 from stepscope.plan.operation import Operation, TensorFacts
 from stepscope.plan.places import LOSS, Places
-from stepscope.plan.pretended_gpu import pretended_gpu
+from stepscope.plan.pretended_gpu import GpuFakeMode, pretended_gpu
 from stepscope.plan.tracking import Tracker
 from stepscope.recording.memory.allocator_model import PLACEMENTS, AllocatorModel
 from stepscope.spec import Workload
@@ -63,7 +62,7 @@ def _run_phases(step: Step, places: Places) -> None:
 def _simulate(prepare: Callable[[Places], Callable[[], None]], gpu: Accelerator, steps: int) -> Simulation:
     fake_cuda.enable()
     places = Places()
-    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    mode = GpuFakeMode()
     tracker = Tracker(gpu, places, mode)
     gc.collect()
     gc.disable()
