@@ -19,12 +19,19 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    FakeTensorMode,
+    unset_fake_temporarily,
+)
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from stepscope.plan.assumptions import Accelerator
 from stepscope.plan.kernel_memory import MULTIPLIES, on_cpu, temporary_bytes
+from stepscope.plan.known_values import KnownValues
 from stepscope.plan.operation import Operation, TensorFacts, facts_of, scalars_of
 from stepscope.plan.places import Places
 from stepscope.recording.memory.allocator_model import MemoryEvent
@@ -74,6 +81,7 @@ class Tracker(TorchDispatchMode):
         self.operations: list[Operation] = []
         self.keeps_operations = False
         self._gpu, self._places, self._mode = gpu, places, mode
+        self._values = KnownValues()
         self._numbers: dict[int, int] = {}  # address of a live storage to its number
         self._handles: set[bool] = set()  # threads with a workspace: whether it is autograd's
         self._sum: tuple[int, int] | None = None  # first operand and result of an addition by autograd's engine
@@ -90,16 +98,18 @@ class Tracker(TorchDispatchMode):
         kwargs = kwargs or {}
         self._sum = None
         inputs = [one for one in tree_leaves((args, kwargs)) if isinstance(one, Tensor)]
-        if _is_small_on_cpu(inputs, args, kwargs):
+        # `torch.tensor` moves what it gets to its device without asking the mode again, so that must be fake.
+        if func is not aten.lift_fresh.default and _is_small_on_cpu(inputs, args, kwargs):
             with unset_fake_temporarily():
                 return func(*args, **kwargs)
-        if inputs and not any(isinstance(one, FakeTensor) for one in inputs):
+        if func is not aten.lift_fresh.default and inputs and not any(isinstance(one, FakeTensor) for one in inputs):
             args, kwargs = tree_map_only(Tensor, self._mode.from_tensor, (args, kwargs))
         numbers = [self.number_of(one) for one in inputs] if self.keeps_operations else []
-        result = func(*args, **kwargs)
+        result = self._run(func, args, kwargs, inputs)
         outputs = [one for one in tree_leaves(result) if isinstance(one, Tensor)]
         if all(_device_of(one).type != "cuda" for one in (*inputs, *outputs)):
             return result
+        self._values.follow(func, args, kwargs, inputs, outputs)
         made = self._add_outputs(func, inputs, outputs)
         self._add_temporaries(func, args, kwargs, outputs)
         if made and func in _IN_PLACE and _is_engine():
@@ -107,6 +117,15 @@ class Tracker(TorchDispatchMode):
         if self.keeps_operations:
             self._keep(func, args, kwargs, inputs, numbers, outputs)
         return result
+
+    def _run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], inputs: list[Tensor]) -> Any:
+        try:
+            return func(*args, **kwargs)
+        except (DataDependentOutputException, DynamicOutputShapeException):
+            is_known, result = self._values.answer(func, args, kwargs, inputs)
+            if not is_known:
+                raise
+            return result
 
     def _add_outputs(self, func: Any, inputs: list[Tensor], outputs: list[Tensor]) -> list[int]:
         made = []
@@ -147,6 +166,7 @@ class Tracker(TorchDispatchMode):
 
     def _forget(self, key: int) -> None:
         """A storage is gone."""
+        self._values.forget(key)
         number = self._numbers.pop(key, None)
         if number is None:
             return
