@@ -16,8 +16,8 @@ from stepscope.recording.rows.plan_result import (
 from stepscope.spec import Scalar, Workload, build_case
 from stepscope.units import GIB, MIB
 
+CONTEXT = 512 * MIB
 TIMELINE = PlannedTimeline(
-    events=(0, 4, 8),
     areas={"parameters": (GIB, GIB, GIB), "activations": (0, GIB, 0)},
     stretches=(PlannedStretch(phase="forward", start=0, end=2), PlannedStretch(phase="backward", start=2, end=3)),
 )
@@ -28,30 +28,34 @@ def workload(**settings: Scalar) -> Workload:
 
 
 def predict(
-    one: Workload, *, allocated: int, reserved: tuple[int, int] | None = None, step_ns: int | None = 10_000_000
+    one: Workload,
+    *,
+    allocated: int,
+    memory: int,
+    reserved: tuple[int, int] | None = None,
+    step_ns: int | None = 10_000_000,
 ) -> StepPrediction:
+    reserved = reserved or (allocated, allocated)
     time = None
     if step_ns is not None:
         interval = (round(0.9 * step_ns), round(1.1 * step_ns))
         time = PlannedTime(
             step_ns=step_ns, interval_ns=interval, bound="launch", kernels=1000, table="H200 SXM", host="a CPU"
         )
-    phases = (
-        PlannedPhase(phase="forward", start_bytes=GIB, peak_bytes=allocated, end_bytes=allocated, step_ns=step_ns),
-    )
     return StepPrediction(
         workload=one,
         parameters=128_600_000,
+        fits=reserved[1] + CONTEXT <= memory,
         peak_allocated_bytes=allocated,
         peak_requested_bytes=allocated,
-        reserved_bytes=reserved or (allocated, allocated),
-        context_bytes=512 * MIB,
+        reserved_bytes=reserved,
+        context_bytes=CONTEXT,
         workspace_bytes=64 * MIB,
         categories=(
             CategoryBytes(category="parameters", bytes=allocated // 2),
             CategoryBytes(category="activations", bytes=allocated - allocated // 2),
         ),
-        phases=phases,
+        phases=(PlannedPhase(phase="forward", peak_bytes=allocated, step_ns=step_ns),),
         modules=(ModuleBytes(module="blocks.0", bytes=allocated),),
         timeline=TIMELINE,
         time=time,
@@ -62,10 +66,16 @@ def predict(
 
 
 def plan_of(
-    one: Workload, *, allocated: int, reserved: tuple[int, int] | None = None, step_ns: int | None = 10_000_000,
-    gpu: str = "H200", memory: int | None = None,
-) -> PlanResult:  # fmt: skip
-    return assemble(predict(one, allocated=allocated, reserved=reserved, step_ns=step_ns), choose_gpu(gpu, memory))
+    one: Workload,
+    *,
+    allocated: int,
+    reserved: tuple[int, int] | None = None,
+    step_ns: int | None = 10_000_000,
+    memory: int | None = None,
+) -> PlanResult:
+    target = choose_gpu("H200", memory)
+    memory = target.planned.memory_bytes
+    return assemble(predict(one, allocated=allocated, memory=memory, reserved=reserved, step_ns=step_ns), target)
 
 
 class Formula:
@@ -93,5 +103,6 @@ class Formula:
     def _answer(self, one: Workload) -> PlanResult | StepscopeError:
         if self._refuses(one):
             return StepscopeError("too many positions")
-        prediction = predict(one, allocated=self._allocated(one), step_ns=self._step_ns(one))
+        memory = self.target.planned.memory_bytes
+        prediction = predict(one, allocated=self._allocated(one), memory=memory, step_ns=self._step_ns(one))
         return assemble(prediction, self.target)

@@ -165,9 +165,7 @@ class Planner:
 def assemble(prediction: StepPrediction, target: Target) -> PlanResult:
     """The document: a prediction, compared with the memory and the peak of the GPU."""
     workload, time = prediction.workload, prediction.time
-    low, high = prediction.reserved_bytes
-    needed = (low + prediction.context_bytes, high + prediction.context_bytes)
-    verdict = judge_fit(needed, target.planned.memory_bytes)
+    verdict = judge_fit(prediction, target.planned.memory_bytes)
     step_s = time.step_ns / 1e9 if time is not None else None
     return PlanResult(
         workload=workload,
@@ -175,7 +173,7 @@ def assemble(prediction: StepPrediction, target: Target) -> PlanResult:
         command=f"{write_command('plan', workload)} {target.flags}",
         fits=verdict == "fits",
         verdict=verdict,
-        margin_bytes=target.planned.memory_bytes - needed[1],
+        margin_bytes=target.planned.memory_bytes - prediction.reserved_bytes[1] - prediction.context_bytes,
         peak_allocated_bytes=prediction.peak_allocated_bytes,
         peak_requested_bytes=prediction.peak_requested_bytes,
         reserved_bytes=prediction.reserved_bytes,

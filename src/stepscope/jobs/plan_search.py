@@ -7,7 +7,7 @@ so was the next value, which is not.
 
 import itertools
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Literal, Protocol
 
 import msgspec
@@ -212,20 +212,23 @@ class _LimitSearch:
         return min([*beyond, *([self._refused] if self._refused else [])], default=None)
 
     def _choose(self) -> int | None:
-        """The next value to simulate, None if there is nothing between what fits and what does not."""
+        """The next value to simulate, None if there is nothing between what fits and what does not. Below the limit,
+        everything reserved fits; above it, not even what is allocated. In between, PyTorch gives back cached memory."""
         low, high = self._low(), self._high()
         if high is not None and high - low <= self._unit:
             return None
-        lowest = low + self._unit
-        highest = _MOST[self._setting] if high is None else high - self._unit
-        guess = (low + highest) / 2 if high is not None and high == self._refused else self._extrapolate()
-        return int(min(max(guess, lowest), max(highest, lowest))) // self._unit * self._unit
+        if high is None or high != self._refused:
+            for curve in (_needed, _allocated):
+                guess = min(self._extrapolate(curve), _MOST[self._setting])
+                following = max(int(guess) // self._unit, low // self._unit + 1) * self._unit
+                if guess >= low and (high is None or following < high):
+                    return following
+        return (low + (high or 4 * low)) // 2 // self._unit * self._unit or self._unit
 
-    def _extrapolate(self) -> float:
-        """Where memory reaches that of the GPU, by the curve through the simulations next to the limit."""
+    def _extrapolate(self, curve: Callable[[PlanResult], int]) -> float:
+        """Where a curve through the simulations next to the limit reaches the memory of the GPU."""
         memory = self._start.gpu.memory_bytes
-        left = sorted((found.needed_bytes[1] - memory, value) for value, found in self._points.items())
-        left = sorted(left, key=lambda one: abs(one[0]))[:3]
+        left = sorted(((curve(found) - memory, value) for value, found in self._points.items()), key=_distance)[:3]
         if len(left) == 1:
             ((missing, value),) = left
             return value / 2 if missing > 0 else 2.0 * value
@@ -255,6 +258,18 @@ class _LimitSearch:
             tokens_per_s=found.tokens_per_s,
             is_cap=high is not None and high == self._refused,
         )
+
+
+def _needed(found: PlanResult) -> int:
+    return found.needed_bytes[1]
+
+
+def _allocated(found: PlanResult) -> int:
+    return found.peak_allocated_bytes + found.context_bytes
+
+
+def _distance(point: tuple[int, int]) -> int:
+    return abs(point[0])
 
 
 def solve_curve(points: Sequence[tuple[float, float]]) -> float:

@@ -84,7 +84,7 @@ def test_timeline_is_drawn_with_its_phases() -> None:
 
 def test_timeline_needs_a_value_per_slice() -> None:
     with pytest.raises(ValueError, match="one value per slice"):
-        PlannedTimeline(events=(0, 1), areas={"parameters": (1,)})
+        PlannedTimeline(areas={"parameters": (1,), "gradients": (1, 2)})
 
 
 def test_several_predictions_are_one_table() -> None:

@@ -50,8 +50,9 @@ class Machine:
         match request:
             case Inspect():
                 return Ended(answer=Inspected(inspection=MACHINE), log=b"")
-            case PredictStep(case=case) if self.can_predict:
-                prediction = predict(case.workload, allocated=self.gib * GIB * case.workload.batch)
+            case PredictStep(case=case, gpu=gpu) if self.can_predict:
+                allocated = self.gib * GIB * case.workload.batch
+                prediction = predict(case.workload, allocated=allocated, memory=gpu.memory_bytes)
                 return Ended(answer=StepPredicted(prediction=prediction), log=b"")
             case PredictStep():
                 return Ended(answer=Failed(message="needs a value", bad_input=True), log=b"")

@@ -1,5 +1,6 @@
 """`stepscope plan --fit`: everything that is called fitting was simulated exactly so, with few simulations."""
 
+import msgspec
 import pytest
 
 from stepscope.errors import StepscopeError
@@ -141,3 +142,17 @@ def test_what_fits_is_ranked_by_time_and_the_rest_by_what_is_missing() -> None:
         proposal("quick", 8, 10),
     ]
     assert [one.title for one in rank(made)] == ["quick", "slow", "near", "far"]
+
+
+def test_what_fits_only_because_cached_memory_is_given_back_is_found() -> None:
+    class Releasing(Formula):
+        def _answer(self, one: Workload) -> PlanResult | StepscopeError:
+            found = super()._answer(one)
+            assert isinstance(found, PlanResult)
+            reserved = round(1.1 * found.peak_allocated_bytes)
+            return msgspec.structs.replace(found, reserved_bytes=(reserved, reserved))
+
+    planner = Releasing(24 * 10**9, lambda one: GIB + 30 * MIB * one.batch)
+    limit = find_limit("batch", start_of(planner), planner)
+    fitting = (24 * 10**9 - GIB - 512 * MIB) // (30 * MIB)
+    assert (limit.value, limit.beyond) == (fitting, fitting + 1)

@@ -1,10 +1,11 @@
 """What `stepscope plan` predicts: sentences, tables, the timeline of memory, and the front of memory against time."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import msgspec
 
 from stepscope.explain.experiments.cases import describe_case
+from stepscope.explain.memory.categories import STACKED
 from stepscope.findings import Area, Axis, Cell, Column, Figure, Page, Point, Stretch, Table, Timeline
 from stepscope.recording.rows.plan_result import FitResult, Limit, PlannedPhase, PlanResult, Proposal, Range
 from stepscope.spec import Case, Timing
@@ -37,13 +38,14 @@ def say_gpu(result: PlanResult | FitResult) -> str:
 
 def say_verdict(result: PlanResult) -> str:
     """Whether it fits, and by how much."""
-    high = result.needed_bytes[1]
     parts = f"{_say_range(result.reserved_bytes)} reserved and {say_size(result.context_bytes)} of CUDA context"
-    if result.verdict == "fits":
+    if result.verdict == "fits" and result.margin_bytes >= 0:
         return f"It fits: {parts}, {say_bytes(result.margin_bytes)} to spare."
+    if result.verdict == "fits":
+        return f"It just fits: {parts}; PyTorch has to give back {say_bytes(-result.margin_bytes)} of cached memory."
     if result.verdict == "may fit":
         return f"It may fit: {parts}; up to {say_bytes(-result.margin_bytes)} too much if memory is fragmented."
-    return f"It does not fit: {parts}, {say_bytes(high - result.gpu.memory_bytes)} too much."
+    return f"It does not fit: {parts}, {say_bytes(-result.margin_bytes)} too much."
 
 
 def say_peak(result: PlanResult) -> str:
@@ -78,8 +80,8 @@ def _say_range(sizes: Range) -> str:
 def plan_page(result: PlanResult) -> Page:
     lines = (say_workload(result), say_verdict(result), say_peak(result), say_step_time(result))
     shown = [categories_table(result), phases_table(result), modules_table(result, top=_ON_A_PAGE)]
-    shown = [table for table in shown if table.rows]
-    return Page(headline="\n".join(lines), tables=(*shown, assumptions_table(result)), findings=None)
+    shown = [table for table in [*shown, assumptions_table(result)] if table.rows]
+    return Page(headline="\n".join(lines), tables=tuple(shown), findings=None)
 
 
 def make_plan_table(result: PlanResult, name: str) -> Table:
@@ -115,28 +117,17 @@ def phases_table(result: PlanResult) -> Table:
         title="Phases of a step",
         columns=(
             Column(key="phase", label="phase"),
-            Column(key="start_bytes", label="at its start", kind="bytes"),
-            Column(key="peak_bytes", label="peak", kind="bytes"),
-            Column(key="end_bytes", label="at its end", kind="bytes"),
+            Column(key="peak_bytes", label="peak allocated", kind="bytes"),
             Column(key="step_ms", label="time (ms)", kind="ms"),
             Column(key="bound", label="bound by"),
             Column(key="kernels", label="kernels", kind="count"),
         ),
         rows=tuple(_phase_row(one) for one in result.phases),
-        compared=("start_bytes", "peak_bytes", "end_bytes"),
     )
 
 
 def _phase_row(phase: PlannedPhase) -> tuple[Cell, ...]:
-    return (
-        phase.phase,
-        phase.start_bytes,
-        phase.peak_bytes,
-        phase.end_bytes,
-        _ms(phase.step_ns),
-        phase.bound,
-        phase.kernels,
-    )
+    return phase.phase, phase.peak_bytes, _ms(phase.step_ns), phase.bound, phase.kernels
 
 
 def assumptions_table(result: PlanResult) -> Table:
@@ -160,19 +151,25 @@ def _ms(ns: int | None) -> float | None:
 
 
 def plan_timeline(result: PlanResult) -> Timeline:
-    """Memory of a step over its allocations and frees. A simulation has no clock."""
+    """Memory of a step over its allocations. A simulation has no clock."""
     timeline = result.timeline
     assert timeline is not None, "only a result with a timeline is drawn"
     return Timeline(
         title="Predicted memory of a step",
         subtitle=say_workload(result),
-        x=Axis(label="allocations and frees"),
+        x=Axis(label="slices of allocations"),
         y=Axis(label="allocated memory", unit="bytes"),
-        times=tuple(float(event) for event in timeline.events),
-        areas=tuple(Area(name=name, values=values) for name, values in timeline.areas.items()),
+        times=tuple(float(number) for number in range(timeline.slices)),
+        areas=tuple(Area(name=name, values=timeline.areas[name]) for name in _stacked(timeline.areas)),
         stretches=tuple(Stretch(label=one.phase, start=one.start, end=one.end) for one in timeline.stretches),
         notes=(say_verdict(result),),
     )
+
+
+def _stacked(areas: Iterable[str]) -> list[str]:
+    """Long-lived memory at the bottom, as in recordings."""
+    order = {name: place for place, name in enumerate(STACKED)}
+    return sorted(areas, key=lambda name: order.get(name, len(order)))
 
 
 # --- Several workloads ------------------------------------------------------------------------------------------------

@@ -31,6 +31,17 @@ CATEGORIES = (
     "other",
     "unknown",
 )
+# Long-lived memory is at the bottom. These categories are in every chart, even if empty, so that each has the same
+# colour everywhere. Other categories go on top if there are any.
+STACKED = (
+    "parameters",
+    "optimizer state",
+    "workspaces",
+    "gradients",
+    "autocast copies",
+    "activations",
+    "temporaries",
+)
 
 _COMMUNICATION = re.compile(r"^torch/distributed/(?!optim|fsdp/_optim|checkpoint)|c10d|\bnccl", re.MULTILINE | re.I)
 _OPTIMIZER = re.compile(r"^torch/optim/|/optim\w*\.py:\d+ |^(?:\S*/)?\w*optimi[sz]er\w*\.py:\d+ ", re.MULTILINE)

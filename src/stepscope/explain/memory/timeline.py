@@ -12,7 +12,7 @@ import numpy as np
 import polars as pl
 
 from stepscope.explain.experiments.cases import describe_case
-from stepscope.explain.memory.categories import CATEGORIES
+from stepscope.explain.memory.categories import CATEGORIES, STACKED
 from stepscope.explain.memory.memory_profile import UNKNOWN, Bytes, MemoryProfile, describe
 from stepscope.findings import Area, Axis, Piece, Stretch, Timeline
 from stepscope.recording.rows.memory_summary import Allocation
@@ -21,17 +21,6 @@ By = Literal["category", "module"]
 MOST_SLICES = 4096
 MOST_PIECES = 2000
 _STACK_LINES = 8
-# Long-lived memory is at the bottom. These categories are in every chart, even if empty, so that each has the same
-# colour everywhere. Other categories go on top if there are any.
-_STACKED = (
-    "parameters",
-    "optimizer state",
-    "workspaces",
-    "gradients",
-    "autocast copies",
-    "activations",
-    "temporaries",
-)
 
 
 def memory_timeline(
@@ -98,7 +87,7 @@ def _area_names(allocations: pl.DataFrame, by: By) -> list[str]:
     """The areas from bottom to top: categories by lifetime, layers in order."""
     if by == "category":
         found = set(allocations["area"].unique())
-        return [*_STACKED, *(name for name in CATEGORIES if name in found and name not in _STACKED)]
+        return [*STACKED, *(name for name in CATEGORIES if name in found and name not in STACKED)]
     return sorted(allocations["area"].unique(), key=_module_order)
 
 

@@ -29,13 +29,11 @@ class PlannedGpu(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PlannedPhase(msgspec.Struct, frozen=True, kw_only=True):
-    """A phase of a step. A phase that a step runs several times counts as their sum, and its memory is that of the one
-    with the highest peak. Without a table of the GPU, there are no times."""
+    """A phase of a step. If a step runs it several times, its time is their sum, and its memory the highest. Without a
+    table of the GPU, there are no times."""
 
     phase: str
-    start_bytes: int
     peak_bytes: int
-    end_bytes: int
     step_ns: int | None = None
     bound: Bound | None = None
     kernels: int | None = None
@@ -50,16 +48,18 @@ class PlannedStretch(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PlannedTimeline(msgspec.Struct, frozen=True, kw_only=True):
-    """Allocated memory during one step by category, in slices of allocations and frees. Each slice has its highest
-    point. `events` are the numbers of the events that the slices start with."""
+    """Allocated memory during one step by category, in slices of its allocations. Each slice has its highest point."""
 
-    events: tuple[int, ...]
     areas: dict[str, tuple[int, ...]]
     stretches: tuple[PlannedStretch, ...] = ()
 
     def __post_init__(self) -> None:
-        if any(len(values) != len(self.events) for values in self.areas.values()):
+        if len({len(values) for values in self.areas.values()}) > 1:
             raise ValueError("expected one value per slice in every area")
+
+    @property
+    def slices(self) -> int:
+        return max(map(len, self.areas.values()), default=0)
 
 
 class PlannedTime(msgspec.Struct, frozen=True, kw_only=True):
@@ -78,11 +78,12 @@ class PlannedTime(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class StepPrediction(msgspec.Struct, frozen=True, kw_only=True):
-    """What a simulated step says, before it is compared with a GPU's memory. Categories add up to the allocated
-    peak, and so do modules."""
+    """What simulated steps say. Categories add up to the allocated peak, and so do modules. `fits`: a replay with no
+    more memory than the GPU has does not fail, in whatever order the driver returns addresses."""
 
     workload: Workload
     parameters: int
+    fits: bool
     peak_allocated_bytes: int
     peak_requested_bytes: int
     reserved_bytes: Range
@@ -108,7 +109,8 @@ class StepPrediction(msgspec.Struct, frozen=True, kw_only=True):
 
 class PlanResult(msgspec.Struct, frozen=True, kw_only=True):
     """The document of one workload on one GPU. `margin_bytes` is what is left of its memory if as much is reserved as
-    can be; it is negative if that is too much."""
+    can be. It is negative if that is too much; a step with a small negative margin fits if PyTorch can give back cached
+    memory."""
 
     schema: str = SCHEMA
     workload: Workload
@@ -144,13 +146,12 @@ class PlanResult(msgspec.Struct, frozen=True, kw_only=True):
         return low + self.context_bytes, high + self.context_bytes
 
 
-def judge_fit(needed: Range, memory_bytes: int) -> Verdict:
-    """Whether a step fits. PyTorch gives back cached memory before it fails, so one that fits only if little is
-    reserved may still run."""
-    low, high = needed
-    if high <= memory_bytes:
+def judge_fit(prediction: StepPrediction, memory_bytes: int) -> Verdict:
+    """Whether a step fits. One that fits only if the driver returns addresses in a good order may fit."""
+    if prediction.fits:
         return "fits"
-    return "may fit" if low <= memory_bytes else "does not fit"
+    least = prediction.reserved_bytes[0] + prediction.context_bytes
+    return "may fit" if least <= memory_bytes else "does not fit"
 
 
 # --- `--fit` ----------------------------------------------------------------------------------------------------------
