@@ -19,6 +19,7 @@ from stepscope.spec import ModelShape, Scalar, Workload
 
 Changes = dict[str, Scalar]
 _MOST_SIMULATED = 9  # per limit; values that the model refuses cost nothing
+_COARSE = 128  # a limit above this is found to within this fraction of it
 _MOST = {"batch": 2**20, "context": 2**24}
 _ENOUGH = 3  # combinations that fit
 _ADAMW = ("adamw", "adamw-torch")
@@ -198,6 +199,7 @@ class _LimitSearch:
         self._unit = workload.passes if setting == "batch" else _unit_of(here)
         self._points: dict[int, PlanResult] = {here: start}
         self._refused: int | None = None
+        self._width: int | None = None  # between what fits and what does not, before the last simulation
 
     def run(self) -> Limit:
         while len(self._points) <= _MOST_SIMULATED and (following := self._choose()) is not None:
@@ -215,9 +217,11 @@ class _LimitSearch:
         """The next value to simulate, None if there is nothing between what fits and what does not. Below the limit,
         everything reserved fits; above it, not even what is allocated. In between, PyTorch gives back cached memory."""
         low, high = self._low(), self._high()
-        if high is not None and high - low <= self._unit:
+        if high is not None and high - low <= max(self._unit, low // _COARSE):
             return None
-        if high is None or high != self._refused:
+        halves = high is None or self._width is None or high - low <= self._width / 2
+        self._width = None if high is None else high - low
+        if halves and (high is None or high != self._refused):
             for curve in (_needed, _allocated):
                 guess = min(self._extrapolate(curve), _MOST[self._setting])
                 following = max(int(guess) // self._unit, low // self._unit + 1) * self._unit

@@ -90,7 +90,11 @@ def make_plan_table(result: PlanResult, name: str) -> Table:
 
 def categories_table(result: PlanResult) -> Table:
     total = result.peak_allocated_bytes
-    rows = [(one.category, one.bytes, one.bytes / total if total else None) for one in result.categories if one.bytes]
+    rows: list[tuple[Cell, ...]] = [
+        (one.category, one.bytes, one.bytes / total if total else None) for one in result.categories if one.bytes
+    ]
+    if rows:
+        rows.append(("total", total, 1.0))
     return Table(
         title="Memory at the peak, by category",
         columns=(Column(key="category", label="category"), _SIZE, _SHARE),

@@ -1,0 +1,123 @@
+"""`stepscope plan`: predictions without a GPU, and bad input named with what to type."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.cli.command import stepscope
+
+SMALL = ["--d-model", "16", "--d-ff", "32", "--num-layers", "2", "--num-heads", "2", "--vocab", "50"]
+SMALL += ["--batch", "2", "--context", "16"]
+READS_A_VALUE = """
+import torch
+
+class Reader(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = torch.nn.Linear(8, 8)
+
+    def forward(self, x):
+        y = self.layer(x)
+        if y.sum().item() > 0:
+            y = -y
+        return y
+
+def build(batch):
+    return Reader(), torch.randn(batch, 8), lambda y: y.sum()
+"""
+
+
+@pytest.fixture(scope="module")
+def document(tmp_path_factory: pytest.TempPathFactory) -> dict[str, object]:
+    folder = tmp_path_factory.mktemp("plan")
+    done = stepscope(folder, "plan", *SMALL, "--gpu", "H200", "--format", "json", "--plot", "memory.svg")
+    assert done.returncode == 0, done.stderr
+    assert "forward" in (folder / "memory.svg").read_text()
+    assert "next: stepscope bench" in done.stderr
+    found: dict[str, object] = json.loads(done.stdout)
+    return found
+
+
+def test_document_has_the_promised_fields(document: dict[str, object]) -> None:
+    assert document["schema"] == "stepscope.plan/1"
+    assert document["fits"] is True
+    low, high = document["reserved_bytes"]  # type: ignore[misc]
+    assert 0 < document["peak_allocated_bytes"] <= low <= high  # type: ignore[operator]
+    for name in ("step_ns", "step_ns_interval", "categories", "phases", "assumptions", "margin_bytes", "modules"):
+        assert name in document
+
+
+def test_categories_and_modules_add_up_to_the_peak(document: dict[str, object]) -> None:
+    for name in ("categories", "modules"):
+        parts: list[dict[str, int]] = document[name]  # type: ignore[assignment]
+        assert sum(one["bytes"] for one in parts) == document["peak_allocated_bytes"]
+
+
+def test_phases_are_those_of_a_step(document: dict[str, object]) -> None:
+    phases: list[dict[str, object]] = document["phases"]  # type: ignore[assignment]
+    assert [one["phase"] for one in phases] == ["forward", "backward", "optimizer"]
+
+
+def test_grid_is_one_table(tmp_path: Path) -> None:
+    done = stepscope(
+        tmp_path, "plan", *SMALL[:-4], "--context", "16", "--batch", "1,2", "--memory", "600MB", "--gpu", "T4"
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("batch 1 ") + done.stdout.count("batch 2 ") == 2
+    assert "T4 with 0.6 GB" in done.stdout
+
+
+def test_search_ends_with_the_command_to_type(tmp_path: Path) -> None:
+    settings = [*SMALL, "--precision", "bf16", "--attention", "sdpa", "--optimizer", "sgd", "--checkpoint", "1"]
+    done = stepscope(
+        tmp_path, "plan", *settings, "--mode", "train", "--fit", "700MB", "--gpu", "H200", "--format", "json"
+    )
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert found["schema"] == "stepscope.plan-fit/1"
+    batch, context = found["limits"]
+    assert batch["setting"] == "batch"
+    assert batch["value"] < batch["beyond"] <= batch["value"] * 1.01 + 1
+    assert context["value"] < context["beyond"]
+    assert f"--batch {batch['value']}" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("flags", "said", "typed"),
+    [
+        (["--gpu", "H2000"], "unknown GPU: `H2000`", "--gpu"),
+        (["--gpu", "MI300X"], "memory on `MI300X` cannot be predicted", "--gpu H200"),
+        (["--memory", "much"], "not a memory size: `much`", "24GB"),
+        (["--fit", "24GB", "--memory", "24GB"], "mutually exclusive", "--fit 24GB"),
+        (["--fit", "24GB", "--table", "phases"], "`--table` shows a part of one prediction", "leave out --table"),
+        (["--steps", "3"], "`--steps` has no effect here", "remove --steps"),
+        (["--memory-limit", "3GB"], "`--memory-limit` has no effect here", "remove --memory-limit"),
+        (["--device", "cpu"], "device `cpu` cannot be planned for", "--gpu H200"),
+        (["--batch", "1,2", "--plot", "a.png"], "`--plot` needs a single workload; got 2", "leave out --plot"),
+        (["--batch", "1,2", "--fit", "24GB"], "`--fit` needs a single workload; got 2", "leave out"),
+        (["--plot", "memory.txt"], "unsupported figure format", "--plot memory.png"),
+    ],
+)
+def test_bad_input_says_what_to_type(tmp_path: Path, flags: list[str], said: str, typed: str) -> None:
+    done = stepscope(tmp_path, "plan", *SMALL[:8], *flags)
+    assert done.returncode == 2
+    assert said in done.stderr
+    assert typed in done.stderr.partition("hint: ")[2]
+    assert "Traceback" not in done.stderr
+
+
+def test_model_that_reads_a_value_is_refused_with_the_line(tmp_path: Path) -> None:
+    (tmp_path / "reader.py").write_text(READS_A_VALUE)
+    done = stepscope(tmp_path, "plan", "--model", "reader.py:build", "--gpu", "H200")
+    assert done.returncode == 2
+    assert "reader.py:11" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_model_that_raises_is_bad_input_with_the_line(tmp_path: Path) -> None:
+    (tmp_path / "broken.py").write_text("def build(batch):\n    raise RuntimeError('no weights')\n")
+    done = stepscope(tmp_path, "plan", "--model", "broken.py:build", "--gpu", "H200")
+    assert done.returncode == 2
+    assert "no weights" in done.stderr
+    assert "broken.py:2" in done.stderr
