@@ -11,10 +11,12 @@ from datetime import UTC, datetime
 
 import torch
 
-from stepscope.measure.calibration.attention_cases import attention_cases, own_attention_cases
+from stepscope.measure.calibration.attention import attention_cases, own_attention_cases
 from stepscope.measure.calibration.clock import CallClock, Case, measure_cases
 from stepscope.measure.calibration.constants import measure_constants
 from stepscope.measure.calibration.host_costs import (
+    COMPILE_S,
+    describe_trial,
     has_transformers,
     measure_host_costs,
     trial_workloads,
@@ -67,17 +69,17 @@ def measure_calibration(device: torch.device, *, seconds: float, on_stage: OnSta
 def _measure_sections(
     clock: CallClock, start: float, seconds: float, on_stage: OnStage
 ) -> tuple[list[Series], list[str]]:
-    """Measure the GPU's sections. Each ends at its share of the time at the latest; host trials have the last third."""
+    """Measure the GPU's sections. Each ends at its share of the time at the latest; the rest is for host trials."""
     device, series, skipped = clock.device, [], []
     thin = _THIN if device.type == "cpu" else 1
     most_flops, most_elements = (1e9, 2**17) if device.type == "cpu" else (float("inf"), 2**28)
     sections: tuple[tuple[str, float, Iterable[Case]], ...] = (
         ("products", 0.36, product_cases(device, every=min(5, thin), most_flops=most_flops)),
-        ("attention", 0.46, [] if device.type == "cpu" else attention_cases(device)),
-        ("lists", 0.48, list_cases(device, most_elements=most_elements, every=1 if thin == 1 else 4)),
-        ("indexing", 0.5, index_cases(device, every=thin)),
-        ("memory", 0.64, memory_cases(device, most_elements=most_elements, every=1 if thin == 1 else 4)),
-        ("own kernels", 0.7, [] if device.type == "cpu" else _own_cases(device)),
+        ("attention", 0.48, [] if device.type == "cpu" else attention_cases(device)),
+        ("lists", 0.5, list_cases(device, most_elements=most_elements, every=1 if thin == 1 else 4)),
+        ("indexing", 0.53, index_cases(device, every=thin)),
+        ("memory", 0.69, memory_cases(device, most_elements=most_elements, every=1 if thin == 1 else 4)),
+        ("own kernels", 0.75, [] if device.type == "cpu" else _own_cases(device)),
     )
     for name, share, cases in sections:
         began = time.monotonic()
@@ -109,10 +111,10 @@ def _measure_trials(device: torch.device, deadline: float, on_stage: OnStage) ->
         if isinstance(workload.model, HuggingFace) and not is_complete:
             skipped.append("transformers is not installed")
             break
-        if time.monotonic() > deadline:
-            skipped.append(f"out of time at the trial of {workload.model.name}")
+        if time.monotonic() + (COMPILE_S if workload.compile else 0) > deadline:
+            skipped.append(f"out of time at the trial of {describe_trial(workload)}")
             break
-        on_stage(f"host: {workload.model.name.partition('(')[0]}, {workload.precision}")
+        on_stage(f"host: {describe_trial(workload)}")
         measured, problem = try_trial(workload, device)
         trials += measured
         skipped += [problem] if problem else []

@@ -1,7 +1,7 @@
 """Times calls on a GPU as they run in a full queue: back to back, and never waiting for the host.
 
 The GPU first sleeps for as long as the host needs to launch all calls, so small kernels are measured as well as large
-ones, with the gap between kernels that a stream has. A CUDA graph would have shorter gaps, and cannot capture everything.
+ones, with the gap between kernels that a stream has. A CUDA graph has shorter gaps, and cannot capture everything.
 
 Tensors that are larger than the L2 cache are read from memory in a real step, and small ones that the previous kernel
 wrote are not. So a case says how much of its data is new in every call, and as many copies are used in turns.

@@ -1,4 +1,4 @@
-"""The time that the host needs: per call of an operator, and for whole steps of models so small that nothing else counts.
+"""The time that the host needs: per call of an operator, and for whole steps of models so small that only it counts.
 
 Calls on their own give the cost of each operator. They are faster than in a model, where Python runs other code between
 them, so small models of several kinds are timed as well, with the number of calls of each operator.
@@ -124,11 +124,23 @@ def _wait(device: torch.device) -> None:
 _WIDTH, _LAYERS, _HEADS, _VOCAB = 128, 6, 4, 1000
 # The names that configs of `transformers` have for the same sizes; each model takes those it knows.
 _CONFIG = {
-    **{"hidden_size": _WIDTH, "num_hidden_layers": _LAYERS, "num_attention_heads": _HEADS, "vocab_size": _VOCAB},
-    **{"num_key_value_heads": 2, "intermediate_size": 4 * _WIDTH, "head_dim": _WIDTH // _HEADS},
-    **{"n_embd": _WIDTH, "n_layer": _LAYERS, "n_head": _HEADS, "ffn_dim": 4 * _WIDTH, "word_embed_proj_dim": _WIDTH},
-    **{"pad_token_id": 0, "bos_token_id": 0, "eos_token_id": 0},
+    "hidden_size": _WIDTH,
+    "num_hidden_layers": _LAYERS,
+    "num_attention_heads": _HEADS,
+    "num_key_value_heads": 2,
+    "head_dim": _WIDTH // _HEADS,
+    "intermediate_size": 4 * _WIDTH,
+    "vocab_size": _VOCAB,
+    "n_embd": _WIDTH,
+    "n_layer": _LAYERS,
+    "n_head": _HEADS,
+    "ffn_dim": 4 * _WIDTH,
+    "word_embed_proj_dim": _WIDTH,
+    "pad_token_id": 0,
+    "bos_token_id": 0,
+    "eos_token_id": 0,
 }
+COMPILE_S = 45  # a trial that compiles takes less
 _FAMILIES = ("gpt2", "llama", "gpt_neox", "qwen2", "opt", "bert", "mistral", "phi")
 
 
@@ -160,6 +172,7 @@ def trial_workloads(device: torch.device) -> Iterator[Workload]:
     yield hf("llama", "bf16", attention="naive")
     yield hf("gpt2", "fp32", attention="naive")
     yield hf("gpt2", "bf16", checkpoint="block")
+    yield builtin(precision="bf16", attention="sdpa", optimizer="adamw-fused", compile=True)
 
 
 def _known_fields(family: str) -> tuple[tuple[str, int], ...]:
@@ -174,11 +187,11 @@ def measure_trial(workload: Workload, device: torch.device) -> list[HostTrial]:
     step = build(workload, device)
     time_steps(step, 3)
     samples = time_steps(step, _STEPS)
-    counts = _count_calls(step)
+    counts = {name: Counter[str]() for name in samples.phases_ns} if workload.compile else _count_calls(step)
     parameters = sum(1 for _ in step.module.parameters())
     return [
         HostTrial(
-            model=workload.model.name.partition("(")[0] + _settings(workload),
+            model=describe_trial(workload),
             precision=workload.precision,
             optimizer=step.optimizer_name or "",
             phase=phase,
@@ -191,9 +204,11 @@ def measure_trial(workload: Workload, device: torch.device) -> list[HostTrial]:
     ]
 
 
-def _settings(workload: Workload) -> str:
+def describe_trial(workload: Workload) -> str:
+    """The model and what is special about its step, without its sizes."""
     checkpoint = "" if workload.checkpoint == "none" else f" checkpoint {workload.checkpoint}"
-    return f" {workload.attention or 'default'}{' compiled' if workload.compile else ''}{checkpoint}"
+    name = workload.model.name.partition("(")[0]
+    return f"{name} {workload.attention or 'default'}{' compiled' if workload.compile else ''}{checkpoint}"
 
 
 def _count_calls(step: Step) -> dict[str, Counter[str]]:
@@ -222,7 +237,7 @@ class _Counting(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        self._counter[str(func)] += 1
+        self._counter[str(func).removeprefix("aten.").removesuffix(".default")] += 1
         return func(*args, **(kwargs or {}))
 
 

@@ -14,12 +14,12 @@ from torch.nn import functional
 from stepscope.measure.calibration.clock import Call, Case
 from stepscope.measure.environment import DTYPES
 
-_ELEMENTS = tuple(2**power for power in (10, 14, 17, 19, 20, 21, 22, 23, 24, 25, 26, 27, 28))
+_ELEMENTS = tuple(2**power for power in (10, 15, 18, 20, 21, 22, 23, 24, 25, 26, 28))
 _MOST_WARM = 2**25
 _WIDTH = 1024  # of the rows in elementwise operations
 _HEADS, _HEAD_DIM = 16, 64
-_ROW_ELEMENTS = (2**16, 2**19, 2**21, 2**23, 2**25, 2**27)
-_COLUMNS = (64, 128, 256, 512, 768, 1024, 1600, 2048, 4096, 10000, 32000, 50257, 151936)
+_ROW_ELEMENTS = (2**16, 2**20, 2**22, 2**24, 2**27)
+_COLUMNS = (64, 128, 512, 768, 1024, 2048, 4096, 10000, 32000, 50257, 151936)
 
 # x and y have the same shape; `row` has one value per column, `column` one per row, both broadcast.
 _Make = Callable[["_Inputs"], Call]
@@ -48,13 +48,13 @@ class _Inputs:
         return torch.rand(self.shape[0], 1, device=self.device).to(self.dtype)
 
     @property
-    def heads_BLHD(self) -> Tensor:
+    def heads(self) -> Tensor:
         """The same elements as the output of a projection, split into heads."""
         return self.new().view(1, self.shape[0], -1, min(_HEAD_DIM, self.shape[1]))
 
     @property
-    def heads_BHLD(self) -> Tensor:
-        return self.heads_BLHD.transpose(1, 2).contiguous()
+    def heads_first(self) -> Tensor:
+        return self.heads.transpose(1, 2).contiguous()
 
 
 def _binary(operator: Callable[[Tensor, Tensor], Tensor]) -> _Make:
@@ -156,15 +156,15 @@ _ELEMENTWISE: dict[str, _Make] = {
     "add_scores_mask": _of(_square_scores, lambda x: x + x[:1]),
     "where": _with(_mask, lambda x, mask: torch.where(mask, x, 0.0)),
     "native_dropout": _unary(lambda x: torch.native_dropout(x, 0.1, True)),  # r w, and a byte per element  # noqa: FBT003
-    "split_heads": _of(lambda inputs: inputs.heads_BLHD, lambda x: x.transpose(1, 2).contiguous()),
-    "merge_heads": _of(lambda inputs: inputs.heads_BHLD, lambda x: x.transpose(1, 2).contiguous()),
+    "split_heads": _of(lambda inputs: inputs.heads, lambda x: x.transpose(1, 2).contiguous()),
+    "merge_heads": _of(lambda inputs: inputs.heads_first, lambda x: x.transpose(1, 2).contiguous()),
     "transpose_copy": _unary(lambda x: x.t().contiguous()),
     "half_copy": _unary(lambda x: x[..., : x.shape[-1] // 2].contiguous()),  # half of it
     "mul_even": _unary(lambda x: x[..., 0::2] * x[..., 1::2]),
-    "mul_heads": _of(lambda inputs: inputs.heads_BLHD, lambda x: x.transpose(1, 2) * x[:, :, :1, :].transpose(1, 2)),
-    "cat_halves": _of(lambda inputs: inputs.heads_BHLD, _rotate_half),
+    "mul_heads": _of(lambda inputs: inputs.heads, lambda x: x.transpose(1, 2) * x[:, :, :1, :].transpose(1, 2)),
+    "cat_halves": _of(lambda inputs: inputs.heads_first, _rotate_half),
     "cat": _unary(lambda x: torch.cat((x, x), dim=-1)),
-    "repeat_heads": _of(lambda inputs: inputs.heads_BHLD, _repeat_heads),  # writes four times as much
+    "repeat_heads": _of(lambda inputs: inputs.heads_first, _repeat_heads),  # writes four times as much
     "stack_last": _unary(lambda x: torch.stack((x, x), dim=-1)),
     "slice_backward": _unary(
         lambda x: _aten.slice_backward(x, (x.shape[0], 2 * x.shape[1]), 1, 0, x.shape[1], 1)
@@ -288,11 +288,14 @@ def index_cases(device: torch.device, *, every: int = 1) -> Iterator[Case]:
 
 def _indexing(name: str, precision: str, tokens: int, vocab: int, width: int, device: torch.device) -> Case:
     dtype = DTYPES[precision]
+    weights: list[Tensor] = []
 
     def make() -> Call:
         ids = torch.randint(vocab, (tokens,), device=device)
         rows = torch.randn(tokens, width, device=device, dtype=dtype)
-        weight = torch.randn(vocab, width, device=device, dtype=dtype) if "backward" not in name else rows
+        if not weights:
+            weights.append(torch.randn(vocab, width, device=device, dtype=dtype))
+        weight = weights[0]
         calls: dict[str, Call] = {
             "embedding": lambda: functional.embedding(ids, weight),
             "embedding_backward": lambda: _aten.embedding_dense_backward(rows, ids, vocab, -1, False),  # noqa: FBT003

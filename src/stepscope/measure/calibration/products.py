@@ -17,7 +17,30 @@ from stepscope.measure.environment import DTYPES
 # T tokens, O outputs and I inputs of a linear layer.
 _TOKENS = (64, 128, 256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096, 6144, 8192, 12288, 16384, 32768)
 _WIDTHS = (
-    *(128, 192, 256, 320, 384, 448, 512, 576, 640, 704, 768, 896, 960, 1024, 1152, 1280, 1344, 1536, 1600, 1792, 1920, 2048),
+    *(
+        128,
+        192,
+        256,
+        320,
+        384,
+        448,
+        512,
+        576,
+        640,
+        704,
+        768,
+        896,
+        960,
+        1024,
+        1152,
+        1280,
+        1344,
+        1536,
+        1600,
+        1792,
+        1920,
+        2048,
+    ),
     *(2176, 2304, 2560, 2688, 3072, 3200, 3584, 3840, 4096, 4608, 4864, 5120, 5504, 5632, 6144, 6400, 6912, 7680, 8192),
     *(8960, 9216, 10240, 11008, 12288, 13824, 14336, 16384),
 )
@@ -105,9 +128,7 @@ def _stored(rows: int, columns: int, *, transposed: bool, device: torch.device, 
     return torch.randn(rows, columns, device=device, dtype=dtype)
 
 
-def _product(
-    device: torch.device, precision: str, layout: str, m: int, n: int, k: int, *, bias: bool = False
-) -> Case:
+def _product(device: torch.device, precision: str, layout: str, m: int, n: int, k: int, *, bias: bool = False) -> Case:
     """The left side was just computed; the right side, a weight or a saved activation, comes from memory."""
     dtype = DTYPES[precision]
     left: list[Tensor] = []

@@ -58,7 +58,7 @@ class HostTrial(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     ns: int
     modules: int  # calls of `nn.Module`
     parameters: int
-    operations: dict[str, int]  # calls below autograd, by name
+    operations: dict[str, int]  # calls below autograd, by name without `aten.` and `.default`
 
 
 class Calibration(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
