@@ -23,7 +23,7 @@ def calibrate(*, device: str, out: Path, seconds: float, on_stage: Callable[[str
     if device == "auto" and not torch.cuda.is_available():
         raise StepscopeError(
             "no CUDA GPU found",
-            detail="a calibration is of the GPU that it runs on",
+            detail="calibration measures the GPU of this machine",
             hint="stepscope doctor",
         )
     calibration = measure_calibration(resolve_device(device), seconds=seconds, on_stage=on_stage)

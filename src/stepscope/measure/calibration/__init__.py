@@ -8,6 +8,7 @@ import platform
 import time
 from collections.abc import Callable, Iterable
 from datetime import UTC, datetime
+from functools import partial
 
 import torch
 
@@ -83,9 +84,8 @@ def _measure_sections(
     )
     for name, share, cases in sections:
         began = time.monotonic()
-        measured, left_out = measure_cases(
-            clock, cases, deadline=start + share * seconds, on_case=lambda case, name=name: on_stage(f"{name}: {case}")
-        )
+        on_case = partial(_say_case, on_stage, name)
+        measured, left_out = measure_cases(clock, cases, deadline=start + share * seconds, on_case=on_case)
         series += measured
         skipped += left_out
         count = sum(len(one.rows) for one in measured)
@@ -93,6 +93,10 @@ def _measure_sections(
         if device.type == "cuda":
             torch.cuda.empty_cache()
     return series, skipped
+
+
+def _say_case(on_stage: OnStage, section: str, case: str) -> None:
+    on_stage(f"{section}: {case}")
 
 
 def _own_cases(device: torch.device) -> Iterable[Case]:
