@@ -22,14 +22,12 @@ from numpy.typing import NDArray
 from stepscope.recording.memory.allocator_start import (
     ALLOC,
     COMPLETED,
-    LEAST,
     MAP,
     NEVER,
     OTHER,
     REQUESTED,
     SEGMENT_ALLOC,
     SEGMENT_FREE,
-    SMALL,
     UNMAP,
     Held,
     Pieces,
@@ -41,6 +39,7 @@ from stepscope.recording.memory.allocator_start import (
     known_start,
     piece_of,
 )
+from stepscope.recording.memory.free_blocks import SMALL, FreeBlocks
 from stepscope.recording.memory.snapshot import AllocatorSettings, Segment, Trace
 from stepscope.units import count_noun
 
@@ -90,42 +89,13 @@ def replay(trace: Trace, segments_at_start: tuple[Segment, ...] | None = None) -
     return _tabulate(run, trace, [*start.held, *appeared])
 
 
-class _Space:
-    """The free blocks, by start address (`sizes`) and by end address (`begins`)."""
+class _Space(FreeBlocks):
+    """The free blocks during a replay, which may lack events."""
 
-    __slots__ = ("begins", "fine", "largest", "sizes", "walls")
+    __slots__ = ()
 
     def __init__(self, settings: AllocatorSettings) -> None:
-        self.sizes: dict[int, int] = {}
-        self.begins: dict[int, int] = {}
-        self.walls: Counter[int] = Counter()  # segment boundaries that blocks do not merge across
-        self.fine = settings.expandable_segments
-        self.largest = settings.max_split_bytes or 1 << 62
-
-    def take(self, address: int, rounded: int) -> int:
-        """Allocate a block at `address` and return its bytes, or 0 if no free block starts there."""
-        size = self.sizes.get(address, 0)
-        if size < rounded:
-            return 0
-        del self.sizes[address]
-        rest = size - rounded
-        if rest >= LEAST if self.fine or rounded <= SMALL else rest > SMALL and rounded < self.largest:
-            self.sizes[address + rounded] = rest
-            self.begins[address + size] = address + rounded
-            return rounded
-        self.begins.pop(address + size, None)
-        return size
-
-    def add(self, address: int, size: int) -> None:
-        """Free a block and merge it with the free blocks on both sides."""
-        sizes, walls = self.sizes, self.walls
-        end = address + size
-        if end in sizes and end not in walls:
-            end += sizes.pop(end)
-        if address in self.begins and address not in walls:
-            address = self.begins.pop(address)
-        sizes[address] = end - address
-        self.begins[end] = address
+        super().__init__(fine=settings.expandable_segments, largest=settings.max_split_bytes or 1 << 62)
 
     def remove(self, address: int, size: int) -> bool:
         """Remove memory from a free block, even from its middle. Return whether all of it was free."""

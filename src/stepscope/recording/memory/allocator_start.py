@@ -14,10 +14,9 @@ from typing import Self
 import numpy as np
 from numpy.typing import NDArray
 
+from stepscope.recording.memory.free_blocks import LEAST, SMALL
 from stepscope.recording.memory.snapshot import ACTIONS, AllocatorSettings, Segment, Trace
 
-LEAST = 512  # every block is a multiple of it
-SMALL = 1 << 20  # largest block of the small pool, and largest remainder that is not split off a large block
 NEVER = -1  # an event that is not in the trace
 ALLOC, REQUESTED, COMPLETED, SEGMENT_ALLOC, SEGMENT_FREE, MAP, UNMAP = range(7)  # positions in ACTIONS
 OTHER = ACTIONS.index("other")

@@ -18,7 +18,7 @@ from msgspec.structs import astuple
 from stepscope.errors import StepscopeError
 from stepscope.recording import tables
 from stepscope.recording.memory.allocator import Replayed, replay
-from stepscope.recording.memory.allocator_start import SMALL
+from stepscope.recording.memory.free_blocks import SMALL
 from stepscope.recording.memory.labels import NOBODY, SCHEMA, MemoryLabels, OutOfMemoryFacts
 from stepscope.recording.memory.snapshot import (
     EVENT_SCHEMA,

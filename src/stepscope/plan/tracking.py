@@ -1,0 +1,226 @@
+"""Watches a simulated program: every storage on the fake GPU as an allocation, every operator as an operation.
+
+A storage is requested when the operator that makes it returns, and freed when the last tensor that uses it is gone,
+which Python's reference counts say exactly. What differs from a real run is corrected here:
+
+- Autograd adds gradients in place if nobody else holds the first one, but never where tensors are watched. An addition
+  by the engine whose first operand dies right after it is one in place.
+- Kernels take temporary memory that their results do not show (`kernel_memory`).
+- cuBLAS keeps a workspace for every thread that multiplies: the main thread, and the one of autograd.
+
+Small tensors on the CPU are real, so that a program can read them: the step count of an optimizer, a schedule.
+"""
+
+import math
+import sys
+import weakref
+from types import FrameType
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from stepscope.plan.assumptions import Accelerator
+from stepscope.plan.kernel_memory import MULTIPLIES, on_cpu, temporary_bytes
+from stepscope.plan.operation import Operation, TensorFacts, facts_of, scalars_of
+from stepscope.plan.places import Places
+from stepscope.recording.memory.allocator_model import MemoryEvent
+
+aten = torch.ops.aten
+REAL_ELEMENTS = 1 << 20  # larger tensors on the CPU are fake
+WORKSPACE = "workspace"
+CPU = -1
+# Operators that autograd runs in place on ordinary tensors, if nobody else holds the first operand, or if it made that
+# itself.
+_IN_PLACE = frozenset(
+    {
+        aten.add.Tensor,
+        aten.scatter_add.default,
+        aten.scatter.src,
+        aten.scatter.value,
+        aten.index_put.default,
+        aten.index_add.default,
+    }
+)
+# The frames between autograd's engine and `__torch_dispatch__`.
+_OF_DISPATCH = (__file__, "torch/_compile.py", "torch/_dynamo/eval_frame.py", "torch/_ops.py", "threading.py")
+
+
+class Allocation:
+    """A request for memory: who made it, where, and when (positions in `Tracker.events`)."""
+
+    __slots__ = ("born", "bytes", "dtype", "is_cast", "module", "operator", "phase", "shape", "step")
+
+    def __init__(self, size: int, operator: str, places: Places, born: int) -> None:
+        self.bytes = size
+        self.operator = operator
+        self.step, self.phase, self.module = places.step, places.current_phase(), places.current_module()
+        self.born = born
+        self.is_cast = False  # a parameter in another precision
+        self.shape: tuple[int, ...] = ()
+        self.dtype = ""
+
+
+class Tracker(TorchDispatchMode):
+    """`events` are requests and frees in order; the number of a request is its position in `allocations`."""
+
+    def __init__(self, gpu: Accelerator, places: Places, mode: FakeTensorMode) -> None:
+        super().__init__()
+        self.events: list[MemoryEvent] = []
+        self.allocations: list[Allocation] = []
+        self.operations: list[Operation] = []
+        self.keeps_operations = False
+        self._gpu, self._places, self._mode = gpu, places, mode
+        self._numbers: dict[int, int] = {}  # address of a live storage to its number
+        self._handles: set[bool] = set()  # threads with a workspace: whether it is autograd's
+        self._sum: tuple[int, int] | None = None  # first operand and result of an addition by autograd's engine
+
+    def number_of(self, tensor: Tensor) -> int:
+        """The number of a tensor's memory on the GPU; -1 if it is elsewhere."""
+        return self._numbers.get(tensor.untyped_storage()._cdata, CPU)
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func is torch.ops.prim.device.default:  # `tensor.device`, which asks the dispatcher
+            return _device_of(args[0])
+        kwargs = kwargs or {}
+        self._sum = None
+        inputs = [one for one in tree_leaves((args, kwargs)) if isinstance(one, Tensor)]
+        if _is_small_on_cpu(inputs, args, kwargs):
+            with unset_fake_temporarily():
+                return func(*args, **kwargs)
+        if inputs and not any(isinstance(one, FakeTensor) for one in inputs):
+            args, kwargs = tree_map_only(Tensor, self._mode.from_tensor, (args, kwargs))
+        numbers = [self.number_of(one) for one in inputs] if self.keeps_operations else []
+        result = func(*args, **kwargs)
+        outputs = [one for one in tree_leaves(result) if isinstance(one, Tensor)]
+        if all(_device_of(one).type != "cuda" for one in (*inputs, *outputs)):
+            return result
+        made = self._add_outputs(func, inputs, outputs)
+        self._add_temporaries(func, args, kwargs, outputs)
+        if made and func in _IN_PLACE and _is_engine():
+            self._watch_sum(inputs, made[0])
+        if self.keeps_operations:
+            self._keep(func, args, kwargs, inputs, numbers, outputs)
+        return result
+
+    def _add_outputs(self, func: Any, inputs: list[Tensor], outputs: list[Tensor]) -> list[int]:
+        made = []
+        skipped = on_cpu(func)
+        for place, tensor in enumerate(outputs):
+            if _device_of(tensor).type != "cuda" or place in skipped:
+                continue
+            storage = tensor.untyped_storage()
+            key = storage._cdata
+            if key in self._numbers or not storage.nbytes():
+                continue
+            number = self._request(storage.nbytes(), func.__name__)
+            allocation = self.allocations[number]
+            allocation.shape, allocation.dtype = tuple(tensor.shape), str(tensor.dtype).removeprefix("torch.")
+            allocation.is_cast = func is aten._to_copy.default and bool(inputs) and _is_parameter(inputs[0])
+            self._numbers[key] = number
+            weakref.finalize(storage, self._forget, key).atexit = False
+            made.append(number)
+        return made
+
+    def _add_temporaries(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], outputs: list[Tensor]) -> None:
+        """Request what the kernel takes, all at once, and free it. A workspace stays."""
+        if func in MULTIPLIES:
+            is_autograd = torch._C._current_graph_task_id() != -1
+            if is_autograd not in self._handles:
+                self._handles.add(is_autograd)
+                self._request(self._gpu.cublas_workspace_bytes, WORKSPACE)
+        name = f"{func.__name__} (kernel)"
+        sizes = temporary_bytes(func, args, kwargs, outputs, self._gpu)
+        for number in [self._request(size, name) for size in sizes][::-1]:
+            self.events.append(MemoryEvent(number, 0))
+
+    def _request(self, size: int, operator: str) -> int:
+        self.allocations.append(Allocation(size, operator, self._places, len(self.events)))
+        number = len(self.allocations) - 1
+        self.events.append(MemoryEvent(number, size))
+        return number
+
+    def _forget(self, key: int) -> None:
+        """A storage is gone."""
+        number = self._numbers.pop(key, None)
+        if number is None:
+            return
+        if self._sum is not None and self._sum[0] == number and self._replace_sum(*self._sum):
+            return
+        self.events.append(MemoryEvent(number, 0))
+
+    def _watch_sum(self, inputs: list[Tensor], made: int) -> None:
+        first = self.number_of(inputs[0])
+        if inputs[0]._is_view():  # it holds its base, so the memory has two owners
+            return
+        if first != CPU and len(inputs) > 1 and self.allocations[first].bytes == self.allocations[made].bytes:
+            self._sum = (first, made)
+
+    def _replace_sum(self, first: int, made: int) -> bool:
+        """Let the result of an addition have the memory of its first operand, which nobody else holds."""
+        self._sum = None
+        if self.events[-1].number != made:
+            return False
+        key = next((key for key, number in self._numbers.items() if number == made), None)
+        if key is None:
+            return False
+        self.events.pop()
+        self._numbers[key] = first
+        return True
+
+    def _keep(
+        self,
+        func: Any,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        inputs: list[Tensor],
+        numbers: list[int],
+        outputs: list[Tensor],
+    ) -> None:
+        self.operations.append(
+            Operation(
+                str(func),
+                self._places.current_phase(),
+                self._places.current_module(),
+                tuple(facts_of(one, number) for one, number in zip(inputs, numbers, strict=True)),
+                tuple(facts_of(one, self.number_of(one)) for one in outputs),
+                scalars_of(func, args, kwargs),
+            )
+        )
+
+
+def _device_of(tensor: Tensor) -> torch.device:
+    return tensor.fake_device if isinstance(tensor, FakeTensor) else tensor.device
+
+
+def _is_engine() -> bool:
+    """Whether autograd's engine called the operator, not a function in Python. Its thread has no other frames."""
+    if torch._C._current_graph_task_id() == -1:
+        return False
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if not frame.f_code.co_filename.endswith(_OF_DISPATCH):
+            return False
+        frame = frame.f_back
+    return True
+
+
+def _is_parameter(tensor: Tensor) -> bool:
+    return tensor.requires_grad and tensor.is_leaf or bool(getattr(tensor, "_is_param", False))
+
+
+def _is_small_on_cpu(inputs: list[Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether an operator makes, reads or changes real tensors on the CPU only."""
+    device = kwargs.get("device")
+    if device is not None and torch.device(device).type != "cpu":
+        return False
+    if any(isinstance(one, FakeTensor) or one.device.type != "cpu" for one in inputs):
+        return False
+    sizes = args[0] if not inputs and args and isinstance(args[0], list | tuple) else ()
+    count = math.prod(one for one in sizes if isinstance(one, int))
+    return count <= REAL_ELEMENTS
