@@ -30,6 +30,7 @@ VERBS = {
     "attention": "Compare the time and memory of attention implementations.",
     "comm": "Measure the latency and bandwidth of collectives.",
     "train": "Train the built-in model on one or more ranks.",
+    "calibrate": "Measure how fast this GPU and its host are, for `plan`.",
     "tune": "Find the fastest Triton attention tiles for this GPU.",
     "explain": "Explain where the time or memory of a recorded step goes.",
     "reduce": "Reduce the traces of many ranks to small recordings.",

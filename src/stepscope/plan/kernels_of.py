@@ -1,0 +1,382 @@
+"""From operators to kernels: how many an operator launches, the bytes and FLOPs that they move and compute, and which
+measured operation says how long they take.
+
+Memory-bound operators are looked up by bytes, at the measured operation that accesses memory in the same way: same
+shapes, a broadcast row or column, mixed dtypes, or strides that keep loads from being vectorized. Bytes that the last
+kernels wrote are still in the L2 cache and count as warm.
+"""
+
+import math
+from collections import OrderedDict
+from collections.abc import Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING, Literal
+
+import msgspec
+
+from stepscope.plan.measured_times import Estimate, MeasuredTimes, Sizes
+from stepscope.plan.operator_kinds import (
+    BYTES_PER_ELEMENT,
+    COPIES,
+    CREATIONS,
+    ELEMENTWISE,
+    FREE,
+    INDEXING,
+    LAUNCHES,
+    LISTS,
+    OWN,
+    PRODUCTS,
+    REDUCTIONS,
+    ROWS,
+    TWO_PASSES,
+    VIEWS,
+    short_name,
+)
+
+if TYPE_CHECKING:
+    from stepscope.plan.operation import Operation, TensorFacts
+
+Bound = Literal["compute", "memory", "launch"]
+ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float64": 8, "int64": 8, "int32": 4, "bool": 1}
+_PRECISIONS = {"bfloat16": "bf16", "float16": "fp16"}
+_WARM_SHARE = 0.6  # of the L2 cache that survives until the next kernels
+
+
+class PlannedKernel(msgspec.Struct, frozen=True, kw_only=True):
+    """The kernels of one operator: `launches` of them. `position` is that of the operator in the step."""
+
+    position: int
+    name: str  # what was measured
+    phase: str
+    module: str
+    ns: float
+    error: float  # standard deviation, as a share of `ns`
+    bytes: int
+    flops: int
+    launches: int
+    bound: Bound
+
+
+class KernelModel:
+    """Follows the operators of a step in order, because what is in the cache depends on what came before."""
+
+    def __init__(self, times: MeasuredTimes, *, tf32: bool = False) -> None:
+        self._times = times
+        self._fp32 = "tf32" if tf32 else "fp32"
+        self._storage_bytes: dict[int, int] = {}
+        self._stepped: set[tuple[int, Sizes]] = set()  # views that skip elements
+        self._cached: OrderedDict[int, int] = OrderedDict()
+        self._capacity = _WARM_SHARE * times.calibration.l2_bytes
+
+    def kernels_of(self, position: int, operation: "Operation") -> PlannedKernel | None:
+        """The kernels of the next operator, or None if it launches none."""
+        name = short_name(operation.name)
+        if name in VIEWS or name in FREE or not (operation.inputs or operation.outputs):
+            self._follow_view(name, operation)
+            return None
+        if all(fact.storage < 0 for fact in (*operation.inputs, *operation.outputs)):
+            return None
+        estimate, measured, flops = self._estimate(name, operation)
+        moved = self._bytes(operation.inputs) + self._written(operation)
+        self._remember(operation)
+        bound: Bound = "compute" if flops and flops / max(1, moved) > 150 else "memory"
+        launches = LAUNCHES.get(name, 1)
+        if estimate.ns < 1.5 * launches * self._times.calibration.constants.get("tiny_kernel_in_stream_ns", 2000.0):
+            bound = "launch"
+        return PlannedKernel(
+            position=position,
+            name=measured,
+            phase=operation.phase,
+            module=operation.module,
+            ns=estimate.ns,
+            error=estimate.error,
+            bytes=moved,
+            flops=flops,
+            launches=launches,
+            bound=bound,
+        )
+
+    # --- Which measurement -------------------------------------------------------------------------------------------
+
+    def _estimate(self, name: str, operation: "Operation") -> tuple[Estimate, str, int]:
+        """The time, the name of what was measured, and the FLOPs."""
+        if name in PRODUCTS:
+            return self._product(name, operation)
+        if "attention" in name or name.startswith("flash"):
+            return self._attention(name, operation)
+        if operation.name.startswith("stepscope."):
+            return self._own(name, operation), name, 0
+        if name in LISTS or name.startswith("_foreach"):
+            return self._list(name, operation), name, 0
+        if name in INDEXING and len(operation.inputs) > 1:
+            return self._indexing(name, operation), name, 0
+        if name in ROWS:
+            return self._rows(name, operation), ROWS[name][0], 0
+        if name in REDUCTIONS:
+            return self._reduction(name, operation)
+        return self._elementwise(name, operation)
+
+    def _precision(self, facts: Iterable["TensorFacts"]) -> str:
+        """The measured dtype closest to the first floating-point tensor."""
+        for fact in facts:
+            if fact.dtype in ("float32", "bfloat16", "float16"):
+                return _PRECISIONS.get(fact.dtype, "fp32")
+        return "fp32"
+
+    def _product(self, name: str, operation: "Operation") -> tuple[Estimate, str, int]:
+        left, right = [fact for fact in operation.inputs if len(fact.shape) > 1][-2:]
+        has_bias = name.startswith(("addmm", "_addmm", "baddbmm"))
+        precision = self._precision(operation.inputs)
+        precision = self._fp32 if precision == "fp32" else precision
+        layout = ("n" if left.contiguous else "t") + ("n" if right.contiguous else "t")
+        layout = "nn" if layout == "tt" else layout
+        sizes = (left.shape[-2], right.shape[-1], left.shape[-1])
+        if len(left.shape) == 3:
+            batch = left.shape[0]
+            if batch == 1:
+                estimate = self._times.product("mm", precision, layout, sizes)
+            else:
+                estimate = self._times.product("bmm", precision, layout, (batch, *sizes))
+            return estimate, "bmm", 2 * batch * math.prod(sizes)
+        measured = "addmm" if has_bias else "mm"
+        return self._times.product(measured, precision, layout, sizes), measured, 2 * math.prod(sizes)
+
+    def _attention(self, name: str, operation: "Operation") -> tuple[Estimate, str, int]:
+        is_backward = "backward" in name
+        q, k = _queries_and_keys(operation)
+        sizes = (q.shape[0], q.shape[1], k.shape[1], max(q.shape[2], k.shape[2]), q.shape[3])
+        causal = bool(operation.arguments.get("is_causal", operation.arguments.get("causal", False)))
+        backend = next((one for one in ("cudnn", "efficient", "flash") if one in name), "flash")
+        measured = "stepscope-flash" if operation.name.startswith("stepscope") else f"sdpa-{backend}"
+        precision = self._precision(operation.inputs)
+        passing = "backward" if is_backward else "forward"
+        flops = (5 if is_backward else 2) * 2 * q.shape[0] * q.shape[1] * sizes[3] ** 2 * q.shape[3] // (1 + causal)
+        for operation_name, dtype, mask, factor in _attention_fallbacks(measured, precision, causal):
+            if self._times.has(operation_name, dtype, f"{mask} {passing}"):
+                found = self._times.attention(operation_name, dtype, f"{mask} {passing}", sizes)
+                return Estimate(found.ns * factor, found.error), measured, flops
+        raise KeyError(f"no attention was measured in {precision}")
+
+    def _list(self, name: str, operation: "Operation") -> Estimate:
+        """A list of tensors. Operators in place return nothing, so what they write is known from their name."""
+        measured = LISTS.get(name, "foreach_mul")
+        count = max(1, len(operation.inputs) // list_operands(operation.name))
+        elements = self._bytes(operation.inputs[:count]) // 4
+        return self._times.rows(measured, "fp32", "", (count, max(1, elements // count)), 4 * list_passes(measured))
+
+    def _indexing(self, name: str, operation: "Operation") -> Estimate:
+        measured = INDEXING[name]
+        rows = max(operation.inputs, key=lambda fact: math.prod(fact.shape))
+        precision = "bf16" if self._precision(operation.inputs) != "fp32" else "fp32"
+        out = operation.outputs[0] if operation.outputs else rows
+        ids = next((fact for fact in operation.inputs if "int" in fact.dtype), operation.inputs[-1])
+        width = out.shape[-1] if out.shape else 1
+        table = out if measured in ("embedding_backward", "index_add", "index_put") else operation.inputs[0]
+        vocab = max(1, math.prod(table.shape) // max(1, width))
+        found = self._times.indexing(measured, precision, (max(1, math.prod(ids.shape)), vocab, max(1, width)))
+        if measured in ("index_add", "index_put"):  # measured with the zeros that they add to
+            zeros = self._times.rows("zero_", precision, "cold", (vocab * width,), 4 if precision == "fp32" else 2)
+            return Estimate(max(2000.0, found.ns - zeros.ns), found.error)
+        return found
+
+    def _rows(self, name: str, operation: "Operation") -> Estimate:
+        measured, passes = ROWS[name]
+        fact = max(operation.inputs, key=lambda one: math.prod(one.shape))
+        precision = "fp32" if self._precision([fact]) == "fp32" else "bf16"
+        itemsize = 4 if precision == "fp32" else 2
+        columns = fact.shape[-1] if fact.shape else 1
+        moved = self._bytes(operation.inputs) + self._written(operation)
+        rows = max(1, round(moved / (passes * itemsize * columns)))
+        return self._times.rows(measured, precision, "", (rows, columns), passes * itemsize)
+
+    def _reduction(self, name: str, operation: "Operation") -> tuple[Estimate, str, int]:
+        fact = operation.inputs[0]
+        precision = "fp32" if self._precision([fact]) == "fp32" else "bf16"
+        itemsize = 4 if precision == "fp32" else 2
+        total = max(1, self._bytes([fact]) // itemsize)
+        kept = max(1, math.prod(operation.outputs[0].shape)) if operation.outputs else 1
+        if kept == 1:
+            return self._times.rows("sum_all", precision, "", (max(1, total // 1024), 1024), itemsize), "sum_all", 0
+        dims = operation.arguments.get("dim", ())
+        last = fact.shape and any(one in (-1, len(fact.shape) - 1) for one in (dims if isinstance(dims, tuple) else (dims,)))
+        if last:
+            measured = f"{REDUCTIONS[name]}_columns"
+            columns = max(1, total // kept)
+            return self._times.rows(measured, precision, "", (kept, columns), itemsize), measured, 0
+        return self._times.rows("sum_rows", precision, "", (max(1, total // kept), kept), itemsize), "sum_rows", 0
+
+    def _own(self, name: str, operation: "Operation") -> Estimate:
+        measured, passing = OWN.get(name, ("own_rms_norm", "forward"))
+        moved = self._bytes(operation.inputs) + self._written(operation)
+        fact = max((*operation.inputs, *operation.outputs), key=lambda one: math.prod(one.shape))
+        columns = fact.shape[-1] if fact.shape else 1
+        passes = {"own_add_rms_norm": 4, "own_swiglu_packed": 1.5, "own_cross_entropy": 1}.get(measured, 2)
+        passes += (passing == "backward") * (1 if passes >= 2 else passes)
+        rows = max(1, round(moved / (2 * passes * columns)))
+        return self._times.rows(measured, "bf16", passing, (rows, columns), round(2 * passes))
+
+    # --- Elementwise -------------------------------------------------------------------------------------------------
+
+    def _elementwise(self, name: str, operation: "Operation") -> tuple[Estimate, str, int]:
+        inputs = [fact for fact in operation.inputs if fact.storage >= 0]
+        measured = self._resembling(name, operation, inputs)
+        precision = "fp32" if self._precision((*inputs, *operation.outputs)) == "fp32" else "bf16"
+        itemsize = 4 if precision == "fp32" else 2
+        passes, extra = BYTES_PER_ELEMENT.get(measured, TWO_PASSES)
+        moved = self._bytes(inputs) + self._written(operation)
+        if measured in ("slice_backward", "select_backward", "masked_fill"):  # what is written twice
+            moved += self._written(operation)
+        elements = max(1, round(moved / (passes * itemsize + extra)))
+        base_bytes = round(passes * itemsize + extra)
+        cold = self._times.rows(measured, precision, "cold", (elements,), base_bytes)
+        warm_share = self._warm_share(operation)
+        if not warm_share or not self._times.has(measured, precision, "warm"):
+            return cold, measured, 0
+        warm = self._times.rows(measured, precision, "warm", (elements,), base_bytes)
+        ns = warm_share * min(warm.ns, cold.ns) + (1 - warm_share) * cold.ns
+        return Estimate(ns, cold.error), measured, 0
+
+    def _resembling(self, name: str, operation: "Operation", inputs: Sequence["TensorFacts"]) -> str:
+        """The measured operation that accesses memory like this one."""
+        out = operation.outputs[0] if operation.outputs else inputs[0]
+        size = math.prod(out.shape)
+        large = [fact for fact in inputs if math.prod(fact.shape) * 4 > size]
+        is_stepped = any((fact.storage, fact.shape) in self._stepped for fact in inputs)
+        is_strided = any(not fact.contiguous for fact in large) and not all(
+            not fact.contiguous for fact in (*large, out)
+        )
+        if name in COPIES:
+            return _resembling_copy(name, operation, inputs, is_stepped=is_stepped, is_strided=is_strided)
+        if name in CREATIONS:
+            return "triu" if name in ("triu", "tril") else "zero_"
+        if name in ("slice_backward", "select_backward"):
+            return "select_backward" if operation.arguments.get("step", 1) != 1 else "slice_backward"
+        if name == "masked_fill":
+            return "masked_fill"
+        if is_stepped:
+            return "mul_even"
+        dtypes = {fact.dtype for fact in large if "float" in fact.dtype}
+        if len(dtypes) > 1:
+            return "add_mixed" if name.startswith("add") else "mul_mixed"
+        smaller = [fact for fact in inputs if 1 < math.prod(fact.shape) < size]
+        if is_strided:
+            return "mul_heads" if len(inputs) > 1 else "split_heads"
+        if smaller and name not in ("where", "masked_fill_"):
+            return "mul_row" if smaller[0].shape[-1] > 1 else "mul_column"
+        binary, unary = ELEMENTWISE.get(name, ("mul", "mul_scalar"))
+        if name == "pow":
+            return "pow" if operation.arguments.get("exponent") in (1, 2) else "pow3"
+        if name.startswith("gelu") and operation.arguments.get("approximate") == "tanh":
+            return "gelu_tanh_backward" if len(inputs) > 1 else "gelu_tanh"
+        return binary if len(large) > 1 or name in ("where",) else unary
+
+    # --- Memory ------------------------------------------------------------------------------------------------------
+
+    def _bytes(self, facts: Iterable["TensorFacts"]) -> int:
+        """Bytes of tensors, each once, and never more than their memory has: an expanded tensor repeats it."""
+        seen: dict[tuple[int, Sizes], int] = {}
+        for fact in facts:
+            if fact.storage >= 0:
+                size = math.prod(fact.shape) * ITEM_BYTES.get(fact.dtype, 4)
+                seen[fact.storage, fact.shape] = min(size, self._storage_bytes.get(fact.storage, size))
+        return sum(seen.values())
+
+    def _written(self, operation: "Operation") -> int:
+        return self._bytes(operation.outputs)
+
+    def _follow_view(self, name: str, operation: "Operation") -> None:
+        if name == "select" or (name == "slice" and operation.arguments.get("step", 1) != 1):
+            self._stepped |= {(fact.storage, fact.shape) for fact in operation.outputs}
+        elif name in FREE:
+            self._remember_sizes(operation)
+        else:
+            stepped = any((fact.storage, fact.shape) in self._stepped for fact in operation.inputs)
+            self._stepped |= {(fact.storage, fact.shape) for fact in operation.outputs} if stepped else set()
+
+    def _remember_sizes(self, operation: "Operation") -> None:
+        for fact in operation.outputs:
+            if fact.storage >= 0:
+                size = math.prod(fact.shape) * ITEM_BYTES.get(fact.dtype, 4)
+                self._storage_bytes.setdefault(fact.storage, size)
+
+    def _remember(self, operation: "Operation") -> None:
+        """Put what the operator read and wrote into the cache, the last one on top."""
+        self._remember_sizes(operation)
+        for fact in (*operation.inputs, *operation.outputs):
+            if fact.storage >= 0:
+                size = math.prod(fact.shape) * ITEM_BYTES.get(fact.dtype, 4)
+                self._cached[fact.storage] = min(size, self._storage_bytes.get(fact.storage, size))
+                self._cached.move_to_end(fact.storage)
+        while len(self._cached) > 1 and sum(self._cached.values()) > 2 * self._capacity:
+            self._cached.popitem(last=False)
+
+    def _warm_share(self, operation: "Operation") -> float:
+        """The share of an operator's bytes that are in the cache. What it writes goes there if it is small."""
+        warm, total = 0.0, 0
+        for fact in {one.storage: one for one in operation.inputs if one.storage >= 0}.values():
+            size = self._bytes([fact])
+            total += size
+            warm += min(size, self._cached_bytes(fact.storage))
+        written = self._written(operation)
+        return (warm + max(0.0, min(written, self._capacity / 2 - warm / 4))) / max(1, total + written)
+
+    def _cached_bytes(self, storage: int) -> float:
+        """How much of a tensor is still in the cache: what was used since then has pushed out the rest."""
+        if storage not in self._cached:
+            return 0.0
+        since = 0
+        for other in reversed(self._cached):
+            if other == storage:
+                break
+            since += self._cached[other]
+        return max(0.0, min(self._cached[storage], self._capacity - since))
+
+
+def _resembling_copy(
+    name: str, operation: "Operation", inputs: Sequence["TensorFacts"], *, is_stepped: bool, is_strided: bool
+) -> str:
+    if name == "stack":
+        return "stack_last" if operation.arguments.get("dim") == -1 else "cat"
+    if name == "cat":
+        return "cat_halves" if any(not fact.contiguous for fact in inputs) else "cat"
+    if name in ("repeat", "repeat_interleave"):
+        return "repeat_heads"
+    dtypes = {fact.dtype for fact in (*inputs, *operation.outputs)}
+    if len(dtypes) > 1:
+        return "cast"
+    if is_stepped:
+        return "mul_even"
+    return "split_heads" if is_strided or any(not fact.contiguous for fact in inputs) else "clone"
+
+
+def _queries_and_keys(operation: "Operation") -> tuple["TensorFacts", "TensorFacts"]:
+    """The first two different roles among the inputs with four dimensions; backward has the gradient in front."""
+    tensors = [fact for fact in operation.inputs if len(fact.shape) == 4]
+    start = 1 if "backward" in operation.name else 0
+    return tensors[start], tensors[start + 1]
+
+
+def _attention_fallbacks(measured: str, precision: str, causal: bool) -> Iterator[tuple[str, str, str, float]]:
+    """What was measured, from the same problem to similar ones, each with the factor of its time."""
+    mask = "causal" if causal else "full"
+    other, factor = ("full", 0.6) if causal else ("causal", 1.7)
+    for name in (measured, "sdpa-cudnn", "sdpa-flash", "sdpa-efficient"):
+        for dtype in (precision, "bf16" if precision == "fp16" else precision):
+            yield name, dtype, mask, 1.0
+            yield name, dtype, other, factor
+
+
+def list_passes(measured: str) -> int:
+    """How often a list operation reads or writes each of its elements."""
+    return {"fused_adamw": 7, "foreach_mul": 2, "foreach_div": 2, "foreach_sqrt": 2, "foreach_norm": 1}.get(
+        measured, {"foreach_zero": 1, "foreach_addcmul": 3, "foreach_addcdiv": 4}.get(measured, 3)
+    )
+
+
+def list_operands(name: str) -> int:
+    """How many lists an operator takes: `aten._foreach_add_.List` takes two, all of the same length."""
+    short, overload = short_name(name), name.rpartition(".")[2]
+    if short.startswith("_fused_adam"):
+        return 5  # with the step counts
+    if "addcmul" in short or "addcdiv" in short:
+        return 3
+    return 2 if overload == "List" or "lerp" in short or "copy" in short else 1

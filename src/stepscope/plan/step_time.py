@@ -1,0 +1,212 @@
+"""The time of a step: the host calls operators, the GPU runs their kernels, and whichever is later decides.
+
+The host runs ahead of the GPU as long as it can, and the GPU waits for a kernel that is not there yet. Phases end where
+their last kernel does, as CUDA events see it.
+"""
+
+import math
+from collections import defaultdict
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from stepscope.plan.host_time import HostModel, share_modules
+from stepscope.plan.kernels_of import Bound, KernelModel, PlannedKernel
+from stepscope.plan.measured_times import MeasuredTimes
+from stepscope.plan.operator_kinds import PRODUCTS, short_name
+from stepscope.recording.rows.calibration import Calibration
+
+if TYPE_CHECKING:
+    from stepscope.plan.operation import Operation
+
+_SIGMAS = 2.0
+_MODEL_ERROR = 0.04  # of sums of kernels, beyond the error of single ones
+
+
+class PhaseTime(msgspec.Struct, frozen=True, kw_only=True):
+    """One phase: its time, the GPU's busy time, the host's time, and what most of the time goes to."""
+
+    name: str
+    ns: float
+    gpu_ns: float
+    host_ns: float
+    bound: Bound
+
+
+class PredictedStep(msgspec.Struct, frozen=True, kw_only=True):
+    """A predicted step. `interval_ns` has the true time in about nineteen of twenty cases."""
+
+    ns: float
+    interval_ns: tuple[float, float]
+    phases: tuple[PhaseTime, ...]
+    gpu_ns: float
+    host_ns: float
+    launches: int
+    flops: int
+    kernels: tuple[PlannedKernel, ...]
+
+
+def predict_step(
+    operations: Sequence["Operation"],
+    calibration: Calibration,
+    *,
+    graph: bool = False,
+    compiled: bool = False,
+    tf32: bool = False,
+) -> PredictedStep:
+    """Predict the step that calls these operators. With `graph` it is replayed from a CUDA graph, without the host."""
+    times = MeasuredTimes(calibration)
+    model = KernelModel(times, tf32=tf32)
+    kernels = [kernel for position, one in enumerate(operations) if (kernel := model.kernels_of(position, one))]
+    del compiled
+    return _run(operations, kernels, calibration, HostModel(calibration), graph=graph)
+
+
+def _run(
+    operations: Sequence["Operation"],
+    kernels: Sequence[PlannedKernel],
+    calibration: Calibration,
+    host: HostModel,
+    *,
+    graph: bool,
+) -> PredictedStep:
+    launched = {kernel.position: kernel for kernel in kernels}
+    costs = [0.0] * len(operations) if graph else host_costs(operations, host)
+    latency_ns = 0.0 if graph else calibration.constants.get("launch_to_start_ns", 8000.0) / 2
+    saved_ns = _gap_saved(calibration) if graph else 0.0
+    timeline = _Timeline(latency_ns)
+    for position, operation in enumerate(operations):
+        timeline.enter(operation.phase)
+        timeline.call(costs[position])
+        if kernel := launched.get(position):
+            timeline.launch(max(500.0, kernel.ns - saved_ns * kernel.launches))
+        if short_name(operation.name) in ("_local_scalar_dense", "item", "nonzero"):
+            timeline.wait(calibration.constants.get("item_ns", 10_000.0))
+    timeline.finish()
+    return _summarize(timeline, kernels, host)
+
+
+class _Timeline:
+    """Two clocks, in nanoseconds from the start of the step, and where each phase ended on the GPU."""
+
+    def __init__(self, latency_ns: float) -> None:
+        self._latency_ns = latency_ns
+        self.host_ns = self.gpu_ns = 0.0
+        self.phase = ""
+        self.ends: dict[str, float] = {}
+        self.host_by_phase: dict[str, float] = defaultdict(float)
+        self.gpu_by_phase: dict[str, float] = defaultdict(float)
+        self.totals: dict[str, float] = defaultdict(float)
+        self._marked_ns = 0.0
+
+    def enter(self, phase: str) -> None:
+        if phase != self.phase:
+            self.finish()
+            self.phase = phase
+
+    def finish(self) -> None:
+        """The event at the end of a phase runs when the GPU reaches it."""
+        if self.phase:
+            now_ns = max(self.gpu_ns, self.host_ns + self._latency_ns)
+            self.totals[self.phase] += now_ns - self._marked_ns
+            self._marked_ns = now_ns
+
+    def call(self, cost_ns: float) -> None:
+        self.host_ns += cost_ns
+        self.host_by_phase[self.phase] += cost_ns
+
+    def launch(self, kernel_ns: float) -> None:
+        self.gpu_ns = max(self.gpu_ns, self.host_ns + self._latency_ns) + kernel_ns
+        self.gpu_by_phase[self.phase] += kernel_ns
+
+    def wait(self, cost_ns: float) -> None:
+        self.host_ns = max(self.host_ns, self.gpu_ns) + cost_ns
+
+
+def host_costs(operations: Sequence["Operation"], host: HostModel) -> list[float]:
+    """The host's time before each operator's launch."""
+    phases = ["forward" if again else one.phase for one, again in zip(operations, _runs_again(operations), strict=True)]
+    costs = [host.cost(one, phase) for one, phase in zip(operations, phases, strict=True)]
+    for position, entered in share_modules(operations).items():
+        costs[position] += entered * host.module_call(phases[position])
+    before = ""
+    for position, one in enumerate(operations):
+        if one.phase != before:
+            costs[position] += host.start(one.phase)
+            before = one.phase
+    _replace_update(operations, costs, host)
+    return costs
+
+
+def _replace_update(operations: Sequence["Operation"], costs: list[float], host: HostModel) -> None:
+    """An optimizer that works on lists takes most of its time between the operators."""
+    positions = [position for position, one in enumerate(operations) if one.phase == "optimizer"]
+    took_ns = host.update([operations[position] for position in positions])
+    if took_ns is not None:
+        for position in positions:
+            costs[position] = took_ns / len(positions)
+
+
+def _runs_again(operations: Sequence["Operation"]) -> list[bool]:
+    """Whether each operator of backward belongs to a forward pass that a checkpoint repeats: a run of operators of one
+    module that starts with the names of its forward pass."""
+    return [False] * len(operations)
+
+
+def _gap_saved(calibration: Calibration) -> float:
+    """How much closer kernels follow each other in a CUDA graph than in a stream."""
+    constants = calibration.constants
+    return max(0.0, constants.get("tiny_kernel_in_stream_ns", 0.0) - constants.get("tiny_kernel_in_graph_ns", 0.0))
+
+
+def _summarize(timeline: _Timeline, kernels: Sequence[PlannedKernel], host: HostModel) -> PredictedStep:
+    phases = tuple(
+        PhaseTime(
+            name=name,
+            ns=took_ns,
+            gpu_ns=timeline.gpu_by_phase[name],
+            host_ns=timeline.host_by_phase[name],
+            bound=_bound(name, took_ns, timeline.gpu_by_phase[name], kernels),
+        )
+        for name, took_ns in timeline.totals.items()
+    )
+    total_ns = sum(phase.ns for phase in phases)
+    error = _error(phases, kernels, host)
+    return PredictedStep(
+        ns=total_ns,
+        interval_ns=(total_ns * math.exp(-_SIGMAS * error), total_ns * math.exp(_SIGMAS * error)),
+        phases=phases,
+        gpu_ns=sum(timeline.gpu_by_phase.values()),
+        host_ns=timeline.host_ns,
+        launches=sum(kernel.launches for kernel in kernels),
+        flops=sum(kernel.flops for kernel in kernels),
+        kernels=tuple(kernels),
+    )
+
+
+def _bound(name: str, took_ns: float, gpu_ns: float, kernels: Sequence[PlannedKernel]) -> Bound:
+    if gpu_ns < 0.85 * took_ns:
+        return "launch"
+    by_bound: dict[Bound, float] = defaultdict(float)
+    for kernel in kernels:
+        if kernel.phase == name:
+            by_bound[kernel.bound] += kernel.ns
+    return max(by_bound, key=lambda bound: by_bound[bound], default="memory")
+
+
+def _error(phases: Sequence[PhaseTime], kernels: Sequence[PlannedKernel], host: HostModel) -> float:
+    """The relative standard deviation. Kernels of one kind err together, and so do the calls of a phase."""
+    by_name: dict[str, float] = defaultdict(float)
+    for kernel in kernels:
+        by_name[kernel.name] += kernel.ns * kernel.error
+    gpu_ns = sum(phase.gpu_ns for phase in phases)
+    gpu_error = math.sqrt(sum(value**2 for value in by_name.values())) / max(1.0, gpu_ns)
+    variance, total_ns = 0.0, sum(phase.ns for phase in phases)
+    for phase in phases:
+        error = host.errors.get(phase.name, 0.2) if phase.bound == "launch" else math.hypot(gpu_error, _MODEL_ERROR)
+        variance += (phase.ns * error) ** 2
+    return math.sqrt(variance) / max(1.0, total_ns)
+
+
+__all__ = ["PRODUCTS", "PhaseTime", "PredictedStep", "host_costs", "predict_step"]
