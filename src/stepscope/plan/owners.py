@@ -79,13 +79,16 @@ def _tensors(values: Iterable[object]) -> Iterator[Tensor]:
 
 
 def find_owner(number: int, allocation: Allocation, known: dict[int, Owner], *, outlives_forward: bool) -> Owner:
-    """The owner of an allocation. One that a forward pass made and that is still there afterwards is an activation."""
+    """The owner of an allocation. One that a forward pass made and that is still there afterwards is an activation, also
+    if the forward pass is the repeated one of a checkpoint."""
     if number in known:
         return known[number]
-    if allocation.operator == WORKSPACE:
+    if allocation.operator == WORKSPACE or allocation.is_temporary:
         return Owner("workspaces")
     if allocation.phase == BUILD:
         return Owner("other")
-    if allocation.is_cast and allocation.phase == FORWARD:
-        return Owner("autocast copies")
-    return Owner("activations" if allocation.phase == FORWARD and outlives_forward else "temporaries")
+    source = known.get(allocation.source)
+    if source is not None and source.category == "parameters":
+        return Owner("autocast copies", source.parameter)
+    is_forward = allocation.phase == FORWARD or allocation.is_recomputed
+    return Owner("activations" if is_forward and outlives_forward else "temporaries")

@@ -30,7 +30,7 @@ class _Stack(local):
 class Places:
     """`step` is -1 before the first step. `phase` is the name of the running phase if the caller knows it; otherwise
     it follows from what autograd and the optimizer do. `models` and `optimizers` are those that ran; `on_phase_end` is
-    called when gradients are complete."""
+    called when gradients are complete, and `on_recomputed` after a checkpoint has run a module again."""
 
     def __init__(self) -> None:
         self.step = -1
@@ -38,6 +38,7 @@ class Places:
         self.models: dict[int, nn.Module] = {}
         self.optimizers: dict[int, torch.optim.Optimizer] = {}
         self.on_phase_end: Callable[[], None] = lambda: None
+        self.on_recomputed: Callable[[], None] = lambda: None
         self._updates = 0
         self._names: dict[int, str] = {}
         self._stack = _Stack()
@@ -61,6 +62,11 @@ class Places:
         node = torch._C._current_autograd_node()
         at = bisect_right(self._firsts, node._sequence_nr()) - 1 if node is not None else -1
         return self._paths[at] if at >= 0 else ""
+
+    @property
+    def recomputes(self) -> bool:
+        """Whether a checkpoint runs a module again."""
+        return bool(self._stack.names) and torch._C._current_graph_task_id() != -1
 
     @contextmanager
     def watching(self) -> Iterator[None]:
@@ -111,8 +117,11 @@ class Places:
         self._change()
 
     def _pop(self) -> None:
+        recomputes = self.recomputes
         self._stack.names.pop()
         self._change()
+        if recomputes and not self._stack.names:
+            self.on_recomputed()
 
     def _change(self) -> None:
         if torch._C._current_graph_task_id() == -1:

@@ -7,6 +7,7 @@ from typing import NamedTuple
 import msgspec
 
 from stepscope.plan.owners import CATEGORIES, Owner
+from stepscope.plan.tracking import WORKSPACE
 from stepscope.recording.memory.allocator_model import PLACEMENTS, AllocatorModel, MemoryEvent, OutOfSpace
 
 POINTS = 1000  # of a timeline
@@ -141,7 +142,7 @@ def replay_memory(events: StepEvents, requests: Sequence[Request]) -> ReplayedMe
         peak_requested_bytes=main.model.peak_requested_bytes,
         allocated_range=(min(allocated), max(allocated)),
         reserved_bytes=(min(reserved), max(reserved)),
-        workspace_bytes=sum(one.bytes for one in requests if one.owner.category == "workspaces"),
+        workspace_bytes=sum(one.bytes for one in requests if one.operator == WORKSPACE),
         peak_step=peak.step,
         peak_phase=peak.phase,
         peak_module=peak.module,

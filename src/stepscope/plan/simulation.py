@@ -101,7 +101,9 @@ class _Run:
         self.tracker = Tracker(gpu, self.places, self.mode)
         self.owners = Owners(self.tracker, self.places)
         self.places.on_phase_end = self.owners.note
+        self.places.on_recomputed = self._note_recomputed
         self._starts: list[int] = []  # events before each step
+        self._recomputed: list[int] = []  # events before the end of each repeated forward pass
 
     def follow(self, prepare: Callable[[Places], Callable[[], None]], steps: int) -> None:
         run = prepare(self.places)
@@ -120,20 +122,25 @@ class _Run:
         return StepEvents(events[: self._starts[0]], steps, {})
 
     def requests(self) -> list[Request]:
-        events, allocations = self.tracker.events, self.tracker.allocations
-        died = {number: place for place, (number, size) in enumerate(events) if not size}
-        ends = [*self._starts[1:], self._end]
-        for before, after in pairwise(allocations):
-            if before.phase == FORWARD != after.phase:
-                ends.append(after.born)
-        ends.sort()
+        died = {number: place for place, (number, size) in enumerate(self.tracker.events) if not size}
+        ends = self._forward_ends()
         found = []
-        for number, one in enumerate(allocations):
-            at = bisect_right(ends, one.born)
-            outlives = at < len(ends) and died.get(number, len(events)) > ends[at]
+        for number, one in enumerate(self.tracker.allocations):
+            passes = self._recomputed if one.is_recomputed else ends
+            at = bisect_right(passes, one.born)
+            outlives = at < len(passes) and died.get(number, self._end) >= passes[at]
             owner = find_owner(number, one, self.owners.known, outlives_forward=outlives)
             found.append(Request(one.bytes, one.operator, one.phase, one.module, one.step, owner))
         return found
+
+    def _forward_ends(self) -> list[int]:
+        """The number of events before the end of each forward pass."""
+        changes = pairwise(self.tracker.allocations)
+        found = [after.born for before, after in changes if before.phase == FORWARD != after.phase]
+        return sorted([*found, *self._starts[1:], self._end])
+
+    def _note_recomputed(self) -> None:
+        self._recomputed.append(len(self.tracker.events))
 
 
 def _simulate(prepare: Callable[[Places], Callable[[], None]], gpu: Accelerator, steps: int) -> Simulation:

@@ -59,16 +59,16 @@ _OF_DISPATCH = (__file__, "torch/_compile.py", "torch/_dynamo/eval_frame.py", "t
 class Allocation:
     """A request for memory: who made it, where, and when (positions in `Tracker.events`)."""
 
-    __slots__ = ("born", "bytes", "dtype", "is_cast", "module", "operator", "phase", "shape", "step")
+    __slots__ = ("born", "bytes", "is_recomputed", "is_temporary", "module", "operator", "phase", "source", "step")
 
     def __init__(self, size: int, operator: str, places: Places, born: int) -> None:
         self.bytes = size
         self.operator = operator
         self.step, self.phase, self.module = places.step, places.current_phase(), places.current_module()
         self.born = born
-        self.is_cast = False  # a parameter in another precision
-        self.shape: tuple[int, ...] = ()
-        self.dtype = ""
+        self.is_recomputed = places.recomputes
+        self.is_temporary = False  # whether the operator frees it before it returns
+        self.source = CPU  # what it is a copy of
 
 
 class Tracker(TorchDispatchMode):
@@ -138,9 +138,8 @@ class Tracker(TorchDispatchMode):
             if key in self._numbers or not storage.nbytes():
                 continue
             number = self._request(storage.nbytes(), func.__name__)
-            allocation = self.allocations[number]
-            allocation.shape, allocation.dtype = tuple(tensor.shape), str(tensor.dtype).removeprefix("torch.")
-            allocation.is_cast = func is aten._to_copy.default and bool(inputs) and _is_parameter(inputs[0])
+            if func is aten._to_copy.default:
+                self.allocations[number].source = self.number_of(inputs[0])
             self._numbers[key] = number
             weakref.finalize(storage, self._forget, key).atexit = False
             made.append(number)
@@ -153,9 +152,9 @@ class Tracker(TorchDispatchMode):
             if is_autograd not in self._handles:
                 self._handles.add(is_autograd)
                 self._request(self._gpu.cublas_workspace_bytes, WORKSPACE)
-        name = f"{func.__name__} (kernel)"
         sizes = temporary_bytes(func, args, kwargs, outputs, self._gpu)
-        for number in [self._request(size, name) for size in sizes][::-1]:
+        for number in [self._request(size, func.__name__) for size in sizes][::-1]:
+            self.allocations[number].is_temporary = True
             self.events.append(MemoryEvent(number, 0))
 
     def _request(self, size: int, operator: str) -> int:
@@ -228,10 +227,6 @@ def _is_engine() -> bool:
             return False
         frame = frame.f_back
     return True
-
-
-def _is_parameter(tensor: Tensor) -> bool:
-    return tensor.requires_grad and tensor.is_leaf or bool(getattr(tensor, "_is_param", False))
 
 
 def _is_small_on_cpu(inputs: list[Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
