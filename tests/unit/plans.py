@@ -3,7 +3,8 @@
 from collections.abc import Callable, Sequence
 
 from stepscope.errors import StepscopeError
-from stepscope.jobs.plan import Target, assemble, choose_gpu
+from stepscope.jobs.plan import assemble
+from stepscope.jobs.plan_target import Target, choose_gpu
 from stepscope.recording.rows.memory_summary import CategoryBytes, ModuleBytes
 from stepscope.recording.rows.plan_result import (
     PlannedPhase,

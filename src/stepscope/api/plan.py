@@ -1,12 +1,13 @@
 """`plan`: what `stepscope plan` does, from Python. No GPU is needed, and torch runs in other processes."""
 
 import os
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from stepscope.api.arguments import require_choice
-from stepscope.api.display import DataTable, Picture, PlanPart, encode_document, write_table
+from stepscope.api.display import DataTable, Picture, PlanPart, StrPath, encode_document, write_table
 from stepscope.api.measure import make_grid_of_one, name_command
 from stepscope.errors import StepscopeError
 from stepscope.explain.experiments.plan_tables import (
@@ -22,8 +23,9 @@ from stepscope.explain.experiments.plan_tables import (
     say_result,
 )
 from stepscope.hardware import find
-from stepscope.jobs.plan import Planner, check_plan_settings, open_target, plan_grid
+from stepscope.jobs.plan import Planner, check_plan_settings, plan_grid
 from stepscope.jobs.plan_search import find_fit
+from stepscope.jobs.plan_target import open_target
 from stepscope.jobs.workers.process import OnStage
 from stepscope.recording.rows.plan_result import FitResult, PlanResult
 from stepscope.spec import Grid, Workload
@@ -126,25 +128,39 @@ def plan(
     *,
     gpu: str | None = None,
     memory: Memory | None = None,
+    calibration: StrPath | None = None,
     progress: OnStage | None = None,
 ) -> StepPlan:
     """Predict the peak memory and the step time of a workload on a GPU, which need not be there.
 
     `gpu` is a name such as `"H200"`; by default, the GPU of this machine. `memory` replaces its memory: bytes, or text
-    such as `"80GB"`.
+    such as `"80GB"`. `calibration` is a file that `stepscope calibrate` wrote; by default, times come from the table
+    that stepscope has for the GPU, or from data sheets.
     """
-    results = plan_all(make_grid_of_one(workload), gpu=gpu, memory=memory, progress=progress)
+    grid = make_grid_of_one(workload)
+    results = plan_all(grid, gpu=gpu, memory=memory, calibration=calibration, progress=progress)
     if len(results) > 1:
         raise ValueError(f"expected one workload, got {len(results)}")
     return results[0]
 
 
 def plan_all(
-    grid: Grid, *, gpu: str | None = None, memory: Memory | None = None, progress: OnStage | None = None
+    grid: Grid,
+    *,
+    gpu: str | None = None,
+    memory: Memory | None = None,
+    calibration: StrPath | None = None,
+    progress: OnStage | None = None,
 ) -> list[StepPlan]:
     """The same for every workload of a grid."""
-    stage = progress or (lambda _: None)
-    return [StepPlan(one) for one in plan_grid(grid, gpu=gpu, memory_bytes=as_bytes(memory), on_stage=stage)]
+    found = plan_grid(
+        grid,
+        gpu=gpu,
+        memory_bytes=as_bytes(memory),
+        calibration=as_path(calibration),
+        on_stage=progress or (lambda _: None),
+    )
+    return [StepPlan(one) for one in found]
 
 
 def plan_fit(
@@ -152,6 +168,7 @@ def plan_fit(
     *,
     fit: Memory,
     gpu: str | None = None,
+    calibration: StrPath | None = None,
     progress: OnStage | None = None,
     command: str = "",
 ) -> Fit:
@@ -163,13 +180,18 @@ def plan_fit(
     if len(cases) > 1:
         raise StepscopeError(f"`--fit` needs a single workload; got {len(cases)}", hint="leave out other values")
     named = isinstance(fit, str) and find(fit) is not None
-    target = open_target(str(fit), None) if named else open_target(gpu, as_bytes(fit))
+    table = as_path(calibration)
+    target = open_target(str(fit), None, table) if named else open_target(gpu, as_bytes(fit), table)
     with Planner(target, on_stage=progress or (lambda _: None), at_once=os.cpu_count() or 1) as planner:
         return Fit(find_fit(cases[0].workload, planner, command or name_command("plan", grid)))
 
 
 def as_bytes(memory: Memory | None) -> int | None:
     return parse_bytes(memory) if isinstance(memory, str) else memory
+
+
+def as_path(path: StrPath | None) -> Path | None:
+    return None if path is None else Path(path)
 
 
 def tables_of(plans: list[StepPlan]) -> DataTable:

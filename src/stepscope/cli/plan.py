@@ -2,7 +2,7 @@
 
 import shlex
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -31,6 +31,9 @@ def plan(
     fit: Annotated[
         str | None, typer.Option("--fit", metavar="SIZE|GPU", help="Search for what fits, such as 24GB or H100.")
     ] = None,
+    calibration: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Table of times that `stepscope calibrate` wrote.")
+    ] = None,
     table: Annotated[PlanPart | None, typer.Option("--table", help="Show only this table.")] = None,
     plot: Annotated[
         Path | None,
@@ -50,9 +53,9 @@ def plan(
         check_figure(plot, force=force)
     if fit is not None:
         _refuse_with_fit(memory, table)
-        _show_fit(_search(grid, fit, gpu), format_, plot, force=force)
+        _show_fit(_search(grid, fit, gpu=gpu, calibration=calibration), format_, plot, force=force)
         return
-    plans = _predict(grid, gpu, memory)
+    plans = _predict(grid, gpu=gpu, memory=memory, calibration=calibration)
     if len(plans) == 1:
         _show_plan(plans[0], table, format_, plot, force=force)
         return
@@ -75,18 +78,18 @@ def _refuse_for_several(count: int, table: str | None, plot: Path | None) -> Non
         raise StepscopeError(f"`{flag}` needs a single workload; got {count}", hint=f"leave out {flag}")
 
 
-def _predict(grid: Grid, gpu: str | None, memory: str | None) -> "list[StepPlan]":
+def _predict(grid: Grid, **where: Any) -> "list[StepPlan]":
     from stepscope.api.plan import plan_all
 
     with showing_stages() as on_stage:
-        return plan_all(grid, gpu=gpu, memory=memory, progress=on_stage)
+        return plan_all(grid, progress=on_stage, **where)
 
 
-def _search(grid: Grid, fit: str, gpu: str | None) -> "Fit":
+def _search(grid: Grid, fit: str, **where: Any) -> "Fit":
     from stepscope.api.plan import plan_fit
 
     with showing_stages() as on_stage:
-        return plan_fit(grid, fit=fit, gpu=gpu, progress=on_stage, command=typed_command())
+        return plan_fit(grid, fit=fit, progress=on_stage, command=typed_command(), **where)
 
 
 def _show_plan(found: "StepPlan", table: PlanPart | None, format_: Format, plot: Path | None, *, force: bool) -> None:

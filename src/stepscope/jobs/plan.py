@@ -4,9 +4,9 @@ Every step is simulated in a process of its own, forked from one that has import
 believe in a GPU, which must not happen to a process that does anything else.
 """
 
-import shlex
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from types import TracebackType
 from typing import Self
 
@@ -14,20 +14,19 @@ import msgspec
 
 import stepscope
 from stepscope import cost
-from stepscope.errors import StepscopeError, nearest
+from stepscope.errors import StepscopeError
 from stepscope.explain.commands import write_command
-from stepscope.hardware import Hardware, find, known
+from stepscope.hardware import Hardware, known
 from stepscope.jobs.experiments.sweep import Planned
+from stepscope.jobs.plan_target import Target, find_here, make_target, open_target
 from stepscope.jobs.recorders.recording_job import explain_failure
-from stepscope.jobs.workers.messages import Inspect, Inspected, PredictStep, StepPredicted
+from stepscope.jobs.workers.messages import PredictStep, StepPredicted
 from stepscope.jobs.workers.process import OnStage, Workers, require_torch
-from stepscope.plan.assumptions import Accelerator, accelerator_of
 from stepscope.recording.rows.bench import PredictedCase
-from stepscope.recording.rows.plan_result import PlannedGpu, PlanResult, StepPrediction, judge_fit
+from stepscope.recording.rows.plan_result import PlanResult, StepPrediction, judge_fit
 from stepscope.spec import Case, Grid, HuggingFace, Timing, Workload, flag_of
 from stepscope.units import say_bytes
 
-USUAL_GPU = "H200"  # if none is named and this machine has none: the one whose table comes with the package
 _WITHOUT_EFFECT = {
     "steps": "a simulated step has no noise to average",
     "warmup": "a simulated step needs no warm-up",
@@ -35,72 +34,6 @@ _WITHOUT_EFFECT = {
 }
 _MODULES = ("stepscope.plan.prediction",)
 _MOST_AT_ONCE = 4
-
-
-class Target(msgspec.Struct, frozen=True, kw_only=True):
-    """The GPU to predict for: what a simulation needs to know about it, its peaks, and what the result says."""
-
-    accelerator: Accelerator
-    hardware: Hardware
-    planned: PlannedGpu
-    remarks: tuple[str, ...] = ()
-
-    @property
-    def flags(self) -> str:
-        """The flags that name this GPU."""
-        given = (
-            "" if self.planned.memory_bytes == self.hardware.memory_bytes else f" --memory {self.planned.memory_bytes}"
-        )
-        return f"--gpu {shlex.quote(self.planned.name)}{given}"
-
-
-# --- The GPU ----------------------------------------------------------------------------------------------------------
-
-
-def choose_gpu(name: str | None, memory_bytes: int | None, workers: Workers | None = None) -> Target:
-    """The GPU that is named, or that of this machine, or the usual one. `memory_bytes` replaces its memory."""
-    if name is not None:
-        return _target(_find_card(name), memory_bytes)
-    here = _find_here(workers) if workers is not None else None
-    if here is not None:
-        return _target(here, memory_bytes, is_here=True)
-    said = f"no GPU was named and none was found here: {USUAL_GPU}; name another with --gpu"
-    return msgspec.structs.replace(_target(_find_card(USUAL_GPU), memory_bytes), remarks=(said,))
-
-
-def _find_card(name: str) -> Hardware:
-    card = find(name) or find(f"RTX {name}")
-    if card is None:
-        names = [one.name for one in known()]
-        close = nearest(name.upper(), [*names, *(one.split()[0] for one in names)])
-        raise StepscopeError(
-            f"unknown GPU: `{name}`",
-            detail=f"expected one of {', '.join(names)}; for another with the same kernels, add --memory",
-            hint=f"--gpu '{close}'" if close else f"--gpu {USUAL_GPU} --memory 80GB",
-        )
-    return card
-
-
-def _find_here(workers: Workers) -> Hardware | None:
-    """The GPU of this machine, with the memory that its driver reports; None if it has none that is known."""
-    answer = workers.run(Inspect()).answer
-    devices = answer.inspection.devices if isinstance(answer, Inspected) else ()
-    if not devices or (card := find(devices[0].name)) is None:
-        return None
-    return msgspec.structs.replace(card, memory_bytes=devices[0].total_bytes)
-
-
-def _target(card: Hardware, memory_bytes: int | None, *, is_here: bool = False) -> Target:
-    accelerator = accelerator_of(card)
-    memory = memory_bytes or accelerator.memory_bytes
-    return Target(
-        accelerator=msgspec.structs.replace(accelerator, memory_bytes=memory),
-        hardware=card,
-        planned=PlannedGpu(name=card.name, memory_bytes=memory, source="this machine" if is_here else "data sheet"),
-    )
-
-
-# --- The predictions --------------------------------------------------------------------------------------------------
 
 
 class Planner:
@@ -149,7 +82,7 @@ class Planner:
     def _simulate(self, workload: Workload) -> PlanResult | StepscopeError:
         workers = self._idle.pop() if self._idle else self._start(workload)
         case = Case(workload=workload, timing=Timing())
-        ended = workers.run(PredictStep(case=case, gpu=self.target.accelerator), on_stage=self._on_stage)
+        ended = workers.run(ask_for(case, self.target), on_stage=self._on_stage)
         self._idle.append(workers)
         if isinstance(ended.answer, StepPredicted):
             return assemble(ended.answer.prediction, self.target)
@@ -160,6 +93,10 @@ class Planner:
         workers = Workers((*_MODULES, *more))
         self._all.append(workers)
         return workers
+
+
+def ask_for(case: Case, target: Target) -> PredictStep:
+    return PredictStep(case=case, gpu=target.accelerator, calibration=target.calibration, is_rough=target.is_rough)
 
 
 def assemble(prediction: StepPrediction, target: Target) -> PlanResult:
@@ -206,15 +143,15 @@ def _mfu(prediction: StepPrediction, hardware: Hardware, step_s: float | None) -
 def predict_here(planned: Planned, workers: Workers) -> tuple[PredictedCase | None, str]:
     """The prediction for a case on the GPU of this machine, and why it cannot fit; empty if it may. None if the model
     cannot be simulated: then only running it shows. Raise StepscopeError if the case is not for a known GPU."""
-    here = None if planned.environment.device == "cpu" else _find_here(workers)
+    here = None if planned.environment.device == "cpu" else find_here(workers)
     if here is None:
         raise StepscopeError(
             f"nothing can be predicted for `{planned.environment.driver_name}`",
             detail=f"expected one of {', '.join(one.name for one in known())}",
             hint="remove --predict and --skip-oom",
         )
-    target = _target(here, planned.case.timing.memory_limit, is_here=True)
-    answer = workers.run(PredictStep(case=planned.case, gpu=target.accelerator)).answer
+    target = make_target(here, planned.case.timing.memory_limit, is_here=True)
+    answer = workers.run(ask_for(planned.case, target)).answer
     if not isinstance(answer, StepPredicted):
         return None, ""
     result = assemble(answer.prediction, target)
@@ -251,19 +188,11 @@ def plan_grid(
     *,
     gpu: str | None = None,
     memory_bytes: int | None = None,
+    calibration: Path | None = None,
     on_stage: OnStage = lambda _: None,
 ) -> tuple[PlanResult, ...]:
     """A prediction for every workload of a grid. Raise StepscopeError for the first that cannot be simulated."""
     check_plan_settings(grid)
     cases = grid.cases()
-    with Planner(open_target(gpu, memory_bytes), on_stage=on_stage) as planner:
+    with Planner(open_target(gpu, memory_bytes, calibration), on_stage=on_stage) as planner:
         return tuple(planner.predict(case.workload) for case in cases)
-
-
-def open_target(gpu: str | None, memory_bytes: int | None) -> Target:
-    """The GPU to predict for. Without a name, a process looks for one here."""
-    require_torch()
-    if gpu is not None:
-        return choose_gpu(gpu, memory_bytes)
-    with Workers() as workers:
-        return choose_gpu(None, memory_bytes, workers)

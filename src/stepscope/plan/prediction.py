@@ -1,6 +1,7 @@
 """What `stepscope plan` says about one workload, computed in a worker from simulated steps."""
 
 import time
+from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from itertools import groupby
 
@@ -9,24 +10,41 @@ import torch
 from stepscope import cost
 from stepscope.plan.assumptions import Accelerator
 from stepscope.plan.owners import CATEGORIES
-from stepscope.plan.places import BUILD
+from stepscope.plan.places import BUILD, FORWARD
 from stepscope.plan.replayed_memory import ReplayedMemory, TimelinePoint
 from stepscope.plan.simulation import Simulation, simulate_workload
+from stepscope.plan.step_time import PredictedStep, predict_step
+from stepscope.recording.rows.calibration import Calibration
 from stepscope.recording.rows.memory_summary import CategoryBytes, ModuleBytes
-from stepscope.recording.rows.plan_result import PlannedPhase, PlannedStretch, PlannedTimeline, StepPrediction
+from stepscope.recording.rows.plan_result import (
+    Bound,
+    PlannedPhase,
+    PlannedStretch,
+    PlannedTime,
+    PlannedTimeline,
+    StepPrediction,
+)
 from stepscope.spec import ModelShape, Workload
 
 STEPS = 3
+ROUGHLY = 1.6  # how far a step on a GPU that was not measured may be from its prediction, as a factor
 OUTSIDE = "(outside of modules)"
 
 
 def predict_workload(
-    workload: Workload, gpu: Accelerator, *, on_stage: Callable[[str], None] = lambda _: None
+    workload: Workload,
+    gpu: Accelerator,
+    calibration: Calibration | None = None,
+    *,
+    is_rough: bool = False,
+    on_stage: Callable[[str], None] = lambda _: None,
 ) -> StepPrediction:
+    """The memory of a step on `gpu`, and its time if there is a table of times."""
     started = time.monotonic()
     on_stage("simulating")
     simulation = simulate_workload(workload, gpu, STEPS)
     on_stage("predicting the time")
+    timed = _time(simulation, workload, calibration) if calibration is not None else None
     memory = simulation.memory
     return StepPrediction(
         workload=workload,
@@ -38,21 +56,61 @@ def predict_workload(
         context_bytes=gpu.context_bytes,
         workspace_bytes=memory.workspace_bytes,
         categories=tuple(CategoryBytes(category=one.category, bytes=one.bytes) for one in memory.categories),
-        phases=_phases(memory),
+        phases=_phases(memory, timed),
         modules=tuple(ModuleBytes(module=one.module or OUTSIDE, bytes=one.bytes) for one in memory.modules),
         timeline=_timeline(memory.timeline),
-        time=None,
+        time=_describe_time(timed, calibration, is_rough=is_rough) if timed and calibration else None,
         assumptions=tuple(_assume(simulation, workload)),
         peak_phase=memory.peak_phase,
         has_tokens=bool(workload.context),
-        forward_flops=_forward_flops(workload),
+        forward_flops=_forward_flops(workload, timed),
         versions={"torch": str(torch.__version__)},
         simulated_s=time.monotonic() - started,
     )
 
 
-def _phases(memory: ReplayedMemory) -> tuple[PlannedPhase, ...]:
-    return tuple(PlannedPhase(phase=one.phase, peak_bytes=one.bytes) for one in memory.phases if one.phase != BUILD)
+def _time(simulation: Simulation, workload: Workload, calibration: Calibration) -> PredictedStep:
+    return predict_step(
+        simulation.operations,
+        calibration,
+        graph=workload.graph,
+        compiled=workload.compile,
+        tf32=workload.precision == "tf32",
+    )
+
+
+def _describe_time(timed: PredictedStep, calibration: Calibration, *, is_rough: bool) -> PlannedTime:
+    by_bound: dict[Bound, float] = defaultdict(float)
+    for phase in timed.phases:
+        by_bound[phase.bound] += phase.ns
+    low, high = (timed.ns / ROUGHLY, timed.ns * ROUGHLY) if is_rough else timed.interval_ns
+    return PlannedTime(
+        step_ns=round(timed.ns),
+        interval_ns=(round(low), round(high)),
+        bound=max(by_bound, key=lambda bound: by_bound[bound]),
+        kernels=timed.launches,
+        table=calibration.gpu,
+        host=calibration.host,
+        is_rough=is_rough,
+    )
+
+
+def _phases(memory: ReplayedMemory, timed: PredictedStep | None) -> tuple[PlannedPhase, ...]:
+    times = {one.name: one for one in timed.phases} if timed else {}
+    launches = Counter({one.name: 0 for one in timed.phases} if timed else {})
+    for kernel in timed.kernels if timed else ():
+        launches[kernel.phase] += kernel.launches
+    return tuple(
+        PlannedPhase(
+            phase=one.phase,
+            peak_bytes=one.bytes,
+            step_ns=round(times[one.phase].ns) if one.phase in times else None,
+            bound=times[one.phase].bound if one.phase in times else None,
+            kernels=launches.get(one.phase),
+        )
+        for one in memory.phases
+        if one.phase != BUILD
+    )
 
 
 def _timeline(points: Sequence[TimelinePoint]) -> PlannedTimeline:
@@ -76,7 +134,7 @@ def _assume(simulation: Simulation, workload: Workload) -> list[str]:
     return said
 
 
-def _forward_flops(workload: Workload) -> int | None:
-    if not isinstance(workload.model, ModelShape):
-        return None
-    return cost.forward_flops(workload.model, batch=workload.batch, context=workload.context)
+def _forward_flops(workload: Workload, timed: PredictedStep | None) -> int | None:
+    if isinstance(workload.model, ModelShape):
+        return cost.forward_flops(workload.model, batch=workload.batch, context=workload.context)
+    return sum(one.flops for one in timed.kernels if one.phase == FORWARD) if timed else None

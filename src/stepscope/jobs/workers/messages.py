@@ -9,6 +9,7 @@ from stepscope.plan.assumptions import Accelerator
 from stepscope.recording.memory.labels import MemoryRun
 from stepscope.recording.rows.attention_case import AttentionCase, AttentionOutcome
 from stepscope.recording.rows.bench import Doubt, Environment, Inspection, Measurement, RecordedRun
+from stepscope.recording.rows.calibration import Calibration
 from stepscope.recording.rows.collective_case import CommCase, CommOutcome
 from stepscope.recording.rows.optimisation import MeasuredChange
 from stepscope.recording.rows.plan_result import StepPrediction
@@ -65,10 +66,13 @@ class OptimiseStep(msgspec.Struct, frozen=True, kw_only=True, tag="optimise"):
 
 
 class PredictStep(msgspec.Struct, frozen=True, kw_only=True, tag="predict"):
-    """Predict the memory and time of a step on a GPU, without one."""
+    """Predict the memory of a step on a GPU, without one, and its time if there is a table of that GPU, measured or
+    rough."""
 
     case: Case
     gpu: Accelerator
+    calibration: Calibration | None = None
+    is_rough: bool = False
 
 
 class Inspect(msgspec.Struct, frozen=True, kw_only=True, tag="inspect"):
