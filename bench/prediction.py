@@ -3,6 +3,8 @@
     python bench/prediction.py --measure --out truth.jsonl          # on a GPU; about five minutes on an H200
     python bench/prediction.py --measure --group frozen --out truth.jsonl
     python bench/prediction.py --measure --device cpu --tiny        # only to see that everything runs
+    python bench/prediction.py --predict --from truth.jsonl --group tuned-on      # anywhere; adds predictions
+    python bench/prediction.py --from bench/results/prediction_h200.jsonl         # prints the table of such a file
 
 Every workload of `prediction_cases.py` has a process of its own, so that its peak is that of a fresh process. Processes
 import in parallel, and compiled workloads also compile in parallel. Then the machine is quiet, and one process after
@@ -25,7 +27,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from prediction_cases import GROUPS, TRUTHS, Truth, shrink
-from result_rows import fail
+from prediction_table import predict, table
+from result_rows import fail, read_rows
 from worker_process import ROOT, WorkerProcess, open_answers
 
 if TYPE_CHECKING:
@@ -41,6 +44,10 @@ KERNELS = 60  # of the longest, per row
 def main() -> int:
     parser = argparse.ArgumentParser(description="Measure steps on a GPU, to compare predictions with.")
     parser.add_argument("--measure", action="store_true", help="measure on this machine")
+    parser.add_argument("--predict", action="store_true", help="predict what --from has measured")
+    parser.add_argument("--from", dest="source", type=Path, help="rows that were measured before")
+    parser.add_argument("--gpu", default="H200", help="that the rows were measured on")
+    parser.add_argument("--calibration", type=Path, help="table of times, instead of the one of the package")
     parser.add_argument("--group", default="tuned-on,held-out", help=f"of {', '.join(GROUPS)}")
     parser.add_argument("--only", metavar="TEXT", default="", help="workloads whose name contains this")
     parser.add_argument("--out", type=Path, help="append one JSON line per workload")
@@ -58,16 +65,31 @@ def main() -> int:
         return work(json.loads(arguments.worker))
     if unknown := set(arguments.group.split(",")) - set(GROUPS):
         fail(f"unknown group: {', '.join(sorted(unknown))}; expected {', '.join(GROUPS)}")
+    if arguments.source is not None:
+        return show(arguments)
     if not arguments.measure:
-        fail("nothing to do; try --measure")
+        fail("nothing to do; try --measure, or --from FILE")
     if arguments.out is not None and not arguments.out.parent.is_dir():
         fail(f"not a directory: `{arguments.out.parent}`")
     rows = list(measure(arguments))
-    print(table(rows))
+    print(measured_table(rows))
     return 1 if any(row["failure"] for row in rows) else 0
 
 
-def table(rows: list[dict[str, Any]]) -> str:
+def show(arguments: argparse.Namespace) -> int:
+    """Print what a file has, with predictions if they are asked for or in the file."""
+    groups = arguments.group.split(",")
+    rows = [row for row in read_rows(arguments.source, "prediction") if row["group"] in groups]
+    rows = [row for row in rows if arguments.only in row["name"] and not row["failure"]]
+    if arguments.predict:
+        rows = predict(rows, gpu=arguments.gpu, calibration=arguments.calibration)
+        if arguments.out is not None:
+            arguments.out.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    print(table(rows) if all("predicted" in row for row in rows) else measured_table(rows))
+    return 0
+
+
+def measured_table(rows: list[dict[str, Any]]) -> str:
     lines = [
         "\n| workload | group | parameters | allocated | reserved | step |",
         "| --- | --- | --: | --: | --: | --: |",

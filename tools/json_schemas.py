@@ -14,7 +14,7 @@ import msgspec
 from stepscope.api.run import RanksSummary
 from stepscope.explain.trace import summary
 from stepscope.recording import baseline
-from stepscope.recording.rows import memory_summary
+from stepscope.recording.rows import memory_summary, plan_result
 
 FOLDER = Path(__file__).parents[1] / "docs/schemas"
 _DIALECT = "https://json-schema.org/draft/2020-12/schema"
@@ -28,6 +28,8 @@ DOCUMENTS: dict[str, tuple[str, Sequence[type[msgspec.Struct]]]] = {
         "What `stepscope explain FILE --format json` prints for a memory snapshot.",
         (memory_summary.MemorySummary,),
     ),
+    plan_result.SCHEMA: ("What `stepscope plan --format json` prints.", (plan_result.PlanResult,)),
+    plan_result.FIT_SCHEMA: ("What `stepscope plan --fit SIZE --format json` prints.", (plan_result.FitResult,)),
     baseline.SCHEMA: ("A file that `stepscope baseline save` writes.", (baseline.Baseline,)),
 }
 

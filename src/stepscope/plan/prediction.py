@@ -44,7 +44,7 @@ def predict_workload(
     on_stage("simulating")
     simulation = simulate_workload(workload, gpu, STEPS)
     on_stage("predicting the time")
-    timed = _time(simulation, workload, calibration) if calibration is not None else None
+    timed, untimed = _time(simulation, workload, calibration)
     memory = simulation.memory
     return StepPrediction(
         workload=workload,
@@ -60,7 +60,7 @@ def predict_workload(
         modules=tuple(ModuleBytes(module=one.module or OUTSIDE, bytes=one.bytes) for one in memory.modules),
         timeline=_timeline(memory.timeline),
         time=_describe_time(timed, calibration, is_rough=is_rough) if timed and calibration else None,
-        assumptions=tuple(_assume(simulation, workload)),
+        assumptions=(*_assume(simulation, workload), *untimed),
         peak_phase=memory.peak_phase,
         has_tokens=bool(workload.context),
         forward_flops=_forward_flops(workload, timed),
@@ -69,14 +69,23 @@ def predict_workload(
     )
 
 
-def _time(simulation: Simulation, workload: Workload, calibration: Calibration) -> PredictedStep:
-    return predict_step(
-        simulation.operations,
-        calibration,
-        graph=workload.graph,
-        compiled=workload.compile,
-        tf32=workload.precision == "tf32",
-    )
+def _time(
+    simulation: Simulation, workload: Workload, calibration: Calibration | None
+) -> tuple[PredictedStep | None, list[str]]:
+    """The predicted time, or why there is none."""
+    if calibration is None:
+        return None, []
+    try:
+        timed = predict_step(
+            simulation.operations,
+            calibration,
+            graph=workload.graph,
+            compiled=workload.compile,
+            tf32=workload.precision == "tf32",
+        )
+    except KeyError as missing:  # an operation of which the table has no measurement at all
+        return None, [f"no step time: the table of {calibration.gpu} has {missing.args[0]}"]
+    return timed, []
 
 
 def _describe_time(timed: PredictedStep, calibration: Calibration, *, is_rough: bool) -> PlannedTime:

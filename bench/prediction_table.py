@@ -1,0 +1,141 @@
+"""Predictions of measured steps, and the table of both, for `prediction.py`."""
+
+import os
+import statistics
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from prediction_cases import GROUPS
+from worker_process import ROOT
+
+Row = dict[str, Any]
+
+
+def predict(rows: list[Row], *, gpu: str, calibration: Path | None) -> list[Row]:
+    """The rows with what `stepscope plan` says about the same settings, or why it refuses them."""
+    sys.path.insert(0, str(ROOT / "src"))
+    os.environ["PYTHONPATH"] = str(ROOT / "src")  # for the processes that simulate
+    os.chdir(ROOT)  # for the path of the factory
+    from stepscope.jobs.plan import Planner
+    from stepscope.jobs.plan_target import open_target
+    from stepscope.spec import build_case
+
+    total = next((row["total_bytes"] for row in rows if row.get("total_bytes")), None)
+    found = []
+    with Planner(open_target(gpu, total, calibration)) as planner:
+        for row in rows:
+            started = time.monotonic()
+            (one,) = planner.predict_all([build_case(row["settings"]).workload])
+            said = _describe(one) | {"predict_s": round(time.monotonic() - started, 1)}
+            print(f"{said['predict_s']:6.1f} s  {row['name']} {said.get('refused', '')}", file=sys.stderr, flush=True)
+            found.append(row | {"predicted": said})
+    return found
+
+
+def _describe(found: Any) -> Row:
+    from stepscope.recording.rows.plan_result import PlanResult
+
+    if not isinstance(found, PlanResult):
+        return {"refused": f"{found.message} {found.detail}".strip()}
+    return {
+        "peak_allocated_bytes": found.peak_allocated_bytes,
+        "peak_requested_bytes": found.peak_requested_bytes,
+        "reserved_bytes": list(found.reserved_bytes),
+        "step_ns": found.step_ns,
+        "step_ns_interval": found.step_ns_interval and list(found.step_ns_interval),
+        "phases": [[one.phase, one.peak_bytes, one.step_ns] for one in found.phases],
+        "assumptions": list(found.assumptions),
+    }
+
+
+def table(rows: list[Row]) -> str:
+    lines = [
+        "| workload | parameters | peak | predicted | error | reserved | predicted | step | predicted | error |",
+        "| --- | --: | --: | --: | --: | --: | --: | --: | --: | --: |",
+    ]
+    for group in GROUPS:
+        chosen = [row for row in rows if row["group"] == group and not row["failure"]]
+        for is_compiled in (False, True):
+            alike = [row for row in chosen if row["compiled"] == is_compiled]
+            if alike:
+                lines += [f"| **{group}{', compiled' * is_compiled}** | | | | | | | | | |", *map(_line, alike)]
+    return "\n".join([*lines, "", *_summaries(rows)])
+
+
+def _line(row: Row) -> str:
+    said = row["predicted"]
+    measured = f"| {row['name']} | {row['parameters'] / 1e6:,.0f}M | {gib(peak_of(row))}"
+    if "refused" in said:
+        return f"{measured} | refused: {said['refused']} | | | | {row['step_ms']:.1f} | | |"
+    low, high = said["reserved_bytes"]
+    wrong, late = memory_error(row), time_error(row)
+    return (
+        f"{measured} | {gib(said['peak_allocated_bytes'])} | {percent(wrong, 2)} | {gib(row['peak_reserved_bytes'])} |"
+        f" {gib(low)} to {gib(high)} | {row['step_ms']:.1f} ms | {ms(said['step_ns'])} | {percent(late, 1)} |"
+    )
+
+
+def _summaries(rows: list[Row]) -> Iterator[str]:
+    """The mean and the worst error of each group."""
+    for group in GROUPS:
+        for is_compiled in (False, True):
+            alike = [
+                row for row in rows if (row["group"], row["compiled"]) == (group, is_compiled) and not row["failure"]
+            ]
+            for what, read in (("allocated peak", memory_error), ("step time", time_error)):
+                errors = {row["name"]: error for row in alike if (error := read(row)) is not None}
+                if errors:
+                    worst = max(errors, key=lambda name: abs(errors[name]))
+                    mean = statistics.mean(map(abs, errors.values()))
+                    yield (
+                        f"{group}{', compiled' * is_compiled}, {what}: mean {100 * mean:.2f}%, worst "
+                        f"{100 * errors[worst]:+.2f}% ({worst}), {len(errors)} workloads"
+                    )
+    yield from _surprises(rows)
+
+
+def _surprises(rows: list[Row]) -> Iterator[str]:
+    """Workloads that reserved more memory than predicted, or took longer or shorter than their interval."""
+    known = [row for row in rows if not row["failure"] and "refused" not in row["predicted"]]
+    more = [row["name"] for row in known if row["peak_reserved_bytes"] > row["predicted"]["reserved_bytes"][1]]
+    timed = [row for row in known if row["predicted"]["step_ns_interval"]]
+    outside = [
+        row["name"]
+        for row in timed
+        if not row["predicted"]["step_ns_interval"][0]
+        <= row["step_ms"] * 1e6
+        <= row["predicted"]["step_ns_interval"][1]
+    ]
+    yield f"reserved more than predicted: {', '.join(more) or 'none'}"
+    if timed:
+        yield f"step time outside of its interval: {', '.join(outside) or 'none'}"
+
+
+def peak_of(row: Row) -> int:
+    """Compiling needs memory of its own, so the peak of a compiled step is that of warm steps."""
+    return int(row["warm_allocated_bytes" if row["compiled"] else "peak_allocated_bytes"])
+
+
+def memory_error(row: Row) -> float | None:
+    said = row["predicted"].get("peak_allocated_bytes")
+    return None if said is None else said / peak_of(row) - 1
+
+
+def time_error(row: Row) -> float | None:
+    said = row["predicted"].get("step_ns")
+    return None if said is None else said / 1e6 / row["step_ms"] - 1
+
+
+def gib(size: int) -> str:
+    return f"{size / 2**30:.3f} GiB"
+
+
+def ms(ns: int | None) -> str:
+    return "" if ns is None else f"{ns / 1e6:.1f} ms"
+
+
+def percent(share: float | None, digits: int) -> str:
+    return "" if share is None else f"{100 * share:+.{digits}f}%"
