@@ -25,6 +25,7 @@ from stepscope.plan.operation import Operation, TensorFacts
 from stepscope.plan.owners import Owners, find_owner
 from stepscope.plan.places import FORWARD, LOSS, Places
 from stepscope.plan.pretended_gpu import GpuFakeMode, pretended_gpu
+from stepscope.plan.refusals import refusing
 from stepscope.plan.replayed_memory import ReplayedMemory, Request, StepEvents, fits, repeat_steps, replay_memory
 from stepscope.plan.tracking import Tracker
 from stepscope.spec import Workload
@@ -146,7 +147,7 @@ class _Run:
 def _simulate(prepare: Callable[[Places], Callable[[], None]], gpu: Accelerator, steps: int) -> Simulation:
     fake_cuda.enable()
     run = _Run(gpu)
-    with _without_collector(), pretended_gpu(gpu), run.mode, run.tracker, run.places.watching():
+    with _without_collector(), refusing(), pretended_gpu(gpu), run.mode, run.tracker, run.places.watching():
         run.follow(prepare, steps)
     requests = run.requests()
     events = repeat_steps(run.events(), steps, requests)
