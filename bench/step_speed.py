@@ -230,7 +230,8 @@ def ladder_table(found: dict[Case, dict[str, Any]]) -> Iterator[str]:
         flags = " ".join(
             f"--{key.replace('_', '-')} {'yes' if value is True else value}" for key, value in added.items()
         )
-        yield f"| {rung} | {row['step_ms']:.2f} ms | {gain} | {gib(row)} GiB | `{flags}` |"
+        predicted = "" if before is None else f"{PREDICTED[rung]:.1f} ms"
+        yield f"| {rung} | {row['step_ms']:.2f} ms | {predicted} | {gain} | {gib(row)} GiB | `{flags}` |"
         before = row["step_ms"]
 
 
@@ -356,7 +357,7 @@ def build_rung(size: str, context: int, rung: str, device: Any) -> tuple[Any, di
     step.run()
     assert step.loss is not None
     remarks = [one.text for one in step.remarks]
-    about = {"first_loss": float(step.loss), "remarks": remarks, "settings": settings}
+    about = {"first_loss": step.loss.item(), "remarks": remarks, "settings": settings}
     failed = [text for text in remarks if device.type == "cuda" and "not captured" in text]
     return step.run, about | {"failure": failed[0] if failed else None}
 
