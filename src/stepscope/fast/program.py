@@ -225,13 +225,23 @@ def _with_own_code(function: LossOf) -> LossOf:
 
 def _without_logging(function: LossOf) -> LossOf:
     """The compiled function. While it is traced, calls of loggers are left out: each would split the graph, and models
-    of `transformers` warn about their config in forward."""
+    of `transformers` warn about their config in forward. PyTorch 2.11 cannot sort that set of functions for its own
+    statistics, and would print the error."""
+    statistics = logging.getLogger("torch._dynamo.metrics_context")
 
     def compute_loss(batch: Any) -> Tensor:
-        with torch._dynamo.config.patch(ignore_logger_methods={*_LOGGING, *_transformers_logging()}):
-            return function(batch)
+        statistics.addFilter(_is_not_about_statistics)
+        try:
+            with torch._dynamo.config.patch(ignore_logger_methods={*_LOGGING, *_transformers_logging()}):
+                return function(batch)
+        finally:
+            statistics.removeFilter(_is_not_about_statistics)
 
     return compute_loss
+
+
+def _is_not_about_statistics(record: logging.LogRecord) -> bool:
+    return not (record.exc_info and isinstance(record.exc_info[1], TypeError) and "metrics" in record.getMessage())
 
 
 def _transformers_logging() -> Iterator[Any]:
