@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from stepscope.fast.capture import Part, Phase, capture
+from stepscope.fast.capture import CannotCapture, Part, Phase, capture
 from stepscope.fast.rewrites import Rewrites
 from stepscope.fast.tracing import RewritingBackend
 from stepscope.fast.update import OneLaunchUpdate
@@ -81,8 +81,12 @@ class Program:
         """Replace the phases by CUDA graphs of them. An optimizer other than ours stays outside."""
         parts = self._parts()
         inside = parts if self._update is not None else [part for part in parts if part.name != "optimizer"]
-        with _saved_state(self.module, self.device):
-            phases = list(capture(inside, self.device))
+        try:
+            with _saved_state(self.module, self.device):
+                phases = list(capture(inside, self.device))
+        except CannotCapture:
+            self.losses = []  # with them goes what autograd recorded on another stream
+            raise
         self._captured_gradients = self._captured_gradients or self._leaf_gradients()
         if len(inside) < len(parts):
             phases.append(("optimizer", self._step_optimizer))
