@@ -63,13 +63,14 @@ PREDICTED = {
     "fast": 0.9,
 }
 PEER = "transformers"
+THEIRS = "torch.compile"  # the peer of a model that `stepscope.optimise` was given
 Case = tuple[str, int, str]  # size or model, context, implementation
 GROUPS: dict[str, list[Case]] = {
     "small": [("small", 1024, name) for name in (PEER, *LADDER)] + [("small", 256, name) for name in (PEER, "fast")],
     "medium": [("medium", 1024, name) for name in (PEER, "naive fp32", "fast")],
     "large": [("large", 1024, PEER), ("large", 1024, "fast")],
     "2.7B": [("2.7B", 512, PEER), ("2.7B", 512, "fast")],
-    "optimise": [(model, 1024, how) for model in ("llama", "qwen2", "gpt2") for how in ("compiled", "optimised")],
+    "optimise": [(model, 1024, how) for model in ("llama", "qwen2", "gpt2") for how in (THEIRS, "optimised")],
     "dry": [("nano", 32, name) for name in (PEER, *LADDER)],
 }  # fmt: skip
 
@@ -192,7 +193,8 @@ def ladder_table(found: dict[Case, dict[str, Any]]) -> Iterator[str]:
         flags = " ".join(
             f"--{key.replace('_', '-')} {'yes' if value is True else value}" for key, value in added.items()
         )
-        yield f"| {rung} | {row['step_ms']:.2f} ms | {gain} | {gib(row)} GiB | `{flags}` |"
+        predicted = "" if before is None else f"{PREDICTED[rung]:.1f} ms"
+        yield f"| {rung} | {row['step_ms']:.2f} ms | {predicted} | {gain} | {gib(row)} GiB | `{flags}` |"
         before = row["step_ms"]
 
 
@@ -216,10 +218,10 @@ def draw_ladder(rows: list[dict[str, Any]], path: Path) -> None:
 
 
 def optimise_table(found: dict[Case, dict[str, Any]]) -> Iterator[str]:
-    yield "\n| medium 1024 | compiled | stepscope.optimise | ratio | peak of both | worst gradient, error / limit |"
+    yield "\n| medium 1024 | torch.compile | stepscope.optimise | ratio | peak of both | worst gradient, error / limit |"
     yield "| --- | --: | --: | --: | --: | --: |"
     for (model, context, how), ours in found.items():
-        peer = found.get((model, context, "compiled"))
+        peer = found.get((model, context, THEIRS))
         if how != "optimised" or peer is None or not (ours["step_ms"] and peer["step_ms"]):
             continue
         yield (
@@ -317,7 +319,7 @@ def build_rung(size: str, context: int, rung: str, device: Any) -> tuple[Any, di
     step.run()
     assert step.loss is not None
     remarks = [one.text for one in step.remarks]
-    about = {"first_loss": float(step.loss), "remarks": remarks, "settings": settings}
+    about = {"first_loss": step.loss.item(), "remarks": remarks, "settings": settings}
     failed = [text for text in remarks if device.type == "cuda" and "not captured" in text]
     return step.run, about | {"failure": failed[0] if failed else None}
 

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from stepscope.fast.capture import CannotCapture
 from stepscope.fast.ladder import OptimiseJob
@@ -120,7 +121,7 @@ def _fresh() -> Iterator[None]:
 @pytest.mark.parametrize("changes", [PLAIN, FAST], ids=["plain", "fast"])
 def test_replays_equal_the_uncaptured_steps_bit_for_bit(changes: Changes, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    with deterministic():
+    with deterministic(), sdpa_kernel(SDPBackend.MATH):  # the others repeat themselves only if asked for by an error
         losses, module = train_new(changes, captured=False)
         replayed, twin = train_new(changes, captured=True)
     assert torch.equal(losses, replayed)

@@ -73,6 +73,7 @@ def test_a_captured_step_trains_like_the_plain_loop() -> None:
     assert step.changes.graph
 
 
+@pytest.mark.filterwarnings("ignore:The .grad attribute")  # which `torch.compile` reads after a graph break
 def test_the_line_that_waits_is_named_and_the_others_are_tried() -> None:
     model = Model(waits=True).cuda()
     step = stepscope.optimise(model, adamw(model), example=batch(0), loss=loss_of)

@@ -98,11 +98,13 @@ def _naming_lines() -> Iterator[None]:
         raise
     except RuntimeError as error:
         text = str(error).splitlines()[0]
-        if "synchronizing" in text:
-            raise CannotCapture("it waits for the GPU", _line_of(error)) from error
-        if "captur" in str(error):
-            raise CannotCapture(text, _line_of(error)) from error
-        raise
+        if "synchronizing" not in text and "captur" not in str(error):
+            raise
+        line = _line_of(error)
+        # Whoever keeps the error must not keep tensors of the step. Their part of autograd's graph belongs to the
+        # stream of the capture, and PyTorch warns when a later step on another stream meets it.
+        traceback.clear_frames(error.__traceback__)
+        raise CannotCapture("it waits for the GPU" if "synchronizing" in text else text, line) from error
 
 
 def _line_of(error: BaseException) -> str | None:

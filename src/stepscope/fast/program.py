@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from stepscope.fast.capture import Part, Phase, capture
+from stepscope.fast.capture import CannotCapture, Part, Phase, capture
 from stepscope.fast.rewrites import Rewrites
 from stepscope.fast.tracing import RewritingBackend
 from stepscope.fast.update import OneLaunchUpdate
@@ -81,8 +81,12 @@ class Program:
         """Replace the phases by CUDA graphs of them. An optimizer other than ours stays outside."""
         parts = self._parts()
         inside = parts if self._update is not None else [part for part in parts if part.name != "optimizer"]
-        with _saved_state(self.module, self.device):
-            phases = list(capture(inside, self.device))
+        try:
+            with _saved_state(self.module, self.device):
+                phases = list(capture(inside, self.device))
+        except CannotCapture:
+            self.losses = []  # with them goes what autograd recorded on another stream
+            raise
         self._captured_gradients = self._captured_gradients or self._leaf_gradients()
         if len(inside) < len(parts):
             phases.append(("optimizer", self._step_optimizer))
@@ -225,13 +229,23 @@ def _with_own_code(function: LossOf) -> LossOf:
 
 def _without_logging(function: LossOf) -> LossOf:
     """The compiled function. While it is traced, calls of loggers are left out: each would split the graph, and models
-    of `transformers` warn about their config in forward."""
+    of `transformers` warn about their config in forward. PyTorch 2.11 cannot sort that set of functions for its own
+    statistics, and would print the error."""
+    statistics = logging.getLogger("torch._dynamo.metrics_context")
 
     def compute_loss(batch: Any) -> Tensor:
-        with torch._dynamo.config.patch(ignore_logger_methods={*_LOGGING, *_transformers_logging()}):
-            return function(batch)
+        statistics.addFilter(_is_not_about_statistics)
+        try:
+            with torch._dynamo.config.patch(ignore_logger_methods={*_LOGGING, *_transformers_logging()}):
+                return function(batch)
+        finally:
+            statistics.removeFilter(_is_not_about_statistics)
 
     return compute_loss
+
+
+def _is_not_about_statistics(record: logging.LogRecord) -> bool:
+    return not (record.exc_info and isinstance(record.exc_info[1], TypeError) and "metrics" in record.getMessage())
 
 
 def _transformers_logging() -> Iterator[Any]:

@@ -16,6 +16,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
+from stepscope.kernels.launch import register_fake
 from stepscope.nn import functional
 
 _library = torch.library.Library("stepscope", "FRAGMENT")  # type: ignore[no-untyped-call]  # registrations last as long as it does
@@ -320,6 +321,6 @@ for _operator, _run, _fake in (
     (backward_operator, _run_backward, _fake_backward),
 ):
     _library.impl(_operator, _run, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
-    torch.library.register_fake(_operator, _fake, lib=_library)
+    register_fake(_operator, _fake, _library)
 torch.library.register_autograd(forward_operator, _differentiate, setup_context=_keep, lib=_library)
 torch.library.register_autograd(backward_operator, refuse_twice, lib=_library)

@@ -15,7 +15,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from stepscope.kernels.launch import KERNEL_DTYPES, as_rows, on_device_of, vector_elements
+from stepscope.kernels.launch import KERNEL_DTYPES, as_rows, on_device_of, register_fake, vector_elements
 from stepscope.nn import functional
 
 _library = torch.library.Library("stepscope", "FRAGMENT")  # type: ignore[no-untyped-call]  # registrations last as long as it does
@@ -279,7 +279,7 @@ for _schema, _run, _fake in (
     _name = _schema.partition("(")[0]
     _library.define(_schema, tags=(torch.Tag.pt2_compliant_tag,))  # type: ignore[no-untyped-call]
     _library.impl(_name, _run, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
-    torch.library.register_fake(f"stepscope::{_name}", _fake, lib=_library)
+    register_fake(getattr(torch.ops.stepscope, _name).default, _fake, _library)
 for _name, _backward in (("gated_activation", _differentiate), ("gated_activation_packed", _differentiate_packed)):
     torch.library.register_autograd(f"stepscope::{_name}", _backward, setup_context=_keep, lib=_library)
     torch.library.register_autograd(f"stepscope::{_name}_backward", _refuse_twice, lib=_library)

@@ -1,12 +1,16 @@
-"""What launchers of fused kernels share: the GPU that tensors are on, and tensors as rows."""
+"""What fused kernels share: the GPU that tensors are on, tensors as rows, and what compilers are told of operators."""
 
 # N rows, M the width of a row.
 
+import sys
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from functools import cache
+from functools import cache, wraps
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch._library.utils import get_layout_constraint_tag
 
 KERNEL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 UNKNOWN_MULTIPROCESSORS = 132  # Hopper's. In Triton's interpreter
@@ -39,3 +43,20 @@ def as_rows(x: Tensor) -> Tensor:
 def vector_elements(*written: Tensor | None) -> int:
     """How many neighboring elements a thread takes: 16 bytes of the widest dtype written."""
     return 16 // max(x.element_size() for x in written if x is not None)
+
+
+def register_fake(operator: torch._ops.OpOverload, fake: Callable[..., Any], library: torch.library.Library) -> None:
+    """What the operator returns, for tracers. Inductor, which traces before it generates code, is told at that moment
+    that the operator stays a call. Otherwise PyTorch before 2.13 writes everything that the first call depends on as
+    text, for a log message nobody asked for; a tensor that is used twice is written twice, and compiling never ends.
+    """
+
+    @wraps(fake)
+    def describe(*arguments: Any, **settings: Any) -> Any:
+        inductor: Any = sys.modules.get("torch._inductor.lowering")
+        if inductor is not None and operator not in inductor.lowerings:
+            constraint = inductor.tag_to_layout_constraint(get_layout_constraint_tag(operator))
+            inductor.make_fallback(operator, layout_constraint=constraint)
+        return fake(*arguments, **settings)
+
+    torch.library.register_fake(operator, describe, lib=library)

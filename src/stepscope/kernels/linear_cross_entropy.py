@@ -42,6 +42,7 @@ from stepscope.kernels.cross_entropy import (
     refuse_twice,
     runs_kernels,
 )
+from stepscope.kernels.launch import register_fake
 
 _library = torch.library.Library("stepscope", "FRAGMENT")  # type: ignore[no-untyped-call]  # registrations last as long as it does
 
@@ -319,7 +320,7 @@ for _operator, _run, _fake in (
     (scale_operator, _run_scale, _fake_scale),
 ):
     _library.impl(_operator, _run, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
-    torch.library.register_fake(_operator, _fake, lib=_library)
+    register_fake(_operator, _fake, _library)
 torch.library.register_autograd(forward_operator, _differentiate, setup_context=_keep, lib=_library)
 torch.library.register_autograd(scale_operator, refuse_twice, lib=_library)
 register_flop_formula(torch.ops.stepscope.linear_cross_entropy)(_count_flops)

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from stepscope.kernels.launch import KERNEL_DTYPES
+from stepscope.kernels.launch import KERNEL_DTYPES, register_fake
 from stepscope.nn import functional
 
 _library = torch.library.Library("stepscope", "FRAGMENT")  # type: ignore[no-untyped-call]  # registrations last as long as it does
@@ -271,7 +271,7 @@ def _register(kind: str) -> None:
         (added, _added(_fake_forward, kind)),
         (backward, _fake_backward),
     ):
-        torch.library.register_fake(operator, fake, lib=_library)
+        register_fake(operator, fake, _library)
     for operator in (alone, added):
         torch.library.register_autograd(operator, differentiate, setup_context=_keep, lib=_library)
     torch.library.register_autograd(backward, _refuse_twice, lib=_library)

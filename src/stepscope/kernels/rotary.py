@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from stepscope.kernels.launch import KERNEL_DTYPES, on_device_of
+from stepscope.kernels.launch import KERNEL_DTYPES, on_device_of, register_fake
 from stepscope.nn import functional
 
 _library = torch.library.Library("stepscope", "FRAGMENT")  # type: ignore[no-untyped-call]  # registrations last as long as it does
@@ -271,5 +271,5 @@ for _schema, _implementation, _fake_implementation, _backward, _setup in (
     _name = _schema.partition("(")[0]
     _library.define(_schema, tags=(torch.Tag.pt2_compliant_tag,))  # type: ignore[no-untyped-call]
     _library.impl(_name, _implementation, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
-    torch.library.register_fake(f"stepscope::{_name}", _fake_implementation, lib=_library)
+    register_fake(getattr(torch.ops.stepscope, _name).default, _fake_implementation, _library)
     torch.library.register_autograd(f"stepscope::{_name}", _backward, setup_context=_setup, lib=_library)

@@ -1,6 +1,7 @@
 """What guards an optimised step: the comparison with float64, the ladder, and errors that name a line."""
 
 import traceback
+import weakref
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -206,6 +207,19 @@ def test_errors_of_a_capture_say_why(message: str, reason: str) -> None:
     assert caught.value.reason.startswith(reason)
     assert caught.value.line is not None
     assert caught.value.line.startswith("test_checks.py:")
+
+
+def test_the_error_of_a_capture_keeps_no_tensors() -> None:
+    kept: list[weakref.ref[torch.Tensor]] = []
+
+    def wait() -> None:
+        x = torch.ones(2)
+        kept.append(weakref.ref(x))
+        raise RuntimeError("called a synchronizing CUDA operation")
+
+    with pytest.raises(capture.CannotCapture) as caught, capture._naming_lines():
+        wait()
+    assert kept[0]() is None, caught.value
 
 
 @pytest.mark.parametrize("error", [RuntimeError("size mismatch"), torch.OutOfMemoryError("CUDA out of memory")])

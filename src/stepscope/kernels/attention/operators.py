@@ -25,6 +25,7 @@ from torch.utils.flop_counter import register_flop_formula
 from stepscope.cost.operators import attention_flops
 from stepscope.kernels.attention import backends, plans
 from stepscope.kernels.attention.problem import NO_EXTRAS, Extras, Problem, empty_output
+from stepscope.kernels.launch import register_fake
 
 _library = torch.library.Library("stepscope", "DEF")  # type: ignore[no-untyped-call]  # registrations last as long as it does
 _INPUTS = "Tensor q, Tensor k, Tensor v"
@@ -291,7 +292,7 @@ for _operator, _run, _fake in (
     (backward_with_extras, _run_backward, _fake_backward_with_extras),
 ):
     _library.impl(_operator, _run, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
-    torch.library.register_fake(_operator, _fake, lib=_library)
+    register_fake(_operator, _fake, _library)
 _library.impl(differentiable_operator, _run_differentiably, "Autograd")  # type: ignore[no-untyped-call]
 for _operator in (forward_operator, backward_operator):
     _library.impl(_operator, torch.library.fallthrough_kernel, "Autograd")  # type: ignore[no-untyped-call]
