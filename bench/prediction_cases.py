@@ -22,7 +22,7 @@ class Truth(NamedTuple):
 
 
 def _own(family: str, config: Settings, *, optimizer: str, batch: int, context: int, **more: Any) -> Settings:
-    """A model of `prediction_models.py`. What is no field of its config is a setting of the workload."""
+    """A model of `prediction_models.py`. `more` has settings of the workload."""
     chosen = {key: more.pop(key) for key in ("recompute", "weights") if key in more}
     arguments = {"family": family, "optimizer": optimizer, **chosen, **config}
     return {

@@ -111,7 +111,7 @@ def _surprises(rows: list[Row]) -> Iterator[str]:
     ]
     yield f"reserved more than predicted: {', '.join(more) or 'none'}"
     if timed:
-        yield f"step time outside of its interval: {', '.join(outside) or 'none'}"
+        yield f"step time not in its interval: {', '.join(outside) or 'none'}"
 
 
 def peak_of(row: Row) -> int:

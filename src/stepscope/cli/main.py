@@ -21,7 +21,7 @@ from stepscope.errors import Exit, StepscopeError
 VERBS = {
     "report": "Write one HTML page about a model, a trace or two runs.",
     "run": "Record a few steps of your training script, without changing it.",
-    "plan": "Predict whether a step fits a GPU and how fast it is, without one.",
+    "plan": "Predict memory and time of a step, without a GPU.",
     "optimise": "Make a training step faster; each change is checked.",
     "bench": "Time forward, backward and optimizer over a grid of settings.",
     "profile": "Record a few training steps, kernel by kernel.",

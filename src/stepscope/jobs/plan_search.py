@@ -215,7 +215,7 @@ class _LimitSearch:
 
     def _choose(self) -> int | None:
         """The next value to simulate, None if there is nothing between what fits and what does not. Below the limit,
-        everything reserved fits; above it, not even what is allocated. In between, PyTorch gives back cached memory."""
+        everything reserved fits; above it, not even what is allocated. In between, PyTorch returns cached memory."""
         low, high = self._low(), self._high()
         if high is not None and high - low <= max(self._unit, low // _COARSE):
             return None

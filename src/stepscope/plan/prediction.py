@@ -28,7 +28,7 @@ from stepscope.spec import ModelShape, Workload
 
 STEPS = 3
 ROUGHLY = 1.6  # how far a step on a GPU that was not measured may be from its prediction, as a factor
-OUTSIDE = "(outside of modules)"
+OUTSIDE = "(no module)"
 
 
 def predict_workload(

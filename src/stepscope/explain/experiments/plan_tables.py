@@ -42,7 +42,7 @@ def say_verdict(result: PlanResult) -> str:
     if result.verdict == "fits" and result.margin_bytes >= 0:
         return f"It fits: {parts}, {say_bytes(result.margin_bytes)} to spare."
     if result.verdict == "fits":
-        return f"It just fits: {parts}; PyTorch has to give back {say_bytes(-result.margin_bytes)} of cached memory."
+        return f"It just fits: {parts}; PyTorch has to return {say_bytes(-result.margin_bytes)} of cached memory."
     if result.verdict == "may fit":
         return f"It may fit: {parts}; up to {say_bytes(-result.margin_bytes)} too much if memory is fragmented."
     return f"It does not fit: {parts}, {say_bytes(-result.margin_bytes)} too much."

@@ -213,7 +213,7 @@ class CaseRow(Row, frozen=True, kw_only=True):
 
 
 class PredictedCase(msgspec.Struct, frozen=True, kw_only=True):
-    """What `stepscope plan` says about a case. There is no time without a table of the GPU."""
+    """What `stepscope plan` says about a case. The time needs a table of the GPU."""
 
     peak_allocated_bytes: int
     reserved_bytes: tuple[int, int]

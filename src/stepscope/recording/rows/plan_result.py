@@ -29,8 +29,8 @@ class PlannedGpu(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PlannedPhase(msgspec.Struct, frozen=True, kw_only=True):
-    """A phase of a step. If a step runs it several times, its time is their sum, and its memory the highest. Without a
-    table of the GPU, there are no times."""
+    """A phase of a step. If a step runs it several times, its time is their sum, and its memory the highest. Times need a
+    table of the GPU."""
 
     phase: str
     peak_bytes: int
@@ -109,7 +109,7 @@ class StepPrediction(msgspec.Struct, frozen=True, kw_only=True):
 
 class PlanResult(msgspec.Struct, frozen=True, kw_only=True):
     """The document of one workload on one GPU. `margin_bytes` is what is left of its memory if as much is reserved as
-    can be. It is negative if that is too much; a step with a small negative margin fits if PyTorch can give back cached
+    can be. It is negative if that is too much; a step with a small negative margin fits if PyTorch can return cached
     memory."""
 
     schema: str = SCHEMA
