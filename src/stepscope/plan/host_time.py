@@ -39,6 +39,7 @@ _TYPICAL: dict[str, dict[str, float]] = {
 }
 _TRUST = 0.15  # how far a cost may be from its typical ratio to the others, next to the errors of trials
 _SWEEPS = 400
+_COMPILED_LAUNCHES = 110  # of the forward pass of the compiled trial, which has six layers
 FREE_OF_GRAPH = 0.75  # a call without autograd, next to one with it
 
 
@@ -49,6 +50,7 @@ class HostModel:
         self._costs = {phase: _fit_phase(calibration.trials, phase) for phase in _TYPICAL}
         self.errors = {phase: self._spread(calibration.trials, phase) for phase in _TYPICAL}
         self._updates = _fit_updates(calibration.trials)
+        self.compiled_launch_ns, self.compiled_start_ns = _fit_compiled(calibration.trials, self._costs["forward"])
 
     def cost(self, operation: "Operation", phase: str) -> float:
         """Nanoseconds of one call. Lists cost by their length."""
@@ -80,6 +82,14 @@ class HostModel:
             if _is_usable(one, phase)
         ]
         return float(np.sqrt(np.mean(np.square(errors)))) if errors else 0.3
+
+
+def _fit_compiled(trials: Iterable[HostTrial], eager: Mapping[str, float]) -> tuple[float, float]:
+    """The cost of a launch in compiled code, and of entering it. Without a trial, a share of an eager product's."""
+    for one in trials:
+        if "compiled" in one.model and one.phase == "forward":
+            return 0.85 * one.ns / _COMPILED_LAUNCHES, 0.15 * one.ns
+    return 0.8 * eager["product"], 10 * eager["product"]
 
 
 def _is_usable(trial: HostTrial, phase: str) -> bool:
@@ -139,7 +149,9 @@ def _fit_updates(trials: Sequence[HostTrial]) -> dict[str, tuple[float, float, f
             slope = max(0.0, float(np.polyfit(parameters, times, 1)[0]))
         slope = slope or float(np.median(times / parameters)) * 0.8
         start = max(0.0, float(np.median(times - slope * parameters)))
-        calls = float(np.median([sum(count for name, count in one.operations.items() if "foreach" in name) for one in used]))
+        calls = float(
+            np.median([sum(count for name, count in one.operations.items() if "foreach" in name) for one in used])
+        )
         fitted[kind] = (start, slope, calls)
     return fitted
 

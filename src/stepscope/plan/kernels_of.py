@@ -95,6 +95,22 @@ class KernelModel:
             bound=bound,
         )
 
+    def fused(self, position: int, operation: "Operation", moved: int) -> PlannedKernel:
+        """A kernel of a compiled step that moves this many bytes, as fast as an addition of two tensors."""
+        found = self._times.rows("add", "fp32", "cold", (max(1, moved // 12),), 12)
+        return PlannedKernel(
+            position=position,
+            name="fused",
+            phase=operation.phase,
+            module=operation.module,
+            ns=found.ns,
+            error=max(0.1, found.error),
+            bytes=moved,
+            flops=0,
+            launches=1,
+            bound="memory" if moved > 2**20 else "launch",
+        )
+
     # --- Which measurement -------------------------------------------------------------------------------------------
 
     def _estimate(self, name: str, operation: "Operation") -> tuple[Estimate, str, int]:
@@ -197,7 +213,9 @@ class KernelModel:
         if kept == 1:
             return self._times.rows("sum_all", precision, "", (max(1, total // 1024), 1024), itemsize), "sum_all", 0
         dims = operation.arguments.get("dim", ())
-        last = fact.shape and any(one in (-1, len(fact.shape) - 1) for one in (dims if isinstance(dims, tuple) else (dims,)))
+        last = fact.shape and any(
+            one in (-1, len(fact.shape) - 1) for one in (dims if isinstance(dims, tuple) else (dims,))
+        )
         if last:
             measured = f"{REDUCTIONS[name]}_columns"
             columns = max(1, total // kept)

@@ -24,9 +24,7 @@ def bytes_ns(moved: float) -> int:
     return round(LAUNCH_NS + moved / BANDWIDTH * 1e9)
 
 
-def _series(
-    operation: str, dtype: str, variant: str, sizes: list[tuple[int, ...]], took: Callable[..., int]
-) -> Series:
+def _series(operation: str, dtype: str, variant: str, sizes: list[tuple[int, ...]], took: Callable[..., int]) -> Series:
     columns = tuple(f"size {number}" for number in range(len(sizes[0])))
     rows = tuple((*size, took(*size)) for size in sizes)
     return Series(operation=operation, dtype=dtype, variant=variant, columns=columns, rows=rows)
