@@ -26,7 +26,7 @@ _LINK_LATENCY_NS = 20_000.0
 
 
 def find_calibration(gpu: str, path: Path | None = None) -> Calibration:
-    """The calibration in `path`, or for a GPU by name: the one that comes with stepscope, scaled if it is another GPU."""
+    """The calibration in `path`, or that of a GPU by name: the one that comes with stepscope, scaled if necessary."""
     if path is not None:
         return read_calibration(path)
     shipped = read_calibration(SHIPPED)

@@ -24,18 +24,39 @@ _CLASSES: tuple[HostClass, ...] = (
 )
 _FEATURES = (*_CLASSES, "modules", "start")
 # Nanoseconds on a fast host of 2024, before anything is known; only their ratios matter.
-_TYPICAL: dict[str, dict[str, float]] = {
+_KINDS = dict[str, float]
+_TYPICAL: dict[str, _KINDS] = {
     "forward": {
-        **{"view": 2200, "free": 300, "product": 9000, "attention": 25000, "norm": 9000, "reduction": 7500},
-        **{"pointwise": 6000, "copy": 7000, "creation": 4500, "index": 9000, "own": 25000, "modules": 2500},
+        "view": 2200,
+        "free": 300,
+        "product": 9000,
+        "attention": 25000,
+        "norm": 9000,
+        "reduction": 7500,
+        "pointwise": 6000,
+        "copy": 7000,
+        "creation": 4500,
+        "index": 9000,
+        "own": 25000,
+        "modules": 2500,
         "start": 60000,
     },
     "backward": {
-        **{"view": 1500, "free": 300, "product": 7500, "attention": 25000, "norm": 8000, "reduction": 6500},
-        **{"pointwise": 4500, "copy": 5000, "creation": 4000, "index": 10000, "own": 25000, "modules": 4000},
+        "view": 1500,
+        "free": 300,
+        "product": 7500,
+        "attention": 25000,
+        "norm": 8000,
+        "reduction": 6500,
+        "pointwise": 4500,
+        "copy": 5000,
+        "creation": 4000,
+        "index": 10000,
+        "own": 25000,
+        "modules": 4000,
         "start": 60000,
     },
-    "optimizer": {**dict.fromkeys(_FEATURES, 5000.0), "free": 300.0, "view": 2000.0, "start": 30000.0, "modules": 0.0},
+    "optimizer": dict.fromkeys(_FEATURES, 5000.0) | {"free": 300.0, "view": 2000.0, "start": 30000.0, "modules": 0.0},
 }
 _TRUST = 0.15  # how far a cost may be from its typical ratio to the others, next to the errors of trials
 _SWEEPS = 400

@@ -282,7 +282,8 @@ class KernelModel:
             return "mul_row" if smaller[0].shape[-1] > 1 else "mul_column"
         binary, unary = ELEMENTWISE.get(name, ("mul", "mul_scalar"))
         if name == "pow":
-            return "pow" if operation.arguments.get("exponent") in (1, 2) else "pow3"
+            exponent = operation.arguments.get("exponent")
+            return "clone" if exponent == 1 else "pow" if exponent == 2 else "pow3"
         if name.startswith("gelu") and operation.arguments.get("approximate") == "tanh":
             return "gelu_tanh_backward" if len(inputs) > 1 else "gelu_tanh"
         return binary if len(large) > 1 or name in ("where",) else unary

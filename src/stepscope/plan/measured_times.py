@@ -111,8 +111,8 @@ class MeasuredTimes:
         return (operation, dtype, variant) in self._series
 
     def product(self, operation: str, dtype: str, layout: str, sizes: Sizes) -> Estimate:
-        """The time of `mm`, `addmm` (m, n, k) or `bmm` (batch, m, n, k). Rows that do not start at multiples of 16 bytes
-        take other kernels, and have a curve of their own."""
+        """The time of `mm`, `addmm` (m, n, k) or `bmm` (batch, m, n, k). Rows that do not start at multiples of 16
+        bytes take other kernels, and have a curve of their own."""
         is_aligned = is_aligned_product(dtype, layout, sizes)
         for candidate in ((operation, layout), ("mm", layout), (operation, "nn"), ("mm", "nn")):
             curve = self._product_curve(candidate[0], dtype, candidate[1], is_aligned)

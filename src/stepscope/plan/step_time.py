@@ -35,14 +35,21 @@ class PhaseTime(msgspec.Struct, frozen=True, kw_only=True):
     gpu_ns: float
     host_ns: float
     bound: Bound
+    launches: int
 
 
 class PredictedStep(msgspec.Struct, frozen=True, kw_only=True):
-    """A predicted step. `interval_ns` has the true time in about nineteen of twenty cases."""
+    """A predicted step. `interval_ns` has the true time in about nineteen of twenty cases. `gpu` and `host` are those
+    of the calibration; it `is_rough` if the GPU's times were scaled from another one's."""
 
     ns: float
     interval_ns: tuple[float, float]
+    bound: Bound
     phases: tuple[PhaseTime, ...]
+    gpu: str
+    host: str
+    is_rough: bool
+    assumptions: tuple[str, ...]
     gpu_ns: float
     host_ns: float
     launches: int
@@ -114,7 +121,7 @@ def _run(
         if short_name(operation.name) in ("_local_scalar_dense", "item", "nonzero"):
             timeline.wait(calibration.constants.get("item_ns", 10_000.0))
     timeline.finish()
-    return _summarize(timeline, kernels, host, _SCALED_ERROR if calibration.scaled_from else 0.0)
+    return _summarize(timeline, kernels, host, calibration)
 
 
 class _Timeline:
@@ -179,8 +186,8 @@ def _replace_update(operations: Sequence["Operation"], costs: list[float], host:
 
 
 def _runs_again(operations: Sequence["Operation"]) -> list[bool]:
-    """Whether each operator of backward belongs to a forward pass that a checkpoint repeats: it is in a run of operators
-    that are the same as in forward, in the same modules and the same order."""
+    """Whether each operator of backward belongs to a forward pass that a checkpoint repeats: it is in a run of
+    operators that are the same as in forward, in the same modules and the same order."""
     keys = [(one.name, one.module, tuple(fact.shape for fact in one.outputs)) for one in operations]
     starts: dict[tuple[object, ...], list[int]] = defaultdict(list)
     for position in range(len(operations) - _REPEATED):
@@ -212,7 +219,7 @@ def _gap_saved(calibration: Calibration) -> float:
 
 
 def _summarize(
-    timeline: _Timeline, kernels: Sequence[PlannedKernel], host: HostModel, extra_error: float
+    timeline: _Timeline, kernels: Sequence[PlannedKernel], host: HostModel, calibration: Calibration
 ) -> PredictedStep:
     phases = tuple(
         PhaseTime(
@@ -221,21 +228,33 @@ def _summarize(
             gpu_ns=timeline.gpu_by_phase[name],
             host_ns=timeline.host_by_phase[name],
             bound=_bound(name, took_ns, timeline.gpu_by_phase[name], kernels),
+            launches=sum(kernel.launches for kernel in kernels if kernel.phase == name),
         )
         for name, took_ns in timeline.totals.items()
     )
     total_ns = sum(phase.ns for phase in phases)
-    error = math.hypot(extra_error, _error(phases, kernels, host))
+    error = math.hypot(_SCALED_ERROR if calibration.scaled_from else 0.0, _error(phases, kernels, host))
     return PredictedStep(
         ns=total_ns,
         interval_ns=(total_ns * math.exp(-_SIGMAS * error), total_ns * math.exp(_SIGMAS * error)),
+        bound=max(phases, key=lambda phase: phase.ns).bound if phases else "launch",
         phases=phases,
+        gpu=calibration.gpu,
+        host=calibration.host,
+        is_rough=bool(calibration.scaled_from),
+        assumptions=_assumptions(calibration),
         gpu_ns=sum(timeline.gpu_by_phase.values()),
         host_ns=timeline.host_ns,
         launches=sum(kernel.launches for kernel in kernels),
         flops=sum(kernel.flops for kernel in kernels),
         kernels=tuple(kernels),
     )
+
+
+def _assumptions(calibration: Calibration) -> tuple[str, ...]:
+    scaled = calibration.scaled_from
+    table = f"times of {calibration.gpu}" + (f", scaled by data sheets from {scaled}" if scaled else ", measured")
+    return (f"{table} with PyTorch {calibration.torch}", f"a host like the calibrated one: {calibration.host}")
 
 
 def _bound(name: str, took_ns: float, gpu_ns: float, kernels: Sequence[PlannedKernel]) -> Bound:
