@@ -19,7 +19,8 @@ from stepscope.plan.operator_kinds import FREE, INDEXING, PRODUCTS, REDUCTIONS, 
 if TYPE_CHECKING:
     from stepscope.plan.operation import Operation, TensorFacts
 
-COMPILED_PHASES = ("forward", "backward")
+_COMPILED_PHASES = ("forward", "backward")
+_OUTSIDE = ("", "(loss)")  # modules of operators that run outside of the model
 _SHARED = "shared_cast"
 
 
@@ -45,6 +46,11 @@ class FusedGroup:
         return sum(self.reads.values()) + sum(self.writes.values())
 
 
+def is_compiled(operation: "Operation") -> bool:
+    """Whether an operator belongs to the model, which is what `torch.compile` sees. A loss outside of it stays eager."""
+    return operation.phase in _COMPILED_PHASES and operation.module not in _OUTSIDE
+
+
 def fuse(operations: Sequence["Operation"]) -> list[FusedGroup]:
     """Return the groups of the compiled phases, in the order in which they run."""
     operations = _share_casts(operations)
@@ -52,7 +58,7 @@ def fuse(operations: Sequence["Operation"]) -> list[FusedGroup]:
     opened: list[FusedGroup] = []  # can still take operators: nothing that depends on them has run
     for position, operation in enumerate(operations):
         name = short_name(operation.name)
-        if operation.phase not in COMPILED_PHASES or name in VIEWS or name in FREE or name == _SHARED:
+        if not is_compiled(operation) or name in VIEWS or name in FREE or name == _SHARED:
             continue
         if _is_extern(name):
             groups.append(_new_group(position, operation, is_extern=True))
@@ -85,7 +91,7 @@ def _share_casts(operations: Sequence["Operation"]) -> list["Operation"]:
         operation = msgspec.structs.replace(operation, inputs=inputs, outputs=outputs)
         if short_name(operation.name) == "_to_copy" and inputs and outputs:
             key = (operation.phase, inputs[0].storage, outputs[0].dtype)
-            if key in first and operation.phase in COMPILED_PHASES:
+            if key in first and is_compiled(operation):
                 renamed[outputs[0].storage] = first[key]
                 operation = msgspec.structs.replace(operation, name=f"aten.{_SHARED}.default")
             first.setdefault(key, outputs[0].storage)

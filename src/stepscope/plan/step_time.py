@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from stepscope.plan.fusion import COMPILED_PHASES, fuse
+from stepscope.plan.fusion import fuse, is_compiled
 from stepscope.plan.host_time import HostModel, share_modules
 from stepscope.plan.kernels_of import Bound, KernelModel, PlannedKernel
 from stepscope.plan.measured_times import MeasuredTimes
@@ -84,7 +84,7 @@ def _compile(
     kernels, changed = [], list(costs)
     for position, operation in enumerate(operations):
         kernel = model.kernels_of(position, operation)  # also of operators that are fused: they fill the cache
-        if operation.phase not in COMPILED_PHASES:
+        if not is_compiled(operation):
             kernels += [kernel] if kernel else []
             continue
         changed[position] = 0.0
@@ -94,7 +94,7 @@ def _compile(
             kernels += [fused] if fused else []
     before = ""
     for position, operation in enumerate(operations):
-        if operation.phase != before and operation.phase in COMPILED_PHASES:
+        if operation.phase != before and is_compiled(operation):
             changed[position] += host.compiled_start_ns
         before = operation.phase
     return kernels, changed

@@ -25,7 +25,7 @@ def call(
     inputs: tuple[TensorFacts, ...],
     outputs: tuple[TensorFacts, ...],
     phase: str = "forward",
-    module: str = "",
+    module: str = "block",
     **arguments: object,
 ) -> Operation:
     return Operation(f"aten.{name}", phase, module, inputs, outputs, arguments)  # type: ignore[arg-type]
