@@ -27,9 +27,6 @@ MULTIPLIES = frozenset(
 )
 
 
-_ATTENTION_TAIL = (2, 3, 4, 5)  # random state and debug outputs, which are on the CPU or empty
-
-
 def on_cpu(func: Any) -> tuple[int, ...]:
     """The results of an operator that are on the CPU, although their fakes are not: random seeds and offsets."""
     return (2, 3) if func is aten._scaled_dot_product_efficient_attention.default else ()
@@ -137,6 +134,139 @@ def _power_of_two(size: int) -> int:
     return 1 << (size.bit_length() - 1) if size > 0 else 1
 
 
+# --- Attention --------------------------------------------------------------------------------------------------------
+
+# Measured on an H200 with PyTorch 2.11 and cuDNN 9.19, lengths 256 to 16384 and head dimensions 16 to 128: these
+# formulas give every byte.
+
+
+def _flash_forward(args: tuple[Any, ...], _kwargs: Any, _outputs: Any, gpu: Accelerator) -> list[int]:
+    """Partial outputs and sums, if the keys are split over thread blocks because there are few queries."""
+    query, key = args[:2]
+    batch, heads, length, dim = query.shape
+    if (args[3] if len(args) > 3 else 0.0) > 0:
+        return []
+    block = 256 if dim <= 64 else 128 if dim <= 128 else 64
+    splits = _count_splits(batch * heads * -(-length // 64), 2 * gpu.multiprocessors, -(-key.shape[2] // block))
+    if splits == 1:
+        return []
+    return [splits * batch * heads * length * 4, splits * batch * heads * length * _round_up(dim, 32) * 4]
+
+
+def _count_splits(tiles: int, multiprocessors: int, num_blocks: int) -> int:
+    """How many parts flash attention splits the keys into: the fewest that keep 85% of the best occupancy."""
+    if tiles >= 0.8 * multiprocessors:
+        return 1
+    most = min(128, multiprocessors, num_blocks)
+    counts = [one for one in range(1, most + 1) if one == 1 or -(-num_blocks // one) != -(-num_blocks // (one - 1))]
+    waves = {one: tiles * one / multiprocessors for one in counts}
+    efficiency = {one: wave / math.ceil(wave) for one, wave in waves.items()}
+    best = max(efficiency.values())
+    return next(one for one in counts if efficiency[one] >= 0.85 * best)
+
+
+def _flash_backward(args: tuple[Any, ...], _kwargs: Any, _outputs: Any, _gpu: Accelerator) -> list[int]:
+    """The gradient of the queries in fp32, a number per query, and gradients of keys and values for every query
+    head."""
+    grad, query, key, value = args[:4]
+    batch, heads, length, dim = query.shape
+    rows, columns = _round_up(length, 128), _round_up(dim, 32 if dim <= 128 else 64)
+    copies = [_copy_bytes(grad.transpose(1, 2))]
+    return [*copies, 4 * batch * heads * rows, 4 * batch * heads * rows * columns, *_expanded(query, key, value)]
+
+
+def _cudnn_backward(args: tuple[Any, ...], _kwargs: Any, _outputs: Any, _gpu: Accelerator) -> list[int]:
+    """The gradient of the queries in fp32, and a number per query, in one workspace."""
+    _, query, key, value = args[:4]
+    batch, heads, length, dim = query.shape
+    return [4 * batch * heads * length * (dim + 1) + LEAST_WORKSPACE + sum(_expanded(query, key, value))]
+
+
+def _efficient_backward(args: tuple[Any, ...], _kwargs: Any, _outputs: Any, _gpu: Accelerator) -> list[int]:
+    """In half precision the gradient of the queries in fp32, block by block with a lock each; in fp32 the product of
+    output and gradient. Both with a number per query."""
+    grad, query = args[:2]
+    batch, heads, length, dim = query.shape
+    numbers = 4 * batch * heads * length
+    copies = [_copy_bytes(grad.transpose(1, 2))]
+    if query.dtype == torch.float32:
+        return [*copies, numbers * dim, numbers]
+    block = 64 if dim <= 64 else 128
+    blocks = batch * heads * -(-length // block)
+    columns = -(-dim // block)
+    return [*copies, numbers, blocks * columns * (4 * block * block + 16)]
+
+
+def _expanded(query: Tensor, key: Tensor, value: Tensor) -> list[int]:
+    """Gradients of keys and values with as many heads as queries have, before they are added up."""
+    if query.shape[1] == key.shape[1]:
+        return []
+    return [one.numel() // one.shape[1] * query.shape[1] * one.element_size() for one in (key, value)]
+
+
+def _copy_bytes(x: Tensor) -> int:
+    return 0 if x.is_contiguous() else x.numel() * x.element_size()
+
+
+def _round_up(size: int, step: int) -> int:
+    return -(-size // step) * step
+
+
+# --- Products ---------------------------------------------------------------------------------------------------------
+
+
+def _product(first: int) -> Callable[..., list[int]]:
+    """Copies of the two matrices that start at this argument, if cuBLAS cannot read them."""
+
+    def estimate(args: tuple[Any, ...], *_: Any) -> list[int]:
+        return [one.numel() * one.element_size() for one in args[first : first + 2] if not _is_readable(one)]
+
+    return estimate
+
+
+def _is_readable(x: Tensor) -> bool:
+    """Whether cuBLAS can read a matrix, or a batch of them: one dimension has neighbors next to each other, and rows do
+    not overlap."""
+    rows, columns = x.shape[-2:]
+    row, column = x.stride()[-2:]
+    return x.is_contiguous() or (row == 1 and column >= max(1, rows)) or (column == 1 and row >= max(1, columns))
+
+
+# --- Indices ----------------------------------------------------------------------------------------------------------
+
+
+def _sort_bytes(count: int) -> list[int]:
+    """What it takes to sort indices with their positions: the positions, sorted copies of both, and cub's storage,
+    which is for 4096 of them about 71 KB."""
+    return [8 * count, 8 * count, 8 * count, *([71167 * count // 4096] if count > 1024 else [])]
+
+
+def _index_put(args: tuple[Any, ...], kwargs: dict[str, Any], *_: Any) -> list[int]:
+    indices = [one for one in args[1] if one is not None]
+    accumulates = args[3] if len(args) > 3 else kwargs.get("accumulate", False)
+    if not accumulates or not indices or indices[0].dtype in (torch.bool, torch.uint8):
+        return []
+    count = math.prod(torch.broadcast_shapes(*(one.shape for one in indices)))
+    return [8 * count, *_sort_bytes(count)]
+
+
+def _embedding_backward(args: tuple[Any, ...], *_: Any) -> list[int]:
+    """Many tokens are sorted, and their gradients are added up in parts of ten rows, in fp32."""
+    grad, indices, num_weights = args[:3]
+    count = indices.numel()
+    copies = [_copy_bytes(grad)]
+    if count <= _FEW_TOKENS:
+        return copies
+    segments = min(count, num_weights)
+    parts = count // _ROWS_PER_PART + segments
+    partial_bytes = parts * grad.shape[-1] * max(4, grad.element_size())
+    return [*copies, 8 * count, 8 * count, 8 * segments, 8 * segments, 8 * segments, 8 * parts, partial_bytes]
+
+
+_FEW_TOKENS, _ROWS_PER_PART = 3072, 10  # of PyTorch's Embedding.cu and EmbeddingBackwardKernel.cu
+LEAST_WORKSPACE = 512
+
+
 _ESTIMATES: dict[Any, Callable[..., list[int]]] = {
     **dict.fromkeys(
         (
@@ -149,4 +279,16 @@ _ESTIMATES: dict[Any, Callable[..., list[int]]] = {
         ),
         _reduction,
     ),
+    aten._scaled_dot_product_flash_attention.default: _flash_forward,
+    aten._scaled_dot_product_flash_attention_backward.default: _flash_backward,
+    aten._scaled_dot_product_cudnn_attention_backward.default: _cudnn_backward,
+    aten._scaled_dot_product_efficient_attention_backward.default: _efficient_backward,
+    aten.mm.default: _product(0),
+    aten.bmm.default: _product(0),
+    aten.addmm.default: _product(1),
+    aten.baddbmm.default: _product(1),
+    aten.index_put.default: _index_put,
+    aten.index_put_.default: _index_put,
+    aten._index_put_impl_.default: _index_put,
+    aten.embedding_dense_backward.default: _embedding_backward,
 }

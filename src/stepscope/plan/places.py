@@ -6,7 +6,7 @@ module, as in the forward pass.
 """
 
 from bisect import bisect_right
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from threading import local
 from typing import Any
@@ -29,13 +29,16 @@ class _Stack(local):
 
 class Places:
     """`step` is -1 before the first step. `phase` is the name of the running phase if the caller knows it; otherwise
-    it follows from what autograd and the optimizer do. `modules` and `optimizers` are those that ran."""
+    it follows from what autograd and the optimizer do. `models` and `optimizers` are those that ran; `on_phase_end` is
+    called when gradients are complete, and `on_recomputed` after a checkpoint has run a module again."""
 
     def __init__(self) -> None:
         self.step = -1
         self.phase: str | None = None
-        self.modules: dict[int, nn.Module] = {}
+        self.models: dict[int, nn.Module] = {}
         self.optimizers: dict[int, torch.optim.Optimizer] = {}
+        self.on_phase_end: Callable[[], None] = lambda: None
+        self.on_recomputed: Callable[[], None] = lambda: None
         self._updates = 0
         self._names: dict[int, str] = {}
         self._stack = _Stack()
@@ -59,6 +62,11 @@ class Places:
         node = torch._C._current_autograd_node()
         at = bisect_right(self._firsts, node._sequence_nr()) - 1 if node is not None else -1
         return self._paths[at] if at >= 0 else ""
+
+    @property
+    def recomputes(self) -> bool:
+        """Whether a checkpoint runs a module again."""
+        return bool(self._stack.names) and torch._C._current_graph_task_id() != -1
 
     @contextmanager
     def watching(self) -> Iterator[None]:
@@ -91,15 +99,16 @@ class Places:
 
     def _enter(self, module: nn.Module, _inputs: Any) -> None:
         if id(module) not in self._names:
-            self._learn(module)
+            self.add_model(module)
         self._push(self._names[id(module)])
 
     def _leave(self, _module: nn.Module, _inputs: Any, _output: Any) -> None:
         if self._stack.names:
             self._pop()
 
-    def _learn(self, root: nn.Module) -> None:
-        self.modules[id(root)] = root
+    def add_model(self, root: nn.Module) -> None:
+        """Name the modules of a model. One that was not added is named when it is called."""
+        self.models[id(root)] = root
         for name, module in root.named_modules():
             self._names.setdefault(id(module), name or f"({type(module).__name__})")
 
@@ -108,8 +117,11 @@ class Places:
         self._change()
 
     def _pop(self) -> None:
+        recomputes = self.recomputes
         self._stack.names.pop()
         self._change()
+        if recomputes and not self._stack.names:
+            self.on_recomputed()
 
     def _change(self) -> None:
         if torch._C._current_graph_task_id() == -1:
@@ -118,6 +130,7 @@ class Places:
 
     def _begin_update(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         self.optimizers[id(optimizer)] = optimizer
+        self.on_phase_end()
         self._updates += 1
 
     def _end_update(self, *_: Any) -> None:

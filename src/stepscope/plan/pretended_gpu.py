@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch._subclasses import fake_tensor
-from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.optim import optimizer as optimizer_module
 
 from stepscope.patches import replace_attribute
@@ -25,6 +25,18 @@ from stepscope.plan.assumptions import Accelerator
 # CUDA key turns the decomposition off; fake tensors never call it. Of all operators in 2.11 to 2.13, these have both.
 FUSED = ("silu_backward", "mish_backward", "_fused_rms_norm")
 _library: torch.library.Library | None = None
+
+
+class GpuFakeMode(FakeTensorMode):
+    """Fake tensors without real ones behind them. PyTorch asks whether CUDA is available, and if so moves constants
+    there."""
+
+    def __init__(self) -> None:
+        super().__init__(allow_non_fake_inputs=True)
+
+    @property
+    def avoid_device_init(self) -> bool:
+        return True
 
 
 @contextmanager

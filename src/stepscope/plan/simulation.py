@@ -3,48 +3,71 @@
 The step is the real one: real autograd, autocast, optimizer and checkpointing, on tensors that have shapes and no
 values. Its requests for memory, replayed through a model of PyTorch's allocator, give the peak; its operators are the
 input of the time model.
+
+Two steps are simulated, because an optimizer makes its state in the first one. More steps repeat the second.
 """
 
 import gc
-from collections.abc import Callable
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from bisect import bisect_right
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from itertools import pairwise
+from typing import Any
 
 import msgspec
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch import Tensor
 
-from stepscope.plan import fake_cuda
+from stepscope.plan import fake_cuda, sdpa
 from stepscope.plan.assumptions import Accelerator
 from stepscope.plan.operation import Operation, TensorFacts
-from stepscope.plan.places import LOSS, Places
-from stepscope.plan.pretended_gpu import pretended_gpu
+from stepscope.plan.owners import Owners, find_owner
+from stepscope.plan.places import FORWARD, LOSS, Places
+from stepscope.plan.pretended_gpu import GpuFakeMode, pretended_gpu
+from stepscope.plan.replayed_memory import ReplayedMemory, Request, StepEvents, fits, repeat_steps, replay_memory
 from stepscope.plan.tracking import Tracker
-from stepscope.recording.memory.allocator_model import PLACEMENTS, AllocatorModel
 from stepscope.spec import Workload
 from stepscope.step import Step, build
 
 __all__ = ["Operation", "Simulation", "TensorFacts", "simulate_callable", "simulate_workload"]
+LossFunction = Callable[[object, Any], Tensor]
+SIMULATED = 2  # steps; the others repeat the last
 
 
 class Simulation(msgspec.Struct, kw_only=True):
-    """`operations` are those of the last step."""
+    """What simulated steps do on a GPU. `operations` are those of one step; `assumptions` are sentences."""
 
+    gpu: Accelerator
+    steps: int
+    parameters: int
+    memory: ReplayedMemory
     operations: list[Operation]
-    peak_allocated_bytes: int
-    peak_requested_bytes: int
-    reserved_bytes: tuple[int, int]
+    sdpa_kernels: dict[str, int]
+    assumptions: list[str]
+    events: StepEvents
+
+    def fits(self, memory_bytes: int | None = None) -> bool:
+        """Whether all steps and the CUDA context fit into a GPU, or into a memory of this size."""
+        total = self.gpu.memory_bytes if memory_bytes is None else memory_bytes
+        return fits(self.events, total - self.gpu.context_bytes)
 
 
 def simulate_workload(workload: Workload, gpu: Accelerator, steps: int = 3) -> Simulation:
+    """Simulate steps of a workload as it would run on `gpu`: without CUDA graphs and without compilation."""
+    plain = msgspec.structs.replace(workload, compile=False, graph=False, device="auto")
+
     def prepare(places: Places) -> Callable[[], None]:
-        step = build(workload, torch.device("cuda", 0), captures=False)
-        return lambda: _run_phases(step, places)
+        step = build(plain, torch.device("cuda", 0), captures=False)
+        places.add_model(step.module)
+        step.measure_loss = _attributed(step.measure_loss, places)
+        return partial(_run_phases, step, places)
 
     return _simulate(prepare, gpu, steps)
 
 
 def simulate_callable(build: Callable[[], Callable[[], None]], gpu: Accelerator, steps: int = 3) -> Simulation:
-    """`build` makes the model on device `cuda` and returns a function that runs one step."""
+    """Simulate any code. `build` makes the model on device `cuda` and returns a function that runs one step."""
 
     def prepare(_places: Places) -> Callable[[], None]:
         with torch.device("cuda", 0):
@@ -53,36 +76,99 @@ def simulate_callable(build: Callable[[], Callable[[], None]], gpu: Accelerator,
     return _simulate(prepare, gpu, steps)
 
 
+def _attributed(measure_loss: LossFunction, places: Places) -> LossFunction:
+    def attributed(output: object, batch: Any) -> Tensor:
+        with places.inside(LOSS):
+            return measure_loss(output, batch)
+
+    return attributed
+
+
 def _run_phases(step: Step, places: Places) -> None:
     for name, phase in step.phases:
         places.phase = name
         phase()
+        places.on_phase_end()
     places.phase = None
+
+
+class _Run:
+    """A simulation while it runs."""
+
+    def __init__(self, gpu: Accelerator) -> None:
+        self.places = Places()
+        self.mode = GpuFakeMode()
+        self.tracker = Tracker(gpu, self.places, self.mode)
+        self.owners = Owners(self.tracker, self.places)
+        self.places.on_phase_end = self.owners.note
+        self.places.on_recomputed = self._note_recomputed
+        self._starts: list[int] = []  # events before each step
+        self._recomputed: list[int] = []  # events before the end of each repeated forward pass
+
+    def follow(self, prepare: Callable[[Places], Callable[[], None]], steps: int) -> None:
+        run = prepare(self.places)
+        for number in range(min(steps, SIMULATED)):
+            self.places.begin_step(number)
+            self._starts.append(len(self.tracker.events))
+            self.tracker.keeps_operations = number == min(steps, SIMULATED) - 1
+            run()
+            self.owners.note()
+        self._end = len(self.tracker.events)  # what is freed from here on is freed by the end of the program
+
+    def events(self) -> StepEvents:
+        events = self.tracker.events
+        ends = [*self._starts[1:], self._end]
+        steps = [events[start:end] for start, end in zip(self._starts, ends, strict=True)]
+        return StepEvents(events[: self._starts[0]], steps, {})
+
+    def requests(self) -> list[Request]:
+        died = {number: place for place, (number, size) in enumerate(self.tracker.events) if not size}
+        ends = self._forward_ends()
+        found = []
+        for number, one in enumerate(self.tracker.allocations):
+            passes = self._recomputed if one.is_recomputed else ends
+            at = bisect_right(passes, one.born)
+            outlives = at < len(passes) and died.get(number, self._end) >= passes[at]
+            owner = find_owner(number, one, self.owners.known, outlives_forward=outlives)
+            found.append(Request(one.bytes, one.operator, one.phase, one.module, one.step, owner))
+        return found
+
+    def _forward_ends(self) -> list[int]:
+        """The number of events before the end of each forward pass."""
+        changes = pairwise(self.tracker.allocations)
+        found = [after.born for before, after in changes if before.phase == FORWARD != after.phase]
+        return sorted([*found, *self._starts[1:], self._end])
+
+    def _note_recomputed(self) -> None:
+        self._recomputed.append(len(self.tracker.events))
 
 
 def _simulate(prepare: Callable[[Places], Callable[[], None]], gpu: Accelerator, steps: int) -> Simulation:
     fake_cuda.enable()
-    places = Places()
-    mode = FakeTensorMode(allow_non_fake_inputs=True)
-    tracker = Tracker(gpu, places, mode)
+    run = _Run(gpu)
+    with _without_collector(), pretended_gpu(gpu), run.mode, run.tracker, run.places.watching():
+        run.follow(prepare, steps)
+    requests = run.requests()
+    events = repeat_steps(run.events(), steps, requests)
+    parameters = {id(one): one for model in run.places.models.values() for one in model.parameters()}
+    return Simulation(
+        gpu=gpu,
+        steps=len(events.steps),
+        parameters=sum(one.numel() for one in parameters.values()),
+        memory=replay_memory(events, requests),
+        operations=run.tracker.operations,
+        sdpa_kernels=dict(sdpa.chosen),
+        assumptions=[],
+        events=events,
+    )
+
+
+@contextmanager
+def _without_collector() -> Iterator[None]:
+    """Without Python's garbage collector, which would free tensors in reference cycles at moments of its own."""
     gc.collect()
     gc.disable()
-    with pretended_gpu(gpu), mode, tracker, places.watching():
-        run = prepare(places)
-        for number in range(steps):
-            places.begin_step(number)
-            tracker.keeps_operations = number == steps - 1
-            run()
-    gc.enable()
-    models = [AllocatorModel(placement) for placement in PLACEMENTS]
-    for model in models:
-        model.follow(tracker.events)
-    return Simulation(
-        operations=tracker.operations,
-        peak_allocated_bytes=models[0].peak_allocated_bytes,
-        peak_requested_bytes=models[0].peak_requested_bytes,
-        reserved_bytes=(
-            min(model.peak_reserved_bytes for model in models),
-            max(model.peak_reserved_bytes for model in models),
-        ),
-    )
+    try:
+        yield
+    finally:
+        gc.enable()

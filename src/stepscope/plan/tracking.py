@@ -19,12 +19,19 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    FakeTensorMode,
+    unset_fake_temporarily,
+)
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from stepscope.plan.assumptions import Accelerator
 from stepscope.plan.kernel_memory import MULTIPLIES, on_cpu, temporary_bytes
+from stepscope.plan.known_values import KnownValues
 from stepscope.plan.operation import Operation, TensorFacts, facts_of, scalars_of
 from stepscope.plan.places import Places
 from stepscope.recording.memory.allocator_model import MemoryEvent
@@ -52,16 +59,16 @@ _OF_DISPATCH = (__file__, "torch/_compile.py", "torch/_dynamo/eval_frame.py", "t
 class Allocation:
     """A request for memory: who made it, where, and when (positions in `Tracker.events`)."""
 
-    __slots__ = ("born", "bytes", "dtype", "is_cast", "module", "operator", "phase", "shape", "step")
+    __slots__ = ("born", "bytes", "is_recomputed", "is_temporary", "module", "operator", "phase", "source", "step")
 
     def __init__(self, size: int, operator: str, places: Places, born: int) -> None:
         self.bytes = size
         self.operator = operator
         self.step, self.phase, self.module = places.step, places.current_phase(), places.current_module()
         self.born = born
-        self.is_cast = False  # a parameter in another precision
-        self.shape: tuple[int, ...] = ()
-        self.dtype = ""
+        self.is_recomputed = places.recomputes
+        self.is_temporary = False  # whether the operator frees it before it returns
+        self.source = CPU  # what it is a copy of
 
 
 class Tracker(TorchDispatchMode):
@@ -74,6 +81,7 @@ class Tracker(TorchDispatchMode):
         self.operations: list[Operation] = []
         self.keeps_operations = False
         self._gpu, self._places, self._mode = gpu, places, mode
+        self._values = KnownValues()
         self._numbers: dict[int, int] = {}  # address of a live storage to its number
         self._handles: set[bool] = set()  # threads with a workspace: whether it is autograd's
         self._sum: tuple[int, int] | None = None  # first operand and result of an addition by autograd's engine
@@ -90,16 +98,18 @@ class Tracker(TorchDispatchMode):
         kwargs = kwargs or {}
         self._sum = None
         inputs = [one for one in tree_leaves((args, kwargs)) if isinstance(one, Tensor)]
-        if _is_small_on_cpu(inputs, args, kwargs):
+        # `torch.tensor` moves what it gets to its device without asking the mode again, so that must be fake.
+        if func is not aten.lift_fresh.default and _is_small_on_cpu(inputs, args, kwargs):
             with unset_fake_temporarily():
                 return func(*args, **kwargs)
-        if inputs and not any(isinstance(one, FakeTensor) for one in inputs):
+        if func is not aten.lift_fresh.default and inputs and not any(isinstance(one, FakeTensor) for one in inputs):
             args, kwargs = tree_map_only(Tensor, self._mode.from_tensor, (args, kwargs))
         numbers = [self.number_of(one) for one in inputs] if self.keeps_operations else []
-        result = func(*args, **kwargs)
+        result = self._run(func, args, kwargs, inputs)
         outputs = [one for one in tree_leaves(result) if isinstance(one, Tensor)]
         if all(_device_of(one).type != "cuda" for one in (*inputs, *outputs)):
             return result
+        self._values.follow(func, args, kwargs, inputs, outputs)
         made = self._add_outputs(func, inputs, outputs)
         self._add_temporaries(func, args, kwargs, outputs)
         if made and func in _IN_PLACE and _is_engine():
@@ -107,6 +117,15 @@ class Tracker(TorchDispatchMode):
         if self.keeps_operations:
             self._keep(func, args, kwargs, inputs, numbers, outputs)
         return result
+
+    def _run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], inputs: list[Tensor]) -> Any:
+        try:
+            return func(*args, **kwargs)
+        except (DataDependentOutputException, DynamicOutputShapeException):
+            is_known, result = self._values.answer(func, args, kwargs, inputs)
+            if not is_known:
+                raise
+            return result
 
     def _add_outputs(self, func: Any, inputs: list[Tensor], outputs: list[Tensor]) -> list[int]:
         made = []
@@ -119,9 +138,8 @@ class Tracker(TorchDispatchMode):
             if key in self._numbers or not storage.nbytes():
                 continue
             number = self._request(storage.nbytes(), func.__name__)
-            allocation = self.allocations[number]
-            allocation.shape, allocation.dtype = tuple(tensor.shape), str(tensor.dtype).removeprefix("torch.")
-            allocation.is_cast = func is aten._to_copy.default and bool(inputs) and _is_parameter(inputs[0])
+            if func is aten._to_copy.default:
+                self.allocations[number].source = self.number_of(inputs[0])
             self._numbers[key] = number
             weakref.finalize(storage, self._forget, key).atexit = False
             made.append(number)
@@ -134,9 +152,9 @@ class Tracker(TorchDispatchMode):
             if is_autograd not in self._handles:
                 self._handles.add(is_autograd)
                 self._request(self._gpu.cublas_workspace_bytes, WORKSPACE)
-        name = f"{func.__name__} (kernel)"
         sizes = temporary_bytes(func, args, kwargs, outputs, self._gpu)
-        for number in [self._request(size, name) for size in sizes][::-1]:
+        for number in [self._request(size, func.__name__) for size in sizes][::-1]:
+            self.allocations[number].is_temporary = True
             self.events.append(MemoryEvent(number, 0))
 
     def _request(self, size: int, operator: str) -> int:
@@ -147,6 +165,7 @@ class Tracker(TorchDispatchMode):
 
     def _forget(self, key: int) -> None:
         """A storage is gone."""
+        self._values.forget(key)
         number = self._numbers.pop(key, None)
         if number is None:
             return
@@ -208,10 +227,6 @@ def _is_engine() -> bool:
             return False
         frame = frame.f_back
     return True
-
-
-def _is_parameter(tensor: Tensor) -> bool:
-    return tensor.requires_grad and tensor.is_leaf or bool(getattr(tensor, "_is_param", False))
 
 
 def _is_small_on_cpu(inputs: list[Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:

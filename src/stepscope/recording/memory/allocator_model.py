@@ -1,8 +1,9 @@
 """A model of PyTorch's caching allocator: which block it would choose for each request, and what it asks CUDA for.
 
-One stream and default settings. The requests are exact, and so are rounding, best fit, splitting and merging. What
-depends on the addresses that CUDA returns is not known: of two free blocks of the same size the allocator takes the
-lower one. So a prediction replays the same requests with several orders of addresses (`PLACEMENTS`) and gets a range.
+One stream and default settings. The requests are exact, and so are rounding, best fit, splitting and merging. Of two
+free blocks of the same size the allocator takes the one at the lower address, so the addresses that CUDA returns matter.
+On a data center GPU they were seen to fall in pieces of 32 MiB, whose rests serve later segments, the lowest first. That
+is the first of `PLACEMENTS`; the others give a range for drivers that do otherwise.
 """
 
 import random
@@ -12,12 +13,13 @@ from typing import Literal, NamedTuple, get_args
 
 from stepscope.recording.memory.free_blocks import LEAST, SMALL, FreeBlocks
 
-Placement = Literal["rising", "falling", "mixed", "scattered"]
+Placement = Literal["pieces", "falling", "rising", "scattered"]
 PLACEMENTS: tuple[Placement, ...] = get_args(Placement)
 SMALL_SEGMENT = 2 << 20  # what CUDA is asked for on behalf of the small pool
 LARGE_SEGMENT = 20 << 20  # and for blocks between 1 and 10 MiB
 OWN_SEGMENT = 10 << 20  # a larger block gets a segment of its own
 SEGMENT_STEP = 2 << 20  # which is a multiple of this
+_PIECE = 32 << 20  # of addresses, for placement `pieces`
 _SPACE = 1 << 50  # addresses of segments are below it
 
 
@@ -80,7 +82,7 @@ class AllocatorModel:
     """The state of the allocator. With a `capacity`, it releases cached segments when it runs out, as PyTorch does,
     and raises `OutOfSpace` if that is not enough."""
 
-    def __init__(self, placement: Placement = "rising", *, capacity: int | None = None) -> None:
+    def __init__(self, placement: Placement = PLACEMENTS[0], *, capacity: int | None = None) -> None:
         self.allocated_bytes = self.requested_bytes = self.reserved_bytes = 0
         self.peak_allocated_bytes = self.peak_requested_bytes = self.peak_reserved_bytes = 0
         self.blocks: dict[int, tuple[int, int, int]] = {}  # number of the request: address, bytes, requested bytes
@@ -90,6 +92,8 @@ class AllocatorModel:
         self._placement = placement
         self._random = random.Random(0)
         self._asked = 0  # bytes ever asked from CUDA, which orders the addresses
+        self._lowest = _SPACE  # address of a piece
+        self._rests: list[tuple[int, int]] = []  # addresses and sizes of what is left of pieces
 
     def request(self, number: int, requested: int) -> None:
         rounded = max(LEAST, -(-requested // LEAST) * LEAST)
@@ -122,6 +126,7 @@ class AllocatorModel:
                 if self._segments.get(address) == size:
                     pool.drop(address, size)
                     del self._segments[address]
+                    insort(self._rests, (address, size))
                     self.reserved_bytes -= size
 
     def _reserve(self, pool: _Pool, rounded: int) -> tuple[int, int]:
@@ -139,18 +144,24 @@ class AllocatorModel:
         return size, address
 
     def _place(self, size: int) -> int:
-        """An address that no other segment has, and where no two segments touch."""
+        """An address for a new segment."""
+        if self._placement == "pieces":
+            return self._place_in_piece(size)
         above = self._asked
         self._asked += size + SEGMENT_STEP
-        match self._placement:
-            case "rising":
-                return above
-            case "falling":
-                return _SPACE - above - size
-            case "mixed":  # small segments come from another part of the address space
-                return above if size > LARGE_SEGMENT else _SPACE + above
-            case "scattered":
-                return self._random.randrange(1 << 20) * _SPACE + above
+        if self._placement == "falling":
+            return _SPACE - above - size
+        return above + (self._random.randrange(1 << 20) * _SPACE if self._placement == "scattered" else 0)
+
+    def _place_in_piece(self, size: int) -> int:
+        for at, (address, rest) in enumerate(self._rests):
+            if rest >= size:
+                self._rests[at] = (address + size, rest - size)
+                return address
+        whole = -(-size // _PIECE) * _PIECE
+        self._lowest -= whole
+        self._rests.insert(0, (self._lowest + size, whole - size))
+        return self._lowest
 
 
 def _segment_bytes(rounded: int) -> int:
