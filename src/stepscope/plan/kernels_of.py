@@ -54,6 +54,7 @@ class PlannedKernel(msgspec.Struct, frozen=True, kw_only=True):
     flops: int
     launches: int
     bound: Bound
+    precision: str = ""  # of products and attention
 
 
 class KernelModel:
@@ -76,6 +77,7 @@ class KernelModel:
         if all(fact.storage < 0 for fact in (*operation.inputs, *operation.outputs)):
             return None
         estimate, measured, flops = self._estimate(name, operation)
+        precision = self._precision(operation.inputs) if flops else ""
         moved = self._bytes(operation.inputs) + self._written(operation)
         self._remember(operation)
         bound: Bound = "compute" if flops and flops / max(1, moved) > 150 else "memory"
@@ -93,6 +95,7 @@ class KernelModel:
             flops=flops,
             launches=launches,
             bound=bound,
+            precision=self._fp32 if precision == "fp32" else precision,
         )
 
     def fused(self, position: int, operation: "Operation", moved: int) -> PlannedKernel:
@@ -170,7 +173,11 @@ class KernelModel:
             if self._times.has(operation_name, dtype, f"{mask} {passing}"):
                 found = self._times.attention(operation_name, dtype, f"{mask} {passing}", sizes)
                 return Estimate(found.ns * factor, found.error), measured, flops
-        raise KeyError(f"no attention was measured in {precision}")
+        return (
+            self._times.attention(measured, precision, f"causal {passing}", sizes),
+            measured,
+            flops,
+        )  # says what lacks
 
     def _list(self, name: str, operation: "Operation") -> Estimate:
         """A list of tensors. Operators in place return nothing, so what they write is known from their name."""

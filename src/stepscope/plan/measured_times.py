@@ -13,6 +13,7 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
+from stepscope.errors import StepscopeError
 from stepscope.recording.rows.calibration import Calibration, Series
 
 Sizes = tuple[int, ...]
@@ -120,7 +121,7 @@ class MeasuredTimes:
                 return curve.at(sizes)
         if dtype == "fp16":
             return self.product(operation, "bf16", layout, sizes)
-        raise KeyError(f"no products in {dtype}")
+        raise _missing("products", dtype)
 
     def rows(self, operation: str, dtype: str, variant: str, sizes: Sizes, base_bytes: int) -> Estimate:
         """The time of an operation whose bytes are `base_bytes` per product of its sizes."""
@@ -133,7 +134,7 @@ class MeasuredTimes:
             )
         curve = self._curves[key]
         if curve is None:
-            raise KeyError(f"{operation} {dtype} {variant} was not measured")
+            raise _missing(f"{operation} {variant}", dtype)
         return curve.at(sizes)
 
     def indexing(self, operation: str, dtype: str, sizes: Sizes) -> Estimate:
@@ -150,7 +151,7 @@ class MeasuredTimes:
             self._curves[key] = self._curve((operation, dtype, ""), base)
         curve = self._curves[key]
         if curve is None:
-            raise KeyError(f"{operation} {dtype} was not measured")
+            raise _missing(operation, dtype)
         return curve.at(sizes)
 
     def attention(self, operation: str, dtype: str, variant: str, sizes: Sizes) -> Estimate:
@@ -166,7 +167,7 @@ class MeasuredTimes:
                 )
         curve = self._curves[key]
         if curve is None:
-            raise KeyError(f"{operation} {dtype} {variant} was not measured")
+            raise _missing(f"{operation} {variant}", dtype)
         return curve.at(_merge_heads(sizes))
 
     def _product_curve(self, operation: str, dtype: str, layout: str, is_aligned: bool) -> Curve | None:
@@ -211,6 +212,14 @@ class MeasuredTimes:
             for row in ((*row[:-1], row[-1], 4 if dtype == "fp32" else 2) for row in one.rows)
         ]
         return max((3 * size * itemsize / took * 1e9 for size, took, itemsize in rows), default=3e12)
+
+
+def _missing(what: str, dtype: str) -> StepscopeError:
+    return StepscopeError(
+        f"the calibration has no times of {what.strip()} in {dtype}",
+        detail="the GPU does not support it, or the calibration is incomplete",
+        hint="stepscope calibrate",
+    )
 
 
 def is_aligned_product(dtype: str, layout: str, sizes: Sizes) -> bool:

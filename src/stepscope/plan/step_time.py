@@ -73,7 +73,36 @@ def predict_step(
         kernels, costs = _compile(operations, model, costs, host)
     else:
         kernels = [kernel for position, one in enumerate(operations) if (kernel := model.kernels_of(position, one))]
-    return _run(operations, kernels, calibration, host, [0.0] * len(operations) if graph else costs, graph=graph)
+    if graph:
+        costs = [0.0] * len(operations)
+    kernels = slow_down(kernels, calibration, host_ns=sum(costs))
+    return _run(operations, kernels, calibration, host, costs, graph=graph)
+
+
+def slow_down(kernels: Sequence[PlannedKernel], calibration: Calibration, *, host_ns: float) -> list[PlannedKernel]:
+    """Kernels under continuous load. A GPU that multiplies matrices all the time reaches its power limit and lowers its
+    clock; the more of the time it does something else or waits, the less."""
+    gpu_ns = sum(kernel.ns for kernel in kernels)
+    multiplying_ns = sum(kernel.ns for kernel in kernels if kernel.bound == "compute")
+    share = multiplying_ns / max(1.0, gpu_ns, host_ns)
+    changed = []
+    for kernel in kernels:
+        if kernel.bound == "compute":
+            factor = 1 + (_load_ratio(calibration, kernel.precision) - 1) * share
+            kernel = msgspec.structs.replace(kernel, ns=kernel.ns * factor)
+        changed.append(kernel)
+    return changed
+
+
+def _load_ratio(calibration: Calibration, precision: str) -> float:
+    """How much slower a large product is after a second of them."""
+    precision = "bf16" if precision == "fp16" else precision
+    for side in (8192, 4096):
+        burst = calibration.constants.get(f"burst_{precision}_{side}_ns")
+        sustained = calibration.constants.get(f"sustained_{precision}_{side}_ns")
+        if burst and sustained:
+            return max(1.0, sustained / burst)
+    return 1.0
 
 
 def _compile(
