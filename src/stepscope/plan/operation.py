@@ -31,7 +31,9 @@ class Operation(msgspec.Struct, frozen=True):
 
 
 def facts_of(tensor: Tensor, storage: int) -> TensorFacts:
-    return TensorFacts(tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."), tensor.is_contiguous(), storage)
+    return TensorFacts(
+        tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."), tensor.is_contiguous(), storage
+    )
 
 
 def scalars_of(operator: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Argument]:

@@ -134,9 +134,7 @@ def replay_memory(events: StepEvents, requests: Sequence[Request]) -> ReplayedMe
         model.follow(events.all)
     main = _Replay(events, requests)
     models.append(main.model)
-    allocated, reserved = (
-        [getattr(model, f"peak_{kind}_bytes") for model in models] for kind in ("allocated", "reserved")
-    )
+    allocated, reserved = ([getattr(model, f"peak_{kind}_bytes") for model in models] for kind in ("allocated", "reserved"))
     peak = main.peak_request
     categories, modules = main.at_peak()
     return ReplayedMemory(
