@@ -96,7 +96,7 @@ class Planner:
 
 
 def ask_for(case: Case, target: Target) -> PredictStep:
-    return PredictStep(case=case, gpu=target.accelerator, calibration=target.calibration, is_rough=target.is_rough)
+    return PredictStep(case=case, gpu=target.accelerator, calibration=target.calibration)
 
 
 def assemble(prediction: StepPrediction, target: Target) -> PlanResult:

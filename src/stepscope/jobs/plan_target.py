@@ -1,9 +1,7 @@
 """What `stepscope plan` predicts for: a GPU, its memory, and the table of times that fits it best."""
 
 import shlex
-from importlib import resources
 from pathlib import Path
-from typing import NamedTuple
 
 import msgspec
 
@@ -12,24 +10,21 @@ from stepscope.hardware import Hardware, find, known
 from stepscope.jobs.workers.messages import Inspect, Inspected
 from stepscope.jobs.workers.process import Workers, require_torch
 from stepscope.plan.assumptions import Accelerator, accelerator_of
-from stepscope.recording.rows.calibration import Calibration, Series, read_calibration
+from stepscope.plan.data_sheets import SHIPPED, find_calibration, scale_calibration
+from stepscope.recording.rows.calibration import Calibration, read_calibration
 from stepscope.recording.rows.plan_result import PlannedGpu
-from stepscope.units import say_factor
 
 USUAL_GPU = "H200"  # if none is named and this machine has none: the one whose table comes with the package
-_COMPUTED = ("mm", "addmm", "bmm", "attention")  # the rest of a table is bound by memory
-_LEAST_NS = 1500  # of a kernel on any GPU
 
 
 class Target(msgspec.Struct, frozen=True, kw_only=True):
-    """The GPU to predict for: what a simulation needs to know about it, its peaks, its times, and what the result says.
-    Times are `is_rough` if they come from another GPU, scaled by the data sheets of both."""
+    """The GPU to predict for: what a simulation needs to know about it, its peaks, its times, and what the result
+    says."""
 
     accelerator: Accelerator
     hardware: Hardware
     planned: PlannedGpu
     calibration: Calibration | None = None
-    is_rough: bool = False
     remarks: tuple[str, ...] = ()
 
     @property
@@ -38,14 +33,6 @@ class Target(msgspec.Struct, frozen=True, kw_only=True):
         memory = self.planned.memory_bytes
         given = "" if memory == self.hardware.memory_bytes else f" --memory {memory}"
         return f"--gpu {shlex.quote(self.planned.name)}{given}"
-
-
-class Times(NamedTuple):
-    """A table, whether it was scaled from another GPU, and what to say about it."""
-
-    calibration: Calibration | None
-    is_rough: bool
-    remarks: tuple[str, ...]
 
 
 def open_target(gpu: str | None, memory_bytes: int | None, calibration: Path | None = None) -> Target:
@@ -61,7 +48,7 @@ def open_target(gpu: str | None, memory_bytes: int | None, calibration: Path | N
         return make_target(here, memory_bytes, is_here=True)
     said = f"no GPU was named and none was found here: {USUAL_GPU}; name another with --gpu"
     target = choose_gpu(USUAL_GPU, memory_bytes)
-    return msgspec.structs.replace(target, remarks=(said, *target.remarks))
+    return msgspec.structs.replace(target, remarks=(said,))
 
 
 def choose_gpu(name: str, memory_bytes: int | None, table: Calibration | None = None) -> Target:
@@ -83,14 +70,11 @@ def make_target(
 ) -> Target:
     accelerator = accelerator_of(card)
     memory = memory_bytes or accelerator.memory_bytes
-    times = choose_times(card, table)
     return Target(
         accelerator=msgspec.structs.replace(accelerator, memory_bytes=memory),
         hardware=card,
         planned=PlannedGpu(name=card.name, memory_bytes=memory, source="this machine" if is_here else "data sheet"),
-        calibration=times.calibration,
-        is_rough=times.is_rough,
-        remarks=times.remarks,
+        calibration=choose_times(card, table),
     )
 
 
@@ -107,56 +91,8 @@ def _find_card(name: str) -> Hardware:
     return card
 
 
-# --- Tables of times --------------------------------------------------------------------------------------------------
-
-
-def choose_times(card: Hardware, table: Calibration | None = None) -> Times:
-    """The given table, or the one that comes with the package for this GPU, or else the usual GPU's, scaled."""
-    shipped = {one.hardware.name: one for one in read_shipped()}
-    found = table or shipped.get(card.name)
-    if found is not None and found.hardware.name == card.name:
-        said = (
-            f"times were measured on {found.gpu} with {found.host} and torch {found.torch}; another host may be slower"
-        )
-        return Times(found, is_rough=False, remarks=(said,))
-    found = found or next(iter(shipped.values()), None)
-    if found is None:
-        return Times(None, is_rough=False, remarks=())
-    scaled, slower = scale_times(found, card)
-    said = (
-        f"times are rough: those of {found.hardware.name} with {found.host}, scaled by data sheets "
-        f"(GEMMs {say_factor(slower[0])}, memory {say_factor(slower[1])}); `stepscope calibrate` measures {card.name}"
-    )
-    return Times(scaled, is_rough=True, remarks=(said,))
-
-
-def read_shipped() -> tuple[Calibration, ...]:
-    """The tables that come with the package."""
-    folder = resources.files("stepscope") / "calibrations"
-    if not folder.is_dir():
-        return ()
-    with resources.as_file(folder) as path:
-        return tuple(read_calibration(one) for one in sorted(path.glob("*.json")))
-
-
-def scale_times(table: Calibration, card: Hardware) -> tuple[Calibration, tuple[float, float]]:
-    """A table for a GPU that was not measured, and how many times slower its GEMMs and its memory are. The host stays
-    the same."""
-    memory = (table.hardware.bandwidth or 1.0) / (card.bandwidth or 1.0)
-    products = {name: _peak(table.hardware, name) / _peak(card, name) for name in ("fp32", "tf32", "bf16", "fp16")}
-
-    def scale(series: Series) -> Series:
-        is_computed = series.operation.startswith(_COMPUTED) or "attention" in series.operation
-        factor = products.get(series.dtype, memory) if is_computed else memory
-        rows = tuple((*row[:-1], max(1, round(_LEAST_NS + (row[-1] - _LEAST_NS) * factor))) for row in series.rows)
-        return msgspec.structs.replace(series, rows=rows)
-
-    scaled = msgspec.structs.replace(
-        table, gpu=card.name, hardware=card, series=tuple(scale(one) for one in table.series)
-    )
-    return scaled, (products["bf16"], memory)
-
-
-def _peak(hardware: Hardware, precision: str) -> float:
-    """The peak in a precision; for one that the GPU does not have, that of fp32."""
-    return float(hardware.peak_flops.get(precision) or hardware.peak_flops["fp32"])
+def choose_times(card: Hardware, table: Calibration | None) -> Calibration | None:
+    """The given table or the one that comes with the package, scaled by data sheets if it is another GPU's."""
+    if table is None:
+        return find_calibration(card.name) if SHIPPED.is_file() else None
+    return table if table.hardware.name == card.name else scale_calibration(table, card)

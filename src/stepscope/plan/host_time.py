@@ -24,21 +24,43 @@ _CLASSES: tuple[HostClass, ...] = (
 )
 _FEATURES = (*_CLASSES, "modules", "start")
 # Nanoseconds on a fast host of 2024, before anything is known; only their ratios matter.
-_TYPICAL: dict[str, dict[str, float]] = {
+_KINDS = dict[str, float]
+_TYPICAL: dict[str, _KINDS] = {
     "forward": {
-        **{"view": 2200, "free": 300, "product": 9000, "attention": 25000, "norm": 9000, "reduction": 7500},
-        **{"pointwise": 6000, "copy": 7000, "creation": 4500, "index": 9000, "own": 25000, "modules": 2500},
+        "view": 2200,
+        "free": 300,
+        "product": 9000,
+        "attention": 25000,
+        "norm": 9000,
+        "reduction": 7500,
+        "pointwise": 6000,
+        "copy": 7000,
+        "creation": 4500,
+        "index": 9000,
+        "own": 25000,
+        "modules": 2500,
         "start": 60000,
     },
     "backward": {
-        **{"view": 1500, "free": 300, "product": 7500, "attention": 25000, "norm": 8000, "reduction": 6500},
-        **{"pointwise": 4500, "copy": 5000, "creation": 4000, "index": 10000, "own": 25000, "modules": 4000},
+        "view": 1500,
+        "free": 300,
+        "product": 7500,
+        "attention": 25000,
+        "norm": 8000,
+        "reduction": 6500,
+        "pointwise": 4500,
+        "copy": 5000,
+        "creation": 4000,
+        "index": 10000,
+        "own": 25000,
+        "modules": 4000,
         "start": 60000,
     },
-    "optimizer": {**dict.fromkeys(_FEATURES, 5000.0), "free": 300.0, "view": 2000.0, "start": 30000.0, "modules": 0.0},
+    "optimizer": dict.fromkeys(_FEATURES, 5000.0) | {"free": 300.0, "view": 2000.0, "start": 30000.0, "modules": 0.0},
 }
 _TRUST = 0.15  # how far a cost may be from its typical ratio to the others, next to the errors of trials
 _SWEEPS = 400
+_COMPILED_LAUNCHES = 110  # of the forward pass of the compiled trial, which has six layers
 FREE_OF_GRAPH = 0.75  # a call without autograd, next to one with it
 
 
@@ -49,6 +71,7 @@ class HostModel:
         self._costs = {phase: _fit_phase(calibration.trials, phase) for phase in _TYPICAL}
         self.errors = {phase: self._spread(calibration.trials, phase) for phase in _TYPICAL}
         self._updates = _fit_updates(calibration.trials)
+        self.compiled_launch_ns, self.compiled_start_ns = _fit_compiled(calibration.trials, self._costs["forward"])
 
     def cost(self, operation: "Operation", phase: str) -> float:
         """Nanoseconds of one call. Lists cost by their length."""
@@ -80,6 +103,14 @@ class HostModel:
             if _is_usable(one, phase)
         ]
         return float(np.sqrt(np.mean(np.square(errors)))) if errors else 0.3
+
+
+def _fit_compiled(trials: Iterable[HostTrial], eager: Mapping[str, float]) -> tuple[float, float]:
+    """The cost of a launch in compiled code, and of entering it. Without a trial, a share of an eager product's."""
+    for one in trials:
+        if "compiled" in one.model and one.phase == "forward":
+            return 0.85 * one.ns / _COMPILED_LAUNCHES, 0.15 * one.ns
+    return 0.8 * eager["product"], 10 * eager["product"]
 
 
 def _is_usable(trial: HostTrial, phase: str) -> bool:
@@ -139,7 +170,9 @@ def _fit_updates(trials: Sequence[HostTrial]) -> dict[str, tuple[float, float, f
             slope = max(0.0, float(np.polyfit(parameters, times, 1)[0]))
         slope = slope or float(np.median(times / parameters)) * 0.8
         start = max(0.0, float(np.median(times - slope * parameters)))
-        calls = float(np.median([sum(count for name, count in one.operations.items() if "foreach" in name) for one in used]))
+        calls = float(
+            np.median([sum(count for name, count in one.operations.items() if "foreach" in name) for one in used])
+        )
         fitted[kind] = (start, slope, calls)
     return fitted
 

@@ -54,6 +54,7 @@ class PlannedKernel(msgspec.Struct, frozen=True, kw_only=True):
     flops: int
     launches: int
     bound: Bound
+    precision: str = ""  # of products and attention
 
 
 class KernelModel:
@@ -76,6 +77,7 @@ class KernelModel:
         if all(fact.storage < 0 for fact in (*operation.inputs, *operation.outputs)):
             return None
         estimate, measured, flops = self._estimate(name, operation)
+        precision = self._precision(operation.inputs) if flops else ""
         moved = self._bytes(operation.inputs) + self._written(operation)
         self._remember(operation)
         bound: Bound = "compute" if flops and flops / max(1, moved) > 150 else "memory"
@@ -93,6 +95,23 @@ class KernelModel:
             flops=flops,
             launches=launches,
             bound=bound,
+            precision=self._fp32 if precision == "fp32" else precision,
+        )
+
+    def fused(self, position: int, operation: "Operation", moved: int) -> PlannedKernel:
+        """A kernel of a compiled step that moves this many bytes, as fast as an addition of two tensors."""
+        found = self._times.rows("add", "fp32", "cold", (max(1, moved // 12),), 12)
+        return PlannedKernel(
+            position=position,
+            name="fused",
+            phase=operation.phase,
+            module=operation.module,
+            ns=found.ns,
+            error=max(0.1, found.error),
+            bytes=moved,
+            flops=0,
+            launches=1,
+            bound="memory" if moved > 2**20 else "launch",
         )
 
     # --- Which measurement -------------------------------------------------------------------------------------------
@@ -154,7 +173,11 @@ class KernelModel:
             if self._times.has(operation_name, dtype, f"{mask} {passing}"):
                 found = self._times.attention(operation_name, dtype, f"{mask} {passing}", sizes)
                 return Estimate(found.ns * factor, found.error), measured, flops
-        raise KeyError(f"no attention was measured in {precision}")
+        return (
+            self._times.attention(measured, precision, f"causal {passing}", sizes),
+            measured,
+            flops,
+        )  # says what lacks
 
     def _list(self, name: str, operation: "Operation") -> Estimate:
         """A list of tensors. Operators in place return nothing, so what they write is known from their name."""
@@ -197,7 +220,9 @@ class KernelModel:
         if kept == 1:
             return self._times.rows("sum_all", precision, "", (max(1, total // 1024), 1024), itemsize), "sum_all", 0
         dims = operation.arguments.get("dim", ())
-        last = fact.shape and any(one in (-1, len(fact.shape) - 1) for one in (dims if isinstance(dims, tuple) else (dims,)))
+        last = fact.shape and any(
+            one in (-1, len(fact.shape) - 1) for one in (dims if isinstance(dims, tuple) else (dims,))
+        )
         if last:
             measured = f"{REDUCTIONS[name]}_columns"
             columns = max(1, total // kept)
@@ -264,7 +289,8 @@ class KernelModel:
             return "mul_row" if smaller[0].shape[-1] > 1 else "mul_column"
         binary, unary = ELEMENTWISE.get(name, ("mul", "mul_scalar"))
         if name == "pow":
-            return "pow" if operation.arguments.get("exponent") in (1, 2) else "pow3"
+            exponent = operation.arguments.get("exponent")
+            return "clone" if exponent == 1 else "pow" if exponent == 2 else "pow3"
         if name.startswith("gelu") and operation.arguments.get("approximate") == "tanh":
             return "gelu_tanh_backward" if len(inputs) > 1 else "gelu_tanh"
         return binary if len(large) > 1 or name in ("where",) else unary

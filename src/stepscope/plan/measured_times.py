@@ -13,12 +13,13 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
+from stepscope.errors import StepscopeError
 from stepscope.recording.rows.calibration import Calibration, Series
 
 Sizes = tuple[int, ...]
-_SCALE = 2.0  # in factors of two: sizes further apart than this say little about each other
-_NOISE = 0.03  # relative error of one measurement
-_SPREAD = 0.35  # deviation from the formula, as a standard deviation of the logarithm
+_SCALES = (2.0, 6.0, 20.0)  # in factors of two: sizes further apart than this say little about each other
+_NOISES = (0.015, 0.05)  # relative error of one measurement
+_LEAST_SPREAD = 0.02  # deviation from the formula
 # Tiles of cuBLAS's kernels, rows and columns, with the share of the peak that each reaches.
 _TILES = ((128, 256, 1.0), (256, 128, 1.0), (128, 128, 0.92), (64, 256, 0.8), (64, 128, 0.7), (64, 64, 0.55))
 _SPLITS = (1, 2, 4, 8, 16)
@@ -37,31 +38,62 @@ class Curve:
 
     def __init__(self, sizes: Sequence[Sizes], times_ns: Sequence[float], base_ns: Callable[[Sizes], float]) -> None:
         self._base_ns = base_ns
-        self._places = np.log2(np.maximum(1.0, np.array(sizes, dtype=float)))
+        self._places = _to_place(sizes)
         ratios = np.log([took / base_ns(size) for size, took in zip(sizes, times_ns, strict=True)])
         self._mean = float(np.median(ratios))
         self._ratios = ratios - self._mean
+        self._spread = max(_LEAST_SPREAD, float(np.sqrt(np.mean(self._ratios**2))))
         self._known: dict[Sizes, Estimate] = {}
-
-    @cached_property
-    def _solved(self) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-        inverse = np.linalg.inv(self._alike(self._places) + _NOISE**2 * np.eye(len(self._places)))
-        return inverse, inverse @ self._ratios
-
-    def _alike(self, places: NDArray[np.float64]) -> NDArray[np.float64]:
-        """How alike the deviations at `places` are to those at the measured sizes."""
-        distance = np.abs(places[:, None, :] - self._places[None, :, :]) / _SCALE
-        return _SPREAD**2 * np.asarray(np.exp(-distance.sum(-1)), dtype=np.float64)
 
     def at(self, sizes: Sizes) -> Estimate:
         if sizes not in self._known:
-            inverse, weights = self._solved
-            alike = self._alike(np.log2(np.maximum(1.0, np.array([sizes], dtype=float))))
-            deviation = float((alike @ weights)[0])
-            variance = max(0.0, _SPREAD**2 - float((alike @ inverse @ alike.T)[0, 0]))
-            ns = self._base_ns(sizes) * math.exp(self._mean + deviation)
-            self._known[sizes] = Estimate(ns, math.sqrt(variance + _NOISE**2))
+            fit = self._fit
+            alike = self._alike(_to_place([sizes]), fit.scale)[0]
+            variance = max(0.0, self._spread**2 - float(alike @ fit.inverse @ alike))
+            ns = self._base_ns(sizes) * math.exp(self._mean + float(alike @ fit.weights))
+            self._known[sizes] = Estimate(ns, math.sqrt(variance + fit.noise**2))
         return self._known[sizes]
+
+    @property
+    def residual(self) -> float:
+        """The error at the measured sizes if each is predicted from the others, as a share."""
+        return self._fit.residual
+
+    @cached_property
+    def _fit(self) -> "_Fit":
+        """How far apart sizes tell something about each other, and how much the measurements vary: the choice that
+        predicts each measurement best from the others."""
+        return max(
+            (self._try_fit(scale, noise) for scale in _SCALES for noise in _NOISES), key=lambda fit: fit.likelihood
+        )
+
+    def _try_fit(self, scale: float, noise: float) -> "_Fit":
+        inverse = np.linalg.inv(self._alike(self._places, scale) + noise**2 * np.eye(len(self._places)))
+        weights = inverse @ self._ratios
+        variances = 1 / np.diag(inverse)
+        errors = weights * variances  # of each measurement, predicted from the others
+        likelihood = -float(np.sum(np.log(variances) + errors**2 / variances))
+        residual = float(np.sqrt(np.mean(errors**2)))
+        return _Fit(scale, noise, np.asarray(inverse, dtype=np.float64), weights, likelihood, residual)
+
+    def _alike(self, places: NDArray[np.float64], scale: float) -> NDArray[np.float64]:
+        """How alike the deviations at `places` are to those at the measured sizes."""
+        distance = np.abs(places[:, None, :] - self._places[None, :, :]).sum(-1) / scale
+        return self._spread**2 * np.asarray(np.exp(-distance), dtype=np.float64)
+
+
+@dataclass(frozen=True, slots=True)
+class _Fit:
+    scale: float
+    noise: float
+    inverse: NDArray[np.float64]
+    weights: NDArray[np.float64]
+    likelihood: float
+    residual: float
+
+
+def _to_place(sizes: Sequence[Sizes]) -> NDArray[np.float64]:
+    return np.asarray(np.log2(np.maximum(1.0, np.array(sizes, dtype=float))), dtype=np.float64)
 
 
 class MeasuredTimes:
@@ -80,8 +112,8 @@ class MeasuredTimes:
         return (operation, dtype, variant) in self._series
 
     def product(self, operation: str, dtype: str, layout: str, sizes: Sizes) -> Estimate:
-        """The time of `mm`, `addmm` (m, n, k) or `bmm` (batch, m, n, k). Rows that do not start at multiples of 16 bytes
-        take other kernels, and have a curve of their own."""
+        """The time of `mm`, `addmm` (m, n, k) or `bmm` (batch, m, n, k). Rows that do not start at multiples of 16
+        bytes take other kernels, and have a curve of their own."""
         is_aligned = is_aligned_product(dtype, layout, sizes)
         for candidate in ((operation, layout), ("mm", layout), (operation, "nn"), ("mm", "nn")):
             curve = self._product_curve(candidate[0], dtype, candidate[1], is_aligned)
@@ -89,7 +121,7 @@ class MeasuredTimes:
                 return curve.at(sizes)
         if dtype == "fp16":
             return self.product(operation, "bf16", layout, sizes)
-        raise KeyError(f"no products in {dtype}")
+        raise _missing("products", dtype)
 
     def rows(self, operation: str, dtype: str, variant: str, sizes: Sizes, base_bytes: int) -> Estimate:
         """The time of an operation whose bytes are `base_bytes` per product of its sizes."""
@@ -102,7 +134,7 @@ class MeasuredTimes:
             )
         curve = self._curves[key]
         if curve is None:
-            raise KeyError(f"{operation} {dtype} {variant} was not measured")
+            raise _missing(f"{operation} {variant}", dtype)
         return curve.at(sizes)
 
     def indexing(self, operation: str, dtype: str, sizes: Sizes) -> Estimate:
@@ -119,7 +151,7 @@ class MeasuredTimes:
             self._curves[key] = self._curve((operation, dtype, ""), base)
         curve = self._curves[key]
         if curve is None:
-            raise KeyError(f"{operation} {dtype} was not measured")
+            raise _missing(operation, dtype)
         return curve.at(sizes)
 
     def attention(self, operation: str, dtype: str, variant: str, sizes: Sizes) -> Estimate:
@@ -135,7 +167,7 @@ class MeasuredTimes:
                 )
         curve = self._curves[key]
         if curve is None:
-            raise KeyError(f"{operation} {dtype} {variant} was not measured")
+            raise _missing(f"{operation} {variant}", dtype)
         return curve.at(_merge_heads(sizes))
 
     def _product_curve(self, operation: str, dtype: str, layout: str, is_aligned: bool) -> Curve | None:
@@ -180,6 +212,14 @@ class MeasuredTimes:
             for row in ((*row[:-1], row[-1], 4 if dtype == "fp32" else 2) for row in one.rows)
         ]
         return max((3 * size * itemsize / took * 1e9 for size, took, itemsize in rows), default=3e12)
+
+
+def _missing(what: str, dtype: str) -> StepscopeError:
+    return StepscopeError(
+        f"the calibration has no times of {what.strip()} in {dtype}",
+        detail="the GPU does not support it, or the calibration is incomplete",
+        hint="stepscope calibrate",
+    )
 
 
 def is_aligned_product(dtype: str, layout: str, sizes: Sizes) -> bool:

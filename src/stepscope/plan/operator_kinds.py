@@ -19,12 +19,25 @@ VIEWS = frozenset(
     }
 )
 # They launch nothing, and outside of a simulation most of them are not called at all.
-FREE = frozenset({"detach", "detach_", "alias", "lift_fresh", "empty", "empty_like", "empty_strided", "new_empty", "set_"})
+FREE = frozenset(
+    {"detach", "detach_", "alias", "lift_fresh", "empty", "empty_like", "empty_strided", "new_empty", "set_"}
+)
 PRODUCTS = frozenset({"mm", "addmm", "bmm", "baddbmm", "_addmm_activation", "addmv", "mv", "dot"})
 COPIES = frozenset({"clone", "copy_", "_to_copy", "contiguous", "cat", "stack", "repeat", "repeat_interleave", "copy"})
 CREATIONS = frozenset(
     {
-        *("zeros", "ones", "full", "zeros_like", "ones_like", "full_like", "new_zeros", "new_ones", "new_full", "arange"),
+        *(
+            "zeros",
+            "ones",
+            "full",
+            "zeros_like",
+            "ones_like",
+            "full_like",
+            "new_zeros",
+            "new_ones",
+            "new_full",
+            "arange",
+        ),
         *("zero_", "fill_", "scalar_tensor", "rand", "randn", "bernoulli_", "tril", "triu", "new_empty_strided", "eye"),
     }
 )

@@ -1,7 +1,6 @@
 """What `stepscope plan` says about one workload, computed in a worker from simulated steps."""
 
 import time
-from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from itertools import groupby
 
@@ -17,7 +16,6 @@ from stepscope.plan.step_time import PredictedStep, predict_step
 from stepscope.recording.rows.calibration import Calibration
 from stepscope.recording.rows.memory_summary import CategoryBytes, ModuleBytes
 from stepscope.recording.rows.plan_result import (
-    Bound,
     PlannedPhase,
     PlannedStretch,
     PlannedTime,
@@ -27,7 +25,6 @@ from stepscope.recording.rows.plan_result import (
 from stepscope.spec import ModelShape, Workload
 
 STEPS = 3
-ROUGHLY = 1.6  # how far a step on a GPU that was not measured may be from its prediction, as a factor
 OUTSIDE = "(no module)"
 
 
@@ -36,7 +33,6 @@ def predict_workload(
     gpu: Accelerator,
     calibration: Calibration | None = None,
     *,
-    is_rough: bool = False,
     on_stage: Callable[[str], None] = lambda _: None,
 ) -> StepPrediction:
     """The memory of a step on `gpu`, and its time if there is a table of times."""
@@ -44,7 +40,7 @@ def predict_workload(
     on_stage("simulating")
     simulation = simulate_workload(workload, gpu, STEPS)
     on_stage("predicting the time")
-    timed, untimed = _time(simulation, workload, calibration)
+    timed, remarks = _time(simulation, workload, calibration)
     memory = simulation.memory
     return StepPrediction(
         workload=workload,
@@ -59,8 +55,8 @@ def predict_workload(
         phases=_phases(memory, timed),
         modules=tuple(ModuleBytes(module=one.module or OUTSIDE, bytes=one.bytes) for one in memory.modules),
         timeline=_timeline(memory.timeline),
-        time=_describe_time(timed, calibration, is_rough=is_rough) if timed and calibration else None,
-        assumptions=(*_assume(simulation, workload), *untimed),
+        time=_describe_time(timed) if timed else None,
+        assumptions=(*_assume(simulation, workload), *remarks),
         peak_phase=memory.peak_phase,
         has_tokens=bool(workload.context),
         forward_flops=_forward_flops(workload, timed),
@@ -72,7 +68,7 @@ def predict_workload(
 def _time(
     simulation: Simulation, workload: Workload, calibration: Calibration | None
 ) -> tuple[PredictedStep | None, list[str]]:
-    """The predicted time, or why there is none."""
+    """The predicted time, if there is one, and what it assumes or why there is none."""
     if calibration is None:
         return None, []
     try:
@@ -85,37 +81,31 @@ def _time(
         )
     except KeyError as missing:  # an operation of which the table has no measurement at all
         return None, [f"no step time: the table of {calibration.gpu} has {missing.args[0]}"]
-    return timed, []
+    return timed, list(timed.assumptions)
 
 
-def _describe_time(timed: PredictedStep, calibration: Calibration, *, is_rough: bool) -> PlannedTime:
-    by_bound: dict[Bound, float] = defaultdict(float)
-    for phase in timed.phases:
-        by_bound[phase.bound] += phase.ns
-    low, high = (timed.ns / ROUGHLY, timed.ns * ROUGHLY) if is_rough else timed.interval_ns
+def _describe_time(timed: PredictedStep) -> PlannedTime:
+    low, high = timed.interval_ns
     return PlannedTime(
         step_ns=round(timed.ns),
         interval_ns=(round(low), round(high)),
-        bound=max(by_bound, key=lambda bound: by_bound[bound]),
+        bound=timed.bound,
         kernels=timed.launches,
-        table=calibration.gpu,
-        host=calibration.host,
-        is_rough=is_rough,
+        table=timed.gpu,
+        host=timed.host,
+        is_rough=timed.is_rough,
     )
 
 
 def _phases(memory: ReplayedMemory, timed: PredictedStep | None) -> tuple[PlannedPhase, ...]:
     times = {one.name: one for one in timed.phases} if timed else {}
-    launches = Counter({one.name: 0 for one in timed.phases} if timed else {})
-    for kernel in timed.kernels if timed else ():
-        launches[kernel.phase] += kernel.launches
     return tuple(
         PlannedPhase(
             phase=one.phase,
             peak_bytes=one.bytes,
             step_ns=round(times[one.phase].ns) if one.phase in times else None,
             bound=times[one.phase].bound if one.phase in times else None,
-            kernels=launches.get(one.phase),
+            kernels=times[one.phase].launches if one.phase in times else None,
         )
         for one in memory.phases
         if one.phase != BUILD

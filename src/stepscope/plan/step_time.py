@@ -11,16 +11,19 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from stepscope.plan.fusion import fuse, is_compiled
 from stepscope.plan.host_time import HostModel, share_modules
 from stepscope.plan.kernels_of import Bound, KernelModel, PlannedKernel
 from stepscope.plan.measured_times import MeasuredTimes
-from stepscope.plan.operator_kinds import PRODUCTS, short_name
+from stepscope.plan.operator_kinds import short_name
 from stepscope.recording.rows.calibration import Calibration
 
 if TYPE_CHECKING:
     from stepscope.plan.operation import Operation
 
 _SIGMAS = 2.0
+_REPEATED = 6  # operators in a row that no backward pass has in common with its forward pass
+_SCALED_ERROR = 0.25  # of times that were scaled by data sheets
 _MODEL_ERROR = 0.04  # of sums of kernels, beyond the error of single ones
 
 
@@ -32,14 +35,21 @@ class PhaseTime(msgspec.Struct, frozen=True, kw_only=True):
     gpu_ns: float
     host_ns: float
     bound: Bound
+    launches: int
 
 
 class PredictedStep(msgspec.Struct, frozen=True, kw_only=True):
-    """A predicted step. `interval_ns` has the true time in about nineteen of twenty cases."""
+    """A predicted step. `interval_ns` has the true time in about nineteen of twenty cases. `gpu` and `host` are those
+    of the calibration; it `is_rough` if the GPU's times were scaled from another one's."""
 
     ns: float
     interval_ns: tuple[float, float]
+    bound: Bound
     phases: tuple[PhaseTime, ...]
+    gpu: str
+    host: str
+    is_rough: bool
+    assumptions: tuple[str, ...]
     gpu_ns: float
     host_ns: float
     launches: int
@@ -56,11 +66,67 @@ def predict_step(
     tf32: bool = False,
 ) -> PredictedStep:
     """Predict the step that calls these operators. With `graph` it is replayed from a CUDA graph, without the host."""
-    times = MeasuredTimes(calibration)
-    model = KernelModel(times, tf32=tf32)
-    kernels = [kernel for position, one in enumerate(operations) if (kernel := model.kernels_of(position, one))]
-    del compiled
-    return _run(operations, kernels, calibration, HostModel(calibration), graph=graph)
+    model = KernelModel(MeasuredTimes(calibration), tf32=tf32)
+    host = HostModel(calibration)
+    costs = host_costs(operations, host)
+    if compiled:
+        kernels, costs = _compile(operations, model, costs, host)
+    else:
+        kernels = [kernel for position, one in enumerate(operations) if (kernel := model.kernels_of(position, one))]
+    if graph:
+        costs = [0.0] * len(operations)
+    kernels = slow_down(kernels, calibration, host_ns=sum(costs))
+    return _run(operations, kernels, calibration, host, costs, graph=graph)
+
+
+def slow_down(kernels: Sequence[PlannedKernel], calibration: Calibration, *, host_ns: float) -> list[PlannedKernel]:
+    """Kernels under continuous load. A GPU that multiplies matrices all the time reaches its power limit and lowers its
+    clock; the more of the time it does something else or waits, the less."""
+    gpu_ns = sum(kernel.ns for kernel in kernels)
+    multiplying_ns = sum(kernel.ns for kernel in kernels if kernel.bound == "compute")
+    share = multiplying_ns / max(1.0, gpu_ns, host_ns)
+    changed = []
+    for kernel in kernels:
+        if kernel.bound == "compute":
+            factor = 1 + (_load_ratio(calibration, kernel.precision) - 1) * share
+            kernel = msgspec.structs.replace(kernel, ns=kernel.ns * factor)
+        changed.append(kernel)
+    return changed
+
+
+def _load_ratio(calibration: Calibration, precision: str) -> float:
+    """How much slower a large product is after a second of them."""
+    precision = "bf16" if precision == "fp16" else precision
+    for side in (8192, 4096):
+        burst = calibration.constants.get(f"burst_{precision}_{side}_ns")
+        sustained = calibration.constants.get(f"sustained_{precision}_{side}_ns")
+        if burst and sustained:
+            return max(1.0, sustained / burst)
+    return 1.0
+
+
+def _compile(
+    operations: Sequence["Operation"], model: KernelModel, costs: Sequence[float], host: HostModel
+) -> tuple[list[PlannedKernel], list[float]]:
+    """The kernels and the host's costs if forward and backward are compiled. Each kernel costs a launch."""
+    groups = {group.position: group for group in fuse(operations)}
+    kernels, changed = [], list(costs)
+    for position, operation in enumerate(operations):
+        kernel = model.kernels_of(position, operation)  # also of operators that are fused: they fill the cache
+        if not is_compiled(operation):
+            kernels += [kernel] if kernel else []
+            continue
+        changed[position] = 0.0
+        if group := groups.get(position):
+            changed[position] = host.compiled_launch_ns
+            fused = kernel if group.is_extern else model.fused(position, operation, group.bytes)
+            kernels += [fused] if fused else []
+    before = ""
+    for position, operation in enumerate(operations):
+        if operation.phase != before and is_compiled(operation):
+            changed[position] += host.compiled_start_ns
+        before = operation.phase
+    return kernels, changed
 
 
 def _run(
@@ -68,11 +134,11 @@ def _run(
     kernels: Sequence[PlannedKernel],
     calibration: Calibration,
     host: HostModel,
+    costs: Sequence[float],
     *,
     graph: bool,
 ) -> PredictedStep:
     launched = {kernel.position: kernel for kernel in kernels}
-    costs = [0.0] * len(operations) if graph else host_costs(operations, host)
     latency_ns = 0.0 if graph else calibration.constants.get("launch_to_start_ns", 8000.0) / 2
     saved_ns = _gap_saved(calibration) if graph else 0.0
     timeline = _Timeline(latency_ns)
@@ -84,7 +150,7 @@ def _run(
         if short_name(operation.name) in ("_local_scalar_dense", "item", "nonzero"):
             timeline.wait(calibration.constants.get("item_ns", 10_000.0))
     timeline.finish()
-    return _summarize(timeline, kernels, host)
+    return _summarize(timeline, kernels, host, calibration)
 
 
 class _Timeline:
@@ -149,9 +215,30 @@ def _replace_update(operations: Sequence["Operation"], costs: list[float], host:
 
 
 def _runs_again(operations: Sequence["Operation"]) -> list[bool]:
-    """Whether each operator of backward belongs to a forward pass that a checkpoint repeats: a run of operators of one
-    module that starts with the names of its forward pass."""
-    return [False] * len(operations)
+    """Whether each operator of backward belongs to a forward pass that a checkpoint repeats: it is in a run of
+    operators that are the same as in forward, in the same modules and the same order."""
+    keys = [(one.name, one.module, tuple(fact.shape for fact in one.outputs)) for one in operations]
+    starts: dict[tuple[object, ...], list[int]] = defaultdict(list)
+    for position in range(len(operations) - _REPEATED):
+        if operations[position].phase == "forward":
+            starts[tuple(keys[position : position + _REPEATED])].append(position)
+    again = [False] * len(operations)
+    position = 0
+    while position < len(operations):
+        length = 0
+        if operations[position].phase == "backward":
+            found = starts.get(tuple(keys[position : position + _REPEATED]), [])
+            length = max((_common_length(keys, start, position) for start in found), default=0)
+        again[position : position + length] = [True] * length
+        position += max(1, length)
+    return again
+
+
+def _common_length(keys: Sequence[object], first: int, second: int) -> int:
+    length = 0
+    while second + length < len(keys) and first + length < second and keys[first + length] == keys[second + length]:
+        length += 1
+    return length
 
 
 def _gap_saved(calibration: Calibration) -> float:
@@ -160,7 +247,9 @@ def _gap_saved(calibration: Calibration) -> float:
     return max(0.0, constants.get("tiny_kernel_in_stream_ns", 0.0) - constants.get("tiny_kernel_in_graph_ns", 0.0))
 
 
-def _summarize(timeline: _Timeline, kernels: Sequence[PlannedKernel], host: HostModel) -> PredictedStep:
+def _summarize(
+    timeline: _Timeline, kernels: Sequence[PlannedKernel], host: HostModel, calibration: Calibration
+) -> PredictedStep:
     phases = tuple(
         PhaseTime(
             name=name,
@@ -168,21 +257,33 @@ def _summarize(timeline: _Timeline, kernels: Sequence[PlannedKernel], host: Host
             gpu_ns=timeline.gpu_by_phase[name],
             host_ns=timeline.host_by_phase[name],
             bound=_bound(name, took_ns, timeline.gpu_by_phase[name], kernels),
+            launches=sum(kernel.launches for kernel in kernels if kernel.phase == name),
         )
         for name, took_ns in timeline.totals.items()
     )
     total_ns = sum(phase.ns for phase in phases)
-    error = _error(phases, kernels, host)
+    error = math.hypot(_SCALED_ERROR if calibration.scaled_from else 0.0, _error(phases, kernels, host))
     return PredictedStep(
         ns=total_ns,
         interval_ns=(total_ns * math.exp(-_SIGMAS * error), total_ns * math.exp(_SIGMAS * error)),
+        bound=max(phases, key=lambda phase: phase.ns).bound if phases else "launch",
         phases=phases,
+        gpu=calibration.gpu,
+        host=calibration.host,
+        is_rough=bool(calibration.scaled_from),
+        assumptions=_assumptions(calibration),
         gpu_ns=sum(timeline.gpu_by_phase.values()),
         host_ns=timeline.host_ns,
         launches=sum(kernel.launches for kernel in kernels),
         flops=sum(kernel.flops for kernel in kernels),
         kernels=tuple(kernels),
     )
+
+
+def _assumptions(calibration: Calibration) -> tuple[str, ...]:
+    scaled = calibration.scaled_from
+    table = f"times of {calibration.gpu}" + (f", scaled by data sheets from {scaled}" if scaled else ", measured")
+    return (f"{table} with PyTorch {calibration.torch}", f"a host like the calibrated one: {calibration.host}")
 
 
 def _bound(name: str, took_ns: float, gpu_ns: float, kernels: Sequence[PlannedKernel]) -> Bound:
@@ -207,6 +308,3 @@ def _error(phases: Sequence[PhaseTime], kernels: Sequence[PlannedKernel], host: 
         error = host.errors.get(phase.name, 0.2) if phase.bound == "launch" else math.hypot(gpu_error, _MODEL_ERROR)
         variance += (phase.ns * error) ** 2
     return math.sqrt(variance) / max(1.0, total_ns)
-
-
-__all__ = ["PRODUCTS", "PhaseTime", "PredictedStep", "host_costs", "predict_step"]

@@ -66,13 +66,11 @@ class OptimiseStep(msgspec.Struct, frozen=True, kw_only=True, tag="optimise"):
 
 
 class PredictStep(msgspec.Struct, frozen=True, kw_only=True, tag="predict"):
-    """Predict the memory of a step on a GPU, without one, and its time if there is a table of that GPU, measured or
-    rough."""
+    """Predict the memory of a step on a GPU, without one, and its time if there is a table of that GPU."""
 
     case: Case
     gpu: Accelerator
     calibration: Calibration | None = None
-    is_rough: bool = False
 
 
 class Inspect(msgspec.Struct, frozen=True, kw_only=True, tag="inspect"):

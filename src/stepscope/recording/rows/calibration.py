@@ -82,6 +82,7 @@ class Calibration(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     series: tuple[Series, ...]
     host_costs: tuple[HostCost, ...]
     trials: tuple[HostTrial, ...]
+    scaled_from: str = ""  # the GPU that was measured, if this table is its times scaled by data sheets
     skipped: tuple[str, ...] = ()  # what could not be measured, and why
 
     def __post_init__(self) -> None:

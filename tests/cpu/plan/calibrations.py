@@ -24,9 +24,7 @@ def bytes_ns(moved: float) -> int:
     return round(LAUNCH_NS + moved / BANDWIDTH * 1e9)
 
 
-def _series(
-    operation: str, dtype: str, variant: str, sizes: list[tuple[int, ...]], took: Callable[..., int]
-) -> Series:
+def _series(operation: str, dtype: str, variant: str, sizes: list[tuple[int, ...]], took: Callable[..., int]) -> Series:
     columns = tuple(f"size {number}" for number in range(len(sizes[0])))
     rows = tuple((*size, took(*size)) for size in sizes)
     return Series(operation=operation, dtype=dtype, variant=variant, columns=columns, rows=rows)
@@ -57,10 +55,10 @@ def _products() -> list[Series]:
     series = []
     for dtype in PEAKS:
         for layout in ("nn", "nt", "tn"):
-            for name in ("mm", "addmm"):
-                series.append(
-                    _series(name, dtype, layout, [*_SHAPES, *_ODD_SHAPES], lambda *s, d=dtype: product_ns(d, *s))
-                )
+            series += [
+                _series(name, dtype, layout, [*_SHAPES, *_ODD_SHAPES], lambda *s, d=dtype: product_ns(d, *s))
+                for name in ("mm", "addmm")
+            ]
             batched: list[tuple[int, ...]] = [(b, *s) for b in (16, 128) for s in _SHAPES[:9]]
             series.append(_series("bmm", dtype, layout, batched, lambda *s, d=dtype: product_ns(d, *s)))
     return series
@@ -83,7 +81,7 @@ def _elementwise() -> list[Series]:
 def _rows() -> list[Series]:
     series = []
     sizes: list[tuple[int, ...]] = [(rows, columns) for rows in (64, 4096, 65536) for columns in (64, 1024, 50257)]
-    passes = {measured: count for measured, count in ROWS.values()}
+    passes = dict(ROWS.values())
     passes |= {f"{kind}_{over}": 1 for kind in ("sum", "mean", "amax") for over in ("columns", "rows", "all")}
     for name, count in passes.items():
         for dtype, itemsize in (("fp32", 4), ("bf16", 2)):
@@ -124,8 +122,7 @@ def _trials(factor: float) -> tuple[HostTrial, ...]:
     for number in range(6):
         calls = {"mm": 20 + number, "mul.Tensor": 50 * (number + 1), "view": 60, "sum.dim_IntList": 10 * number}
         ns = round(factor * CALL_NS * (sum(calls.values()) - 40))
-        for phase in ("forward", "backward"):
-            trials.append(_trial(phase, "adamw-torch", ns, calls))
+        trials += [_trial(phase, "adamw-torch", ns, calls) for phase in ("forward", "backward")]
         update = {"_foreach_add_.List": 12}
         trials.append(_trial("optimizer", "adamw-torch", round(factor * (50_000 + 4000 * 50)), update))
         trials.append(_trial("optimizer", "adamw-fused", round(factor * (40_000 + 1000 * 50)), {"_fused_adamw_": 1}))

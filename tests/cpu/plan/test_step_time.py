@@ -1,0 +1,240 @@
+"""Predicted step times, from a made-up calibration whose times follow from a few numbers."""
+
+import math
+
+import pytest
+
+from stepscope.hardware import find
+from stepscope.plan.data_sheets import assume_links, predict_data_parallel, scale_calibration
+from stepscope.plan.fusion import fuse
+from stepscope.plan.kernels_of import KernelModel
+from stepscope.plan.measured_times import MeasuredTimes, is_aligned_product
+from stepscope.plan.operation import Operation, TensorFacts
+from stepscope.plan.step_time import predict_step
+from tests.cpu.plan.calibrations import CALL_NS, LAUNCH_NS, bytes_ns, make_calibration, product_ns
+
+CALIBRATION = make_calibration()
+
+
+def tensor(*shape: int, storage: int, dtype: str = "float32", contiguous: bool = True) -> TensorFacts:
+    return TensorFacts(shape, dtype, contiguous, storage)
+
+
+def call(
+    name: str,
+    inputs: tuple[TensorFacts, ...],
+    outputs: tuple[TensorFacts, ...],
+    phase: str = "forward",
+    module: str = "block",
+    **arguments: object,
+) -> Operation:
+    return Operation(f"aten.{name}", phase, module, inputs, outputs, arguments)  # type: ignore[arg-type]
+
+
+def kernel_of(operation: Operation, *before: Operation) -> object:
+    model = KernelModel(MeasuredTimes(CALIBRATION))
+    for position, one in enumerate(before):
+        model.kernels_of(position, one)
+    return model.kernels_of(len(before), operation)
+
+
+def product(phase: str = "forward", *, m: int = 8192, storage: int = 10, dtype: str = "bfloat16") -> Operation:
+    left, right = tensor(m, 2048, storage=storage, dtype=dtype), tensor(2048, 2048, storage=2, dtype=dtype)
+    return call("mm.default", (left, right), (tensor(m, 2048, storage=storage + 1, dtype=dtype),), phase)
+
+
+def addition(elements: int, *, storage: int = 20, phase: str = "forward") -> Operation:
+    inputs = tensor(elements, storage=storage), tensor(elements, storage=storage + 1)
+    return call("add.Tensor", inputs, (tensor(elements, storage=storage + 2),), phase)
+
+
+def test_a_product_between_the_measured_sizes_takes_the_time_of_its_flops() -> None:
+    found = MeasuredTimes(CALIBRATION).product("mm", "bf16", "nn", (6000, 2048, 3072))
+    assert found.ns == pytest.approx(product_ns("bf16", 6000, 2048, 3072), rel=0.15)
+    assert 0 < found.error < 0.3
+
+
+def test_a_measured_size_is_found_almost_exactly_and_is_more_certain() -> None:
+    times = MeasuredTimes(CALIBRATION)
+    known, far = times.product("mm", "fp32", "nt", (1024, 1024, 1024)), times.product("mm", "fp32", "nt", (16, 16, 16))
+    assert known.ns == pytest.approx(product_ns("fp32", 1024, 1024, 1024), rel=0.02)
+    assert known.error < 0.5 * far.error
+
+
+@pytest.mark.parametrize(
+    ("layout", "sizes", "aligned"),
+    [
+        ("nt", (100, 768, 768), True),
+        ("nt", (100, 50257, 768), False),  # rows of the result
+        ("nn", (100, 768, 1001), False),  # rows of the left side
+        ("tn", (50257, 768, 128), False),
+        ("tn", (768, 768, 127), True),  # no row is that long
+    ],
+)
+def test_rows_are_aligned_as_they_lie_in_memory(layout: str, sizes: tuple[int, ...], aligned: bool) -> None:
+    assert is_aligned_product("bf16", layout, sizes) is aligned
+
+
+def test_elementwise_time_follows_the_bytes() -> None:
+    kernel = kernel_of(addition(2**27))
+    assert kernel.bytes == 3 * 4 * 2**27  # type: ignore[attr-defined]
+    assert kernel.ns == pytest.approx(bytes_ns(3 * 4 * 2**27), rel=0.03)  # type: ignore[attr-defined]
+
+
+def test_an_expanded_input_counts_as_much_as_its_memory() -> None:
+    small = call("sum.dim_IntList", (tensor(4096, 1024, storage=1),), (tensor(4096, 1, storage=2),), dim=(-1,))
+    expanded = tensor(4096, 1024, storage=2, contiguous=False)
+    used = call("div.Scalar", (expanded,), (tensor(4096, 1024, storage=3),), other=2.0)
+    kernel = kernel_of(used, small)
+    assert kernel.bytes == 4 * (4096 + 4096 * 1024)  # type: ignore[attr-defined]
+
+
+def test_what_the_last_kernel_wrote_is_read_from_the_cache() -> None:
+    first, second = addition(2**20, storage=20), addition(2**20, storage=22)  # reads what the first wrote
+    warm, cold = kernel_of(second, first), kernel_of(second)
+    assert warm.ns < cold.ns  # type: ignore[attr-defined]
+    flood = addition(2**27, storage=50)
+    assert kernel_of(second, first, flood).ns == pytest.approx(cold.ns)  # type: ignore[attr-defined]
+
+
+def test_views_launch_nothing() -> None:
+    view = call("view.default", (tensor(4, 4, storage=1),), (tensor(16, storage=1),))
+    assert kernel_of(view) is None
+
+
+def test_large_kernels_decide_the_time_of_a_step_and_small_ones_the_host() -> None:
+    large = predict_step([product(m=16384, storage=10 * n) for n in range(40)], CALIBRATION)
+    assert large.ns == pytest.approx(large.gpu_ns, rel=0.05)
+    assert large.phases[0].bound == "compute"
+    small = predict_step([addition(1000, storage=10 * n) for n in range(400)], CALIBRATION)
+    assert small.ns == pytest.approx(small.host_ns, rel=0.05)
+    assert small.phases[0].bound == "launch"
+    assert small.ns == pytest.approx(400 * CALL_NS, rel=0.35)
+
+
+def test_a_slower_host_only_slows_down_what_waits_for_it() -> None:
+    slow = make_calibration(host_factor=2.0)
+    small, large = [addition(1000, storage=10 * n) for n in range(400)], [product(m=16384) for _ in range(40)]
+    assert predict_step(small, slow).ns == pytest.approx(2 * predict_step(small, CALIBRATION).ns, rel=0.1)
+    assert predict_step(large, slow).ns == pytest.approx(predict_step(large, CALIBRATION).ns, rel=0.03)
+
+
+def test_a_graph_has_no_host_and_shorter_gaps() -> None:
+    operations = [addition(1000, storage=10 * n) for n in range(400)]
+    step = predict_step(operations, CALIBRATION, graph=True)
+    assert step.host_ns == 0
+    assert step.ns == pytest.approx(400 * (LAUNCH_NS - 500), rel=0.15)
+
+
+def test_phases_add_up_and_the_interval_contains_the_step() -> None:
+    operations = [*(product(m=4096) for _ in range(5)), *(product("backward", m=4096) for _ in range(10))]
+    operations += [addition(2**24, phase="optimizer")]
+    step = predict_step(operations, CALIBRATION)
+    assert [phase.name for phase in step.phases] == ["forward", "backward", "optimizer"]
+    assert sum(phase.ns for phase in step.phases) == pytest.approx(step.ns)
+    assert step.interval_ns[0] < step.ns < step.interval_ns[1]
+    assert step.flops == 15 * 2 * 4096 * 2048 * 2048
+
+
+def test_reading_a_value_makes_the_host_wait() -> None:
+    read = call("_local_scalar_dense.default", (tensor(1, storage=11),), ())
+    waiting = predict_step([product(m=16384), read, *(addition(1000) for _ in range(50))], CALIBRATION)
+    running = predict_step([product(m=16384), *(addition(1000) for _ in range(50))], CALIBRATION)
+    assert waiting.ns > running.ns + 10_000
+
+
+def test_tf32_is_faster_than_fp32() -> None:
+    operations = [product(dtype="float32")]
+    assert predict_step(operations, CALIBRATION, tf32=True).gpu_ns < 0.3 * predict_step(operations, CALIBRATION).gpu_ns
+
+
+def chain(length: int, *, elements: int = 2**22, phase: str = "forward", first: int = 100) -> list[Operation]:
+    """Elementwise operators, each of which reads what the one before it wrote."""
+    return [
+        call(
+            "mul.Tensor",
+            (tensor(elements, storage=first + number),),
+            (tensor(elements, storage=first + number + 1),),
+            phase,
+            other=2.0,
+        )
+        for number in range(length)
+    ]
+
+
+def test_a_chain_of_elementwise_operators_becomes_one_kernel() -> None:
+    groups = fuse(chain(10))
+    assert len(groups) == 1
+    assert groups[0].bytes == 2 * 4 * 2**22  # the first input and the last result
+
+
+def test_a_product_separates_fused_kernels_and_reads_what_they_wrote() -> None:
+    left = tensor(8192, 512, storage=103)
+    multiply = call("mm.default", (left, tensor(512, 512, storage=7)), (tensor(8192, 512, storage=200),))
+    groups = fuse([*chain(3), multiply, *chain(2, first=200)])
+    assert [group.is_extern for group in groups] == [False, True, False]
+    assert 103 in groups[0].writes
+
+
+def test_what_backward_needs_is_computed_again_instead_of_kept() -> None:
+    forward = chain(3)  # 100 to 103
+    reads = call(
+        "mul.Tensor",
+        (tensor(2**22, storage=102), tensor(2**22, storage=300)),
+        (tensor(2**22, storage=301),),
+        "backward",
+    )
+    groups = fuse([*forward, reads])
+    assert 102 not in groups[0].writes
+    assert set(groups[1].reads) == {100, 300}
+
+
+def test_equal_casts_are_computed_once() -> None:
+    def cast(result: int) -> Operation:
+        out = tensor(2**20, storage=result, dtype="bfloat16")
+        return call("_to_copy.default", (tensor(2**20, storage=1),), (out,))
+
+    assert len(fuse([cast(2), cast(3)])) == 1
+
+
+def test_compiling_makes_a_chain_faster() -> None:
+    operations = chain(50, elements=2**24)
+    eager, compiled = predict_step(operations, CALIBRATION), predict_step(operations, CALIBRATION, compiled=True)
+    assert compiled.ns < 0.1 * eager.ns
+    assert compiled.launches == 1
+
+
+def test_a_repeated_forward_pass_costs_the_host_as_much_as_the_first() -> None:
+    forward = [addition(1000, storage=10 * n) for n in range(30)]
+    named = [Operation(f"aten.op{n}", "forward", "block", one.inputs, one.outputs, {}) for n, one in enumerate(forward)]
+    again = [Operation(one.name, "backward", one.module, one.inputs, one.outputs, {}) for one in named]
+    expensive = make_calibration()
+    first = predict_step(named, expensive).phases[0].host_ns
+    second = next(phase for phase in predict_step([*named, *again], expensive).phases if phase.name == "backward")
+    assert second.host_ns == pytest.approx(first, rel=0.25)
+
+
+def test_another_gpu_is_scaled_by_its_data_sheet_and_less_certain() -> None:
+    card = find("NVIDIA A100-SXM4-80GB")
+    assert card is not None
+    scaled = scale_calibration(CALIBRATION, card)
+    operations = [product(m=16384) for _ in range(20)]
+    here, there = predict_step(operations, CALIBRATION), predict_step(operations, scaled)
+    assert there.gpu_ns == pytest.approx(here.gpu_ns * 989.4 / 312, rel=0.1)
+    assert scaled.scaled_from == "NVIDIA H200"
+    assert math.log(there.interval_ns[1] / there.ns) > 2 * math.log(here.interval_ns[1] / here.ns)
+
+
+def test_a_gpu_without_bf16_has_no_times_for_it() -> None:
+    card = find("Tesla V100-SXM2-32GB")
+    assert card is not None
+    assert not any(one.dtype == "bf16" for one in scale_calibration(CALIBRATION, card).series)
+
+
+def test_communication_hides_behind_backward() -> None:
+    operations = [*(product(m=8192) for _ in range(20)), *(product("backward", m=8192) for _ in range(40))]
+    step = predict_step(operations, CALIBRATION)
+    links, is_assumed = assume_links("NVIDIA H200", 8)
+    assert is_assumed
+    parallel = predict_data_parallel(step, [4 * 2048 * 2048] * 20, links)
+    assert step.ns < parallel.step_ns < step.ns + parallel.communication_ns
