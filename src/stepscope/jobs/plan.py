@@ -10,8 +10,6 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-import msgspec
-
 import stepscope
 from stepscope import cost
 from stepscope.errors import StepscopeError

@@ -4,6 +4,7 @@ import time
 from collections.abc import Callable, Sequence
 from itertools import groupby
 
+import msgspec
 import torch
 
 from stepscope import cost
@@ -23,6 +24,7 @@ from stepscope.recording.rows.plan_result import (
     StepPrediction,
 )
 from stepscope.spec import ModelShape, Workload
+from stepscope.spec.workload import WHOLE_STEP
 
 STEPS = 3
 OUTSIDE = "(no module)"
@@ -38,7 +40,9 @@ def predict_workload(
     """The memory of a step on `gpu`, and its time if there is a table of times."""
     started = time.monotonic()
     on_stage("simulating")
-    simulation = simulate_workload(workload, gpu, STEPS)
+    # Compiling or tracing a step would run its operators on real tensors of a GPU.
+    eager = msgspec.structs.replace(workload, **dict.fromkeys(("compile", *WHOLE_STEP), False))
+    simulation = simulate_workload(eager, gpu, STEPS)
     on_stage("predicting the time")
     timed, remarks = _time(simulation, workload, calibration)
     memory = simulation.memory
@@ -129,7 +133,7 @@ def _assume(simulation: Simulation, workload: Workload) -> list[str]:
     if simulation.sdpa_kernels:
         said.append(f"scaled_dot_product_attention takes the kernel: {', '.join(sorted(simulation.sdpa_kernels))}")
     if workload.compile or workload.is_program:
-        said.append("memory is that of the same step without torch.compile and CUDA graphs")
+        said.append("memory is that of the same step without torch.compile, fused kernels and CUDA graphs")
     return said
 
 
