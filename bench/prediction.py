@@ -303,7 +303,7 @@ def measure_phases(step: "Step") -> list[dict[str, Any]]:
 def list_kernels(step: "Step") -> list[tuple[str, int, float]]:
     """Name, launches and microseconds of the longest kernels of one step."""
     import torch
-    from torch.autograd import DeviceType
+    from torch._C._autograd import DeviceType
     from torch.profiler import ProfilerActivity, profile
 
     with profile(activities=[ProfilerActivity.CUDA]) as recorder:

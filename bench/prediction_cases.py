@@ -23,8 +23,8 @@ class Truth(NamedTuple):
 
 def _own(family: str, config: Settings, *, optimizer: str, batch: int, context: int, **more: Any) -> Settings:
     """A model of `prediction_models.py`. `more` has settings of the workload."""
-    chosen = {key: more.pop(key) for key in ("recompute", "weights") if key in more}
-    arguments = {"family": family, "optimizer": optimizer, **chosen, **config}
+    chosen: Settings = {key: more.pop(key) for key in ("recompute", "weights") if key in more}
+    arguments: Settings = {"family": family, "optimizer": optimizer, **chosen, **config}
     return {
         "model": "bench/prediction_models.py:build",
         "set": arguments,

@@ -1,7 +1,7 @@
 """Tables and figures with rich display: HTML in a notebook, text on a terminal, polars frames for programs. The table
 names are here too; `--table` takes the same."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from html import escape
 from os import PathLike
@@ -151,6 +151,6 @@ class Picture:
         return draw(self.figure, ".svg").decode()
 
 
-def encode_document(content: msgspec.Struct) -> str:
+def encode_document(content: msgspec.Struct | Sequence[msgspec.Struct]) -> str:
     """The JSON document that the command line prints."""
     return msgspec.json.format(msgspec.json.encode(content), indent=1).decode() + "\n"

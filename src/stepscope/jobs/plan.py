@@ -15,7 +15,7 @@ from stepscope import cost
 from stepscope.errors import StepscopeError
 from stepscope.explain.commands import write_command
 from stepscope.hardware import Hardware, known
-from stepscope.jobs.experiments.sweep import Planned
+from stepscope.jobs.experiments.sweep import PlannedCase
 from stepscope.jobs.plan_target import Target, find_here, make_target, open_target
 from stepscope.jobs.recorders.recording_job import explain_failure
 from stepscope.jobs.workers.messages import PredictStep, StepPredicted
@@ -138,7 +138,7 @@ def _mfu(prediction: StepPrediction, hardware: Hardware, step_s: float | None) -
     return cost.step_flops(prediction.forward_flops, prediction.workload.mode) / step_s / peak
 
 
-def predict_here(planned: Planned, workers: Workers) -> tuple[PredictedCase | None, str]:
+def predict_here(planned: PlannedCase[Case], workers: Workers) -> tuple[PredictedCase | None, str]:
     """The prediction for a case on the GPU of this machine, and why it cannot fit; empty if it may. None if the model
     cannot be simulated: then only running it shows. Raise StepscopeError if the case is not for a known GPU."""
     here = None if planned.environment.device == "cpu" else find_here(workers)

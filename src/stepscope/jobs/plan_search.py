@@ -73,12 +73,14 @@ def list_changes(workload: Workload) -> Iterator[tuple[str, Changes]]:
     if workload.mode == "train" and workload.optimizer in _ADAMW:
         yield "fused AdamW", {"optimizer": "adamw-fused"}
     if workload.checkpoint == "none" and workload.mode in ("forward-backward", "train"):
-        yield from (
-            (f"checkpoint every {count} blocks" if count > 1 else "checkpoint every block", {"checkpoint": str(count)})
-            for count in _groups(model)
-        )
+        for count in _groups(model):
+            yield (
+                f"checkpoint every {count} blocks" if count > 1 else "checkpoint every block",
+                {"checkpoint": str(count)},
+            )
     if workload.mode == "train" and workload.batch > workload.passes:
-        yield from ((f"{count} micro-batches", {"grad_accumulation": count}) for count in _splits(workload))
+        for count in _splits(workload):
+            yield f"{count} micro-batches", {"grad_accumulation": count}
 
 
 def _groups(model: object) -> tuple[int, ...]:
@@ -295,4 +297,4 @@ def solve_curve(points: Sequence[tuple[float, float]]) -> float:
 
 def _unit_of(context: int) -> int:
     """Contexts are tried in steps of an eighth of the present one, rounded to a power of two of at most 128."""
-    return min(128, 2 ** max(0, int(math.log2(max(context, 8) / 8))))
+    return int(min(128, 2 ** max(0, int(math.log2(max(context, 8) / 8)))))

@@ -5,7 +5,7 @@ import pytest
 
 from stepscope.errors import StepscopeError
 from stepscope.jobs.plan_search import find_fit, find_limit, list_changes, mark_front, rank
-from stepscope.recording.rows.plan_result import PlanResult, Proposal
+from stepscope.recording.rows.plan_result import PlanResult, Proposal, Verdict
 from stepscope.spec import Workload
 from stepscope.units import GIB, MIB
 from tests.unit.plans import Formula, workload
@@ -122,7 +122,7 @@ def test_changes_fit_the_workload() -> None:
 
 def proposal(title: str, gib: int, ms: int, *, fits: bool = True) -> Proposal:
     size = gib * GIB
-    verdict = "fits" if fits else "does not fit"
+    verdict: Verdict = "fits" if fits else "does not fit"
     return Proposal(
         title=title, changes={}, command="", fits=fits, verdict=verdict, reserved_bytes=(size, size),
         margin_bytes=10 * GIB - size, step_ns=ms * 1_000_000,
