@@ -7,7 +7,9 @@ from stepscope.jobs.plan import assemble
 from stepscope.jobs.plan_target import Target, choose_gpu
 from stepscope.recording.rows.memory_summary import CategoryBytes, ModuleBytes
 from stepscope.recording.rows.plan_result import (
+    ALONE,
     PlannedPhase,
+    PlannedRanks,
     PlannedStretch,
     PlannedTime,
     PlannedTimeline,
@@ -91,14 +93,20 @@ class Formula:
     ) -> None:
         self.target: Target = choose_gpu("H200", memory)
         self.asked: list[Workload] = []
+        self.shared: list[PlannedRanks] = []
         self._allocated, self._step_ns, self._refuses = allocated, step_ns, refuses
 
     @property
     def simulations(self) -> int:
         return len(set(self.asked))
 
-    def predict_all(self, workloads: Sequence[Workload]) -> list[PlanResult | StepscopeError]:
-        self.asked += workloads
+    def predict_all(
+        self, workloads: Sequence[Workload], ranks: PlannedRanks = ALONE
+    ) -> list[PlanResult | StepscopeError]:
+        if ranks is ALONE:
+            self.asked += workloads
+        else:
+            self.shared.append(ranks)
         return [self._answer(one) for one in workloads]
 
     def _answer(self, one: Workload) -> PlanResult | StepscopeError:

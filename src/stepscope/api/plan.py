@@ -27,8 +27,8 @@ from stepscope.jobs.plan import Planner, check_plan_settings, plan_grid
 from stepscope.jobs.plan_search import find_fit
 from stepscope.jobs.plan_target import open_target
 from stepscope.jobs.workers.process import OnStage
-from stepscope.recording.rows.plan_result import FitResult, PlanResult
-from stepscope.spec import Grid, Workload
+from stepscope.recording.rows.plan_result import ALONE, FitResult, PlannedRanks, PlanResult
+from stepscope.spec import Grid, Strategy, Workload
 from stepscope.spec.settings import parse_bytes
 
 if TYPE_CHECKING:
@@ -129,16 +129,21 @@ def plan(
     gpu: str | None = None,
     memory: Memory | None = None,
     calibration: StrPath | None = None,
+    ranks: int = 1,
+    strategy: Strategy | None = None,
+    shard_optimizer: bool = False,
     progress: OnStage | None = None,
 ) -> StepPlan:
     """Predict the peak memory and the step time of a workload on a GPU, which need not be there.
 
     `gpu` is a name such as `"H200"`; by default, the GPU of this machine. `memory` replaces its memory: bytes, or text
     such as `"80GB"`. `calibration` is a file that `stepscope calibrate` wrote; by default, times come from the table
-    that stepscope has for the GPU, or from data sheets.
+    that stepscope has for the GPU, or from data sheets. With `ranks`, the batch is shared by that many GPUs with a
+    `strategy` of `stepscope train`, and memory is that of one of them; only for the built-in model.
     """
     grid = make_grid_of_one(workload)
-    results = plan_all(grid, gpu=gpu, memory=memory, calibration=calibration, progress=progress)
+    shared = as_ranks(ranks, strategy, shard_optimizer=shard_optimizer)
+    results = plan_all(grid, gpu=gpu, memory=memory, calibration=calibration, ranks=shared, progress=progress)
     if len(results) > 1:
         raise ValueError(f"expected one workload, got {len(results)}")
     return results[0]
@@ -150,6 +155,7 @@ def plan_all(
     gpu: str | None = None,
     memory: Memory | None = None,
     calibration: StrPath | None = None,
+    ranks: PlannedRanks = ALONE,
     progress: OnStage | None = None,
 ) -> list[StepPlan]:
     """The same for every workload of a grid."""
@@ -158,6 +164,7 @@ def plan_all(
         gpu=gpu,
         memory_bytes=as_bytes(memory),
         calibration=as_path(calibration),
+        ranks=ranks,
         on_stage=progress or (lambda _: None),
     )
     return [StepPlan(one) for one in found]
@@ -188,6 +195,16 @@ def plan_fit(
 
 def as_bytes(memory: Memory | None) -> int | None:
     return parse_bytes(memory) if isinstance(memory, str) else memory
+
+
+def as_ranks(count: int, strategy: Strategy | None = None, *, shard_optimizer: bool = False) -> PlannedRanks:
+    """One GPU, or several with a strategy; `bucketed` by default. Raise StepscopeError for a strategy without ranks."""
+    if count > 1:
+        return PlannedRanks(count=count, strategy=strategy or "bucketed", shard_optimizer=shard_optimizer)
+    if strategy not in (None, "single") or shard_optimizer:
+        flag = "--shard-optimizer" if shard_optimizer else f"--strategy {strategy}"
+        raise StepscopeError(f"`{flag}` needs several ranks", hint=f"--ranks 8 {flag}")
+    return ALONE
 
 
 def as_path(path: StrPath | None) -> Path | None:

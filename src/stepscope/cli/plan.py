@@ -12,7 +12,7 @@ from stepscope.cli.options import FormatFlag, takes_grid
 from stepscope.cli.output import say, show, show_tables, showing_stages, terminal_width
 from stepscope.errors import StepscopeError
 from stepscope.render.formats import Format
-from stepscope.spec import Grid
+from stepscope.spec import Grid, Strategy
 
 if TYPE_CHECKING:
     from stepscope.api.plan import Fit, StepPlan
@@ -34,6 +34,15 @@ def plan(
     calibration: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Table of times that `stepscope calibrate` wrote.")
     ] = None,
+    ranks: Annotated[
+        int, typer.Option("--ranks", metavar="N", min=1, max=4096, help="GPUs that share the batch; memory is per GPU.")
+    ] = 1,
+    strategy: Annotated[
+        Strategy | None, typer.Option("--strategy", help="How they share it, as for `train`.  [default: bucketed]")
+    ] = None,
+    shard_optimizer: Annotated[
+        bool, typer.Option("--shard-optimizer", help="Give each rank a share of the optimizer state.")
+    ] = False,
     table: Annotated[PlanPart | None, typer.Option("--table", help="Show only this table.")] = None,
     plot: Annotated[
         Path | None,
@@ -47,15 +56,17 @@ def plan(
     The real step runs on tensors without values: peak memory by category, phase and module, whether it fits, and the
     time of each phase. --fit searches for the largest batch and context, and for changes that make the step fit.
     """
+    from stepscope.api.plan import as_ranks
     from stepscope.render.figures import check_figure
 
     if plot is not None:
         check_figure(plot, force=force)
     if fit is not None:
-        _refuse_with_fit(memory, table)
+        _refuse_with_fit(memory, table, ranks)
         _show_fit(_search(grid, fit, gpu=gpu, calibration=calibration), format_, plot, force=force)
         return
-    plans = _predict(grid, gpu=gpu, memory=memory, calibration=calibration)
+    shared = as_ranks(ranks, strategy, shard_optimizer=shard_optimizer)
+    plans = _predict(grid, gpu=gpu, memory=memory, calibration=calibration, ranks=shared)
     if len(plans) == 1:
         _show_plan(plans[0], table, format_, plot, force=force)
         return
@@ -63,7 +74,9 @@ def plan(
     _show_several(plans, format_)
 
 
-def _refuse_with_fit(memory: str | None, table: str | None) -> None:
+def _refuse_with_fit(memory: str | None, table: str | None, ranks: int) -> None:
+    if ranks > 1:
+        raise StepscopeError("`--fit` tries several numbers of ranks itself", hint="remove --ranks")
     if memory is not None:
         raise StepscopeError(
             "`--fit` and `--memory` are mutually exclusive", detail="--fit says how much there is", hint="--fit 24GB"

@@ -21,7 +21,7 @@ from stepscope.jobs.recorders.recording_job import explain_failure
 from stepscope.jobs.workers.messages import PredictStep, StepPredicted
 from stepscope.jobs.workers.process import OnStage, Workers, require_torch
 from stepscope.recording.rows.bench import PredictedCase
-from stepscope.recording.rows.plan_result import PlanResult, StepPrediction, judge_fit
+from stepscope.recording.rows.plan_result import ALONE, PlannedRanks, PlanResult, StepPrediction, judge_fit
 from stepscope.spec import Case, Grid, HuggingFace, Timing, Workload, flag_of
 from stepscope.units import say_bytes
 
@@ -43,7 +43,7 @@ class Planner:
         self._at_once = min(at_once, _MOST_AT_ONCE)
         self._idle: list[Workers] = []
         self._all: list[Workers] = []
-        self._known: dict[Workload, PlanResult | StepscopeError] = {}
+        self._known: dict[tuple[Workload, PlannedRanks], PlanResult | StepscopeError] = {}
 
     @property
     def simulations(self) -> int:
@@ -59,28 +59,32 @@ class Planner:
         for workers in self._all:
             workers.__exit__(kind, error, traceback)
 
-    def predict(self, workload: Workload) -> PlanResult:
+    def predict(self, workload: Workload, ranks: PlannedRanks = ALONE) -> PlanResult:
         """Raise StepscopeError if the workload cannot be simulated."""
-        (found,) = self.predict_all([workload])
+        (found,) = self.predict_all([workload], ranks)
         if isinstance(found, StepscopeError):
             raise found
         return found
 
-    def predict_all(self, workloads: Sequence[Workload]) -> list[PlanResult | StepscopeError]:
+    def predict_all(
+        self, workloads: Sequence[Workload], ranks: PlannedRanks = ALONE
+    ) -> list[PlanResult | StepscopeError]:
         """The predictions, or why there is none, in the order of the workloads."""
-        missing = [one for one in dict.fromkeys(workloads) if one not in self._known]
+        wanted = [(one, ranks) for one in workloads]
+        missing = [one for one in dict.fromkeys(wanted) if one not in self._known]
         threads = min(self._at_once, len(missing))
         if threads > 1:
             with ThreadPoolExecutor(threads) as pool:
                 self._known |= dict(zip(missing, pool.map(self._simulate, missing), strict=True))
         else:
             self._known |= {one: self._simulate(one) for one in missing}
-        return [self._known[one] for one in workloads]
+        return [self._known[one] for one in wanted]
 
-    def _simulate(self, workload: Workload) -> PlanResult | StepscopeError:
+    def _simulate(self, wanted: tuple[Workload, PlannedRanks]) -> PlanResult | StepscopeError:
+        workload, ranks = wanted
         workers = self._idle.pop() if self._idle else self._start(workload)
         case = Case(workload=workload, timing=Timing())
-        ended = workers.run(ask_for(case, self.target), on_stage=self._on_stage)
+        ended = workers.run(ask_for(case, self.target, ranks), on_stage=self._on_stage)
         self._idle.append(workers)
         if isinstance(ended.answer, StepPredicted):
             return assemble(ended.answer.prediction, self.target)
@@ -93,8 +97,8 @@ class Planner:
         return workers
 
 
-def ask_for(case: Case, target: Target) -> PredictStep:
-    return PredictStep(case=case, gpu=target.accelerator, calibration=target.calibration)
+def ask_for(case: Case, target: Target, ranks: PlannedRanks = ALONE) -> PredictStep:
+    return PredictStep(case=case, gpu=target.accelerator, calibration=target.calibration, ranks=ranks)
 
 
 def assemble(prediction: StepPrediction, target: Target) -> PlanResult:
@@ -105,7 +109,7 @@ def assemble(prediction: StepPrediction, target: Target) -> PlanResult:
     return PlanResult(
         workload=workload,
         gpu=target.planned,
-        command=f"{write_command('plan', workload)} {target.flags}",
+        command=f"{write_command('plan', workload)} {target.flags}{prediction.ranks.flags}",
         fits=verdict == "fits",
         verdict=verdict,
         margin_bytes=target.planned.memory_bytes - prediction.reserved_bytes[1] - prediction.context_bytes,
@@ -125,6 +129,7 @@ def assemble(prediction: StepPrediction, target: Target) -> PlanResult:
         phases=prediction.phases,
         modules=prediction.modules,
         assumptions=(*target.remarks, *prediction.assumptions),
+        ranks=prediction.ranks,
         time=time,
         timeline=prediction.timeline,
         versions=prediction.versions | {"stepscope": stepscope.__version__},
@@ -135,7 +140,7 @@ def _mfu(prediction: StepPrediction, hardware: Hardware, step_s: float | None) -
     peak = hardware.peak_flops.get(prediction.workload.precision)
     if prediction.forward_flops is None or peak is None or not step_s:
         return None
-    return cost.step_flops(prediction.forward_flops, prediction.workload.mode) / step_s / peak
+    return cost.step_flops(prediction.forward_flops, prediction.workload.mode) / prediction.ranks.count / step_s / peak
 
 
 def predict_here(planned: PlannedCase[Case], workers: Workers) -> tuple[PredictedCase | None, str]:
@@ -187,10 +192,11 @@ def plan_grid(
     gpu: str | None = None,
     memory_bytes: int | None = None,
     calibration: Path | None = None,
+    ranks: PlannedRanks = ALONE,
     on_stage: OnStage = lambda _: None,
 ) -> tuple[PlanResult, ...]:
     """A prediction for every workload of a grid. Raise StepscopeError for the first that cannot be simulated."""
     check_plan_settings(grid)
     cases = grid.cases()
     with Planner(open_target(gpu, memory_bytes, calibration), on_stage=on_stage) as planner:
-        return tuple(planner.predict(case.workload) for case in cases)
+        return tuple(planner.predict(case.workload, ranks) for case in cases)

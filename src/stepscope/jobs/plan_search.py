@@ -14,7 +14,7 @@ import msgspec
 
 from stepscope.errors import StepscopeError
 from stepscope.explain.commands import write_command
-from stepscope.recording.rows.plan_result import FitResult, Limit, PlanResult, Proposal
+from stepscope.recording.rows.plan_result import ALONE, FitResult, Limit, PlannedRanks, PlanResult, Proposal
 from stepscope.spec import ModelShape, Scalar, Workload
 
 Changes = dict[str, Scalar]
@@ -22,6 +22,10 @@ _MOST_SIMULATED = 9  # per limit; values that the model refuses cost nothing
 _COARSE = 128  # a limit above this is found to within this fraction of it
 _MOST = {"batch": 2**20, "context": 2**24}
 _ENOUGH = 3  # combinations that fit
+SHARDED = (
+    PlannedRanks(count=8, strategy="bucketed", shard_optimizer=True),
+    *(PlannedRanks(count=count, strategy="fsdp") for count in (2, 4, 8)),
+)
 _ADAMW = ("adamw", "adamw-torch")
 
 
@@ -31,7 +35,9 @@ class PlanSource(Protocol):
     @property
     def simulations(self) -> int: ...
 
-    def predict_all(self, workloads: Sequence[Workload]) -> list[PlanResult | StepscopeError]: ...
+    def predict_all(
+        self, workloads: Sequence[Workload], ranks: PlannedRanks = ALONE
+    ) -> list[PlanResult | StepscopeError]: ...
 
 
 def find_fit(workload: Workload, planner: PlanSource, command: str) -> FitResult:
@@ -48,6 +54,7 @@ def find_fit(workload: Workload, planner: PlanSource, command: str) -> FitResult
             proposals += _try_all(pair, workload, planner)
             if sum(one.fits for one in proposals) >= _ENOUGH:
                 break
+        proposals += _try_sharded(workload, planner)
     limits = tuple(find_limit(setting, start, planner) for setting in _settings_of(workload))
     return FitResult(
         gpu=start.gpu,
@@ -132,8 +139,25 @@ def _try_all(tried: Sequence[tuple[str, Changes]], workload: Workload, planner: 
     ]
 
 
-def _propose(title: str, changes: Changes, workload: Workload, found: PlanResult | StepscopeError) -> Proposal:
-    command = write_command("bench", workload)
+def _try_sharded(workload: Workload, planner: PlanSource) -> Iterator[Proposal]:
+    """The step on several GPUs, each with the batch that the one has now. More GPUs than needed are not tried."""
+    if not isinstance(workload.model, ModelShape) or workload.mode != "train" or workload.precision == "fp16":
+        return
+    for ranks in SHARDED:
+        whole = msgspec.structs.replace(workload, batch=workload.batch * ranks.count)
+        (found,) = planner.predict_all([whole], ranks)
+        name = "FSDP" if ranks.strategy == "fsdp" else "optimizer state sharded"
+        changes: Changes = {"ranks": ranks.count, "strategy": ranks.strategy, "batch": whole.batch}
+        command = f"{write_command('train', whole)}{ranks.flags}"
+        yield _propose(f"{name} over {ranks.count} GPUs", changes, whole, found, command)
+        if ranks.strategy == "fsdp" and isinstance(found, PlanResult) and found.fits:
+            return
+
+
+def _propose(
+    title: str, changes: Changes, workload: Workload, found: PlanResult | StepscopeError, command: str = ""
+) -> Proposal:
+    command = command or write_command("bench", workload)
     if isinstance(found, StepscopeError):
         return Proposal(title=title, changes=changes, command=command, refused=found.message)
     return Proposal(

@@ -9,21 +9,25 @@ import torch
 
 from stepscope import cost
 from stepscope.plan.assumptions import Accelerator
+from stepscope.plan.data_sheets import assume_links
 from stepscope.plan.owners import CATEGORIES
 from stepscope.plan.places import BUILD, FORWARD
+from stepscope.plan.ranks import simulate_rank, time_ranks
 from stepscope.plan.replayed_memory import ReplayedMemory, TimelinePoint
 from stepscope.plan.simulation import Simulation, simulate_workload
 from stepscope.plan.step_time import PredictedStep, predict_step
 from stepscope.recording.rows.calibration import Calibration
 from stepscope.recording.rows.memory_summary import CategoryBytes, ModuleBytes
 from stepscope.recording.rows.plan_result import (
+    ALONE,
     PlannedPhase,
+    PlannedRanks,
     PlannedStretch,
     PlannedTime,
     PlannedTimeline,
     StepPrediction,
 )
-from stepscope.spec import ModelShape, Workload
+from stepscope.spec import ModelShape, Training, Workload
 from stepscope.spec.workload import WHOLE_STEP
 
 STEPS = 3
@@ -34,6 +38,7 @@ def predict_workload(
     workload: Workload,
     gpu: Accelerator,
     calibration: Calibration | None = None,
+    ranks: PlannedRanks = ALONE,
     *,
     on_stage: Callable[[str], None] = lambda _: None,
 ) -> StepPrediction:
@@ -42,13 +47,14 @@ def predict_workload(
     on_stage("simulating")
     # Compiling or tracing a step would run its operators on real tensors of a GPU.
     eager = msgspec.structs.replace(workload, **dict.fromkeys(("compile", *WHOLE_STEP), False))
-    simulation = simulate_workload(eager, gpu, STEPS)
+    training = _train(eager, ranks) if ranks.count > 1 else None
+    simulation = simulate_rank(training, gpu, STEPS) if training else simulate_workload(eager, gpu, STEPS)
     on_stage("predicting the time")
     timed, remarks = _time(simulation, workload, calibration)
     memory = simulation.memory
     return StepPrediction(
         workload=workload,
-        parameters=simulation.parameters,
+        parameters=_count_parameters(workload, simulation),
         fits=simulation.fits(),
         peak_allocated_bytes=memory.peak_allocated_bytes,
         peak_requested_bytes=memory.peak_requested_bytes,
@@ -59,8 +65,9 @@ def predict_workload(
         phases=_phases(memory, timed),
         modules=tuple(ModuleBytes(module=one.module or OUTSIDE, bytes=one.bytes) for one in memory.modules),
         timeline=_timeline(memory.timeline),
-        time=_describe_time(timed) if timed else None,
-        assumptions=(*_assume(simulation, workload), *remarks),
+        time=_describe_time(timed, training, gpu) if timed else None,
+        assumptions=(*_assume(simulation, workload), *remarks, *(_assume_links(training, gpu) if training else ())),
+        ranks=ranks,
         peak_phase=memory.peak_phase,
         has_tokens=bool(workload.context),
         forward_flops=_forward_flops(workload, timed),
@@ -88,17 +95,38 @@ def _time(
     return timed, list(timed.assumptions)
 
 
-def _describe_time(timed: PredictedStep) -> PlannedTime:
-    low, high = timed.interval_ns
+def _describe_time(timed: PredictedStep, training: Training | None, gpu: Accelerator) -> PlannedTime:
+    shared = time_ranks(training, gpu.name, timed) if training else None
+    step_ns = shared.step_ns if shared else timed.ns
+    low, high = (step_ns / timed.ns * edge for edge in timed.interval_ns)
     return PlannedTime(
-        step_ns=round(timed.ns),
+        step_ns=round(step_ns),
         interval_ns=(round(low), round(high)),
-        bound=timed.bound,
+        bound="communication" if shared and shared.exposed_share > 0.5 else timed.bound,
         kernels=timed.launches,
         table=timed.gpu,
         host=timed.host,
         is_rough=timed.is_rough,
+        communication_ns=round(shared.communication_ns) if shared else 0,
+        exposed_ns=round(shared.exposed_ns) if shared else 0,
     )
+
+
+def _train(workload: Workload, ranks: PlannedRanks) -> Training:
+    return Training(
+        workload=workload, ranks=ranks.count, strategy=ranks.strategy, shard_optimizer=ranks.shard_optimizer
+    )
+
+
+def _assume_links(training: Training, gpu: Accelerator) -> list[str]:
+    _, are_assumed = assume_links(gpu.name, training.ranks)
+    said = "what data sheets suggest" if are_assumed else "what `stepscope comm` measured"
+    return [f"links between {training.ranks} GPUs of one machine: {said}", "memory of NCCL itself is not counted"]
+
+
+def _count_parameters(workload: Workload, simulation: Simulation) -> int:
+    """Those of the whole model, of which a rank may have a part."""
+    return cost.parameters(workload.model).total if isinstance(workload.model, ModelShape) else simulation.parameters
 
 
 def _phases(memory: ReplayedMemory, timed: PredictedStep | None) -> tuple[PlannedPhase, ...]:

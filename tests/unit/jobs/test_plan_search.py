@@ -156,3 +156,21 @@ def test_what_fits_only_because_cached_memory_is_given_back_is_found() -> None:
     limit = find_limit("batch", start_of(planner), planner)
     fitting = (24 * 10**9 - GIB - 512 * MIB) // (30 * MIB)
     assert (limit.value, limit.beyond) == (fitting, fitting + 1)
+
+
+def test_step_that_does_not_fit_is_tried_on_as_many_gpus_as_needed() -> None:
+    planner = Formula(24 * 10**9, lambda one: 12 * GIB * one.batch // 4 * (1 + (one.batch < 16)))
+    found = find_fit(workload(batch=4), planner, "stepscope plan")
+    assert not found.start.fits
+    tried = [(ranks.strategy, ranks.count) for ranks in planner.shared]
+    assert tried == [("bucketed", 8), ("fsdp", 2), ("fsdp", 4), ("fsdp", 8)]
+    sharded = next(one for one in found.proposals if one.title == "FSDP over 4 GPUs")
+    assert "stepscope train" in sharded.command
+    assert sharded.command.endswith("--ranks 4 --strategy fsdp")
+    assert "--batch 16" in sharded.command
+
+
+def test_more_gpus_than_needed_are_not_tried() -> None:
+    planner = Formula(24 * 10**9, lambda one: 30 * GIB if one.batch == 4 else GIB)
+    find_fit(workload(batch=4), planner, "stepscope plan")
+    assert [ranks.count for ranks in planner.shared] == [8, 2]

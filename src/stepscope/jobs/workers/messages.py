@@ -12,7 +12,7 @@ from stepscope.recording.rows.bench import Doubt, Environment, Inspection, Measu
 from stepscope.recording.rows.calibration import Calibration
 from stepscope.recording.rows.collective_case import CommCase, CommOutcome
 from stepscope.recording.rows.optimisation import MeasuredChange
-from stepscope.recording.rows.plan_result import StepPrediction
+from stepscope.recording.rows.plan_result import ALONE, PlannedRanks, StepPrediction
 from stepscope.recording.rows.precision_report import PrecisionComparison
 from stepscope.recording.rows.training_log import TrainMemory, TrainRow
 from stepscope.spec import Case, Precision, Training
@@ -71,6 +71,7 @@ class PredictStep(msgspec.Struct, frozen=True, kw_only=True, tag="predict"):
     case: Case
     gpu: Accelerator
     calibration: Calibration | None = None
+    ranks: PlannedRanks = ALONE
 
 
 class Inspect(msgspec.Struct, frozen=True, kw_only=True, tag="inspect"):

@@ -10,7 +10,7 @@ from typing import Literal
 import msgspec
 
 from stepscope.recording.rows.memory_summary import CategoryBytes, ModuleBytes
-from stepscope.spec import Workload
+from stepscope.spec import Strategy, Workload
 
 SCHEMA = "stepscope.plan/1"
 FIT_SCHEMA = "stepscope.plan-fit/1"
@@ -26,6 +26,24 @@ class PlannedGpu(msgspec.Struct, frozen=True, kw_only=True):
     name: str
     memory_bytes: int
     source: Literal["data sheet", "this machine"] = "data sheet"
+
+
+class PlannedRanks(msgspec.Struct, frozen=True, kw_only=True):
+    """How many GPUs share a step, and how. The batch of the workload is that of all of them; memory is that of one."""
+
+    count: int = 1
+    strategy: Strategy = "single"
+    shard_optimizer: bool = False
+
+    @property
+    def flags(self) -> str:
+        """The flags of `plan` and `train`; empty for one GPU."""
+        if self.count == 1:
+            return ""
+        return f" --ranks {self.count} --strategy {self.strategy}" + " --shard-optimizer" * self.shard_optimizer
+
+
+ALONE = PlannedRanks()
 
 
 class PlannedPhase(msgspec.Struct, frozen=True, kw_only=True):
@@ -95,6 +113,7 @@ class StepPrediction(msgspec.Struct, frozen=True, kw_only=True):
     timeline: PlannedTimeline | None
     time: PlannedTime | None
     assumptions: tuple[str, ...]
+    ranks: PlannedRanks = ALONE
     peak_phase: str | None = None
     has_tokens: bool = True
     forward_flops: int | None = None
@@ -135,6 +154,7 @@ class PlanResult(msgspec.Struct, frozen=True, kw_only=True):
     phases: tuple[PlannedPhase, ...]
     modules: tuple[ModuleBytes, ...]
     assumptions: tuple[str, ...]
+    ranks: PlannedRanks = ALONE
     time: PlannedTime | None = None
     timeline: PlannedTimeline | None = None
     versions: dict[str, str] = {}
