@@ -36,6 +36,8 @@ def temporary_bytes(
     func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], outputs: list[Tensor], gpu: Accelerator
 ) -> list[int]:
     """The sizes of what the kernel of an operator takes at once."""
+    if func.namespace == "stepscope":
+        return own_backward_bytes(args, gpu) if "attention_backward" in func.__name__ else []
     estimate = _ESTIMATES.get(func)
     return [] if estimate is None else [size for size in estimate(args, kwargs, outputs, gpu) if size > 0]
 
@@ -195,6 +197,15 @@ def _efficient_backward(args: tuple[Any, ...], _kwargs: Any, _outputs: Any, _gpu
     blocks = batch * heads * -(-length // block)
     columns = -(-dim // block)
     return [*copies, numbers, blocks * columns * (4 * block * block + 16)]
+
+
+def own_backward_bytes(args: tuple[Any, ...], gpu: Accelerator) -> list[int]:
+    """What our own attention takes in backward: two numbers per query, and on Hopper the gradient of the queries in
+    fp32."""
+    query = args[1]
+    batch, heads, length, dim = query.shape
+    sums = [4 * query.numel()] if gpu.capability[0] == 9 and query.dtype != torch.float32 and dim <= 128 else []
+    return [8 * batch * heads * _round_up(length, 128), *sums]
 
 
 def _expanded(query: Tensor, key: Tensor, value: Tensor) -> list[int]:

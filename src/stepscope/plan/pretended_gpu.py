@@ -94,6 +94,8 @@ def _describe_device(gpu: Accelerator, undo: ExitStack) -> None:
         "is_available": lambda: True,
         "device_count": lambda: 1,
         "current_device": lambda: 0,
+        "_exchange_device": lambda *_: 0,
+        "_maybe_exchange_device": lambda *_: 0,
         "is_bf16_supported": lambda *_, **__: True,
         "get_device_properties": lambda *_, **__: properties,
         "get_device_capability": lambda *_, **__: gpu.capability,

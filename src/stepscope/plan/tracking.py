@@ -95,6 +95,8 @@ class Tracker(TorchDispatchMode):
     ) -> Any:
         if func is torch.ops.prim.device.default:  # `tensor.device`, which asks the dispatcher
             return _device_of(args[0])
+        if func is aten._pin_memory.default:  # memory of the CPU, which the GPU can read
+            return args[0]
         kwargs = kwargs or {}
         self._sum = None
         inputs = [one for one in tree_leaves((args, kwargs)) if isinstance(one, Tensor)]
@@ -107,9 +109,9 @@ class Tracker(TorchDispatchMode):
         numbers = [self.number_of(one) for one in inputs] if self.keeps_operations else []
         result = self._run(func, args, kwargs, inputs)
         outputs = [one for one in tree_leaves(result) if isinstance(one, Tensor)]
+        self._values.follow(func, args, kwargs, inputs, outputs)
         if all(_device_of(one).type != "cuda" for one in (*inputs, *outputs)):
             return result
-        self._values.follow(func, args, kwargs, inputs, outputs)
         made = self._add_outputs(func, inputs, outputs)
         self._add_temporaries(func, args, kwargs, outputs)
         if made and func in _IN_PLACE and _is_engine():
