@@ -45,7 +45,7 @@ def temporary_bytes(
 # --- Reductions -------------------------------------------------------------------------------------------------------
 
 
-def _reduction(args: tuple[Any, ...], kwargs: dict[str, Any], outputs: list[Tensor], gpu: Accelerator) -> list[int]:
+def _reduction(args: tuple[Any, ...], kwargs: dict[str, Any], _outputs: Any, gpu: Accelerator) -> list[int]:
     dims = args[1] if len(args) > 1 else kwargs.get("dim")
     dtype = kwargs.get("dtype") or args[0].dtype
     return reduction_bytes(args[0], dims, max(4, dtype.itemsize), gpu)
@@ -257,7 +257,7 @@ def _index_put(args: tuple[Any, ...], kwargs: dict[str, Any], *_: Any) -> list[i
     accumulates = args[3] if len(args) > 3 else kwargs.get("accumulate", False)
     if not accumulates or not indices or indices[0].dtype in (torch.bool, torch.uint8):
         return []
-    count = math.prod(torch.broadcast_shapes(*(one.shape for one in indices)))
+    count = math.prod(torch.broadcast_shapes(*(one.shape for one in indices)))  # type: ignore[no-untyped-call]
     return [8 * count, *_sort_bytes(count)]
 
 

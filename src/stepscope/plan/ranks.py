@@ -67,8 +67,8 @@ def _shares(whole: TrainingBytes, part: TrainingBytes) -> dict[str, float]:
 
 
 def _scale(simulation: Simulation, shares: dict[str, float], buffers: int) -> tuple[StepEvents, list[Request]]:
-    """The events and requests of a rank. What the optimizer takes for a moment is for what it updates. Buffers are there
-    from the start."""
+    """The events and requests of a rank. What the optimizer takes for a moment is for what it updates. Buffers are
+    there from the start."""
     requests = []
     for one in simulation.requests:
         updates = one.phase == OPTIMIZER and one.owner.category == "temporaries"

@@ -32,7 +32,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from stepscope.plan.assumptions import Accelerator
 from stepscope.plan.kernel_memory import MULTIPLIES, on_cpu, temporary_bytes
 from stepscope.plan.known_values import KnownValues
-from stepscope.plan.operation import Operation, TensorFacts, facts_of, scalars_of
+from stepscope.plan.operation import Operation, facts_of, scalars_of
 from stepscope.plan.places import Places
 from stepscope.recording.memory.allocator_model import MemoryEvent
 
@@ -71,11 +71,11 @@ class Allocation:
         self.source = CPU  # what it is a copy of
 
 
-class Tracker(TorchDispatchMode):
+class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """`events` are requests and frees in order; the number of a request is its position in `allocations`."""
 
     def __init__(self, gpu: Accelerator, places: Places, mode: FakeTensorMode) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.events: list[MemoryEvent] = []
         self.allocations: list[Allocation] = []
         self.operations: list[Operation] = []
