@@ -139,7 +139,7 @@ def plan(
     `gpu` is a name such as `"H200"`; by default, the GPU of this machine. `memory` replaces its memory: bytes, or text
     such as `"80GB"`. `calibration` is a file that `stepscope calibrate` wrote; by default, times come from the table
     that stepscope has for the GPU, or from data sheets. With `ranks`, the batch is shared by that many GPUs with a
-    `strategy` of `stepscope train`, and memory is that of one of them; only for the built-in model.
+    `strategy` of `stepscope train`, and memory is that of one of them.
     """
     grid = make_grid_of_one(workload)
     shared = as_ranks(ranks, strategy, shard_optimizer=shard_optimizer)

@@ -141,14 +141,15 @@ def _try_all(tried: Sequence[tuple[str, Changes]], workload: Workload, planner: 
 
 def _try_sharded(workload: Workload, planner: PlanSource) -> Iterator[Proposal]:
     """The step on several GPUs, each with the batch that the one has now. More GPUs than needed are not tried."""
-    if not isinstance(workload.model, ModelShape) or workload.mode != "train" or workload.precision == "fp16":
+    if workload.mode != "train":
         return
     for ranks in SHARDED:
         whole = msgspec.structs.replace(workload, batch=workload.batch * ranks.count)
         (found,) = planner.predict_all([whole], ranks)
         name = "FSDP" if ranks.strategy == "fsdp" else "optimizer state sharded"
         changes: Changes = {"ranks": ranks.count, "strategy": ranks.strategy, "batch": whole.batch}
-        command = f"{write_command('train', whole)}{ranks.flags}"
+        verb = "train" if isinstance(workload.model, ModelShape) else "plan"  # what others have wrappers for, in a loop
+        command = f"{write_command(verb, whole)}{ranks.flags}"
         yield _propose(f"{name} over {ranks.count} GPUs", changes, whole, found, command)
         if ranks.strategy == "fsdp" and isinstance(found, PlanResult) and found.fits:
             return

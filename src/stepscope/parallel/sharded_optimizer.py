@@ -291,7 +291,7 @@ class Arena:
         for param, piece in zip(params, torch.split(self.message, aligned), strict=True):
             place = piece[: param.nbytes].view(param.dtype).view(param.shape)
             self._places.append((param, place))
-            if may_move(param):
+            if _may_move(param):
                 place.copy_(param)
                 param.data = place
 
@@ -310,7 +310,7 @@ class Arena:
                 param.copy_(place)
 
 
-def may_move(param: Tensor) -> bool:
+def _may_move(param: Tensor) -> bool:
     """Whether it is dense and contiguous, with storage that no other tensor, array or process can see."""
     if type(param.data) is not Tensor or not param.is_contiguous():
         return False

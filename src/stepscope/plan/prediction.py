@@ -1,5 +1,6 @@
 """What `stepscope plan` says about one workload, computed in a worker from simulated steps."""
 
+import math
 import time
 from collections.abc import Callable, Sequence
 from itertools import groupby
@@ -8,11 +9,12 @@ import msgspec
 import torch
 
 from stepscope import cost
+from stepscope.cost.sharding import Sharding
 from stepscope.plan.assumptions import Accelerator
-from stepscope.plan.data_sheets import assume_links
 from stepscope.plan.owners import CATEGORIES
 from stepscope.plan.places import BUILD, FORWARD
-from stepscope.plan.ranks import simulate_rank, time_ranks
+from stepscope.plan.rank_time import time_ranks
+from stepscope.plan.ranks import RankMemory
 from stepscope.plan.replayed_memory import ReplayedMemory, TimelinePoint
 from stepscope.plan.simulation import Simulation, simulate_workload
 from stepscope.plan.step_time import PredictedStep, predict_step
@@ -27,11 +29,11 @@ from stepscope.recording.rows.plan_result import (
     PlannedTimeline,
     StepPrediction,
 )
-from stepscope.spec import ModelShape, Training, Workload
-from stepscope.spec.workload import WHOLE_STEP
+from stepscope.spec import ModelShape, SpecError, Workload
 
 STEPS = 3
 OUTSIDE = "(no module)"
+HALF = 0.5  # of a step: above that, communication is what bounds it
 
 
 def predict_workload(
@@ -42,20 +44,20 @@ def predict_workload(
     *,
     on_stage: Callable[[str], None] = lambda _: None,
 ) -> StepPrediction:
-    """The memory of a step on `gpu`, and its time if there is a table of times."""
+    """The memory of a step on `gpu`, and its time if there is a table of times. With several ranks, the memory is that
+    of one, which has its share of the batch."""
     started = time.monotonic()
     on_stage("simulating")
-    # Compiling or tracing a step would run its operators on real tensors of a GPU.
-    eager = msgspec.structs.replace(workload, **dict.fromkeys(("compile", *WHOLE_STEP), False))
-    training = _train(eager, ranks) if ranks.count > 1 else None
-    simulation = simulate_rank(training, gpu, STEPS) if training else simulate_workload(eager, gpu, STEPS)
+    simulation = simulate_workload(_share(workload, ranks), gpu, STEPS)
+    rank = _divide(simulation, ranks)
     on_stage("predicting the time")
     timed, remarks = _time(simulation, workload, calibration)
-    memory = simulation.memory
+    described, links = _describe_time(timed, simulation, workload, ranks) if timed else (None, [])
+    memory = rank.memory
     return StepPrediction(
         workload=workload,
-        parameters=_count_parameters(workload, simulation),
-        fits=simulation.fits(),
+        parameters=simulation.parameters,
+        fits=rank.fits(),
         peak_allocated_bytes=memory.peak_allocated_bytes,
         peak_requested_bytes=memory.peak_requested_bytes,
         reserved_bytes=memory.reserved_bytes,
@@ -65,15 +67,40 @@ def predict_workload(
         phases=_phases(memory, timed),
         modules=tuple(ModuleBytes(module=one.module or OUTSIDE, bytes=one.bytes) for one in memory.modules),
         timeline=_timeline(memory.timeline),
-        time=_describe_time(timed, training, gpu) if timed else None,
-        assumptions=(*_assume(simulation, workload), *remarks, *(_assume_links(training, gpu) if training else ())),
+        time=described,
+        assumptions=(*simulation.assumptions, *_assume_ranks(rank), *remarks, *links),
         ranks=ranks,
         peak_phase=memory.peak_phase,
         has_tokens=bool(workload.context),
-        forward_flops=_forward_flops(workload, timed),
+        forward_flops=_forward_flops(workload, timed, ranks),
         versions={"torch": str(torch.__version__)},
         simulated_s=time.monotonic() - started,
     )
+
+
+def _share(workload: Workload, ranks: PlannedRanks) -> Workload:
+    """The workload of one rank."""
+    if workload.batch % ranks.count:
+        raise SpecError(
+            f"batch `{workload.batch}` cannot be split evenly over {ranks.count} ranks",
+            detail="every rank gets the same number of sequences",
+            hint=f"--batch {math.ceil(workload.batch / ranks.count) * ranks.count}",
+        )
+    return msgspec.structs.replace(workload, batch=workload.batch // ranks.count)
+
+
+def _divide(simulation: Simulation, ranks: PlannedRanks) -> Simulation | RankMemory:
+    """The memory of one rank, from the simulation of one that has all parameters."""
+    if ranks.count == 1:
+        return simulation
+    sharding: Sharding = "fsdp" if ranks.strategy == "fsdp" else "optimizer" if ranks.shard_optimizer else "none"
+    return RankMemory(simulation, ranks=ranks.count, sharding=sharding)
+
+
+def _assume_ranks(rank: Simulation | RankMemory) -> list[str]:
+    if isinstance(rank, Simulation):
+        return []
+    return [rank.assumption, "What NCCL takes outside PyTorch's allocator is not counted."]
 
 
 def _time(
@@ -91,18 +118,25 @@ def _time(
             tf32=workload.precision == "tf32",
         )
     except KeyError as missing:  # an operation of which the table has no measurement at all
-        return None, [f"no step time: the table of {calibration.gpu} has {missing.args[0]}"]
+        return None, [f"No step time: the table of {calibration.gpu} has {missing.args[0]}."]
     return timed, list(timed.assumptions)
 
 
-def _describe_time(timed: PredictedStep, training: Training | None, gpu: Accelerator) -> PlannedTime:
-    shared = time_ranks(training, gpu.name, timed) if training else None
+def _describe_time(
+    timed: PredictedStep, simulation: Simulation, workload: Workload, ranks: PlannedRanks
+) -> tuple[PlannedTime, list[str]]:
+    """The time as `plan` says it, and which links between GPUs it assumes."""
+    shared, said = None, []
+    if ranks.count > 1:
+        is_half = workload.precision in ("bf16", "fp16")
+        shared, links = time_ranks(timed, simulation.parameter_sizes, ranks, timed.gpu, is_half=is_half)
+        said = [links]
     step_ns = shared.step_ns if shared else timed.ns
     low, high = (step_ns / timed.ns * edge for edge in timed.interval_ns)
-    return PlannedTime(
+    described = PlannedTime(
         step_ns=round(step_ns),
         interval_ns=(round(low), round(high)),
-        bound="communication" if shared and shared.exposed_share > 0.5 else timed.bound,
+        bound="communication" if shared and shared.exposed_share > HALF else timed.bound,
         kernels=timed.launches,
         table=timed.gpu,
         host=timed.host,
@@ -110,23 +144,7 @@ def _describe_time(timed: PredictedStep, training: Training | None, gpu: Acceler
         communication_ns=round(shared.communication_ns) if shared else 0,
         exposed_ns=round(shared.exposed_ns) if shared else 0,
     )
-
-
-def _train(workload: Workload, ranks: PlannedRanks) -> Training:
-    return Training(
-        workload=workload, ranks=ranks.count, strategy=ranks.strategy, shard_optimizer=ranks.shard_optimizer
-    )
-
-
-def _assume_links(training: Training, gpu: Accelerator) -> list[str]:
-    _, are_assumed = assume_links(gpu.name, training.ranks)
-    said = "what data sheets suggest" if are_assumed else "what `stepscope comm` measured"
-    return [f"links between {training.ranks} GPUs of one machine: {said}", "memory of NCCL itself is not counted"]
-
-
-def _count_parameters(workload: Workload, simulation: Simulation) -> int:
-    """Those of the whole model, of which a rank may have a part."""
-    return cost.parameters(workload.model).total if isinstance(workload.model, ModelShape) else simulation.parameters
+    return described, said
 
 
 def _phases(memory: ReplayedMemory, timed: PredictedStep | None) -> tuple[PlannedPhase, ...]:
@@ -156,16 +174,8 @@ def _timeline(points: Sequence[TimelinePoint]) -> PlannedTimeline:
     )
 
 
-def _assume(simulation: Simulation, workload: Workload) -> list[str]:
-    said = [*simulation.assumptions, f"PyTorch {torch.__version__} with the default settings of its allocator"]
-    if simulation.sdpa_kernels:
-        said.append(f"scaled_dot_product_attention takes the kernel: {', '.join(sorted(simulation.sdpa_kernels))}")
-    if workload.compile or workload.is_program:
-        said.append("memory is that of the same step without torch.compile, fused kernels and CUDA graphs")
-    return said
-
-
-def _forward_flops(workload: Workload, timed: PredictedStep | None) -> int | None:
+def _forward_flops(workload: Workload, timed: PredictedStep | None, ranks: PlannedRanks) -> int | None:
+    """Of all ranks together."""
     if isinstance(workload.model, ModelShape):
         return cost.forward_flops(workload.model, batch=workload.batch, context=workload.context)
-    return sum(one.flops for one in timed.kernels if one.phase == FORWARD) if timed else None
+    return ranks.count * sum(one.flops for one in timed.kernels if one.phase == FORWARD) if timed else None

@@ -1,142 +1,90 @@
-"""One rank of several, simulated: the real strategies of `stepscope.parallel`, with collectives that send nothing.
+"""The memory of one rank of several, from the simulation of one with its share of the batch.
 
-Buffers, buckets, shards and gathered layers are those of the real code, so the memory is that of rank 0. What NCCL
-takes outside PyTorch's allocator is not counted.
+The requests of the simulation are scaled to what a rank holds, buffers for communication are added, and the result is
+replayed as before. Shares are those of `cost.sharding`, over the parameters that the model really has.
 """
 
-from collections.abc import Callable
-from contextlib import ExitStack
-from functools import partial
-from typing import TypeVar
+import re
+from collections import defaultdict
+from collections.abc import Sequence
 
-import torch
-from torch import Tensor
+from stepscope.cost.sharding import LayerSize, Sharding, TrainingBytes, training_bytes
+from stepscope.plan.owners import Owner
+from stepscope.plan.places import OPTIMIZER
+from stepscope.plan.replayed_memory import ReplayedMemory, Request, StepEvents, fits, replay_memory
+from stepscope.plan.simulation import ParameterSize, Simulation
+from stepscope.recording.memory.allocator_model import MemoryEvent
 
-from stepscope import cost
-from stepscope.cost.overlap import Compute, Layer, StepTime
-from stepscope.parallel import sharded_optimizer
-from stepscope.parallel.clocks import HostClock, Waitable
-from stepscope.parallel.communicator import Communicator, Pending
-from stepscope.parallel.fsdp.vectors import LastMessage
-from stepscope.parallel.journal import Journal
-from stepscope.patches import replace_attribute
-from stepscope.plan.assumptions import Accelerator
-from stepscope.plan.data_sheets import assume_links
-from stepscope.plan.simulation import Simulation, simulate_callable
-from stepscope.plan.step_time import PredictedStep
-from stepscope.recording.rows.links import Links
-from stepscope.spec import ModelShape, Training
-from stepscope.step.learner import Learner
-
-T = TypeVar("T")
-_BYTES = {"bf16": 2}  # of a parameter that FSDP gathers; the others are fp32
+_BLOCK = re.compile(r"^(.*?\.\d+)\.")
+ASSUMPTIONS: dict[Sharding, str] = {
+    "none": "Data parallel: every rank holds buckets of the size of its gradients.",
+    "optimizer": "Sharded optimizer: the rank with the largest share of whole parameters, with buckets of the size of "
+    "its gradients.",
+    "fsdp": "FSDP: matrices are sharded evenly; two whole layers and their gradients are gathered at a time.",
+}
 
 
-class SilentCommunicator(Communicator):
-    """Rank 0 of `world` ranks that do not exist. Its collectives return at once and leave tensors as they are."""
+class RankMemory:
+    """The memory of a rank: `memory` as of a single GPU, and whether it fits."""
 
-    def __init__(self, world: int) -> None:
-        self.group, self.rank, self.world, self.backend = None, 0, world, "nccl"
-        self.journal = Journal(None, 0)
-        self._clock = HostClock()
-        self._background = None
-        self._message_bytes = self._issued = 0
+    def __init__(self, simulation: Simulation, *, ranks: int, sharding: Sharding) -> None:
+        self.assumption = ASSUMPTIONS[sharding]
+        self._simulation = simulation
+        layers = find_layers(simulation.parameter_sizes)
+        whole = training_bytes(layers, ranks=1, sharding="none")
+        part = training_bytes(layers, ranks=ranks, sharding=sharding)
+        buffers = whole.gradients if sharding != "fsdp" else 2 * part.gathered
+        self._events, requests = _scale(simulation, _shares(whole, part), buffers if ranks > 1 else 0)
+        self.memory: ReplayedMemory = replay_memory(self._events, requests)
 
-    def share_objects(self, value: T, name: str) -> list[T]:  # noqa: ARG002
-        return [value] * self.world
-
-    def _begin(self, name: str, message_bytes: int, issue: Callable[[], Waitable | None]) -> Pending:  # noqa: ARG002
-        return super()._begin(name, message_bytes, _Done)
-
-    def _run(self, name: str, collective: Callable[[], object]) -> None:
-        """Nobody is there to meet."""
+    def fits(self, memory_bytes: int | None = None) -> bool:
+        gpu = self._simulation.gpu
+        return fits(self._events, (gpu.memory_bytes if memory_bytes is None else memory_bytes) - gpu.context_bytes)
 
 
-class _Done:
-    def wait(self) -> None:
-        pass
-
-
-def simulate_rank(training: Training, gpu: Accelerator, steps: int) -> Simulation:
-    """Simulate rank 0 of a training run."""
-    with ExitStack() as undo:
-        # The type of a fake parameter is not that of an ordinary tensor, and messages have no values to read.
-        replace_attribute(sharded_optimizer, "may_move", _may_move, undo)
-        replace_attribute(LastMessage, "read_flags", _repeat_flags, undo)
-        return simulate_callable(partial(_prepare, training), gpu, steps)
-
-
-def _may_move(param: Tensor) -> bool:
-    return param.is_contiguous() and param.untyped_storage().nbytes() == param.nbytes
-
-
-def _repeat_flags(_message: LastMessage, _tensor: Tensor, own: list[float]) -> list[bool]:
-    return [flag > 0 for flag in own]  # all ranks do the same
-
-
-def _prepare(training: Training) -> Callable[[], None]:
-    workload = training.workload
-    learner = Learner(training, SilentCommunicator(training.ranks), torch.device("cuda", 0))
-    own = workload.batch // training.ranks // training.passes
-    parts = [torch.zeros(own, workload.context + 1, dtype=torch.int64) for _ in range(training.passes)]
-
-    def run() -> None:
-        learner.begin(training.learning_rate)
-        for number, part_BC in enumerate(parts, start=1):
-            learner.add_gradients(part_BC, is_last=number == len(parts))
-        learner.finish_gradients()
-        learner.update()
-        learner.forget_gradients()
-
-    return run
-
-
-def time_ranks(training: Training, gpu: str, step: PredictedStep) -> StepTime:
-    """The step with communication. `step` is the computation of one rank."""
-    links, _ = assume_links(gpu, training.ranks)
-    times = {phase.name: phase.ns for phase in step.phases}
-    compute = Compute(
-        forward_ns=times.get("forward", 0.0),
-        backward_ns=times.get("backward", 0.0),
-        optimizer_ns=times.get("optimizer", 0.0),
-    )
-    return _communicate(training, compute, links)
-
-
-def _communicate(training: Training, compute: Compute, links: Links) -> StepTime:
-    shape = training.workload.model
-    assert isinstance(shape, ModelShape), "only the built-in model is trained on ranks"
-    match training.strategy:
-        case "single":
-            raise AssertionError("one rank has no collectives")
-        case "fsdp":
-            # The simulated update is already that of a shard.
-            return cost.predict_fsdp(
-                _layers(shape, compute, _BYTES.get(training.workload.precision, 4)),
-                links,
-                optimizer_ns=compute.optimizer_ns * training.ranks,
-            )
-        case strategy:
-            gradients = cost.model_gradients(shape, compute.backward_ns)
-            bucket_bytes = int(training.bucket_mb * 2**20)
-            ddp = cost.predict_ddp(strategy, gradients, compute, links, bucket_bytes=bucket_bytes)
-            if not training.shard_optimizer:
-                return ddp
-            return cost.predict_sharded_optimizer(
-                ddp, Compute(forward_ns=0.0, backward_ns=0.0), links, 4 * cost.parameters(shape).total
-            )
-
-
-def _layers(shape: ModelShape, compute: Compute, gathered_bytes: int) -> list[Layer]:
-    """The units that FSDP gathers, each with its share of the computation by its parameters."""
-    sizes = [sum(layer.matrices) for layer in cost.layer_sizes(shape)]
-    total = sum(sizes)
+def find_layers(parameters: Sequence[ParameterSize]) -> list[LayerSize]:
+    """The layers of a model in order: its numbered modules, and what is between them by outermost name."""
+    groups: dict[str, list[ParameterSize]] = defaultdict(list)
+    for one in parameters:
+        block = _BLOCK.match(one.name)
+        groups[block[1] if block else one.name.partition(".")[0]].append(one)
     return [
-        Layer(
-            parameter_bytes=gathered_bytes * size,
-            gradient_bytes=gathered_bytes * size,
-            forward_ns=compute.forward_ns * size / total,
-            backward_ns=compute.backward_ns * size / total,
+        LayerSize(
+            matrices=tuple(one.elements for one in members if one.is_matrix),
+            vectors=tuple(one.elements for one in members if not one.is_matrix),
         )
-        for size in sizes
+        for members in groups.values()
     ]
+
+
+def _shares(whole: TrainingBytes, part: TrainingBytes) -> dict[str, float]:
+    """The part of each category that a rank holds."""
+    return {
+        "parameters": part.parameters / whole.parameters,
+        "gradients": part.gradients / whole.gradients,
+        "optimizer state": part.optimizer / whole.optimizer,
+    }
+
+
+def _scale(simulation: Simulation, shares: dict[str, float], buffers: int) -> tuple[StepEvents, list[Request]]:
+    """The events and requests of a rank. What the optimizer takes for a moment is for what it updates. Buffers are
+    there from the start."""
+    requests = []
+    for one in simulation.requests:
+        updates = one.phase == OPTIMIZER and one.owner.category == "temporaries"
+        share = shares.get("optimizer state" if updates else one.owner.category, 1.0)
+        requests.append(one._replace(bytes=max(1, round(one.bytes * share))))
+    events, origins = simulation.events, simulation.events.origins
+    number = 1 + max(number for number, _ in events.all)
+
+    def scale(part: list[MemoryEvent]) -> list[MemoryEvent]:
+        return [
+            MemoryEvent(number, requests[origins.get(number, number)].bytes if size else 0) for number, size in part
+        ]
+
+    before = scale(events.before)
+    if buffers:
+        before.append(MemoryEvent(number, buffers))
+        origins = {**origins, number: len(requests)}
+        requests.append(Request(buffers, "buffers", "build", "", -1, Owner("communication")))
+    return StepEvents(before, [scale(step) for step in events.steps], origins), requests

@@ -17,9 +17,10 @@ from torch._subclasses.fake_tensor import (
 import stepscope
 from stepscope.errors import StepscopeError
 
-_LIBRARIES = tuple(str(Path(module.__file__ or "").parent) for module in (torch, stepscope)) + (
-    "<",
+_LIBRARIES = (
+    *(str(Path(module.__file__ or "").parent) for module in (torch, stepscope)),
     str(Path(linecache.__file__ or "").parent / "contextlib.py"),
+    "<",
 )
 # What Python code calls the operators that need values.
 _NAMES = {
@@ -39,7 +40,9 @@ def refusing() -> Iterator[None]:
         name = str(error.func)
         needed = _NAMES.get(name, f"what `{name}` returns")
         raise _refusal(
-            f"this model needs {needed}, which a simulation does not have", error, "measure it on a GPU: stepscope bench"
+            f"this model needs {needed}, which a simulation does not have",
+            error,
+            "measure it on a GPU: stepscope bench",
         ) from error
     except UnsupportedOperatorException as error:
         raise _refusal(

@@ -36,13 +36,9 @@ class LastMessage:
             return
         message = self._pack(flags)
         self._communicator.all_reduce(message, "gradients of vectors").wait()
-        raised = self.read_flags(message, flags)
+        raised = [flag > 0 for flag in message[message.numel() - len(flags) :].tolist()]
         self._deliver_vectors(message, raised)
         self._deliver_flats(raised[len(self._vectors) :])
-
-    def read_flags(self, message: Tensor, own: list[float]) -> list[bool]:
-        """Which of the flags at the end of a message any rank has raised; `own` are those of this rank."""
-        return [flag > 0 for flag in message[message.numel() - len(own) :].tolist()]
 
     def _pack(self, flags: list[float]) -> Tensor:
         gradients = [_flat_gradient(vector) for vector in self._vectors]

@@ -92,7 +92,13 @@ def _test(way: Way) -> str:
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
     try:
         done = subprocess.run(
-            command, capture_output=True, text=True, timeout=TEST_S, check=False, env=environment, stdin=subprocess.DEVNULL
+            command,
+            capture_output=True,
+            text=True,
+            timeout=TEST_S,
+            check=False,
+            env=environment,
+            stdin=subprocess.DEVNULL,
         )
     except subprocess.TimeoutExpired:
         return f"its test took longer than {TEST_S} s"

@@ -1,7 +1,7 @@
 """`python -m stepscope.plan.fake_cuda.self_test WAY`: whether a simulation on fake CUDA does what a GPU does.
 
-It trains a small model in ways that depend on what is faked, and checks facts that hold on every GPU. It prints `ok`, or
-what is wrong. The process ends as any other: a crash in a destructor fails the test.
+It trains a small model in ways that depend on what is faked, and checks facts that hold on every GPU. It prints `ok`,
+or what is wrong. The process ends as any other: a crash in a destructor fails the test.
 """
 
 import sys
@@ -89,12 +89,11 @@ def _count(simulation: Simulation, name: str, phase: str) -> int:
     return sum(one.name.endswith(name) and one.phase == phase for one in simulation.operations)
 
 
-def main(way: str) -> None:
-    assert way == "extension" or way == "vtables", way
-    fake_cuda.install(way)
+def main(name: str) -> None:
+    fake_cuda.install(next(way for way in fake_cuda.WAYS if way == name))
     card = hardware.find("NVIDIA H200")
     assert card is not None, "the H200 is listed"
-    print(check(simulate_callable(_build, accelerator_of(card))) or "ok")
+    sys.stdout.write(check(simulate_callable(_build, accelerator_of(card))) or "ok")
 
 
 if __name__ == "__main__":
