@@ -12,17 +12,17 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from stepscope.plan.fusion import fuse, is_compiled
-from stepscope.plan.host_time import HostModel, share_modules
+from stepscope.plan.host_time import FREE_OF_GRAPH, HostModel, share_modules
 from stepscope.plan.kernels_of import Bound, KernelModel, PlannedKernel
 from stepscope.plan.measured_times import MeasuredTimes
-from stepscope.plan.operator_kinds import short_name
+from stepscope.plan.operator_kinds import FREE, short_name
 from stepscope.recording.rows.calibration import Calibration
 
 if TYPE_CHECKING:
     from stepscope.plan.operation import Operation
 
 _SIGMAS = 2.0
-_REPEATED = 6  # operators in a row that no backward pass has in common with its forward pass
+_REPEATED = 8  # operators in a row that no backward pass has in common with its forward pass
 _SCALED_ERROR = 0.25  # of times that were scaled by data sheets
 _MODEL_ERROR = 0.04  # of sums of kernels, beyond the error of single ones
 
@@ -202,6 +202,8 @@ def host_costs(operations: Sequence["Operation"], host: HostModel) -> list[float
             costs[position] += host.start(one.phase)
             before = one.phase
     _replace_update(operations, costs, host)
+    if not any(one.phase == "backward" for one in operations):  # inference: autograd records nothing
+        costs = [FREE_OF_GRAPH * cost for cost in costs]
     return costs
 
 
@@ -217,20 +219,25 @@ def _replace_update(operations: Sequence["Operation"], costs: list[float], host:
 def _runs_again(operations: Sequence["Operation"]) -> list[bool]:
     """Whether each operator of backward belongs to a forward pass that a checkpoint repeats: it is in a run of
     operators that are the same as in forward, in the same modules and the same order."""
-    keys = [(one.name, one.module, tuple(fact.shape for fact in one.outputs)) for one in operations]
+    listed = [position for position, one in enumerate(operations) if short_name(one.name) not in FREE]
+    keys = [
+        (one.name, one.module, tuple(fact.shape for fact in one.outputs))
+        for one in (operations[position] for position in listed)
+    ]
     starts: dict[tuple[object, ...], list[int]] = defaultdict(list)
-    for position in range(len(operations) - _REPEATED):
-        if operations[position].phase == "forward":
-            starts[tuple(keys[position : position + _REPEATED])].append(position)
+    for place in range(len(listed) - _REPEATED):
+        if operations[listed[place]].phase == "forward":
+            starts[tuple(keys[place : place + _REPEATED])].append(place)
     again = [False] * len(operations)
-    position = 0
-    while position < len(operations):
+    place = 0
+    while place < len(listed):
         length = 0
-        if operations[position].phase == "backward":
-            found = starts.get(tuple(keys[position : position + _REPEATED]), [])
-            length = max((_common_length(keys, start, position) for start in found), default=0)
-        again[position : position + length] = [True] * length
-        position += max(1, length)
+        if operations[listed[place]].phase == "backward":
+            found = starts.get(tuple(keys[place : place + _REPEATED]), [])
+            length = max((_common_length(keys, start, place) for start in found), default=0)
+        for position in listed[place : place + length]:
+            again[position] = True
+        place += max(1, length)
     return again
 
 

@@ -112,6 +112,12 @@ def test_large_kernels_decide_the_time_of_a_step_and_small_ones_the_host() -> No
     assert small.ns == pytest.approx(400 * CALL_NS, rel=0.35)
 
 
+def test_the_gpu_waits_for_the_host() -> None:
+    small = [addition(1000, storage=10 * n) for n in range(400)]
+    host_ns, last = predict_step(small, CALIBRATION).host_ns, predict_step([product(m=32768)], CALIBRATION)
+    assert predict_step([*small, product(m=32768)], CALIBRATION).ns == pytest.approx(host_ns + last.gpu_ns, rel=0.05)
+
+
 def test_a_slower_host_only_slows_down_what_waits_for_it() -> None:
     slow = make_calibration(host_factor=2.0)
     small, large = [addition(1000, storage=10 * n) for n in range(400)], [product(m=16384) for _ in range(40)]
