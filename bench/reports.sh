@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# The reports in the README: `small` and `medium`, fp32 with unfused attention, then bf16 with flash attention and
+# The reports in docs/report.md: `small` and `medium`, fp32 with unfused attention, then bf16 with flash attention and
 # compilation, and what changed between the two. On a machine with a GPU:
 #
 #     bench/reports.sh runs/reports

@@ -218,7 +218,7 @@ def draw_ladder(rows: list[dict[str, Any]], path: Path) -> None:
 
 
 def optimise_table(found: dict[Case, dict[str, Any]]) -> Iterator[str]:
-    yield "\n| medium 1024 | torch.compile | stepscope.optimise | ratio | peak of both | worst gradient, error / limit |"
+    yield "\n| medium 1024 | torch.compile | stepscope.optimise | ratio | peak of both | worst gradient / limit |"
     yield "| --- | --: | --: | --: | --: | --: |"
     for (model, context, how), ours in found.items():
         peer = found.get((model, context, THEIRS))

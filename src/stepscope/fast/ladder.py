@@ -158,6 +158,7 @@ def climb(
         if not measures:
             add(_judge(_measure(job, kept, "all", "all changes together", reference), math.inf))
             kept = kept if rungs[-1].status == "kept" else start
+    _forget_programs(job.device)
     return kept, rungs
 
 

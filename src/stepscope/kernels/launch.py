@@ -47,7 +47,7 @@ def vector_elements(*written: Tensor | None) -> int:
 
 def register_fake(operator: torch._ops.OpOverload, fake: Callable[..., Any], library: torch.library.Library) -> None:
     """What the operator returns, for tracers. Inductor, which traces before it generates code, is told at that moment
-    that the operator stays a call. Otherwise PyTorch before 2.13 writes everything that the first call depends on as
+    that the operator stays a call. Otherwise PyTorch 2.11 writes everything that the first call depends on as
     text, for a log message nobody asked for; a tensor that is used twice is written twice, and compiling never ends.
     """
 

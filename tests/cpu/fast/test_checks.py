@@ -15,6 +15,7 @@ from stepscope.fast import capture
 from stepscope.fast.accuracy import Reference, compare, make_reference
 from stepscope.fast.ladder import climb, list_candidates
 from stepscope.fast.program import Changes, Program
+from stepscope.fast.weights import WorkingWeights
 from tests.cpu.fast.tiny import ALL, BF16, CPU, TwoLinears, make_job, mean_square, normal
 
 
@@ -192,6 +193,23 @@ def test_errors_name_the_innermost_line_of_the_user(tmp_path: Path, monkeypatch:
     assert line_of(["/home/me/train.py", str(model), *internal]) == "model.py:2 `following()  # x.item()`"
     assert line_of(["/home/me/torch/train.py", *internal]) == "train.py:2"
     assert line_of([*internal, "/tmp/torchinductor_me/b.py"]) is None
+
+
+def test_nothing_of_what_was_tried_stays_in_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    leaves: list[weakref.ref[Tensor]] = []
+    make_leaf = WorkingWeights.leaf
+
+    def remember(self: WorkingWeights, *arguments: Any) -> Tensor:
+        leaf = make_leaf(self, *arguments)
+        leaves.append(weakref.ref(leaf))
+        return leaf
+
+    monkeypatch.setattr(WorkingWeights, "leaf", remember)
+    model = TwoLinears()
+    job = make_job(model, (normal(3, 8),), optimizer=torch.optim.AdamW(model.parameters()))
+    climb(job, list_candidates(job, compiler="eager"), measures=False)
+    assert leaves
+    assert not [one for one in leaves if one() is not None]
 
 
 @pytest.mark.parametrize(
