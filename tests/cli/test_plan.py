@@ -122,3 +122,32 @@ def test_model_that_raises_is_bad_input_with_the_line(tmp_path: Path) -> None:
     assert done.returncode == 2
     assert "no weights" in done.stderr
     assert "broken.py:2" in done.stderr
+
+
+def test_each_of_several_gpus_holds_a_share(tmp_path: Path) -> None:
+    settings = [*SMALL[:-4], "--batch", "8", "--context", "16", "--gpu", "H200", "--format", "json"]
+    peaks = []
+    for flags in (["--ranks", "4", "--strategy", "fsdp"], ["--ranks", "4"]):
+        done = stepscope(tmp_path, "plan", *settings, *flags)
+        assert done.returncode == 0, done.stderr
+        document = json.loads(done.stdout)
+        assert document["ranks"]["count"] == 4
+        assert "next: stepscope train" in done.stderr
+        peaks.append(document["peak_allocated_bytes"])
+    assert peaks[0] < peaks[1]
+
+
+@pytest.mark.parametrize(
+    ("flags", "said", "typed"),
+    [
+        (["--batch", "6", "--ranks", "4"], "batch `6` cannot be split evenly over 4 ranks", "--batch 8"),
+        (["--strategy", "fsdp"], "`--strategy fsdp` needs several ranks", "--ranks 8 --strategy fsdp"),
+        (["--shard-optimizer"], "`--shard-optimizer` needs several ranks", "--ranks 8 --shard-optimizer"),
+        (["--ranks", "4", "--fit", "24GB"], "`--fit` tries several numbers of ranks itself", "remove --ranks"),
+    ],
+)
+def test_bad_ranks_say_what_to_type(tmp_path: Path, flags: list[str], said: str, typed: str) -> None:
+    done = stepscope(tmp_path, "plan", *SMALL[:8], *flags, "--gpu", "H200")
+    assert done.returncode == 2
+    assert said in done.stderr
+    assert typed in done.stderr.partition("hint: ")[2]

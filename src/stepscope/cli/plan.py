@@ -120,7 +120,8 @@ def _show_plan(found: "StepPlan", table: PlanPart | None, format_: Format, plot:
     _draw(found, plot, force=force)
     result = found.result
     wanted = "" if result.fits else f" --fit {shlex.quote(result.gpu.name)}"
-    say(f"next: {write_command('bench' if result.fits else 'plan', result.workload)}{wanted}")
+    verb = "plan" if not result.fits else "bench" if result.ranks.count == 1 else "train"
+    say(f"next: {write_command(verb, result.workload)}{wanted or result.ranks.flags}")
 
 
 def _show_several(plans: "list[StepPlan]", format_: Format) -> None:

@@ -119,7 +119,7 @@ def _time(
         )
     except KeyError as missing:  # an operation of which the table has no measurement at all
         return None, [f"No step time: the table of {calibration.gpu} has {missing.args[0]}."]
-    return timed, list(timed.assumptions)
+    return timed, [f"{one[:1].upper()}{one[1:]}." for one in timed.assumptions]
 
 
 def _describe_time(

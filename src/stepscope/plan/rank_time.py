@@ -1,4 +1,4 @@
-"""The time of a step that several GPUs share: what one of them computes, and the communication that this hides or not."""
+"""The time of a step that several GPUs share: what one of them computes, and the communication that is left exposed."""
 
 from collections.abc import Sequence
 

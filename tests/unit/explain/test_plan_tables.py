@@ -1,5 +1,6 @@
 """The words, tables and pictures of `stepscope plan`."""
 
+import msgspec
 import pytest
 
 from stepscope.explain.experiments.plan_tables import (
@@ -14,9 +15,10 @@ from stepscope.explain.experiments.plan_tables import (
     say_fit,
     say_step_time,
     say_verdict,
+    say_workload,
 )
 from stepscope.jobs.plan_search import find_fit
-from stepscope.recording.rows.plan_result import FitResult, PlannedTimeline
+from stepscope.recording.rows.plan_result import FitResult, PlannedRanks, PlannedTimeline
 from stepscope.render.drawing import draw_part
 from stepscope.render.terminal import render_page
 from stepscope.spec import Workload
@@ -126,3 +128,12 @@ def test_front_is_drawn_through_its_points() -> None:
     front = [point for point in figure.points if point.series == "front"]
     assert len(front) == sum(one.on_front for one in found.proposals) > 1
     assert "checkpoint every block" in draw_part(figure)
+
+
+def test_several_gpus_are_named_with_their_communication() -> None:
+    ranks = PlannedRanks(count=8, strategy="bucketed", shard_optimizer=True)
+    assert FITS.time is not None
+    time = msgspec.structs.replace(FITS.time, communication_ns=4_000_000, exposed_ns=1_000_000)
+    result = msgspec.structs.replace(FITS, ranks=ranks, time=time)
+    assert "on bucketed with a sharded optimizer over 8 × H200 SXM" in say_workload(result)
+    assert "1 ms of 4 ms communication exposed" in say_step_time(result)

@@ -29,7 +29,11 @@ _FITS = Column(key="verdict", label="fits")
 
 def say_workload(result: PlanResult) -> str:
     case = Case(workload=result.workload, timing=Timing())
-    return f"{describe_case(case)}, {say_parameters(result.parameters)} parameters, on {say_gpu(result)}"
+    shared = ""
+    if result.ranks.count > 1:
+        shared = f"{result.ranks.strategy}{' with a sharded optimizer' * result.ranks.shard_optimizer} over "
+        shared += f"{result.ranks.count} × "
+    return f"{describe_case(case)}, {say_parameters(result.parameters)} parameters, on {shared}{say_gpu(result)}"
 
 
 def say_gpu(result: PlanResult | FitResult) -> str:
@@ -62,6 +66,10 @@ def say_step_time(result: PlanResult) -> str:
         words += f", {result.tokens_per_s:,.0f} tokens/s"
     if result.mfu is not None:
         words += f", MFU {say_percent(result.mfu)}"
+    if result.time.communication_ns:
+        words += (
+            f", {say_time(result.time.exposed_ns)} of {say_time(result.time.communication_ns)} communication exposed"
+        )
     return words + (", rough: from the data sheet." if result.time.is_rough else ".")
 
 
