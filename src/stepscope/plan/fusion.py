@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 _COMPILED_PHASES = ("forward", "backward")
 _OUTSIDE = ("", "(loss)")  # modules of operators that run outside of the model
-_SHARED = "shared_cast"
+SHARED = "shared_cast"
 
 
 @dataclass(slots=True)
@@ -47,18 +47,18 @@ class FusedGroup:
 
 
 def is_compiled(operation: "Operation") -> bool:
-    """Whether an operator belongs to the model, which is what `torch.compile` sees. A loss outside of it stays eager."""
+    """Whether an operator belongs to the model, which is what `torch.compile` sees. A loss outside stays eager."""
     return operation.phase in _COMPILED_PHASES and operation.module not in _OUTSIDE
 
 
 def fuse(operations: Sequence["Operation"]) -> list[FusedGroup]:
     """Return the groups of the compiled phases, in the order in which they run."""
-    operations = _share_casts(operations)
+    operations = share_casts(operations)
     groups: list[FusedGroup] = []
     opened: list[FusedGroup] = []  # can still take operators: nothing that depends on them has run
     for position, operation in enumerate(operations):
         name = short_name(operation.name)
-        if not is_compiled(operation) or name in VIEWS or name in FREE or name == _SHARED:
+        if not is_compiled(operation) or name in VIEWS or name in FREE or name == SHARED:
             continue
         if _is_extern(name):
             groups.append(_new_group(position, operation, is_extern=True))
@@ -80,7 +80,7 @@ def fuse(operations: Sequence["Operation"]) -> list[FusedGroup]:
     return [one for one in groups if one.is_extern or one.writes]
 
 
-def _share_casts(operations: Sequence["Operation"]) -> list["Operation"]:
+def share_casts(operations: Sequence["Operation"]) -> list["Operation"]:
     """Let all readers of equal casts of a tensor read the first one, as common subexpressions are computed once."""
     first: dict[tuple[str, int, str], int] = {}
     renamed: dict[int, int] = {}
@@ -93,7 +93,7 @@ def _share_casts(operations: Sequence["Operation"]) -> list["Operation"]:
             key = (operation.phase, inputs[0].storage, outputs[0].dtype)
             if key in first and is_compiled(operation):
                 renamed[outputs[0].storage] = first[key]
-                operation = msgspec.structs.replace(operation, name=f"aten.{_SHARED}.default")
+                operation = msgspec.structs.replace(operation, name=f"aten.{SHARED}.default")
             first.setdefault(key, outputs[0].storage)
         changed.append(operation)
     return changed

@@ -214,8 +214,12 @@ class MeasuredTimes:
         return max((3 * size * itemsize / took * 1e9 for size, took, itemsize in rows), default=3e12)
 
 
-def _missing(what: str, dtype: str) -> StepscopeError:
-    return StepscopeError(
+class NotCalibratedError(StepscopeError):
+    """A calibration has no measurement that a prediction needs."""
+
+
+def _missing(what: str, dtype: str) -> NotCalibratedError:
+    return NotCalibratedError(
         f"the calibration has no times of {what.strip()} in {dtype}",
         detail="the GPU does not support it, or the calibration is incomplete",
         hint="stepscope calibrate",

@@ -50,4 +50,4 @@ def _add(found: dict[str, Argument], name: str, value: object) -> None:
     elif isinstance(value, torch.dtype):
         found[name] = str(value).removeprefix("torch.")
     elif isinstance(value, list | tuple) and value and all(isinstance(one, int) for one in value):
-        found[name] = tuple(value)
+        found[name] = tuple(int(one) for one in value)

@@ -16,6 +16,7 @@ from stepscope.plan.host_time import FREE_OF_GRAPH, HostModel, share_modules
 from stepscope.plan.kernels_of import Bound, KernelModel, PlannedKernel
 from stepscope.plan.measured_times import MeasuredTimes
 from stepscope.plan.operator_kinds import FREE, short_name
+from stepscope.plan.rewritten_step import merge_products, use_working_weights
 from stepscope.recording.rows.calibration import Calibration
 
 if TYPE_CHECKING:
@@ -64,8 +65,13 @@ def predict_step(
     graph: bool = False,
     compiled: bool = False,
     tf32: bool = False,
+    working_weights: bool = False,
+    merge: bool = False,
 ) -> PredictedStep:
-    """Predict the step that calls these operators. With `graph` it is replayed from a CUDA graph, without the host."""
+    """Predict the step that calls these operators. With `graph` it is replayed from a CUDA graph, without the host. The
+    other settings are those of a `Workload`; the operators are those of the step without them."""
+    operations = use_working_weights(operations) if working_weights else operations
+    operations = merge_products(operations) if merge else operations
     model = KernelModel(MeasuredTimes(calibration), tf32=tf32)
     host = HostModel(calibration)
     costs = host_costs(operations, host)

@@ -2,14 +2,17 @@
 
 import math
 
+import msgspec
 import pytest
 
+from stepscope.errors import StepscopeError
 from stepscope.hardware import find
 from stepscope.plan.data_sheets import assume_links, predict_data_parallel, scale_calibration
 from stepscope.plan.fusion import fuse
 from stepscope.plan.kernels_of import KernelModel
 from stepscope.plan.measured_times import MeasuredTimes, is_aligned_product
 from stepscope.plan.operation import Operation, TensorFacts
+from stepscope.plan.rewritten_step import merge_products, use_working_weights
 from stepscope.plan.step_time import predict_step
 from tests.cpu.plan.calibrations import CALL_NS, LAUNCH_NS, bytes_ns, make_calibration, product_ns
 
@@ -214,10 +217,14 @@ def test_a_repeated_forward_pass_costs_the_host_as_much_as_the_first() -> None:
     forward = [addition(1000, storage=10 * n) for n in range(30)]
     named = [Operation(f"aten.op{n}", "forward", "block", one.inputs, one.outputs, {}) for n, one in enumerate(forward)]
     again = [Operation(one.name, "backward", one.module, one.inputs, one.outputs, {}) for one in named]
-    expensive = make_calibration()
-    first = predict_step(named, expensive).phases[0].host_ns
-    second = next(phase for phase in predict_step([*named, *again], expensive).phases if phase.name == "backward")
-    assert second.host_ns == pytest.approx(first, rel=0.25)
+    slow_forward = msgspec.structs.replace(
+        CALIBRATION,
+        trials=tuple(
+            msgspec.structs.replace(one, ns=3 * one.ns) if one.phase == "forward" else one for one in CALIBRATION.trials
+        ),
+    )
+    first, second = predict_step([*named, *again], slow_forward).phases
+    assert second.host_ns == pytest.approx(first.host_ns, rel=0.25)
 
 
 def test_another_gpu_is_scaled_by_its_data_sheet_and_less_certain() -> None:
@@ -244,3 +251,71 @@ def test_communication_hides_behind_backward() -> None:
     assert is_assumed
     parallel = predict_data_parallel(step, [4 * 2048 * 2048] * 20, links)
     assert step.ns < parallel.step_ns < step.ns + parallel.communication_ns
+    sent_ns = 20 * 4 * 2048 * 2048 * (2 * 7 / 8) / 3.6e11 * 1e9
+    assert sent_ns < parallel.communication_ns < 1.5 * sent_ns
+
+
+def half(*shape: int, storage: int, contiguous: bool = True) -> TensorFacts:
+    return tensor(*shape, storage=storage, dtype="bfloat16", contiguous=contiguous)
+
+
+def linear_step() -> list[Operation]:
+    """Two linear layers with the same input: casts of weights, products, and their gradients with casts."""
+    x, y = half(1024, 512, storage=1), (half(1024, 256, storage=41), half(1024, 256, storage=42))
+    operations = []
+    for number in (0, 1):
+        weight, cast = tensor(512, 256, storage=20 + number), half(512, 256, storage=30 + number)
+        operations.append(call("_to_copy.default", (weight,), (cast,)))
+        operations.append(call("mm.default", (x, cast), (y[number],)))
+    for number in (0, 1):
+        cast, gradient = half(256, 512, storage=30 + number), half(256, 512, storage=50 + number)
+        operations.append(
+            call("mm.default", (half(256, 1024, storage=60, contiguous=False), x), (gradient,), "backward")
+        )
+        operations.append(call("mm.default", (y[number], cast), (half(1024, 512, storage=70 + number),), "backward"))
+        operations.append(call("_to_copy.default", (gradient,), (tensor(256, 512, storage=80 + number),), "backward"))
+    return operations
+
+
+def test_working_weights_need_no_casts() -> None:
+    left = use_working_weights(linear_step())
+    assert {one.name for one in left} == {"aten.mm.default"}
+
+
+def test_merged_products_do_the_same_work_in_fewer_kernels() -> None:
+    plain = [one for one in linear_step() if "mm" in one.name]
+    merged = merge_products(plain)
+    assert [(one.phase, one.inputs[0].shape, one.outputs[0].shape) for one in merged] == [
+        ("forward", (1024, 512), (1024, 512)),
+        ("backward", (512, 1024), (512, 512)),
+        ("backward", (1024, 512), (1024, 512)),
+    ]
+    before, after = predict_step(plain, CALIBRATION), predict_step(plain, CALIBRATION, merge=True)
+    assert after.flops == before.flops
+    assert after.launches == before.launches // 2
+    assert after.gpu_ns < before.gpu_ns
+
+
+def test_continuous_load_slows_products_down_and_nothing_else() -> None:
+    hot = msgspec.structs.replace(
+        CALIBRATION, constants=CALIBRATION.constants | {"burst_bf16_8192_ns": 1e6, "sustained_bf16_8192_ns": 1.2e6}
+    )
+    products, additions = [product(m=16384) for _ in range(20)], [addition(2**26) for _ in range(20)]
+    assert predict_step(products, hot).gpu_ns == pytest.approx(
+        1.2 * predict_step(products, CALIBRATION).gpu_ns, rel=0.02
+    )
+    assert predict_step(additions, hot).gpu_ns == pytest.approx(predict_step(additions, CALIBRATION).gpu_ns)
+
+
+def test_a_dtype_that_was_not_measured_is_an_error() -> None:
+    without = msgspec.structs.replace(
+        CALIBRATION, series=tuple(one for one in CALIBRATION.series if one.dtype not in ("bf16", "fp16"))
+    )
+    with pytest.raises(StepscopeError, match="no times of products in bf16"):
+        predict_step([product()], without)
+
+
+def test_without_a_backward_pass_the_host_is_faster() -> None:
+    calls = [addition(1000, storage=10 * n) for n in range(100)]
+    training = predict_step([*calls, addition(1000, phase="backward")], CALIBRATION).phases[0]
+    assert predict_step(calls, CALIBRATION).phases[0].host_ns < 0.9 * training.host_ns

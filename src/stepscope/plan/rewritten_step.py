@@ -1,0 +1,89 @@
+"""The operators of a step after the rewrites of `stepscope.fast`, from those of the plain step.
+
+With working weights, parameters exist in bf16 already, so their casts and those of their gradients are gone. With
+merged products, several that have the same input are one with a wider weight, and so are those of their gradients.
+"""
+
+from collections import defaultdict
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from stepscope.plan.fusion import SHARED, share_casts
+from stepscope.plan.operator_kinds import short_name
+
+if TYPE_CHECKING:
+    from stepscope.plan.operation import Operation, TensorFacts
+
+_HALF, _FULL = "bfloat16", "float32"
+
+
+def use_working_weights(operations: Sequence["Operation"]) -> list["Operation"]:
+    """Leave out the casts of parameters, and those of gradients that only the optimizer reads."""
+    made: set[int] = set()
+    first: list[int] = []  # casts of what nobody in this step made
+    last: list[int] = []  # casts whose results only the optimizer reads
+    readers: dict[int, set[str]] = defaultdict(set)
+    for operation in operations:
+        for fact in operation.inputs:
+            readers[fact.storage].add(operation.phase)
+    for position, operation in enumerate(operations):
+        if short_name(operation.name) == "_to_copy" and operation.inputs and operation.outputs:
+            source, result = operation.inputs[0], operation.outputs[0]
+            if source.dtype == _FULL and result.dtype == _HALF and source.storage not in made and len(source.shape) > 1:
+                first.append(position)
+            elif source.dtype == _HALF and result.dtype == _FULL and readers[result.storage] <= {"optimizer"}:
+                last.append(position)
+        made |= {fact.storage for fact in operation.outputs if fact.storage not in _storages(operation.inputs)}
+    dropped = {*first, *last}
+    return [one for position, one in enumerate(operations) if position not in dropped]
+
+
+def merge_products(operations: Sequence["Operation"]) -> list["Operation"]:
+    """Replace products of the same phase and left side, and their gradients, by wider ones."""
+    operations = [one for one in share_casts(operations) if short_name(one.name) != SHARED]
+    groups: dict[tuple[int, tuple[int, ...]], list[int]] = defaultdict(list)  # by the input of forward
+    backward: dict[int, list[int]] = defaultdict(list)  # by the right side
+    for position, one in enumerate(operations):
+        if _is_product(one) and one.phase == "forward":
+            groups[one.inputs[0].storage, one.inputs[0].shape].append(position)
+        elif _is_product(one) and one.phase == "backward":
+            backward[one.inputs[1].storage].append(position)
+    kept, dropped = list(operations), set()
+    for (storage, _), same in groups.items():
+        weights = {operations[one].inputs[1].storage for one in same}
+        of_inputs = sorted(position for weight in weights for position in backward[weight])
+        for positions, axis in ((same, "n"), (of_inputs, "k"), (backward[storage], "m")):
+            for first in range(0, len(positions), len(same)):  # one of each per pass of gradient accumulation
+                alike = positions[first : first + len(same)]
+                kept[alike[-1]] = _widen([operations[one] for one in alike], axis)
+                dropped |= set(alike[:-1])
+    return [one for position, one in enumerate(kept) if position not in dropped]
+
+
+def _is_product(operation: "Operation") -> bool:
+    return short_name(operation.name) == "mm" and len(operation.inputs) == 2
+
+
+def _widen(products: Sequence["Operation"], axis: str) -> "Operation":
+    """One product, as wide along `axis` as all: rows (m) or columns (n) of the result, or what is summed (k)."""
+    last = products[-1]
+    left, right, out = last.inputs[0], last.inputs[1], last.outputs[0]
+    total = {
+        "m": sum(one.outputs[0].shape[0] for one in products),
+        "n": sum(one.outputs[0].shape[1] for one in products),
+        "k": sum(one.inputs[0].shape[1] for one in products),
+    }[axis]
+    m, n, k = out.shape[0], out.shape[1], left.shape[1]
+    m, n, k = (total if axis == "m" else m), (total if axis == "n" else n), (total if axis == "k" else k)
+    inputs = (_reshape(left, m, k), _reshape(right, k, n))
+    return msgspec.structs.replace(last, inputs=inputs, outputs=(_reshape(out, m, n),))
+
+
+def _reshape(fact: "TensorFacts", *shape: int) -> "TensorFacts":
+    return msgspec.structs.replace(fact, shape=shape)
+
+
+def _storages(facts: Sequence["TensorFacts"]) -> set[int]:
+    return {fact.storage for fact in facts}
