@@ -18,7 +18,8 @@ from stepscope.recording.rows.plan_result import ALONE, FitResult, Limit, Planne
 from stepscope.spec import ModelShape, Scalar, Workload
 
 Changes = dict[str, Scalar]
-_MOST_SIMULATED = 9  # per limit; values that the model refuses cost nothing
+_MOST_SIMULATED = 12  # per limit; values that the model refuses cost nothing
+FAR = 8  # times as much is tried next if memory does not grow: the allocator reserves whole segments
 _COARSE = 128  # a limit above this is found to within this fraction of it
 _MOST = {"batch": 2**20, "context": 2**24}
 _ENOUGH = 3  # combinations that fit
@@ -226,6 +227,7 @@ class _LimitSearch:
         self._unit = workload.passes if setting == "batch" else _unit_of(here)
         self._points: dict[int, PlanResult] = {here: start}
         self._refused: int | None = None
+        self._creeps = False  # whether the last step was small
         self._width: int | None = None  # between what fits and what does not, before the last simulation
 
     def run(self) -> Limit:
@@ -253,8 +255,14 @@ class _LimitSearch:
                 guess = min(self._extrapolate(curve), _MOST[self._setting])
                 following = max(int(guess) // self._unit, low // self._unit + 1) * self._unit
                 if guess >= low and (high is None or following < high):
-                    return following
+                    return self._hasten(following, low) if high is None else following
         return (low + (high or 4 * low)) // 2 // self._unit * self._unit or self._unit
+
+    def _hasten(self, following: int, low: int) -> int:
+        """The next value if nothing is known that does not fit: a small step is taken once, not again and again."""
+        is_small = following <= low + low // 4
+        crept, self._creeps = self._creeps, is_small
+        return 2 * low if is_small and crept else following
 
     def _extrapolate(self, curve: Callable[[PlanResult], int]) -> float:
         """Where a curve through the simulations next to the limit reaches the memory of the GPU."""
@@ -262,7 +270,7 @@ class _LimitSearch:
         left = sorted(((curve(found) - memory, value) for value, found in self._points.items()), key=_distance)[:3]
         if len(left) == 1:
             ((missing, value),) = left
-            return value / 2 if missing > 0 else 2.0 * value
+            return value / 2 if missing > 0 else 4.0 * value
         return solve_curve([(value, missing) for missing, value in left])
 
     def _look_at(self, value: int) -> None:
@@ -316,8 +324,8 @@ def solve_curve(points: Sequence[tuple[float, float]]) -> float:
     linear = slope - bend * (x1 - x0)
     inside = linear * linear - 4 * bend * y0
     if abs(bend) * (x1 - x0) <= 1e-9 * abs(slope) or inside < 0:
-        return x0 - y0 / slope if slope > 0 else 2 * x1
-    return x0 + 2 * -y0 / (linear + math.sqrt(inside)) if linear + math.sqrt(inside) > 0 else 2 * x1
+        return x0 - y0 / slope if slope > 0 else FAR * x1
+    return x0 + 2 * -y0 / (linear + math.sqrt(inside)) if linear + math.sqrt(inside) > 0 else FAR * x1
 
 
 def _unit_of(context: int) -> int:
