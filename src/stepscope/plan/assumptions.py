@@ -18,6 +18,12 @@ from stepscope.units import MIB
 
 CONTEXT_BYTES = 560 * MIB  # on an H200 with PyTorch 2.11; between 300 and 600 MiB elsewhere
 SdpaKernel = Literal["cudnn", "flash", "efficient", "math"]
+SDPA_WORDS: dict[SdpaKernel, str] = {
+    "cudnn": "cuDNN's kernel",
+    "flash": "the flash kernel",
+    "efficient": "the memory-efficient kernel",
+    "math": "no fused kernel, so the scores are kept",
+}
 HALF = ("float16", "bfloat16")
 
 

@@ -36,6 +36,8 @@ def temporary_bytes(
     func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], outputs: list[Tensor], gpu: Accelerator
 ) -> list[int]:
     """The sizes of what the kernel of an operator takes at once."""
+    if func.namespace == "stepscope":
+        return own_backward_bytes(args, gpu) if "attention_backward" in func.__name__ else []
     estimate = _ESTIMATES.get(func)
     return [] if estimate is None else [size for size in estimate(args, kwargs, outputs, gpu) if size > 0]
 
@@ -43,7 +45,7 @@ def temporary_bytes(
 # --- Reductions -------------------------------------------------------------------------------------------------------
 
 
-def _reduction(args: tuple[Any, ...], kwargs: dict[str, Any], outputs: list[Tensor], gpu: Accelerator) -> list[int]:
+def _reduction(args: tuple[Any, ...], kwargs: dict[str, Any], _outputs: Any, gpu: Accelerator) -> list[int]:
     dims = args[1] if len(args) > 1 else kwargs.get("dim")
     dtype = kwargs.get("dtype") or args[0].dtype
     return reduction_bytes(args[0], dims, max(4, dtype.itemsize), gpu)
@@ -197,6 +199,15 @@ def _efficient_backward(args: tuple[Any, ...], _kwargs: Any, _outputs: Any, _gpu
     return [*copies, numbers, blocks * columns * (4 * block * block + 16)]
 
 
+def own_backward_bytes(args: tuple[Any, ...], gpu: Accelerator) -> list[int]:
+    """What our own attention takes in backward: two numbers per query, and on Hopper the gradient of the queries in
+    fp32."""
+    query = args[1]
+    batch, heads, length, dim = query.shape
+    sums = [4 * query.numel()] if gpu.capability[0] == 9 and query.dtype != torch.float32 and dim <= 128 else []
+    return [8 * batch * heads * _round_up(length, 128), *sums]
+
+
 def _expanded(query: Tensor, key: Tensor, value: Tensor) -> list[int]:
     """Gradients of keys and values with as many heads as queries have, before they are added up."""
     if query.shape[1] == key.shape[1]:
@@ -246,7 +257,7 @@ def _index_put(args: tuple[Any, ...], kwargs: dict[str, Any], *_: Any) -> list[i
     accumulates = args[3] if len(args) > 3 else kwargs.get("accumulate", False)
     if not accumulates or not indices or indices[0].dtype in (torch.bool, torch.uint8):
         return []
-    count = math.prod(torch.broadcast_shapes(*(one.shape for one in indices)))
+    count = math.prod(torch.broadcast_shapes(*(one.shape for one in indices)))  # type: ignore[no-untyped-call]
     return [8 * count, *_sort_bytes(count)]
 
 

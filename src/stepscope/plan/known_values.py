@@ -66,7 +66,10 @@ class KnownValues:
         if "device" in kwargs:
             kwargs = {**kwargs, "device": torch.device("cpu")}
         with unset_fake_temporarily():
-            return True, func(*args, **kwargs)
+            try:
+                return True, func(*args, **kwargs)
+            except RuntimeError:  # an operator that the CPU does not have
+                return False, None
 
     def follow(self, func: Any, args: Any, kwargs: Any, inputs: list[Tensor], outputs: list[Tensor]) -> None:
         """Compute the values of an operator's results, if those of its inputs are known."""
@@ -81,6 +84,8 @@ class KnownValues:
         if computed and len(values) == len(outputs):
             for tensor, value in zip(outputs, values, strict=True):
                 self.set(tensor, value)
+        else:
+            self._spoil(func, args, kwargs)
 
     def set(self, tensor: Tensor, value: Tensor) -> None:
         if isinstance(tensor, FakeTensor) and tensor.shape == value.shape:

@@ -20,7 +20,7 @@ class TensorFacts(msgspec.Struct, frozen=True):
 
 class Operation(msgspec.Struct, frozen=True):
     """One operator below autograd and autocast. `inputs` and `outputs` are flat, and include the members of lists, as
-    `foreach` operators take them. `module` is the innermost module, also in backward; empty outside of modules."""
+    `foreach` operators take them. `module` is the innermost module, also in backward; empty outside modules."""
 
     name: str
     phase: str
@@ -31,13 +31,11 @@ class Operation(msgspec.Struct, frozen=True):
 
 
 def facts_of(tensor: Tensor, storage: int) -> TensorFacts:
-    return TensorFacts(
-        tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."), tensor.is_contiguous(), storage
-    )
+    return TensorFacts(tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."), tensor.is_contiguous(), storage)
 
 
 def scalars_of(operator: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Argument]:
-    """The arguments that are no tensors, by their names in the operator's schema."""
+    """The arguments other than tensors, by their names in the operator's schema."""
     found: dict[str, Argument] = {}
     for argument, value in zip(operator._schema.arguments, args, strict=False):
         _add(found, argument.name, value)
@@ -52,4 +50,4 @@ def _add(found: dict[str, Argument], name: str, value: object) -> None:
     elif isinstance(value, torch.dtype):
         found[name] = str(value).removeprefix("torch.")
     elif isinstance(value, list | tuple) and value and all(isinstance(one, int) for one in value):
-        found[name] = tuple(value)
+        found[name] = tuple(int(one) for one in value)

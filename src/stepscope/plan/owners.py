@@ -79,8 +79,8 @@ def _tensors(values: Iterable[object]) -> Iterator[Tensor]:
 
 
 def find_owner(number: int, allocation: Allocation, known: dict[int, Owner], *, outlives_forward: bool) -> Owner:
-    """The owner of an allocation. One that a forward pass made and that is still there afterwards is an activation, also
-    if the forward pass is the repeated one of a checkpoint."""
+    """The owner of an allocation. One that a forward pass made and that is still there afterwards is an activation,
+    also if the forward pass is the repeated one of a checkpoint."""
     if number in known:
         return known[number]
     if allocation.operator == WORKSPACE or allocation.is_temporary:

@@ -27,7 +27,7 @@ FUSED = ("silu_backward", "mish_backward", "_fused_rms_norm")
 _library: torch.library.Library | None = None
 
 
-class GpuFakeMode(FakeTensorMode):
+class GpuFakeMode(FakeTensorMode):  # type: ignore[no-untyped-call]
     """Fake tensors without real ones behind them. PyTorch asks whether CUDA is available, and if so moves constants
     there."""
 
@@ -94,6 +94,8 @@ def _describe_device(gpu: Accelerator, undo: ExitStack) -> None:
         "is_available": lambda: True,
         "device_count": lambda: 1,
         "current_device": lambda: 0,
+        "_exchange_device": lambda *_: 0,
+        "_maybe_exchange_device": lambda *_: 0,
         "is_bf16_supported": lambda *_, **__: True,
         "get_device_properties": lambda *_, **__: properties,
         "get_device_capability": lambda *_, **__: gpu.capability,
@@ -116,8 +118,8 @@ def _nothing(*_: Any, **__: Any) -> None:
 
 
 def _move_data(parameter: Tensor, moved: Tensor) -> None:
-    """Give a parameter the data of another, as `Module.to` does. For fake tensors, PyTorch would swap the objects, which
-    is impossible if anything refers to them."""
+    """Give a parameter the data of another, as `Module.to` does. For fake tensors, PyTorch would swap the objects,
+    which is impossible if anything refers to them."""
     with torch.no_grad():
         parameter.data = moved
     if isinstance(parameter, FakeTensor):

@@ -8,7 +8,7 @@ import msgspec
 
 from stepscope.plan.owners import CATEGORIES, Owner
 from stepscope.plan.tracking import WORKSPACE
-from stepscope.recording.memory.allocator_model import PLACEMENTS, AllocatorModel, MemoryEvent, OutOfSpace
+from stepscope.recording.memory.allocator_model import PLACEMENTS, AllocatorModel, MemoryEvent, OutOfSpaceError
 
 POINTS = 1000  # of a timeline
 
@@ -118,7 +118,7 @@ def repeat_steps(events: StepEvents, count: int, requests: Sequence[Request]) ->
 def _name_requests(step: Sequence[MemoryEvent], requests: Sequence[Request]) -> dict[int, tuple[object, ...]]:
     """A name for each request of a step, which is the same in another step that does the same."""
     seen: Counter[tuple[object, ...]] = Counter()
-    names = {}
+    names: dict[int, tuple[object, ...]] = {}
     for number, size in step:
         if size:
             request = requests[number]
@@ -134,7 +134,9 @@ def replay_memory(events: StepEvents, requests: Sequence[Request]) -> ReplayedMe
         model.follow(events.all)
     main = _Replay(events, requests)
     models.append(main.model)
-    allocated, reserved = ([getattr(model, f"peak_{kind}_bytes") for model in models] for kind in ("allocated", "reserved"))
+    allocated, reserved = (
+        [getattr(model, f"peak_{kind}_bytes") for model in models] for kind in ("allocated", "reserved")
+    )
     peak = main.peak_request
     categories, modules = main.at_peak()
     return ReplayedMemory(
@@ -159,7 +161,7 @@ def fits(events: StepEvents, capacity: int) -> bool:
     for placement in PLACEMENTS:
         try:
             AllocatorModel(placement, capacity=capacity).follow(events.all)
-        except OutOfSpace:
+        except OutOfSpaceError:
             return False
     return True
 

@@ -6,6 +6,7 @@ inside autograd's engine.
 """
 
 from collections import Counter
+from functools import partial
 from typing import Any
 
 import torch
@@ -49,22 +50,22 @@ def _attend(
     call = _describe(query, key, value, attn_mask, dropout_p, is_causal, enable_gqa)
     kernel = choose_sdpa(call, _gpu, _enabled())
     chosen[kernel] += 1
-    settings: dict[str, Any] = {"scale": scale}
-    if kernel == "math":
-        return aten._scaled_dot_product_attention_math(
-            query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
-        )[0]
     if kernel == "flash":
         return _attend_flash(query, key, value, dropout_p, is_causal, scale)
-    mask = _as_bias(attn_mask, query)
-    if kernel == "cudnn":
-        return aten._scaled_dot_product_cudnn_attention(
-            query, key, value, mask, call.needs_grad, dropout_p, is_causal, False, **settings
-        )[0]
-    mask = None if mask is None else _pad_mask(mask).expand(*query.shape[:3], key.shape[2])
-    return aten._scaled_dot_product_efficient_attention(
-        query, key, value, mask, call.needs_grad, dropout_p, is_causal, **settings
-    )[0]
+    if kernel == "math":
+        attend: Any = partial(aten._scaled_dot_product_attention_math, enable_gqa=enable_gqa)
+        found = attend(query, key, value, attn_mask, dropout_p, is_causal, scale=scale)
+    elif kernel == "cudnn":
+        mask = _as_bias(attn_mask, query)
+        attend = aten._scaled_dot_product_cudnn_attention
+        found = attend(query, key, value, mask, call.needs_grad, dropout_p, is_causal, scale=scale)
+    else:
+        mask = _as_bias(attn_mask, query)
+        mask = None if mask is None else _pad_mask(mask).expand(*query.shape[:3], key.shape[2])
+        attend = aten._scaled_dot_product_efficient_attention
+        found = attend(query, key, value, mask, call.needs_grad, dropout_p, is_causal, scale=scale)
+    result: Tensor = found[0]
+    return result
 
 
 def _attend_flash(
@@ -94,7 +95,7 @@ def _pad_mask(mask: Tensor) -> Tensor:
 
 
 def _enabled() -> frozenset[SdpaKernel]:
-    backends = torch.backends.cuda
+    backends: Any = torch.backends.cuda
     switches: dict[SdpaKernel, bool] = {
         "cudnn": backends.cudnn_sdp_enabled(),
         "flash": backends.flash_sdp_enabled(),

@@ -13,39 +13,53 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 import torch
 from torch import Tensor
 
 from stepscope.plan import fake_cuda, sdpa
-from stepscope.plan.assumptions import Accelerator
+from stepscope.plan.assumptions import SDPA_WORDS, Accelerator
 from stepscope.plan.operation import Operation, TensorFacts
 from stepscope.plan.owners import Owners, find_owner
 from stepscope.plan.places import FORWARD, LOSS, Places
 from stepscope.plan.pretended_gpu import GpuFakeMode, pretended_gpu
+from stepscope.plan.refusals import refusing
 from stepscope.plan.replayed_memory import ReplayedMemory, Request, StepEvents, fits, repeat_steps, replay_memory
 from stepscope.plan.tracking import Tracker
-from stepscope.spec import Workload
+from stepscope.spec import WHOLE_STEP, Workload, flag_of
 from stepscope.step import Step, build
+from stepscope.units import say_size
 
 __all__ = ["Operation", "Simulation", "TensorFacts", "simulate_callable", "simulate_workload"]
 LossFunction = Callable[[object, Any], Tensor]
 SIMULATED = 2  # steps; the others repeat the last
 
 
+class ParameterSize(NamedTuple):
+    name: str
+    elements: int
+    is_matrix: bool
+
+
 class Simulation(msgspec.Struct, kw_only=True):
-    """What simulated steps do on a GPU. `operations` are those of one step; `assumptions` are sentences."""
+    """What simulated steps do on a GPU. `operations` are those of one step; `assumptions` are sentences. `events` and
+    `requests` are the memory of all steps, request by request."""
 
     gpu: Accelerator
     steps: int
-    parameters: int
+    parameter_sizes: list[ParameterSize]
     memory: ReplayedMemory
     operations: list[Operation]
-    sdpa_kernels: dict[str, int]
     assumptions: list[str]
     events: StepEvents
+    requests: list[Request]
+
+    @property
+    def parameters(self) -> int:
+        """The number of parameters; tied ones count once."""
+        return sum(one.elements for one in self.parameter_sizes)
 
     def fits(self, memory_bytes: int | None = None) -> bool:
         """Whether all steps and the CUDA context fit into a GPU, or into a memory of this size."""
@@ -55,7 +69,7 @@ class Simulation(msgspec.Struct, kw_only=True):
 
 def simulate_workload(workload: Workload, gpu: Accelerator, steps: int = 3) -> Simulation:
     """Simulate steps of a workload as it would run on `gpu`: without CUDA graphs and without compilation."""
-    plain = msgspec.structs.replace(workload, compile=False, graph=False, device="auto")
+    plain = msgspec.structs.replace(workload, compile=False, device="auto", **dict.fromkeys(WHOLE_STEP, False))
 
     def prepare(places: Places) -> Callable[[], None]:
         step = build(plain, torch.device("cuda", 0), captures=False)
@@ -63,7 +77,11 @@ def simulate_workload(workload: Workload, gpu: Accelerator, steps: int = 3) -> S
         step.measure_loss = _attributed(step.measure_loss, places)
         return partial(_run_phases, step, places)
 
-    return _simulate(prepare, gpu, steps)
+    simulation = _simulate(prepare, gpu, steps)
+    asked = [flag_of(name) for name in ("compile", *WHOLE_STEP) if getattr(workload, name)]
+    if asked:
+        simulation.assumptions.append(f"Predicted for the eager step, without {', '.join(asked)}.")
+    return simulation
 
 
 def simulate_callable(build: Callable[[], Callable[[], None]], gpu: Accelerator, steps: int = 3) -> Simulation:
@@ -146,21 +164,40 @@ class _Run:
 def _simulate(prepare: Callable[[Places], Callable[[], None]], gpu: Accelerator, steps: int) -> Simulation:
     fake_cuda.enable()
     run = _Run(gpu)
-    with _without_collector(), pretended_gpu(gpu), run.mode, run.tracker, run.places.watching():
+    with _without_collector(), refusing(), pretended_gpu(gpu), run.mode, run.tracker, run.places.watching():
         run.follow(prepare, steps)
     requests = run.requests()
     events = repeat_steps(run.events(), steps, requests)
-    parameters = {id(one): one for model in run.places.models.values() for one in model.parameters()}
     return Simulation(
         gpu=gpu,
         steps=len(events.steps),
-        parameters=sum(one.numel() for one in parameters.values()),
+        parameter_sizes=list(_parameter_sizes(run.places)),
         memory=replay_memory(events, requests),
         operations=run.tracker.operations,
-        sdpa_kernels=dict(sdpa.chosen),
-        assumptions=[],
+        assumptions=_state_assumptions(gpu),
         events=events,
+        requests=requests,
     )
+
+
+def _parameter_sizes(places: Places) -> Iterator[ParameterSize]:
+    seen: set[int] = set()
+    for model in places.models.values():
+        for name, one in model.named_parameters():
+            if id(one) not in seen:
+                seen.add(id(one))
+                yield ParameterSize(name, one.numel(), one.dim() > 1)
+
+
+def _state_assumptions(gpu: Accelerator) -> list[str]:
+    """What the simulation took for granted, as sentences."""
+    version = torch.__version__.partition("+")[0]
+    found = [
+        f"{gpu.name} with PyTorch {version}, one stream and the default settings of its allocator.",
+        f"cuBLAS keeps {say_size(gpu.cublas_workspace_bytes)} for the main thread and for autograd's.",
+        f"The CUDA context takes {say_size(gpu.context_bytes)}, apart from the allocator.",
+    ]
+    return found + [f"scaled_dot_product_attention takes {SDPA_WORDS[kernel]}." for kernel in sdpa.chosen]
 
 
 @contextmanager

@@ -32,7 +32,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from stepscope.plan.assumptions import Accelerator
 from stepscope.plan.kernel_memory import MULTIPLIES, on_cpu, temporary_bytes
 from stepscope.plan.known_values import KnownValues
-from stepscope.plan.operation import Operation, TensorFacts, facts_of, scalars_of
+from stepscope.plan.operation import Operation, facts_of, scalars_of
 from stepscope.plan.places import Places
 from stepscope.recording.memory.allocator_model import MemoryEvent
 
@@ -71,11 +71,11 @@ class Allocation:
         self.source = CPU  # what it is a copy of
 
 
-class Tracker(TorchDispatchMode):
+class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """`events` are requests and frees in order; the number of a request is its position in `allocations`."""
 
     def __init__(self, gpu: Accelerator, places: Places, mode: FakeTensorMode) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.events: list[MemoryEvent] = []
         self.allocations: list[Allocation] = []
         self.operations: list[Operation] = []
@@ -95,6 +95,8 @@ class Tracker(TorchDispatchMode):
     ) -> Any:
         if func is torch.ops.prim.device.default:  # `tensor.device`, which asks the dispatcher
             return _device_of(args[0])
+        if func is aten._pin_memory.default:  # memory of the CPU, which the GPU can read
+            return args[0]
         kwargs = kwargs or {}
         self._sum = None
         inputs = [one for one in tree_leaves((args, kwargs)) if isinstance(one, Tensor)]
@@ -107,9 +109,9 @@ class Tracker(TorchDispatchMode):
         numbers = [self.number_of(one) for one in inputs] if self.keeps_operations else []
         result = self._run(func, args, kwargs, inputs)
         outputs = [one for one in tree_leaves(result) if isinstance(one, Tensor)]
+        self._values.follow(func, args, kwargs, inputs, outputs)
         if all(_device_of(one).type != "cuda" for one in (*inputs, *outputs)):
             return result
-        self._values.follow(func, args, kwargs, inputs, outputs)
         made = self._add_outputs(func, inputs, outputs)
         self._add_temporaries(func, args, kwargs, outputs)
         if made and func in _IN_PLACE and _is_engine():

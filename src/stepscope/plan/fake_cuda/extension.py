@@ -31,8 +31,8 @@ def why_not() -> str:
 
 
 def install() -> None:
-    """Build the library if it is not in the cache, load it, and replace the guard and the hooks. OSError if it cannot be
-    built or loaded."""
+    """Build the library unless the cache has it, load it, and replace the guard and the hooks. OSError if that
+    fails."""
     ctypes.CDLL(str(build())).stepscope_enable_fake_cuda()
 
 
@@ -48,7 +48,7 @@ def build() -> Path:
     with tempfile.TemporaryDirectory(dir=target.parent) as folder:
         made = Path(folder) / "device.so"
         _compile(made)
-        os.replace(made, target)
+        made.replace(target)
     return target
 
 

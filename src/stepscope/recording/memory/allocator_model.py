@@ -1,9 +1,9 @@
 """A model of PyTorch's caching allocator: which block it would choose for each request, and what it asks CUDA for.
 
 One stream and default settings. The requests are exact, and so are rounding, best fit, splitting and merging. Of two
-free blocks of the same size the allocator takes the one at the lower address, so the addresses that CUDA returns matter.
-On a data center GPU they were seen to fall in pieces of 32 MiB, whose rests serve later segments, the lowest first. That
-is the first of `PLACEMENTS`; the others give a range for drivers that do otherwise.
+free blocks of the same size the allocator takes the one at the lower address, so the addresses that CUDA returns
+matter. On an H200 they fall in pieces of 32 MiB, whose rests serve later segments, the lowest first. That is the first
+of `PLACEMENTS`; the others give a range for drivers that do otherwise.
 """
 
 import random
@@ -30,7 +30,7 @@ class MemoryEvent(NamedTuple):
     bytes: int
 
 
-class OutOfSpace(Exception):  # noqa: N818: not an error of the model
+class OutOfSpaceError(Exception):
     """The capacity does not suffice, even without cached segments."""
 
 
@@ -80,7 +80,7 @@ class _Pool:
 
 class AllocatorModel:
     """The state of the allocator. With a `capacity`, it releases cached segments when it runs out, as PyTorch does,
-    and raises `OutOfSpace` if that is not enough."""
+    and raises `OutOfSpaceError` if that is not enough."""
 
     def __init__(self, placement: Placement = PLACEMENTS[0], *, capacity: int | None = None) -> None:
         self.allocated_bytes = self.requested_bytes = self.reserved_bytes = 0
@@ -135,7 +135,9 @@ class AllocatorModel:
         if self._capacity is not None and self.reserved_bytes + size > self._capacity:
             self.release_cached()
             if self.reserved_bytes + size > self._capacity:
-                raise OutOfSpace(f"{rounded} bytes do not fit: {self.reserved_bytes} of {self._capacity} are reserved")
+                raise OutOfSpaceError(
+                    f"{rounded} bytes do not fit: {self.reserved_bytes} of {self._capacity} are reserved"
+                )
         address = self._place(size)
         self._segments[address] = size
         self.reserved_bytes += size

@@ -1,0 +1,150 @@
+"""`python -m tests.cpu.plan.simulated NAME...`: simulations in a process of their own, as one line of JSON each.
+
+Fake CUDA stays enabled until a process ends, so no test enables it in its own.
+"""
+
+import sys
+from collections.abc import Callable
+
+import msgspec
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from stepscope import hardware
+from stepscope.errors import StepscopeError
+from stepscope.plan.assumptions import accelerator_of
+from stepscope.plan.ranks import RankMemory
+from stepscope.plan.replayed_memory import ReplayedMemory
+from stepscope.plan.simulation import Operation, Simulation, simulate_callable, simulate_workload
+from stepscope.spec import SIZES, HuggingFace, Workload
+
+SMALL = SIZES["small"]
+CARD = hardware.find("NVIDIA H200")
+assert CARD is not None
+H200 = accelerator_of(CARD)
+LLAMA = HuggingFace(
+    config="llama",
+    arguments=(
+        ("hidden_size", 64),
+        ("intermediate_size", 96),
+        ("num_hidden_layers", 2),
+        ("num_attention_heads", 4),
+        ("num_key_value_heads", 2),
+        ("vocab_size", 500),
+    ),
+)
+
+
+class Answer(msgspec.Struct):
+    """What a simulation said, or the error that it raised."""
+
+    memory: ReplayedMemory | None = None
+    operations: list[Operation] = []
+    assumptions: list[str] = []
+    parameters: int = 0
+    steps: int = 0
+    fitting: list[bool] = []  # into half of the least, and into a byte more than the most reserved bytes
+    ranks: dict[str, int] = {}  # peaks of eight ranks by sharding
+    error: str = ""
+
+
+def _workload(steps: int = 15, **settings: object) -> Callable[[], Simulation]:
+    workload = Workload(**{"model": SMALL, **settings})  # type: ignore[arg-type]
+    return lambda: simulate_workload(workload, H200, steps=steps)
+
+
+class _Branching(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(64, 64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.linear(x)
+        return y * 2 if y.sum() > 0 else y
+
+
+class _Masked(_Branching):
+    """Asks about a mask, whose values follow from the program."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        mask = torch.ones(x.shape[0], device=x.device)
+        y: Tensor = self.linear(x)
+        return y if torch.all(mask == 1) else y[mask.bool()]
+
+
+def _train(model: Callable[[], nn.Module]) -> Callable[[], Simulation]:
+    def build() -> Callable[[], None]:
+        module, x = model(), torch.randn(8, 64)
+        optimizer = torch.optim.AdamW(module.parameters())
+
+        def step() -> None:
+            module(x).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+        return step
+
+    return lambda: simulate_callable(build, H200)
+
+
+def _on_cpu() -> nn.Module:
+    with torch.device("cpu"):
+        model = nn.Sequential(nn.Linear(64, 64), nn.LayerNorm(64))
+    return model.to("cuda").to(torch.bfloat16).float()
+
+
+class _Attention(nn.Module):
+    """Grouped heads, which PyTorch's kernels take in half precision only."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.linear = nn.Linear(64, 64)
+        self.dtype = dtype
+
+    def forward(self, x: Tensor) -> Tensor:
+        heads = self.linear(x).to(self.dtype).view(1, 4, 8, 16)
+        attend = functional.scaled_dot_product_attention
+        return attend(heads, heads[:, :2], heads[:, :2], enable_gqa=True).float()
+
+
+RUNS: dict[str, Callable[[], Simulation]] = {
+    "fp32": _workload(steps=3),
+    "bf16": _workload(precision="bf16", context=256, steps=5),
+    "fused": _workload(precision="bf16", context=1024, attention="sdpa", optimizer="adamw-fused", steps=3),
+    "inference": _workload(steps=2, mode="inference"),
+    "checkpointed": _workload(steps=4, precision="bf16", context=512, checkpoint="block"),
+    "nano": _workload(model=SIZES["nano"], optimizer="adamw-torch", steps=3),
+    "micro-batches": _workload(model=SIZES["nano"], optimizer="adamw-torch", grad_accumulation=2, steps=3),
+    "fp16": _workload(model=SIZES["nano"], precision="fp16", optimizer="adamw-onelaunch", steps=3),
+    "graphed": _workload(model=SIZES["nano"], graph=True, steps=3),
+    "llama": _workload(model=LLAMA, precision="bf16", context=48, steps=2),
+    "branching": _train(_Branching),
+    "masked": _train(_Masked),
+    "on-cpu": _train(_on_cpu),
+    "grouped-bf16": _train(lambda: _Attention(torch.bfloat16)),
+    "grouped-fp32": _train(lambda: _Attention(torch.float32)),
+}
+
+
+def answer(run: Callable[[], Simulation]) -> Answer:
+    try:
+        simulation = run()
+    except StepscopeError as error:
+        return Answer(error=str(error))
+    low, high = simulation.memory.reserved_bytes
+    shardings = ("none", "optimizer", "fsdp")
+    return Answer(
+        memory=simulation.memory,
+        operations=simulation.operations,
+        assumptions=simulation.assumptions,
+        parameters=simulation.parameters,
+        steps=simulation.steps,
+        fitting=[simulation.fits(size + H200.context_bytes) for size in (low // 2, high + 1)],
+        ranks={one: RankMemory(simulation, ranks=8, sharding=one).memory.peak_allocated_bytes for one in shardings},
+    )
+
+
+if __name__ == "__main__":
+    for name in sys.argv[1:]:
+        sys.stdout.write(msgspec.json.encode(answer(RUNS[name])).decode() + "\n")

@@ -1,0 +1,157 @@
+"""Simulated steps against peaks that were measured on an H200, and what a simulation says about them."""
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterable
+
+import msgspec
+import pytest
+
+from tests.cpu.plan.simulated import Answer
+
+# Of bench/results: bench_h200, bench_h200_faster, attention_train_h200, memory_h200, memory_checkpoint_study_h200.
+MEASURED = {
+    "fp32": 2_374_862_848,
+    "bf16": 2_971_895_808,
+    "fused": 5_226_378_752,
+    "inference": 581_028_864,
+    "checkpointed": 2_473_641_984,
+}
+OTHERS = ("nano", "micro-batches", "fp16", "graphed", "llama", "branching", "masked", "on-cpu")
+GROUPED = ("grouped-bf16", "grouped-fp32")
+
+
+def simulate(names: Iterable[str], **environment: str) -> dict[str, Answer]:
+    command = [sys.executable, "-m", "tests.cpu.plan.simulated", *names]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=os.environ | environment)
+    assert done.returncode == 0, done.stderr
+    decode = msgspec.json.Decoder(Answer).decode
+    return {name: decode(line) for name, line in zip(names, done.stdout.splitlines(), strict=True)}
+
+
+@pytest.fixture(scope="module")
+def answers() -> dict[str, Answer]:
+    return simulate((*MEASURED, *OTHERS, *GROUPED))
+
+
+def operators_of(answer: Answer, phase: str = "") -> list[str]:
+    return [one.name for one in answer.operations if not phase or one.phase == phase]
+
+
+def categories_of(answer: Answer) -> dict[str, int]:
+    assert answer.memory is not None
+    return {one.category: one.bytes for one in answer.memory.categories}
+
+
+@pytest.mark.parametrize("name", MEASURED)
+def test_peak_is_the_measured_one_to_the_byte(answers: dict[str, Answer], name: str) -> None:
+    memory = answers[name].memory
+    assert memory is not None
+    assert memory.peak_allocated_bytes == MEASURED[name]
+    low, high = memory.allocated_range
+    assert low <= memory.peak_allocated_bytes <= high < 1.01 * low
+
+
+def test_categories_and_modules_add_up_to_the_peak(answers: dict[str, Answer]) -> None:
+    for name in MEASURED:
+        memory = answers[name].memory
+        assert memory is not None
+        assert sum(one.bytes for one in memory.categories) == memory.peak_allocated_bytes
+        assert sum(one.bytes for one in memory.modules) == memory.peak_allocated_bytes
+        assert max(one.bytes for one in memory.phases) == memory.peak_allocated_bytes
+        assert max(one.bytes for one in memory.timeline) <= memory.peak_allocated_bytes
+
+
+def test_categories_are_those_that_the_recorder_measured(answers: dict[str, Answer]) -> None:
+    measured = {"parameters": 515_976_192, "activations": 1_013_829_632, "autocast copies": 275_013_632}
+    found = categories_of(answers["bf16"])
+    for category, size in measured.items():
+        assert found[category] == pytest.approx(size, rel=0.003)
+    assert found["workspaces"] == 2 * 32 * 2**20
+
+
+def test_recomputed_activations_are_no_temporaries(answers: dict[str, Answer]) -> None:
+    assert categories_of(answers["checkpointed"])["activations"] == pytest.approx(79_536_128, rel=0.01)
+
+
+def test_a_step_fits_if_and_only_if_its_segments_do(answers: dict[str, Answer]) -> None:
+    assert answers["bf16"].fitting == [False, True]
+
+
+def test_operations_have_phases_modules_and_storages(answers: dict[str, Answer]) -> None:
+    operations = answers["nano"].operations
+    product = next(one for one in operations if one.name == "aten.mm.default" and one.phase == "backward")
+    assert product.module == "lm_head"
+    assert {one.phase for one in operations} == {"forward", "backward", "optimizer"}
+    update = next(one for one in operations if one.name == "aten._foreach_addcdiv_.ScalarList")
+    assert update.phase == "optimizer"
+    assert len(update.inputs) == 3 * len({one.storage for one in update.inputs[: len(update.inputs) // 3]})
+    view = next(one for one in operations if one.name == "aten.t.default")
+    assert view.inputs[0].storage == view.outputs[0].storage >= 0
+    assert all(not name.startswith("prim.") for name in operators_of(answers["nano"]))
+
+
+def test_micro_batches_accumulate_into_one_gradient(answers: dict[str, Answer]) -> None:
+    one, two = answers["nano"], answers["micro-batches"]
+    assert operators_of(two).count("aten._scaled_dot_product_cudnn_attention.default") == 0
+    assert operators_of(two, "optimizer") == operators_of(one, "optimizer")
+    passes = [operators_of(answer, "forward").count("aten.index_select.default") for answer in (one, two)]
+    assert passes == [1, 2]
+    assert categories_of(two)["gradients"] <= 1.01 * 4 * two.parameters
+
+
+def test_a_loss_scale_and_our_own_optimizer_are_simulated(answers: dict[str, Answer]) -> None:
+    assert not answers["fp16"].error
+    assert "aten._amp_foreach_non_finite_check_and_unscale_.default" in operators_of(answers["fp16"])
+    assert categories_of(answers["fp16"])["optimizer state"] >= 8 * answers["fp16"].parameters
+
+
+def test_a_graphed_workload_is_predicted_eager_and_says_so(answers: dict[str, Answer]) -> None:
+    assert "Predicted for the eager step, without --graph." in answers["graphed"].assumptions
+
+
+def test_transformers_model_takes_the_kernel_of_the_gpu(answers: dict[str, Answer]) -> None:
+    operators = operators_of(answers["llama"])
+    assert operators.count("aten._scaled_dot_product_cudnn_attention.default") == 2
+    assert "aten._fused_rms_norm.default" not in operators  # this model writes its norm itself
+    assert "aten.silu_backward.default" in operators
+    assert "scaled_dot_product_attention takes cuDNN's kernel." in answers["llama"].assumptions
+    shapes = {tensor.shape for one in answers["llama"].operations for tensor in (*one.inputs, *one.outputs)}
+    assert not any(shape[-2:] == (48, 48) for shape in shapes)  # no mask
+
+
+def test_grouped_heads_have_no_fused_kernel_in_fp32(answers: dict[str, Answer]) -> None:
+    assert "aten._scaled_dot_product_cudnn_attention.default" in operators_of(answers["grouped-bf16"])
+    assert "aten._safe_softmax.default" in operators_of(answers["grouped-fp32"])
+
+
+def test_a_condition_on_values_names_the_line(answers: dict[str, Answer]) -> None:
+    error = answers["branching"].error
+    assert "the value of a tensor" in error
+    assert "simulated.py" in error
+    assert "if y.sum() > 0" in error
+
+
+def test_a_condition_on_a_known_mask_is_answered(answers: dict[str, Answer]) -> None:
+    assert not answers["masked"].error
+    assert "aten.index.Tensor" not in operators_of(answers["masked"])
+
+
+def test_a_model_can_be_built_on_the_cpu_and_moved(answers: dict[str, Answer]) -> None:
+    assert answers["on-cpu"].parameters == 64 * 64 + 3 * 64
+    assert categories_of(answers["on-cpu"])["parameters"] == 64 * 64 * 4 + 3 * 512
+
+
+def test_ranks_hold_less_the_more_is_sharded(answers: dict[str, Answer]) -> None:
+    memory, ranks = answers["bf16"].memory, answers["bf16"].ranks
+    assert memory is not None
+    gradients = 4 * answers["bf16"].parameters
+    assert ranks["none"] == pytest.approx(memory.peak_allocated_bytes + gradients, rel=0.01)
+    assert ranks["fsdp"] < ranks["optimizer"] < ranks["none"]
+
+
+def test_without_a_compiler_the_figures_are_the_same() -> None:
+    found = simulate(("inference",), CXX="no-such-compiler")
+    assert found["inference"].memory is not None
+    assert found["inference"].memory.peak_allocated_bytes == MEASURED["inference"]

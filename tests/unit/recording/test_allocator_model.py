@@ -1,0 +1,77 @@
+"""The model of PyTorch's caching allocator: what it takes from CUDA, and which blocks it gives."""
+
+import random
+
+import pytest
+
+from stepscope.recording.memory.allocator_model import (
+    PLACEMENTS,
+    AllocatorModel,
+    MemoryEvent,
+    OutOfSpaceError,
+    Placement,
+)
+
+MIB = 1 << 20
+
+
+def test_sizes_are_rounded_and_segments_have_steps() -> None:
+    model = AllocatorModel()
+    model.follow([MemoryEvent(0, 1), MemoryEvent(1, 3 * MIB), MemoryEvent(2, 19 * MIB)])
+    assert model.allocated_bytes == 512 + 3 * MIB + 20 * MIB  # a rest of 1 MiB is not split off a large block
+    assert model.requested_bytes == 1 + 22 * MIB
+    assert model.reserved_bytes == (2 + 20 + 20) * MIB
+
+
+def test_the_best_fitting_block_is_reused_and_split() -> None:
+    model = AllocatorModel()
+    model.follow([MemoryEvent(0, 30 * MIB), MemoryEvent(1, 60 * MIB), MemoryEvent(0, 0), MemoryEvent(1, 0)])
+    model.follow([MemoryEvent(2, 20 * MIB), MemoryEvent(3, 9 * MIB)])
+    assert model.reserved_bytes == 90 * MIB
+    assert model.blocks[3][0] == model.blocks[2][0] + 20 * MIB
+
+
+def test_free_neighbors_merge_but_not_across_segments() -> None:
+    model = AllocatorModel("rising")
+    model.follow([MemoryEvent(number, 10 * MIB - 512) for number in range(2)])  # both in a segment of 20 MiB
+    model.follow([MemoryEvent(0, 0), MemoryEvent(1, 0), MemoryEvent(2, 20 * MIB)])
+    assert model.reserved_bytes == 20 * MIB
+    model.follow([MemoryEvent(3, 20 * MIB), MemoryEvent(2, 0), MemoryEvent(3, 0), MemoryEvent(4, 40 * MIB)])
+    assert model.reserved_bytes == 80 * MIB
+
+
+def test_without_room_cached_segments_are_released_first() -> None:
+    model = AllocatorModel(capacity=100 * MIB)
+    model.follow([MemoryEvent(0, 60 * MIB), MemoryEvent(0, 0), MemoryEvent(1, 80 * MIB)])
+    assert model.reserved_bytes == 80 * MIB
+    assert model.peak_reserved_bytes == 80 * MIB
+    with pytest.raises(OutOfSpaceError):
+        model.request(2, 30 * MIB)
+
+
+def test_segments_share_pieces_of_addresses() -> None:
+    """As seen on an H200: 20 MiB at the start of a piece of 32 MiB, and a later segment of 10 MiB behind it."""
+    model = AllocatorModel("pieces")
+    model.follow([MemoryEvent(0, 19 * MIB), MemoryEvent(1, 48 * MIB), MemoryEvent(2, 10 * MIB)])
+    first, second, third = (model.blocks[number][0] for number in range(3))
+    assert second == first - 64 * MIB
+    assert third == second + 48 * MIB
+
+
+@pytest.mark.parametrize("placement", PLACEMENTS)
+def test_everything_freed_is_one_free_block_per_segment(placement: Placement) -> None:
+    model, chance = AllocatorModel(placement), random.Random(0)
+    live: list[int] = []
+    for number in range(2000):
+        model.request(number, chance.choice((100, 5000, MIB, 3 * MIB, 40 * MIB)) + chance.randrange(1000))
+        live.append(number)
+        if chance.random() < 0.6:
+            model.free(live.pop(chance.randrange(len(live))))
+    assert sum(size for _, size, _ in model.blocks.values()) == model.allocated_bytes <= model.reserved_bytes
+    ranges = sorted((address, address + size) for address, size, _ in model.blocks.values())
+    assert all(end <= start for (_, end), (start, _) in zip(ranges, ranges[1:], strict=False))
+    for number in live:
+        model.free(number)
+    assert model.allocated_bytes == model.requested_bytes == 0
+    model.release_cached()
+    assert model.reserved_bytes == 0
