@@ -1,6 +1,6 @@
 """Kernels of a compiled step: what `torch.compile` makes of the operators of an eager one.
 
-Inductor keeps matrix products and attention as they are, and fuses the elementwise operators and reductions between
+Inductor keeps GEMMs and attention as they are, and fuses the elementwise operators and reductions between
 them: a fused kernel reads what it did not compute itself and writes what somebody else needs. What backward needs and
 is cheap to compute is not kept but computed again, so backward reads the inputs of those operators instead.
 """
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from stepscope.plan.operation import Operation, TensorFacts
 
 _COMPILED_PHASES = ("forward", "backward")
-_OUTSIDE = ("", "(loss)")  # modules of operators that run outside of the model
+_OUTSIDE = ("", "(loss)")  # modules of operators that run outside the model
 SHARED = "shared_cast"
 
 

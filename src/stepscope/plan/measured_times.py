@@ -1,6 +1,6 @@
 """The GPU time of an operation at any size, from the sizes that a calibration measured.
 
-Time over size is a smooth curve on logarithmic axes, once what is not smooth is divided out: a matrix product takes
+Time over size is a smooth curve on logarithmic axes, once what is not smooth is divided out: a GEMM takes
 whole waves of tiles. So a simple formula gives the trend, and a Gaussian process the deviation from it. It passes close
 to the measured points, returns to the formula far from them, and says how far from them it is.
 """

@@ -18,7 +18,7 @@ VIEWS = frozenset(
         *("flatten", "unflatten", "_reshape_alias", "view_as_real", "view_as_complex", "expand_as", "swapaxes"),
     }
 )
-# They launch nothing, and outside of a simulation most of them are not called at all.
+# They launch nothing, and outside a simulation most of them are not called at all.
 FREE = frozenset(
     {"detach", "detach_", "alias", "lift_fresh", "empty", "empty_like", "empty_strided", "new_empty", "set_"}
 )
