@@ -252,8 +252,8 @@ class _Standby:
         env: dict[str, str] | None = None,
         **_: Any,
     ) -> Self:
-        request = {"command": command, "folder": str(cwd or Path.cwd()), "variables": env or dict(os.environ)}
-        request["descriptors"] = pass_fds
+        request: dict[str, Any] = {"command": command, "folder": str(cwd or Path.cwd()), "descriptors": pass_fds}
+        request["variables"] = env or dict(os.environ)
         output = stdout if isinstance(stdout, int) else stdout.fileno()
         socket.send_fds(self._socket, [json.dumps(request).encode()], [output, *pass_fds])
         self._socket.close()
