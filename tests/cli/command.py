@@ -20,7 +20,7 @@ TINY += ["--batch", "1", "--device", "cpu", "--warmup", "1", "--steps", "2"]
 
 # Verbs that run a model, and variables that neither Python nor torch reads when it starts.
 MEASURING = {"bench", "profile", "memory", "precision", "attention", "comm", "train", "optimise", "report", "run"}
-HARMLESS = {"COLUMNS", "STEPSCOPE_CACHE", "TMPDIR", "SLURM_CONF", "RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}
+HARMLESS = {"COLUMNS", "STEPSCOPE_CACHE", "SLURM_CONF", "RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}
 
 
 def stepscope(folder: Path, *arguments: str, **environment: str) -> "subprocess.CompletedProcess[str]":

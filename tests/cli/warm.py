@@ -35,6 +35,8 @@ _LONGEST = 1 << 20  # of a request, in bytes
 # What commands import while they run. The first group never imports torch.
 _ANALYSIS = ("cli", "api", "explain", "render", "recording", "recover", "jobs", "cost", "spec")
 _MEASURING = ("measure", "step", "nn", "kernels", "parallel", "fast")
+# Before any test changes them.
+_VARIABLES = dict(os.environ)
 # Set by pytest for every test.
 _ITS_OWN = {"PYTEST_CURRENT_TEST"}
 _OPTIONAL = "stepscope.api.mcp_server"
@@ -54,10 +56,10 @@ class Server:
 
     def __init__(self, *, with_torch: bool) -> None:
         self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        self._variables = dict(os.environ)
         self._process = subprocess.Popen(
             [sys.executable, "-m", __name__, str(theirs.fileno()), str(os.getpid()), "torch" if with_torch else ""],
             cwd=_ROOT,
+            env=_VARIABLES,
             stdin=subprocess.DEVNULL,
             pass_fds=(theirs.fileno(),),
         )
@@ -68,9 +70,10 @@ class Server:
         self._socket.close()
         self._process.wait()
 
-    def would_differ_in(self, variables: dict[str, str]) -> set[str]:
-        names = self._variables.keys() | variables.keys()
-        return {name for name in names if self._variables.get(name) != variables.get(name)} - _ITS_OWN
+    @staticmethod
+    def would_differ_in(variables: dict[str, str]) -> set[str]:
+        names = _VARIABLES.keys() | variables.keys()
+        return {name for name in names if _VARIABLES.get(name) != variables.get(name)} - _ITS_OWN
 
     def run(
         self, folder: Path, arguments: tuple[str, ...], variables: dict[str, str], timeout_s: float
