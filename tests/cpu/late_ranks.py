@@ -1,9 +1,10 @@
 """Real ranks on a CPU, one of which is late in a known way: DDP or FSDP over gloo, recorded with PyTorch's profiler.
 
-    python -m tests.cpu.late_ranks FOLDER WORLD LATE FAULT [STRATEGY]
+    python -m tests.cpu.late_ranks FOLDER,WORLD,LATE,FAULT,STRATEGY ...
 
 FAULT is `input` (the dataset sleeps), `host` (the loop sleeps between steps), `logging` (it sleeps while it logs) or
 `work` (more tokens per batch). The ranges are those that stepscope adds to a training loop.
+All runs happen in one call, one after another: their ranks are forked from a process that has imported torch.
 """
 
 import multiprocessing
@@ -85,16 +86,24 @@ def train(folder: Path, rank: int, world: int, late: int, fault: str, strategy: 
     dist.destroy_process_group()
 
 
-def _run(rank: int, arguments: list[str]) -> None:
-    folder, world, late, fault, *strategy = arguments
-    train(Path(folder), rank, int(world), int(late), fault, *(strategy or ["ddp"]))
-
-
-if __name__ == "__main__":
-    spawning = multiprocessing.get_context("spawn")
-    processes = [spawning.Process(target=_run, args=(rank, sys.argv[1:])) for rank in range(int(sys.argv[2]))]
+def run_ranks(folder: Path, world: int, late: int, fault: str, strategy: str) -> bool:
+    """Whether every rank ended well."""
+    forking = multiprocessing.get_context("fork")
+    processes = [
+        forking.Process(target=train, args=(folder, rank, world, late, fault, strategy)) for rank in range(world)
+    ]
     for process in processes:
         process.start()
     for process in processes:
         process.join()
-    sys.exit(any(process.exitcode for process in processes))
+    return not any(process.exitcode for process in processes)
+
+
+if __name__ == "__main__":
+    import torch._dynamo  # every optimizer does
+    import torch.distributed.fsdp
+
+    for argument in sys.argv[1:]:
+        folder, world, late, fault, strategy = argument.split(",")
+        if not run_ranks(Path(folder), int(world), int(late), fault, strategy):
+            sys.exit(f"a rank failed: {argument}")

@@ -1,7 +1,7 @@
 """Files of other tools with impossible values: explained as far as possible, at once or in windows, or rejected."""
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -55,23 +55,39 @@ def changed(name: str, change: Callable[[dict[str, Any]], object]) -> list[str]:
     return [json.dumps(one) for one in events]
 
 
-@pytest.mark.parametrize("field", ["pid", "tid", "id"])
+def changed_kernels(fields: Sequence[str], value: object, *, part: str = "") -> list[str]:
+    """Return the training step with each field changed in another kernel."""
+    events = [json.loads(one) for one in training_step()]
+    kernels = [one for one in events if one.get("cat") == "kernel"]
+    for field, one in zip(fields, kernels, strict=False):
+        (one[part] if part else one)[field] = value
+    return [json.dumps(one) for one in events]
+
+
 @pytest.mark.parametrize("value", [True, None, 1.5, [], {}, "x", -1, 2**64])
-def test_ids_of_any_type(scratch: Path, field: str, value: object) -> None:
-    path = write_trace(scratch / "t.json", changed("ampere_sgemm_128x64_tn", lambda one: one.update({field: value})))
+def test_ids_of_any_type(scratch: Path, value: object) -> None:
+    path = write_trace(scratch / "t.json", changed_kernels(("pid", "tid", "id"), value))
     summary = explain(path)
     assert sum(one.count for one in summary.kernels) == 7
     assert explain_bounded(path).gpu_time_ns == summary.gpu_time_ns
 
 
-@pytest.mark.parametrize("field", ["device", "stream", "registers per thread", "shared memory", "correlation"])
+@pytest.mark.parametrize(
+    ("fields", "count"),
+    [
+        (("device", "stream", "registers per thread", "shared memory"), 7),
+        # Without its launch, it follows a kernel from before the recording and looks like another one.
+        (("correlation",), 5),
+    ],
+    ids=["numbers", "correlation"],
+)
 @pytest.mark.parametrize("value", [2**31, 2**63, -5, True, "seven", None, 1.5])
-def test_numbers_of_a_kernel_of_any_size_and_type(scratch: Path, field: str, value: object) -> None:
-    events = changed("ampere_sgemm_128x64_tn", lambda one: one["args"].update({field: value}))
-    path = write_trace(scratch / "t.json", events)
+def test_numbers_of_a_kernel_of_any_size_and_type(
+    scratch: Path, fields: tuple[str, ...], count: int, value: object
+) -> None:
+    path = write_trace(scratch / "t.json", changed_kernels(fields, value, part="args"))
     summary = explain(path)
-    # Without its launch, it follows a kernel from before the recording and looks like another one.
-    assert sum(one.count for one in summary.kernels) == (5 if field == "correlation" else 7)
+    assert sum(one.count for one in summary.kernels) == count
     assert explain_bounded(path).gpu_time_ns == summary.gpu_time_ns
 
 
@@ -218,11 +234,11 @@ def test_recording_without_kernels_is_not_named_by_an_empty_file() -> None:
 # --- Nsight Systems
 
 
-@pytest.mark.parametrize("column", ["deviceId", "streamId", "registersPerThread", "gridX", "dynamicSharedMemory"])
 @pytest.mark.parametrize("value", [None, 2**40, -(2**40), "x", b"\xff"])
-def test_exported_kernels_with_odd_numbers(scratch: Path, column: str, value: nsys_files.Value) -> None:
+def test_exported_kernels_with_odd_numbers(scratch: Path, value: nsys_files.Value) -> None:
     export = nsys_files.training_step()
-    export.rows["CUPTI_ACTIVITY_KIND_KERNEL"][0][column] = value
+    columns = ("deviceId", "streamId", "registersPerThread", "gridX", "dynamicSharedMemory")
+    export.rows["CUPTI_ACTIVITY_KIND_KERNEL"][0].update(dict.fromkeys(columns, value))
     path = scratch / "export.sqlite"
     layout = {table: text.replace(" NOT NULL", "") for table, text in nsys_files.LAYOUT.items()}
     with pytest.MonkeyPatch.context() as patch:
