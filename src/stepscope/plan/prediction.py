@@ -11,6 +11,7 @@ import torch
 from stepscope import cost
 from stepscope.cost.sharding import Sharding
 from stepscope.plan.assumptions import Accelerator
+from stepscope.plan.measured_times import NotCalibratedError
 from stepscope.plan.owners import CATEGORIES
 from stepscope.plan.places import BUILD, FORWARD
 from stepscope.plan.rank_time import time_ranks
@@ -116,9 +117,13 @@ def _time(
             graph=workload.graph,
             compiled=workload.compile,
             tf32=workload.precision == "tf32",
+            working_weights=workload.working_weights,
+            merge=workload.merge,
         )
-    except KeyError as missing:  # an operation of which the table has no measurement at all
-        return None, [f"No step time: the table of {calibration.gpu} has {missing.args[0]}."]
+    except (
+        NotCalibratedError
+    ) as missing:  # an operation of which the table has no measurement: the memory is still known
+        return None, [f"No step time: {missing.message}."]
     return timed, [f"{one[:1].upper()}{one[1:]}." for one in timed.assumptions]
 
 
