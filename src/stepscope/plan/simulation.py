@@ -174,7 +174,7 @@ def _simulate(prepare: Callable[[Places], Callable[[], None]], gpu: Accelerator,
         parameter_sizes=list(_parameter_sizes(run.places)),
         memory=replay_memory(events, requests),
         operations=run.tracker.operations,
-        assumptions=_state_assumptions(gpu),
+        assumptions=_state_assumptions(gpu, reads_values=run.tracker.reads_values),
         events=events,
         requests=requests,
     )
@@ -189,7 +189,7 @@ def _parameter_sizes(places: Places) -> Iterator[ParameterSize]:
                 yield ParameterSize(name, one.numel(), one.dim() > 1)
 
 
-def _state_assumptions(gpu: Accelerator) -> list[str]:
+def _state_assumptions(gpu: Accelerator, *, reads_values: bool) -> list[str]:
     """What the simulation took for granted, as sentences."""
     version = torch.__version__.partition("+")[0]
     found = [
@@ -197,6 +197,8 @@ def _state_assumptions(gpu: Accelerator) -> list[str]:
         f"cuBLAS keeps {say_size(gpu.cublas_workspace_bytes)} for the main thread and for autograd's.",
         f"The CUDA context takes {say_size(gpu.context_bytes)}, apart from the allocator.",
     ]
+    if reads_values:
+        found.append("The optimizer reads norms from the GPU; they are taken as 1, which changes no size.")
     return found + [f"scaled_dot_product_attention takes {SDPA_WORDS[kernel]}." for kernel in sdpa.chosen]
 
 

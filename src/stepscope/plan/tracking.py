@@ -80,6 +80,7 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.allocations: list[Allocation] = []
         self.operations: list[Operation] = []
         self.keeps_operations = False
+        self.reads_values = False  # whether an optimizer asked for a norm or the like, and got 1
         self._gpu, self._places, self._mode = gpu, places, mode
         self._values = KnownValues()
         self._numbers: dict[int, int] = {}  # address of a live storage to its number
@@ -125,9 +126,12 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return func(*args, **kwargs)
         except (DataDependentOutputException, DynamicOutputShapeException):
             is_known, result = self._values.answer(func, args, kwargs, inputs)
-            if not is_known:
+            if is_known:
+                return result
+            if func is not aten._local_scalar_dense.default or not self._places.updates:
                 raise
-            return result
+            self.reads_values = True
+            return _one_of(args[0].dtype)
 
     def _add_outputs(self, func: Any, inputs: list[Tensor], outputs: list[Tensor]) -> list[int]:
         made = []
@@ -229,6 +233,11 @@ def _is_engine() -> bool:
             return False
         frame = frame.f_back
     return True
+
+
+def _one_of(dtype: torch.dtype) -> bool | int | float:
+    """One, as a number in Python of the kind that a dtype has."""
+    return 1.0 if dtype.is_floating_point else dtype == torch.bool or 1
 
 
 def _is_small_on_cpu(inputs: list[Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:

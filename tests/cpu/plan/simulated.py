@@ -73,13 +73,16 @@ class _Masked(_Branching):
         return y if torch.all(mask == 1) else y[mask.bool()]
 
 
-def _train(model: Callable[[], nn.Module]) -> Callable[[], Simulation]:
+def _train(
+    model: Callable[[], nn.Module], make: type[torch.optim.Optimizer] = torch.optim.AdamW
+) -> Callable[[], Simulation]:
     def build() -> Callable[[], None]:
         module, x = model(), torch.randn(8, 64)
-        optimizer = torch.optim.AdamW(module.parameters())
+        optimizer = make(module.parameters())  # type: ignore[call-arg]
 
         def step() -> None:
             module(x).sum().backward()
+            nn.utils.clip_grad_norm_(module.parameters(), 1.0)
             optimizer.step()
             optimizer.zero_grad()
 
@@ -122,6 +125,7 @@ RUNS: dict[str, Callable[[], Simulation]] = {
     "branching": _train(_Branching),
     "masked": _train(_Masked),
     "on-cpu": _train(_on_cpu),
+    "adafactor": _train(_on_cpu, torch.optim.Adafactor),
     "grouped-bf16": _train(lambda: _Attention(torch.bfloat16)),
     "grouped-fp32": _train(lambda: _Attention(torch.float32)),
 }
