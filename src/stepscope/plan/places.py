@@ -27,7 +27,7 @@ class _Stack(local):
         self.names: list[str] = []
 
 
-class Places:
+class ProgramPlaces:
     """`step` is -1 before the first step. `phase` is the name of the running phase if the caller knows it; otherwise
     it follows from what autograd and the optimizer do. `models` and `optimizers` are those that ran; `on_phase_end` is
     called when gradients are complete, and `on_recomputed` after a checkpoint has run a module again."""

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from stepscope import hardware
+from stepscope.cost.sharding import SHARDINGS
 from stepscope.errors import StepscopeError
 from stepscope.plan.assumptions import accelerator_of
 from stepscope.plan.ranks import RankMemory
@@ -137,7 +138,6 @@ def answer(run: Callable[[], Simulation]) -> Answer:
     except StepscopeError as error:
         return Answer(error=str(error))
     low, high = simulation.memory.reserved_bytes
-    shardings = ("none", "optimizer", "fsdp")
     return Answer(
         memory=simulation.memory,
         operations=simulation.operations,
@@ -145,7 +145,7 @@ def answer(run: Callable[[], Simulation]) -> Answer:
         parameters=simulation.parameters,
         steps=simulation.steps,
         fitting=[simulation.fits(size + H200.context_bytes) for size in (low // 2, high + 1)],
-        ranks={one: RankMemory(simulation, ranks=8, sharding=one).memory.peak_allocated_bytes for one in shardings},
+        ranks={one: RankMemory(simulation, ranks=8, sharding=one).memory.peak_allocated_bytes for one in SHARDINGS},
     )
 
 

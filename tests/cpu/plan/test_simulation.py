@@ -71,7 +71,7 @@ def test_categories_are_those_that_the_recorder_measured(answers: dict[str, Answ
     assert found["workspaces"] == 2 * 32 * 2**20
 
 
-def test_recomputed_activations_are_no_temporaries(answers: dict[str, Answer]) -> None:
+def test_recomputed_activations_are_activations(answers: dict[str, Answer]) -> None:
     assert categories_of(answers["checkpointed"])["activations"] == pytest.approx(79_536_128, rel=0.01)
 
 
