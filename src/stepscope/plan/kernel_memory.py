@@ -46,9 +46,16 @@ def temporary_bytes(
 
 
 def _reduction(args: tuple[Any, ...], kwargs: dict[str, Any], _outputs: Any, gpu: Accelerator) -> list[int]:
-    dims = args[1] if len(args) > 1 else kwargs.get("dim")
-    dtype = kwargs.get("dtype") or args[0].dtype
-    return reduction_bytes(args[0], dims, max(4, dtype.itemsize), gpu)
+    return _reduce(args[0], args[1] if len(args) > 1 else kwargs.get("dim"), kwargs, gpu)
+
+
+def _norm(args: tuple[Any, ...], kwargs: dict[str, Any], _outputs: Any, gpu: Accelerator) -> list[int]:
+    return _reduce(args[0], args[2] if len(args) > 2 else kwargs.get("dim"), kwargs, gpu)
+
+
+def _reduce(x: Tensor, dims: Any, kwargs: dict[str, Any], gpu: Accelerator) -> list[int]:
+    dtype = kwargs.get("dtype") or x.dtype
+    return reduction_bytes(x, dims, max(4, dtype.itemsize), gpu)
 
 
 def reduction_bytes(x: Tensor, dims: Any, sum_bytes: int, gpu: Accelerator) -> list[int]:
@@ -286,7 +293,6 @@ _ESTIMATES: dict[Any, Callable[..., list[int]]] = {
             aten.mean.dim,
             aten.mean.default,
             aten.amax.default,
-            aten.linalg_vector_norm.default,
         ),
         _reduction,
     ),
@@ -294,6 +300,7 @@ _ESTIMATES: dict[Any, Callable[..., list[int]]] = {
     aten._scaled_dot_product_flash_attention_backward.default: _flash_backward,
     aten._scaled_dot_product_cudnn_attention_backward.default: _cudnn_backward,
     aten._scaled_dot_product_efficient_attention_backward.default: _efficient_backward,
+    aten.linalg_vector_norm.default: _norm,
     aten.mm.default: _product(0),
     aten.bmm.default: _product(0),
     aten.addmm.default: _product(1),

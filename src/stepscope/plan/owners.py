@@ -10,8 +10,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from stepscope.plan.places import BUILD, FORWARD, Places
-from stepscope.plan.tracking import CPU, WORKSPACE, Allocation, Tracker
+from stepscope.plan.places import BUILD, FORWARD, ProgramPlaces
+from stepscope.plan.tracking import CPU, WORKSPACE, SimulatedAllocation, Tracker
 
 CATEGORIES = (
     "parameters",
@@ -37,10 +37,10 @@ class Owner(NamedTuple):
         return self.parameter.rpartition(".")[0]
 
 
-class Owners:
-    """Owners of allocations by their number. `note` looks at what is held now."""
+class MemoryOwners:
+    """MemoryOwners of allocations by their number. `note` looks at what is held now."""
 
-    def __init__(self, tracker: Tracker, places: Places) -> None:
+    def __init__(self, tracker: Tracker, places: ProgramPlaces) -> None:
         self.known: dict[int, Owner] = {}
         self._tracker, self._places = tracker, places
         self._names: dict[int, str] = {}
@@ -78,7 +78,9 @@ def _tensors(values: Iterable[object]) -> Iterator[Tensor]:
     return (value for value in values if isinstance(value, torch.Tensor))
 
 
-def find_owner(number: int, allocation: Allocation, known: dict[int, Owner], *, outlives_forward: bool) -> Owner:
+def find_owner(
+    number: int, allocation: SimulatedAllocation, known: dict[int, Owner], *, outlives_forward: bool
+) -> Owner:
     """The owner of an allocation. One that a forward pass made and that is still there afterwards is an activation,
     also if the forward pass is the repeated one of a checkpoint."""
     if number in known:

@@ -27,7 +27,7 @@ class _Stack(local):
         self.names: list[str] = []
 
 
-class Places:
+class ProgramPlaces:
     """`step` is -1 before the first step. `phase` is the name of the running phase if the caller knows it; otherwise
     it follows from what autograd and the optimizer do. `models` and `optimizers` are those that ran; `on_phase_end` is
     called when gradients are complete, and `on_recomputed` after a checkpoint has run a module again."""
@@ -39,7 +39,7 @@ class Places:
         self.optimizers: dict[int, torch.optim.Optimizer] = {}
         self.on_phase_end: Callable[[], None] = lambda: None
         self.on_recomputed: Callable[[], None] = lambda: None
-        self._updates = 0
+        self._updating = 0
         self._names: dict[int, str] = {}
         self._stack = _Stack()
         self._firsts: list[int] = []
@@ -52,7 +52,7 @@ class Places:
             return BUILD
         if torch._C._current_graph_task_id() != -1:
             return BACKWARD
-        return OPTIMIZER if self._updates else FORWARD
+        return OPTIMIZER if self._updating else FORWARD
 
     def current_module(self) -> str:
         if self._stack.names:
@@ -62,6 +62,11 @@ class Places:
         node = torch._C._current_autograd_node()
         at = bisect_right(self._firsts, node._sequence_nr()) - 1 if node is not None else -1
         return self._paths[at] if at >= 0 else ""
+
+    @property
+    def updates(self) -> bool:
+        """Whether an optimizer's step runs."""
+        return self._updating > 0
 
     @property
     def recomputes(self) -> bool:
@@ -131,7 +136,7 @@ class Places:
     def _begin_update(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         self.optimizers[id(optimizer)] = optimizer
         self.on_phase_end()
-        self._updates += 1
+        self._updating += 1
 
     def _end_update(self, *_: Any) -> None:
-        self._updates -= 1
+        self._updating -= 1

@@ -132,7 +132,7 @@ def replay_memory(events: StepEvents, requests: Sequence[Request]) -> ReplayedMe
     models = [AllocatorModel(placement) for placement in PLACEMENTS[1:]]
     for model in models:
         model.follow(events.all)
-    main = _Replay(events, requests)
+    main = _PeakReplay(events, requests)
     models.append(main.model)
     allocated, reserved = (
         [getattr(model, f"peak_{kind}_bytes") for model in models] for kind in ("allocated", "reserved")
@@ -166,7 +166,7 @@ def fits(events: StepEvents, capacity: int) -> bool:
     return True
 
 
-class _Replay:
+class _PeakReplay:
     """One replay that keeps the peak of each phase, the time of the peak, and the timeline of the last step."""
 
     def __init__(self, events: StepEvents, requests: Sequence[Request]) -> None:

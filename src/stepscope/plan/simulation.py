@@ -22,8 +22,8 @@ from torch import Tensor
 from stepscope.plan import fake_cuda, sdpa
 from stepscope.plan.assumptions import SDPA_WORDS, Accelerator
 from stepscope.plan.operation import Operation, TensorFacts
-from stepscope.plan.owners import Owners, find_owner
-from stepscope.plan.places import FORWARD, LOSS, Places
+from stepscope.plan.owners import MemoryOwners, find_owner
+from stepscope.plan.places import FORWARD, LOSS, ProgramPlaces
 from stepscope.plan.pretended_gpu import GpuFakeMode, pretended_gpu
 from stepscope.plan.refusals import refusing
 from stepscope.plan.replayed_memory import ReplayedMemory, Request, StepEvents, fits, repeat_steps, replay_memory
@@ -71,7 +71,7 @@ def simulate_workload(workload: Workload, gpu: Accelerator, steps: int = 3) -> S
     """Simulate steps of a workload as it would run on `gpu`: without CUDA graphs and without compilation."""
     plain = msgspec.structs.replace(workload, compile=False, device="auto", **dict.fromkeys(WHOLE_STEP, False))
 
-    def prepare(places: Places) -> Callable[[], None]:
+    def prepare(places: ProgramPlaces) -> Callable[[], None]:
         step = build(plain, torch.device("cuda", 0), captures=False)
         places.add_model(step.module)
         step.measure_loss = _attributed(step.measure_loss, places)
@@ -87,14 +87,14 @@ def simulate_workload(workload: Workload, gpu: Accelerator, steps: int = 3) -> S
 def simulate_callable(build: Callable[[], Callable[[], None]], gpu: Accelerator, steps: int = 3) -> Simulation:
     """Simulate any code. `build` makes the model on device `cuda` and returns a function that runs one step."""
 
-    def prepare(_places: Places) -> Callable[[], None]:
+    def prepare(_places: ProgramPlaces) -> Callable[[], None]:
         with torch.device("cuda", 0):
             return build()
 
     return _simulate(prepare, gpu, steps)
 
 
-def _attributed(measure_loss: LossFunction, places: Places) -> LossFunction:
+def _attributed(measure_loss: LossFunction, places: ProgramPlaces) -> LossFunction:
     def attributed(output: object, batch: Any) -> Tensor:
         with places.inside(LOSS):
             return measure_loss(output, batch)
@@ -102,7 +102,7 @@ def _attributed(measure_loss: LossFunction, places: Places) -> LossFunction:
     return attributed
 
 
-def _run_phases(step: Step, places: Places) -> None:
+def _run_phases(step: Step, places: ProgramPlaces) -> None:
     for name, phase in step.phases:
         places.phase = name
         phase()
@@ -114,16 +114,16 @@ class _Run:
     """A simulation while it runs."""
 
     def __init__(self, gpu: Accelerator) -> None:
-        self.places = Places()
+        self.places = ProgramPlaces()
         self.mode = GpuFakeMode()
         self.tracker = Tracker(gpu, self.places, self.mode)
-        self.owners = Owners(self.tracker, self.places)
+        self.owners = MemoryOwners(self.tracker, self.places)
         self.places.on_phase_end = self.owners.note
         self.places.on_recomputed = self._note_recomputed
         self._starts: list[int] = []  # events before each step
         self._recomputed: list[int] = []  # events before the end of each repeated forward pass
 
-    def follow(self, prepare: Callable[[Places], Callable[[], None]], steps: int) -> None:
+    def follow(self, prepare: Callable[[ProgramPlaces], Callable[[], None]], steps: int) -> None:
         run = prepare(self.places)
         for number in range(min(steps, SIMULATED)):
             self.places.begin_step(number)
@@ -161,7 +161,7 @@ class _Run:
         self._recomputed.append(len(self.tracker.events))
 
 
-def _simulate(prepare: Callable[[Places], Callable[[], None]], gpu: Accelerator, steps: int) -> Simulation:
+def _simulate(prepare: Callable[[ProgramPlaces], Callable[[], None]], gpu: Accelerator, steps: int) -> Simulation:
     fake_cuda.enable()
     run = _Run(gpu)
     with _without_collector(), refusing(), pretended_gpu(gpu), run.mode, run.tracker, run.places.watching():
@@ -174,13 +174,13 @@ def _simulate(prepare: Callable[[Places], Callable[[], None]], gpu: Accelerator,
         parameter_sizes=list(_parameter_sizes(run.places)),
         memory=replay_memory(events, requests),
         operations=run.tracker.operations,
-        assumptions=_state_assumptions(gpu),
+        assumptions=_state_assumptions(gpu, reads_values=run.tracker.reads_values),
         events=events,
         requests=requests,
     )
 
 
-def _parameter_sizes(places: Places) -> Iterator[ParameterSize]:
+def _parameter_sizes(places: ProgramPlaces) -> Iterator[ParameterSize]:
     seen: set[int] = set()
     for model in places.models.values():
         for name, one in model.named_parameters():
@@ -189,7 +189,7 @@ def _parameter_sizes(places: Places) -> Iterator[ParameterSize]:
                 yield ParameterSize(name, one.numel(), one.dim() > 1)
 
 
-def _state_assumptions(gpu: Accelerator) -> list[str]:
+def _state_assumptions(gpu: Accelerator, *, reads_values: bool) -> list[str]:
     """What the simulation took for granted, as sentences."""
     version = torch.__version__.partition("+")[0]
     found = [
@@ -197,6 +197,8 @@ def _state_assumptions(gpu: Accelerator) -> list[str]:
         f"cuBLAS keeps {say_size(gpu.cublas_workspace_bytes)} for the main thread and for autograd's.",
         f"The CUDA context takes {say_size(gpu.context_bytes)}, apart from the allocator.",
     ]
+    if reads_values:
+        found.append("The optimizer reads norms from the GPU; they are taken as 1, which changes no size.")
     return found + [f"scaled_dot_product_attention takes {SDPA_WORDS[kernel]}." for kernel in sdpa.chosen]
 
 

@@ -33,7 +33,7 @@ from stepscope.plan.assumptions import Accelerator
 from stepscope.plan.kernel_memory import MULTIPLIES, on_cpu, temporary_bytes
 from stepscope.plan.known_values import KnownValues
 from stepscope.plan.operation import Operation, facts_of, scalars_of
-from stepscope.plan.places import Places
+from stepscope.plan.places import ProgramPlaces
 from stepscope.recording.memory.allocator_model import MemoryEvent
 
 aten = torch.ops.aten
@@ -56,12 +56,12 @@ _IN_PLACE = frozenset(
 _OF_DISPATCH = (__file__, "torch/_compile.py", "torch/_dynamo/eval_frame.py", "torch/_ops.py", "threading.py")
 
 
-class Allocation:
+class SimulatedAllocation:
     """A request for memory: who made it, where, and when (positions in `Tracker.events`)."""
 
     __slots__ = ("born", "bytes", "is_recomputed", "is_temporary", "module", "operator", "phase", "source", "step")
 
-    def __init__(self, size: int, operator: str, places: Places, born: int) -> None:
+    def __init__(self, size: int, operator: str, places: ProgramPlaces, born: int) -> None:
         self.bytes = size
         self.operator = operator
         self.step, self.phase, self.module = places.step, places.current_phase(), places.current_module()
@@ -74,12 +74,13 @@ class Allocation:
 class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """`events` are requests and frees in order; the number of a request is its position in `allocations`."""
 
-    def __init__(self, gpu: Accelerator, places: Places, mode: FakeTensorMode) -> None:
+    def __init__(self, gpu: Accelerator, places: ProgramPlaces, mode: FakeTensorMode) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.events: list[MemoryEvent] = []
-        self.allocations: list[Allocation] = []
+        self.allocations: list[SimulatedAllocation] = []
         self.operations: list[Operation] = []
         self.keeps_operations = False
+        self.reads_values = False  # whether an optimizer asked for a norm or the like, and got 1
         self._gpu, self._places, self._mode = gpu, places, mode
         self._values = KnownValues()
         self._numbers: dict[int, int] = {}  # address of a live storage to its number
@@ -125,9 +126,12 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return func(*args, **kwargs)
         except (DataDependentOutputException, DynamicOutputShapeException):
             is_known, result = self._values.answer(func, args, kwargs, inputs)
-            if not is_known:
+            if is_known:
+                return result
+            if func is not aten._local_scalar_dense.default or not self._places.updates:
                 raise
-            return result
+            self.reads_values = True
+            return _one_of(args[0].dtype)
 
     def _add_outputs(self, func: Any, inputs: list[Tensor], outputs: list[Tensor]) -> list[int]:
         made = []
@@ -160,7 +164,7 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self.events.append(MemoryEvent(number, 0))
 
     def _request(self, size: int, operator: str) -> int:
-        self.allocations.append(Allocation(size, operator, self._places, len(self.events)))
+        self.allocations.append(SimulatedAllocation(size, operator, self._places, len(self.events)))
         number = len(self.allocations) - 1
         self.events.append(MemoryEvent(number, size))
         return number
@@ -229,6 +233,11 @@ def _is_engine() -> bool:
             return False
         frame = frame.f_back
     return True
+
+
+def _one_of(dtype: torch.dtype) -> bool | int | float:
+    """One, as a number in Python of the kind that a dtype has."""
+    return 1.0 if dtype.is_floating_point else dtype == torch.bool or 1
 
 
 def _is_small_on_cpu(inputs: list[Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:

@@ -6,9 +6,9 @@ from hypothesis import strategies as st
 
 from stepscope.errors import StepscopeError
 from stepscope.parallel.fsdp.schedule import (
-    Operation,
     OperationKind,
     ScheduleRound,
+    UnitOperation,
     Use,
     agree,
     backward_operations,
@@ -23,17 +23,17 @@ def _uses(letters: str) -> list[Use]:
     return [Use(NAMES.index(letter), 0) for letter in letters]
 
 
-def _written(operations: list[Operation]) -> str:
+def _written(operations: list[UnitOperation]) -> str:
     """Gathers in lower case, sent gradients in upper case."""
     return "".join(NAMES[unit] if kind is OperationKind.GATHER else NAMES[unit].upper() for kind, unit in operations)
 
 
-def _run(operations: list[Operation], opened: str) -> str:
+def _run(operations: list[UnitOperation], opened: str) -> str:
     """What a rank does that opens these units, each followed by a prefetch, and then ends the round."""
-    done: list[Operation] = []
+    done: list[UnitOperation] = []
     track = ScheduleRound(operations, done.append)
     for use in _uses(opened):
-        if Operation(OperationKind.GATHER, use.unit) not in done:
+        if UnitOperation(OperationKind.GATHER, use.unit) not in done:
             track.reach(use.unit)
         track.prefetch()
     track.finish()
@@ -58,7 +58,7 @@ def test_ranks_that_skip_different_layers_do_the_same_in_the_same_order(skipped:
 
 
 def test_layer_out_of_order_begins_another_round() -> None:
-    done: list[Operation] = []
+    done: list[UnitOperation] = []
     track = ScheduleRound(forward_operations(_uses("abc")), done.append)
     assert track.reach(1)
     assert track.reach(0)

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from stepscope import hardware
+from stepscope.cost.sharding import SHARDINGS
 from stepscope.errors import StepscopeError
 from stepscope.plan.assumptions import accelerator_of
 from stepscope.plan.ranks import RankMemory
@@ -73,13 +74,16 @@ class _Masked(_Branching):
         return y if torch.all(mask == 1) else y[mask.bool()]
 
 
-def _train(model: Callable[[], nn.Module]) -> Callable[[], Simulation]:
+def _train(
+    model: Callable[[], nn.Module], make: type[torch.optim.Optimizer] = torch.optim.AdamW
+) -> Callable[[], Simulation]:
     def build() -> Callable[[], None]:
         module, x = model(), torch.randn(8, 64)
-        optimizer = torch.optim.AdamW(module.parameters())
+        optimizer = make(module.parameters())  # type: ignore[call-arg]
 
         def step() -> None:
             module(x).sum().backward()
+            nn.utils.clip_grad_norm_(module.parameters(), 1.0)
             optimizer.step()
             optimizer.zero_grad()
 
@@ -122,6 +126,7 @@ RUNS: dict[str, Callable[[], Simulation]] = {
     "branching": _train(_Branching),
     "masked": _train(_Masked),
     "on-cpu": _train(_on_cpu),
+    "adafactor": _train(_on_cpu, torch.optim.Adafactor),
     "grouped-bf16": _train(lambda: _Attention(torch.bfloat16)),
     "grouped-fp32": _train(lambda: _Attention(torch.float32)),
 }
@@ -133,7 +138,6 @@ def answer(run: Callable[[], Simulation]) -> Answer:
     except StepscopeError as error:
         return Answer(error=str(error))
     low, high = simulation.memory.reserved_bytes
-    shardings = ("none", "optimizer", "fsdp")
     return Answer(
         memory=simulation.memory,
         operations=simulation.operations,
@@ -141,7 +145,7 @@ def answer(run: Callable[[], Simulation]) -> Answer:
         parameters=simulation.parameters,
         steps=simulation.steps,
         fitting=[simulation.fits(size + H200.context_bytes) for size in (low // 2, high + 1)],
-        ranks={one: RankMemory(simulation, ranks=8, sharding=one).memory.peak_allocated_bytes for one in shardings},
+        ranks={one: RankMemory(simulation, ranks=8, sharding=one).memory.peak_allocated_bytes for one in SHARDINGS},
     )
 
 

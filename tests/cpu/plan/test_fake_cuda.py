@@ -1,5 +1,6 @@
 """Fake CUDA is tried in another process first, and refused if that fails."""
 
+import sys
 from pathlib import Path
 
 import pytest
@@ -35,7 +36,7 @@ def test_a_crash_in_the_test_is_a_reason_and_not_remembered(monkeypatch: pytest.
     crash = tmp_path / "crash"
     crash.write_text("#!/bin/sh\nkill -SEGV $$\n")
     crash.chmod(0o755)
-    monkeypatch.setattr(fake_cuda.sys, "executable", str(crash))
+    monkeypatch.setattr(sys, "executable", str(crash))
     assert fake_cuda.why_not("vtables") == "its test was killed by signal 11"
     assert not list(tmp_path.glob("fake_cuda/*.passed"))
 

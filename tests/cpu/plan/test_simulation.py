@@ -18,7 +18,7 @@ MEASURED = {
     "inference": 581_028_864,
     "checkpointed": 2_473_641_984,
 }
-OTHERS = ("nano", "micro-batches", "fp16", "graphed", "llama", "branching", "masked", "on-cpu")
+OTHERS = ("nano", "micro-batches", "fp16", "graphed", "llama", "branching", "masked", "on-cpu", "adafactor")
 GROUPED = ("grouped-bf16", "grouped-fp32")
 
 
@@ -71,7 +71,7 @@ def test_categories_are_those_that_the_recorder_measured(answers: dict[str, Answ
     assert found["workspaces"] == 2 * 32 * 2**20
 
 
-def test_recomputed_activations_are_no_temporaries(answers: dict[str, Answer]) -> None:
+def test_recomputed_activations_are_activations(answers: dict[str, Answer]) -> None:
     assert categories_of(answers["checkpointed"])["activations"] == pytest.approx(79_536_128, rel=0.01)
 
 
@@ -141,6 +141,12 @@ def test_a_condition_on_a_known_mask_is_answered(answers: dict[str, Answer]) -> 
 def test_a_model_can_be_built_on_the_cpu_and_moved(answers: dict[str, Answer]) -> None:
     assert answers["on-cpu"].parameters == 64 * 64 + 3 * 64
     assert categories_of(answers["on-cpu"])["parameters"] == 64 * 64 * 4 + 3 * 512
+
+
+def test_an_optimizer_that_reads_norms_is_simulated_and_says_so(answers: dict[str, Answer]) -> None:
+    assert not answers["adafactor"].error
+    assert any(one.startswith("The optimizer reads norms") for one in answers["adafactor"].assumptions)
+    assert categories_of(answers["adafactor"])["optimizer state"] < categories_of(answers["on-cpu"])["optimizer state"]
 
 
 def test_ranks_hold_less_the_more_is_sharded(answers: dict[str, Answer]) -> None:

@@ -1,6 +1,7 @@
 """The model of PyTorch's caching allocator: what it takes from CUDA, and which blocks it gives."""
 
 import random
+from itertools import pairwise
 
 import pytest
 
@@ -69,7 +70,7 @@ def test_everything_freed_is_one_free_block_per_segment(placement: Placement) ->
             model.free(live.pop(chance.randrange(len(live))))
     assert sum(size for _, size, _ in model.blocks.values()) == model.allocated_bytes <= model.reserved_bytes
     ranges = sorted((address, address + size) for address, size, _ in model.blocks.values())
-    assert all(end <= start for (_, end), (start, _) in zip(ranges, ranges[1:], strict=False))
+    assert all(end <= start for (_, end), (start, _) in pairwise(ranges))
     for number in live:
         model.free(number)
     assert model.allocated_bytes == model.requested_bytes == 0

@@ -24,9 +24,9 @@ from stepscope.parallel.fsdp.autograd_graph import differentiable_leaves, keeps_
 from stepscope.parallel.fsdp.flat_buffer import Flat, ParameterPlace
 from stepscope.parallel.fsdp.schedule import (
     PINNED,
-    Operation,
     OperationKind,
     ScheduleRound,
+    UnitOperation,
     Use,
     agree,
     backward_operations,
@@ -258,7 +258,7 @@ class Runner:
             track.prefetch()
         unit.wait()
 
-    def _perform(self, operation: Operation) -> None:
+    def _perform(self, operation: UnitOperation) -> None:
         unit = self._units[operation.unit]
         if operation.kind is OperationKind.GATHER:
             self._gather(operation.unit)

@@ -32,7 +32,7 @@ class OperationKind(Enum):
     REDUCE = "reduce"
 
 
-class Operation(NamedTuple):
+class UnitOperation(NamedTuple):
     kind: OperationKind
     unit: int
 
@@ -40,13 +40,13 @@ class Operation(NamedTuple):
 class ScheduleRound:
     """One round through a schedule, and this rank's position in it."""
 
-    def __init__(self, operations: Sequence[Operation], run: Callable[[Operation], None]) -> None:
+    def __init__(self, operations: Sequence[UnitOperation], run: Callable[[UnitOperation], None]) -> None:
         self._operations = operations
         self._run = run
         self._next = 0
 
     @property
-    def upcoming(self) -> Operation | None:
+    def upcoming(self) -> UnitOperation | None:
         return self._operations[self._next] if self._next < len(self._operations) else None
 
     @property
@@ -68,7 +68,7 @@ class ScheduleRound:
         """Do everything up to this unit's next gather, in the next round if it is not in this one; return whether there
         is one.
         """
-        gather = Operation(OperationKind.GATHER, unit)
+        gather = UnitOperation(OperationKind.GATHER, unit)
         if gather not in self._operations:
             return False
         if gather not in self._operations[self._next :]:
@@ -91,24 +91,24 @@ class ScheduleRound:
             self.step()
 
 
-def forward_operations(uses: Sequence[Use]) -> list[Operation]:
-    return [Operation(OperationKind.GATHER, use.unit) for use in uses]
+def forward_operations(uses: Sequence[Use]) -> list[UnitOperation]:
+    return [UnitOperation(OperationKind.GATHER, use.unit) for use in uses]
 
 
-def backward_operations(uses: Sequence[Use], unneeded: set[Use], num_units: int) -> list[Operation]:
+def backward_operations(uses: Sequence[Use], unneeded: set[Use], num_units: int) -> list[UnitOperation]:
     """The gathers of `uses`, without those whose weights the backward pass does not need. A unit's gradients are sent
     after its last use and after the following gather, which is needed sooner.
     """
     last = {use.unit: place for place, use in enumerate(uses)}
-    operations: list[Operation] = []
-    leaving: list[Operation] = []
+    operations: list[UnitOperation] = []
+    leaving: list[UnitOperation] = []
     for place, use in enumerate(uses):
         if use not in unneeded:
-            operations += [Operation(OperationKind.GATHER, use.unit), *leaving]
+            operations += [UnitOperation(OperationKind.GATHER, use.unit), *leaving]
             leaving = []
         if last[use.unit] == place:
-            leaving.append(Operation(OperationKind.REDUCE, use.unit))
-    unused = [Operation(OperationKind.REDUCE, unit) for unit in range(num_units) if unit not in last]
+            leaving.append(UnitOperation(OperationKind.REDUCE, use.unit))
+    unused = [UnitOperation(OperationKind.REDUCE, unit) for unit in range(num_units) if unit not in last]
     return operations + leaving + unused
 
 

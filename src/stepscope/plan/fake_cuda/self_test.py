@@ -32,7 +32,7 @@ class _Layer(nn.Module):
         return x + functional.dropout(self.outer(mixed.transpose(1, 2).reshape(1, TOKENS, WIDTH)), 0.1)
 
 
-class _Model(nn.Module):
+class _SmallModel(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.embedding, self.head = nn.Embedding(VOCAB, WIDTH), nn.Linear(WIDTH, VOCAB, bias=False)
@@ -46,7 +46,7 @@ class _Model(nn.Module):
 
 
 def _build() -> Callable[[], None]:
-    model = _Model()
+    model = _SmallModel()
     optimizer = torch.optim.AdamW(model.parameters())
     tokens = torch.randint(VOCAB, (1, TOKENS))
 
