@@ -10,7 +10,7 @@ from stepscope.hardware import Hardware, find, known
 from stepscope.jobs.workers.messages import Inspect, Inspected
 from stepscope.jobs.workers.process import Workers, require_torch
 from stepscope.plan.assumptions import Accelerator, accelerator_of
-from stepscope.plan.data_sheets import SHIPPED, find_calibration, scale_calibration
+from stepscope.plan.step_time.data_sheets import SHIPPED, find_calibration, scale_calibration
 from stepscope.recording.rows.calibration import Calibration, read_calibration
 from stepscope.recording.rows.plan_result import PlannedGpu
 

@@ -11,14 +11,13 @@ import torch
 from stepscope import cost
 from stepscope.cost.sharding import Sharding
 from stepscope.plan.assumptions import Accelerator
-from stepscope.plan.measured_times import NotCalibratedError
 from stepscope.plan.owners import CATEGORIES
 from stepscope.plan.places import BUILD, FORWARD
-from stepscope.plan.rank_time import time_ranks
+from stepscope.plan.step_time.rank_time import time_ranks
 from stepscope.plan.ranks import RankMemory
 from stepscope.plan.replayed_memory import ReplayedMemory, TimelinePoint
 from stepscope.plan.simulation import Simulation, simulate_workload
-from stepscope.plan.step_time import PredictedStep, predict_step
+from stepscope.plan.step_time import NotCalibratedError, PredictedStep, predict_step
 from stepscope.recording.rows.calibration import Calibration
 from stepscope.recording.rows.memory_summary import CategoryBytes, ModuleBytes
 from stepscope.recording.rows.plan_result import (
@@ -120,9 +119,7 @@ def _time(
             working_weights=workload.working_weights,
             merge=workload.merge,
         )
-    except (
-        NotCalibratedError
-    ) as missing:  # an operation of which the table has no measurement: the memory is still known
+    except NotCalibratedError as missing:  # the memory is still known
         return None, [f"No step time: {missing.message}."]
     return timed, [f"{one[:1].upper()}{one[1:]}." for one in timed.assumptions]
 

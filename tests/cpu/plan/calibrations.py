@@ -4,7 +4,15 @@ import math
 from collections.abc import Callable
 
 from stepscope.hardware import find
-from stepscope.plan.operator_kinds import BYTES_PER_ELEMENT, ELEMENTWISE, INDEXING, LISTS, OWN, ROWS, TWO_PASSES
+from stepscope.plan.step_time.operator_kinds import (
+    BYTES_PER_ELEMENT,
+    ELEMENTWISE,
+    INDEXING,
+    LISTS,
+    OWN,
+    ROWS,
+    TWO_PASSES,
+)
 from stepscope.recording.rows.calibration import Calibration, HostTrial, Series
 
 BANDWIDTH = 4e12

@@ -9,20 +9,20 @@ import torch
 
 from stepscope.errors import StepscopeError
 from stepscope.measure.calibration.attention import attention_cases
-from stepscope.measure.calibration.clock import Call, CallClock, Case, measure_cases
+from stepscope.measure.calibration.clock import Call, CallClock, TimedCall, measure_cases
 from stepscope.measure.calibration.host_costs import measure_trial, trial_workloads
 from stepscope.measure.calibration.memory_bound import index_cases, list_cases, memory_cases
 from stepscope.measure.calibration.products import product_cases
-from stepscope.plan.kernels_of import list_operands
-from stepscope.plan.operator_kinds import BYTES_PER_ELEMENT, ELEMENTWISE, INDEXING, LISTS, REDUCTIONS, ROWS
+from stepscope.plan.step_time.kernels_of import list_operands
+from stepscope.plan.step_time.operator_kinds import BYTES_PER_ELEMENT, ELEMENTWISE, INDEXING, LISTS, REDUCTIONS, ROWS
 from stepscope.recording.rows.calibration import Series, read_calibration, write_calibration
 from tests.cpu.plan.calibrations import make_calibration
 
 CPU = torch.device("cpu")
 
 
-def case(size: int, call: Call, **more: object) -> Case:
-    return Case(operation="work", dtype="fp32", columns=("size",), sizes=(size,), make=lambda: call, **more)  # type: ignore[arg-type]
+def case(size: int, call: Call, **more: object) -> TimedCall:
+    return TimedCall(operation="work", dtype="fp32", columns=("size",), sizes=(size,), make=lambda: call, **more)  # type: ignore[arg-type]
 
 
 def fail() -> None:
@@ -50,7 +50,9 @@ def test_cold_cases_use_more_memory_than_the_cache_has() -> None:
         return lambda: None
 
     clock = CallClock(CPU)
-    cold = Case(operation="x", dtype="fp32", columns=("n",), sizes=(1,), make=make, fresh_bytes=clock.l2_bytes // 4)
+    cold = TimedCall(
+        operation="x", dtype="fp32", columns=("n",), sizes=(1,), make=make, fresh_bytes=clock.l2_bytes // 4
+    )
     clock.time_case(cold)
     assert len(made) * cold.fresh_bytes > 2 * clock.l2_bytes
 

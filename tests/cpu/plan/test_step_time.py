@@ -7,13 +7,13 @@ import pytest
 
 from stepscope.errors import StepscopeError
 from stepscope.hardware import find
-from stepscope.plan.data_sheets import assume_links, predict_data_parallel, scale_calibration
-from stepscope.plan.fusion import fuse
-from stepscope.plan.kernels_of import KernelModel
-from stepscope.plan.measured_times import MeasuredTimes, is_aligned_product
+from stepscope.plan.step_time.data_sheets import assume_links, predict_data_parallel, scale_calibration
 from stepscope.plan.operation import Operation, TensorFacts
-from stepscope.plan.rewritten_step import merge_products, use_working_weights
 from stepscope.plan.step_time import predict_step
+from stepscope.plan.step_time.fusion import fuse
+from stepscope.plan.step_time.kernels_of import KernelModel
+from stepscope.plan.step_time.measured_times import MeasuredTimes, is_aligned_product
+from stepscope.plan.step_time.rewritten_step import merge_products, use_working_weights
 from tests.cpu.plan.calibrations import CALL_NS, LAUNCH_NS, bytes_ns, make_calibration, product_ns
 
 CALIBRATION = make_calibration()

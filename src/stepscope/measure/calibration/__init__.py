@@ -13,7 +13,7 @@ from functools import partial
 import torch
 
 from stepscope.measure.calibration.attention import attention_cases, own_attention_cases
-from stepscope.measure.calibration.clock import CallClock, Case, measure_cases
+from stepscope.measure.calibration.clock import CallClock, TimedCall, measure_cases
 from stepscope.measure.calibration.constants import measure_constants
 from stepscope.measure.calibration.host_costs import (
     COMPILE_S,
@@ -74,7 +74,7 @@ def _measure_sections(
     device, series, skipped = clock.device, [], []
     thin = _THIN if device.type == "cpu" else 1
     most_flops, most_elements = (1e9, 2**17) if device.type == "cpu" else (float("inf"), 2**28)
-    sections: tuple[tuple[str, float, Iterable[Case]], ...] = (
+    sections: tuple[tuple[str, float, Iterable[TimedCall]], ...] = (
         ("products", 0.36, product_cases(device, every=min(5, thin), most_flops=most_flops)),
         ("attention", 0.48, [] if device.type == "cpu" else attention_cases(device)),
         ("lists", 0.5, list_cases(device, most_elements=most_elements, every=1 if thin == 1 else 4)),
@@ -99,7 +99,7 @@ def _say_case(on_stage: OnStage, section: str, case: str) -> None:
     on_stage(f"{section}: {case}")
 
 
-def _own_cases(device: torch.device) -> Iterable[Case]:
+def _own_cases(device: torch.device) -> Iterable[TimedCall]:
     yield from own_cases(device)
     yield from own_attention_cases(device)
 

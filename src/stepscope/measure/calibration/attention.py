@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from stepscope.measure.calibration.clock import Call, Case
+from stepscope.measure.calibration.clock import Call, TimedCall
 from stepscope.measure.environment import DTYPES
 
 # B batch, H query heads, G key/value heads, L length, D head dim.
@@ -38,7 +38,7 @@ _BACKENDS = {
 }
 
 
-def attention_cases(device: torch.device, *, every: int = 1) -> Iterator[Case]:
+def attention_cases(device: torch.device, *, every: int = 1) -> Iterator[TimedCall]:
     """Yield SDPA's backends: what an H200 chooses first."""
     for backend, precision, causal, step in (
         ("cudnn", "bf16", True, 1),
@@ -58,7 +58,7 @@ def attention_cases(device: torch.device, *, every: int = 1) -> Iterator[Case]:
             yield from _both_passes(f"sdpa-{backend}", precision, shape, device, _sdpa(backend, causal, shape), causal)
 
 
-def own_attention_cases(device: torch.device, *, every: int = 1) -> Iterator[Case]:
+def own_attention_cases(device: torch.device, *, every: int = 1) -> Iterator[TimedCall]:
     """Yield stepscope's attention. Triton compiles it for each head dimension, which takes seconds."""
     from stepscope.kernels import flash_attention
 
@@ -88,9 +88,9 @@ def _sdpa(backend: str, causal: bool, shape: tuple[int, ...]) -> _Attend:
 
 def _both_passes(
     operation: str, precision: str, shape: tuple[int, ...], device: torch.device, attend: _Attend, causal: bool
-) -> Iterator[Case]:
+) -> Iterator[TimedCall]:
     for passing in ("forward", "backward"):
-        yield Case(
+        yield TimedCall(
             operation=operation,
             dtype=precision,
             variant=f"{'causal' if causal else 'full'} {passing}",

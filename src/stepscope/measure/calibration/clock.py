@@ -28,7 +28,7 @@ _SPARE_NS = 60_000  # for the events, and for a host that is slower than in the 
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Case:
+class TimedCall:
     """One operation at one size. `make` returns a call with inputs of its own; `fresh_bytes` is what each call touches
     that no earlier one did, or 0 if all calls share their inputs."""
 
@@ -52,7 +52,7 @@ class CallClock:
             self.l2_bytes = torch.cuda.get_device_properties(device).L2_cache_size
             self._cycles_per_ns = self._count_cycles()
 
-    def time_case(self, case: Case) -> int:
+    def time_case(self, case: TimedCall) -> int:
         """Return the nanoseconds of one call."""
         copies = 1
         if case.fresh_bytes:
@@ -114,7 +114,7 @@ class CallClock:
 
 
 def measure_cases(
-    clock: CallClock, cases: Iterable[Case], *, deadline: float, on_case: Callable[[str], None]
+    clock: CallClock, cases: Iterable[TimedCall], *, deadline: float, on_case: Callable[[str], None]
 ) -> tuple[list[Series], list[str]]:
     """Return the times of all cases as series, and which could not be measured. After `deadline`, on the monotonic
     clock, the rest is left out."""

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from stepscope.measure.calibration.clock import Call, Case
+from stepscope.measure.calibration.clock import Call, TimedCall
 from stepscope.measure.environment import DTYPES
 
 _ELEMENTS = tuple(2**power for power in (10, 15, 18, 20, 21, 22, 23, 24, 25, 26, 28))
@@ -225,7 +225,7 @@ _ROWS: dict[str, _Make] = {
 }
 
 
-def memory_cases(device: torch.device, *, most_elements: int = 2**28, every: int = 1) -> Iterator[Case]:
+def memory_cases(device: torch.device, *, most_elements: int = 2**28, every: int = 1) -> Iterator[TimedCall]:
     """Yield elementwise operations cold and warm, and operations along rows."""
     for precision in ("bf16", "fp32"):
         dtype = DTYPES[precision]
@@ -247,8 +247,8 @@ def memory_cases(device: torch.device, *, most_elements: int = 2**28, every: int
                 yield _elementwise(name, _ELEMENTWISE[name], "fp16", inputs, warm=False)
 
 
-def _elementwise(name: str, make: _Make, precision: str, inputs: _Inputs, *, warm: bool) -> Case:
-    return Case(
+def _elementwise(name: str, make: _Make, precision: str, inputs: _Inputs, *, warm: bool) -> TimedCall:
+    return TimedCall(
         operation=name,
         dtype=precision,
         variant="warm" if warm else "cold",
@@ -259,9 +259,9 @@ def _elementwise(name: str, make: _Make, precision: str, inputs: _Inputs, *, war
     )
 
 
-def _by_row(name: str, make: _Make, precision: str, inputs: _Inputs) -> Case:
+def _by_row(name: str, make: _Make, precision: str, inputs: _Inputs) -> TimedCall:
     rows, columns = inputs.shape
-    return Case(
+    return TimedCall(
         operation=name,
         dtype=precision,
         columns=("rows", "columns"),
@@ -278,7 +278,7 @@ _EMBEDDINGS = ((10000, 768), (32000, 2048), (50257, 768), (50257, 1600), (128256
 _INDEXING = ("embedding", "embedding_backward", "index_select", "index_add", "index_put", "sort_tokens")
 
 
-def index_cases(device: torch.device, *, every: int = 1) -> Iterator[Case]:
+def index_cases(device: torch.device, *, every: int = 1) -> Iterator[TimedCall]:
     for precision in ("fp32", "bf16"):
         for vocab, width in _EMBEDDINGS[::every]:
             for tokens in _TOKENS[::every]:
@@ -286,7 +286,7 @@ def index_cases(device: torch.device, *, every: int = 1) -> Iterator[Case]:
                     yield _indexing(name, precision, tokens, vocab, width, device)
 
 
-def _indexing(name: str, precision: str, tokens: int, vocab: int, width: int, device: torch.device) -> Case:
+def _indexing(name: str, precision: str, tokens: int, vocab: int, width: int, device: torch.device) -> TimedCall:
     dtype = DTYPES[precision]
     weights: list[Tensor] = []
 
@@ -306,7 +306,7 @@ def _indexing(name: str, precision: str, tokens: int, vocab: int, width: int, de
         }
         return calls[name]
 
-    return Case(
+    return TimedCall(
         operation=name,
         dtype=precision,
         columns=("tokens", "vocab", "width"),
@@ -360,18 +360,18 @@ _FOREACH = (
 )
 
 
-def list_cases(device: torch.device, *, most_elements: int = 2**30, every: int = 1) -> Iterator[Case]:
+def list_cases(device: torch.device, *, most_elements: int = 2**30, every: int = 1) -> Iterator[TimedCall]:
     for name in _FOREACH:
         for tensors, elements in _LISTS[::every]:
             if tensors * elements <= most_elements:
                 yield _list_case(name, tensors, elements, device)
 
 
-def _list_case(name: str, tensors: int, elements: int, device: torch.device) -> Case:
+def _list_case(name: str, tensors: int, elements: int, device: torch.device) -> TimedCall:
     def make() -> Call:
         return _foreach(name, [[torch.rand(elements, device=device) for _ in range(tensors)] for _ in range(4)])
 
-    return Case(
+    return TimedCall(
         operation=name,
         dtype="fp32",
         columns=("tensors", "elements"),

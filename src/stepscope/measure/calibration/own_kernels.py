@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from stepscope import kernels
-from stepscope.measure.calibration.clock import Call, Case
+from stepscope.measure.calibration.clock import Call, TimedCall
 
 _ROWS_AND_WIDTHS = ((512, 768), (2048, 1024), (4096, 2048), (8192, 1600), (16384, 4096))
 _LOGITS = ((512, 10000), (2048, 50257), (8192, 32000))
@@ -15,7 +15,7 @@ _HEAD_DIM = 64
 _Run = Callable[..., Tensor | tuple[Tensor, ...]]
 
 
-def own_cases(device: torch.device, *, every: int = 1) -> Iterator[Case]:
+def own_cases(device: torch.device, *, every: int = 1) -> Iterator[TimedCall]:
     for rows, width in _ROWS_AND_WIDTHS[::every]:
         yield from _passes("own_rms_norm", rows, width, device, kernels.rms_norm, vectors=1)
         yield from _passes("own_add_rms_norm", rows, width, device, kernels.add_rms_norm, inputs=2, vectors=1)
@@ -40,7 +40,7 @@ def _cross_entropy(logits: Tensor) -> Tensor:
 
 def _passes(
     operation: str, rows: int, width: int, device: torch.device, run: _Run, *, inputs: int = 1, vectors: int = 0
-) -> Iterator[Case]:
+) -> Iterator[TimedCall]:
     def make(*, backward: bool) -> Call:
         tensors = [torch.randn(rows, width, device=device, dtype=torch.bfloat16) for _ in range(inputs)]
         tensors += [torch.ones(width, device=device) for _ in range(vectors)]
@@ -53,7 +53,7 @@ def _passes(
         return lambda: torch.autograd.grad(outputs, tracked, upstream, retain_graph=True)
 
     for passing in ("forward", "backward"):
-        yield Case(
+        yield TimedCall(
             operation=operation,
             dtype="bf16",
             variant=passing,
@@ -64,14 +64,14 @@ def _passes(
         )
 
 
-def _update(tensors: int, elements: int, device: torch.device) -> Case:
+def _update(tensors: int, elements: int, device: torch.device) -> TimedCall:
     def make() -> Call:
         params = [torch.rand(elements, device=device).requires_grad_() for _ in range(tensors)]
         for param in params:
             param.grad = torch.rand_like(param)
         return kernels.OneLaunchAdamW(params, lr=1e-9).step
 
-    return Case(
+    return TimedCall(
         operation="own_adamw",
         dtype="fp32",
         columns=("tensors", "elements"),

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from stepscope.measure.calibration.clock import Call, Case
+from stepscope.measure.calibration.clock import Call, TimedCall
 from stepscope.measure.environment import DTYPES
 
 # T tokens, O outputs and I inputs of a linear layer.
@@ -57,7 +57,7 @@ _BATCHES = (4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)
 _SIZES = ("m", "n", "k")
 
 
-def product_cases(device: torch.device, *, every: int = 1, most_flops: float = float("inf")) -> Iterator[Case]:
+def product_cases(device: torch.device, *, every: int = 1, most_flops: float = float("inf")) -> Iterator[TimedCall]:
     """Yield all products, the dtypes that most people train in first. `every` keeps one in so many."""
     for precision, draws in _DRAWS.items():
         limit = _MOST_FLOPS[precision]
@@ -128,7 +128,9 @@ def _stored(rows: int, columns: int, *, transposed: bool, device: torch.device, 
     return torch.randn(rows, columns, device=device, dtype=dtype)
 
 
-def _product(device: torch.device, precision: str, layout: str, m: int, n: int, k: int, *, bias: bool = False) -> Case:
+def _product(
+    device: torch.device, precision: str, layout: str, m: int, n: int, k: int, *, bias: bool = False
+) -> TimedCall:
     """The left side was just computed; the right side, a weight or a saved activation, comes from memory."""
     dtype = DTYPES[precision]
     left: list[Tensor] = []
@@ -143,7 +145,7 @@ def _product(device: torch.device, precision: str, layout: str, m: int, n: int, 
             return lambda: torch.addmm(added, left[0], right)
         return lambda: torch.mm(left[0], right)
 
-    return Case(
+    return TimedCall(
         operation="addmm" if bias else "mm",
         dtype=precision,
         variant=layout,
@@ -154,7 +156,7 @@ def _product(device: torch.device, precision: str, layout: str, m: int, n: int, 
     )
 
 
-def _batched(device: torch.device, precision: str, layout: str, batch: int, m: int, n: int, k: int) -> Case:
+def _batched(device: torch.device, precision: str, layout: str, batch: int, m: int, n: int, k: int) -> TimedCall:
     dtype = DTYPES[precision]
 
     def make() -> Call:
@@ -167,7 +169,7 @@ def _batched(device: torch.device, precision: str, layout: str, batch: int, m: i
         right = right.transpose(1, 2) if layout[1] == "t" else right
         return lambda: torch.bmm(left, right)
 
-    return Case(
+    return TimedCall(
         operation="bmm",
         dtype=precision,
         variant=layout,

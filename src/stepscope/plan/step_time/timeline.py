@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from stepscope.plan.fusion import fuse, is_compiled
-from stepscope.plan.host_time import FREE_OF_GRAPH, HostModel, share_modules
-from stepscope.plan.kernels_of import Bound, KernelModel, PlannedKernel
-from stepscope.plan.measured_times import MeasuredTimes
-from stepscope.plan.operator_kinds import FREE, short_name
-from stepscope.plan.rewritten_step import merge_products, use_working_weights
+from stepscope.plan.step_time.fusion import fuse, is_compiled
+from stepscope.plan.step_time.host_time import FREE_OF_GRAPH, HostModel, share_modules
+from stepscope.plan.step_time.kernels_of import Bound, KernelModel, PlannedKernel
+from stepscope.plan.step_time.measured_times import MeasuredTimes
+from stepscope.plan.step_time.operator_kinds import FREE, short_name
+from stepscope.plan.step_time.rewritten_step import merge_products, use_working_weights
 from stepscope.recording.rows.calibration import Calibration
 
 if TYPE_CHECKING:
@@ -28,7 +28,7 @@ _SCALED_ERROR = 0.25  # of times that were scaled by data sheets
 _MODEL_ERROR = 0.04  # of sums of kernels, beyond the error of single ones
 
 
-class PhaseTime(msgspec.Struct, frozen=True, kw_only=True):
+class PredictedPhase(msgspec.Struct, frozen=True, kw_only=True):
     """One phase: its time, the GPU's busy time, the host's time, and what most of the time goes to."""
 
     name: str
@@ -46,7 +46,7 @@ class PredictedStep(msgspec.Struct, frozen=True, kw_only=True):
     ns: float
     interval_ns: tuple[float, float]
     bound: Bound
-    phases: tuple[PhaseTime, ...]
+    phases: tuple[PredictedPhase, ...]
     gpu: str
     host: str
     is_rough: bool
@@ -147,7 +147,7 @@ def _run(
     launched = {kernel.position: kernel for kernel in kernels}
     latency_ns = 0.0 if graph else calibration.constants.get("launch_to_start_ns", 8000.0) / 2
     saved_ns = _gap_saved(calibration) if graph else 0.0
-    timeline = _Timeline(latency_ns)
+    timeline = _TwoClocks(latency_ns)
     for position, operation in enumerate(operations):
         timeline.enter(operation.phase)
         timeline.call(costs[position])
@@ -159,7 +159,7 @@ def _run(
     return _summarize(timeline, kernels, host, calibration)
 
 
-class _Timeline:
+class _TwoClocks:
     """Two clocks, in nanoseconds from the start of the step, and where each phase ended on the GPU."""
 
     def __init__(self, latency_ns: float) -> None:
@@ -261,10 +261,10 @@ def _gap_saved(calibration: Calibration) -> float:
 
 
 def _summarize(
-    timeline: _Timeline, kernels: Sequence[PlannedKernel], host: HostModel, calibration: Calibration
+    timeline: _TwoClocks, kernels: Sequence[PlannedKernel], host: HostModel, calibration: Calibration
 ) -> PredictedStep:
     phases = tuple(
-        PhaseTime(
+        PredictedPhase(
             name=name,
             ns=took_ns,
             gpu_ns=timeline.gpu_by_phase[name],
@@ -309,7 +309,7 @@ def _bound(name: str, took_ns: float, gpu_ns: float, kernels: Sequence[PlannedKe
     return max(by_bound, key=lambda bound: by_bound[bound], default="memory")
 
 
-def _error(phases: Sequence[PhaseTime], kernels: Sequence[PlannedKernel], host: HostModel) -> float:
+def _error(phases: Sequence[PredictedPhase], kernels: Sequence[PlannedKernel], host: HostModel) -> float:
     """The relative standard deviation. Kernels of one kind err together, and so do the calls of a phase."""
     by_name: dict[str, float] = defaultdict(float)
     for kernel in kernels:

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from stepscope.plan.kernels_of import list_operands
-from stepscope.plan.operator_kinds import HostClass, host_class, short_name
+from stepscope.plan.step_time.kernels_of import list_operands
+from stepscope.plan.step_time.operator_kinds import HostClass, host_class, short_name
 from stepscope.recording.rows.calibration import Calibration, HostTrial
 
 if TYPE_CHECKING:

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from stepscope.plan.fusion import SHARED, share_casts
-from stepscope.plan.operator_kinds import short_name
+from stepscope.plan.step_time.fusion import SHARED, share_casts
+from stepscope.plan.step_time.operator_kinds import short_name
 
 if TYPE_CHECKING:
     from stepscope.plan.operation import Operation, TensorFacts

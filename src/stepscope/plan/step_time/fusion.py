@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from stepscope.plan.kernels_of import ITEM_BYTES
-from stepscope.plan.operator_kinds import FREE, INDEXING, PRODUCTS, REDUCTIONS, ROWS, VIEWS, short_name
+from stepscope.plan.step_time.kernels_of import ITEM_BYTES
+from stepscope.plan.step_time.operator_kinds import FREE, INDEXING, PRODUCTS, REDUCTIONS, ROWS, VIEWS, short_name
 
 if TYPE_CHECKING:
     from stepscope.plan.operation import Operation, TensorFacts

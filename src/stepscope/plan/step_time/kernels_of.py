@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Literal
 
 import msgspec
 
-from stepscope.plan.measured_times import Estimate, MeasuredTimes, Sizes
-from stepscope.plan.operator_kinds import (
+from stepscope.plan.step_time.measured_times import Estimate, MeasuredTimes, Sizes
+from stepscope.plan.step_time.operator_kinds import (
     BYTES_PER_ELEMENT,
     COPIES,
     CREATIONS,
