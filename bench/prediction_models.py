@@ -4,11 +4,12 @@ gradient checkpointing, and bf16 weights without autocast.
     stepscope plan --model bench/prediction_models.py:build --set family=opt,optimizer=sgd-momentum --context 512
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
-OPTIMIZERS: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
+OPTIMIZERS: dict[str, tuple[Callable[..., torch.optim.Optimizer], dict[str, Any]]] = {
     "adamw-foreach": (torch.optim.AdamW, {"foreach": True}),
     "adamw-fused": (torch.optim.AdamW, {"fused": True}),
     "adam-loop": (torch.optim.Adam, {"foreach": False}),

@@ -294,7 +294,7 @@ class _Standby:
 def _stand_by(requests: socket.socket, streams: list[int]) -> int:
     """Wait for the module to run, run it in its own session, and return its exit status.
 
-    Until then it holds the streams of the command open: whoever has read them to their end knows that it is gone.
+    Until then it holds the streams of the command open, so that their end means that it is gone.
     """
     content, received, _, _ = socket.recv_fds(requests, _LONGEST, 2)
     if not content:

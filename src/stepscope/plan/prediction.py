@@ -13,11 +13,11 @@ from stepscope.cost.sharding import Sharding
 from stepscope.plan.assumptions import Accelerator
 from stepscope.plan.owners import CATEGORIES
 from stepscope.plan.places import BUILD, FORWARD
-from stepscope.plan.step_time.rank_time import time_ranks
 from stepscope.plan.ranks import RankMemory
 from stepscope.plan.replayed_memory import ReplayedMemory, TimelinePoint
 from stepscope.plan.simulation import Simulation, simulate_workload
 from stepscope.plan.step_time import NotCalibratedError, PredictedStep, predict_step
+from stepscope.plan.step_time.rank_time import time_ranks
 from stepscope.recording.rows.calibration import Calibration
 from stepscope.recording.rows.memory_summary import CategoryBytes, ModuleBytes
 from stepscope.recording.rows.plan_result import (

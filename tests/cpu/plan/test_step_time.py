@@ -7,9 +7,9 @@ import pytest
 
 from stepscope.errors import StepscopeError
 from stepscope.hardware import find
-from stepscope.plan.step_time.data_sheets import assume_links, predict_data_parallel, scale_calibration
 from stepscope.plan.operation import Operation, TensorFacts
 from stepscope.plan.step_time import predict_step
+from stepscope.plan.step_time.data_sheets import assume_links, predict_data_parallel, scale_calibration
 from stepscope.plan.step_time.fusion import fuse
 from stepscope.plan.step_time.kernels_of import KernelModel
 from stepscope.plan.step_time.measured_times import MeasuredTimes, is_aligned_product

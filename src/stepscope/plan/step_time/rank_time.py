@@ -5,10 +5,10 @@ from collections.abc import Sequence
 from stepscope import cost
 from stepscope.cost.overlap import Compute, Layer, StepTime
 from stepscope.cost.sharding import LayerSize
-from stepscope.plan.step_time.data_sheets import assume_links
 from stepscope.plan.ranks import find_layers
 from stepscope.plan.simulation import ParameterSize
 from stepscope.plan.step_time import PredictedStep
+from stepscope.plan.step_time.data_sheets import assume_links
 from stepscope.recording.rows.links import Links
 from stepscope.recording.rows.plan_result import PlannedRanks
 

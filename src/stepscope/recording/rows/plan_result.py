@@ -47,8 +47,8 @@ ALONE = PlannedRanks()
 
 
 class PlannedPhase(msgspec.Struct, frozen=True, kw_only=True):
-    """A phase of a step. If a step runs it several times, its time is their sum, and its memory the highest. Times need a
-    table of the GPU."""
+    """A phase of a step. If a step runs it several times, its time is their sum, and its memory the highest. Times need
+    a table of the GPU."""
 
     phase: str
     peak_bytes: int
