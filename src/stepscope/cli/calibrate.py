@@ -25,8 +25,8 @@ def calibrate(
 ) -> None:
     """Measure how fast this GPU and its host are, for `stepscope plan`.
 
-    Times GEMMs, memory-bound operations, attention, launches and the host, in under five minutes. The H200's table
-    comes with stepscope; other GPUs are estimated from data sheets until they are calibrated.
+    Times GEMMs, memory-bound operations, attention, launches and the host, in under five minutes. A table
+    also serves for other GPUs, estimated with data sheets.
     """
     from stepscope.jobs.calibrate import calibrate as measure
     from stepscope.jobs.calibrate import summarize
