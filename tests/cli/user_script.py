@@ -42,6 +42,12 @@ def train_faster(
     return step.summary(), losses
 
 
+def predict(chosen: stepscope.Workload) -> tuple[bool, int, str]:
+    planned: stepscope.StepPlan = stepscope.plan(chosen, gpu="H200")
+    found: stepscope.Fit = stepscope.plan_fit(chosen, fit="24GB")
+    return planned.fits, planned.peak_allocated_bytes, found.proposals.render("md")
+
+
 @stepscope.annotate("forward")
 def measure(path: str) -> stepscope.Workload:
     shape = stepscope.ModelShape(d_model=64, d_ff=128, num_layers=2, num_heads=2, num_kv_heads=2)
