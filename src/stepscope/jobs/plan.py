@@ -19,7 +19,7 @@ from stepscope.jobs.experiments.sweep import PlannedCase
 from stepscope.jobs.plan_target import Target, find_here, make_target, open_target
 from stepscope.jobs.recorders.recording_job import explain_failure
 from stepscope.jobs.workers.messages import PredictStep, StepPredicted
-from stepscope.jobs.workers.process import OnStage, Workers, require_torch
+from stepscope.jobs.workers.process import Died, OnStage, Workers, require_torch
 from stepscope.recording.rows.bench import PredictedCase
 from stepscope.recording.rows.plan_result import ALONE, PlannedRanks, PlanResult, StepPrediction, judge_fit
 from stepscope.spec import Case, Grid, HuggingFace, Timing, Workload, flag_of
@@ -40,7 +40,8 @@ class Planner:
     def __init__(self, target: Target, *, on_stage: OnStage = lambda _: None, at_once: int = 1) -> None:
         self.target = target
         self._on_stage = on_stage
-        self._at_once = min(at_once, _MOST_AT_ONCE)
+        # Threads that live as long as their processes: Linux kills those whose thread has ended.
+        self._threads = ThreadPoolExecutor(min(at_once, _MOST_AT_ONCE))
         self._idle: list[Workers] = []
         self._all: list[Workers] = []
         self._known: dict[tuple[Workload, PlannedRanks], PlanResult | StepscopeError] = {}
@@ -58,6 +59,7 @@ class Planner:
     ) -> None:
         for workers in self._all:
             workers.__exit__(kind, error, traceback)
+        self._threads.shutdown()
 
     def predict(self, workload: Workload, ranks: PlannedRanks = ALONE) -> PlanResult:
         """Raise StepscopeError if the workload cannot be simulated."""
@@ -69,15 +71,11 @@ class Planner:
     def predict_all(
         self, workloads: Sequence[Workload], ranks: PlannedRanks = ALONE
     ) -> list[PlanResult | StepscopeError]:
-        """The predictions, or why there is none, in the order of the workloads."""
+        """The predictions, or why there is none, in the order of the workloads. Raise StepscopeError if the process of
+        one died, which says nothing about its workload."""
         wanted = [(one, ranks) for one in workloads]
         missing = [one for one in dict.fromkeys(wanted) if one not in self._known]
-        threads = min(self._at_once, len(missing))
-        if threads > 1:
-            with ThreadPoolExecutor(threads) as pool:
-                self._known |= dict(zip(missing, pool.map(self._simulate, missing), strict=True))
-        else:
-            self._known |= {one: self._simulate(one) for one in missing}
+        self._known |= dict(zip(missing, self._threads.map(self._simulate, missing), strict=True))
         return [self._known[one] for one in wanted]
 
     def _simulate(self, wanted: tuple[Workload, PlannedRanks]) -> PlanResult | StepscopeError:
@@ -88,7 +86,10 @@ class Planner:
         self._idle.append(workers)
         if isinstance(ended.answer, StepPredicted):
             return assemble(ended.answer.prediction, self.target)
-        return explain_failure(ended, case, "predicted")
+        failure = explain_failure(ended, case, "predicted")
+        if isinstance(ended.answer, Died):
+            raise failure
+        return failure
 
     def _start(self, workload: Workload) -> Workers:
         more = ("transformers.modeling_utils",) if isinstance(workload.model, HuggingFace) else ()

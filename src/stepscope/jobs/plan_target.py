@@ -69,7 +69,7 @@ def make_target(
     card: Hardware, memory_bytes: int | None, table: Calibration | None = None, *, is_here: bool = False
 ) -> Target:
     accelerator = accelerator_of(card)
-    memory = memory_bytes or accelerator.memory_bytes
+    memory = accelerator.memory_bytes if memory_bytes is None else memory_bytes
     return Target(
         accelerator=msgspec.structs.replace(accelerator, memory_bytes=memory),
         hardware=card,

@@ -259,7 +259,7 @@ def limits_table(found: FitResult) -> Table:
         ),
         rows=tuple(_limit_row(one) for one in found.limits),
         notes=tuple(
-            f"The model has no more than {one.value} positions." for one in found.limits if one.is_cap and one.value
+            f"The model refuses a {one.setting} of {one.beyond}." for one in found.limits if one.is_cap and one.value
         ),
     )
 
