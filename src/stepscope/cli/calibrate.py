@@ -28,8 +28,8 @@ def calibrate(
     Times GEMMs, memory-bound operations, attention, launches and the host, in under five minutes. A table
     also serves for other GPUs, estimated with data sheets.
     """
+    from stepscope.explain.experiments.calibration_tables import calibration_table
     from stepscope.jobs.calibrate import calibrate as measure
-    from stepscope.jobs.calibrate import summarize
     from stepscope.render.tables import render
 
     check_target(out, force=force, flag="--out", command="stepscope calibrate")
@@ -42,6 +42,6 @@ def calibrate(
             say(stage)
 
     calibration = measure(device=device, out=out, seconds=seconds, on_stage=on_stage)
-    show(render(summarize(calibration), format_, width=terminal_width()))
+    show(render(calibration_table(calibration), format_, width=terminal_width()))
     say(f"saved: {out}")
     say(f"next: stepscope plan --calibration {out}")

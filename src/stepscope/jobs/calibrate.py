@@ -4,7 +4,6 @@ from collections.abc import Callable
 from pathlib import Path
 
 from stepscope.errors import StepscopeError
-from stepscope.findings import Cell, Column, Table
 from stepscope.jobs.workers.cpu_limits import limit_instructions
 from stepscope.jobs.workers.process import require_torch
 from stepscope.recording.rows.calibration import Calibration, write_calibration
@@ -29,26 +28,3 @@ def calibrate(*, device: str, out: Path, seconds: float, on_stage: Callable[[str
     calibration = measure_calibration(resolve_device(device), seconds=seconds, on_stage=on_stage)
     write_calibration(calibration, out)
     return calibration
-
-
-def summarize(calibration: Calibration) -> Table:
-    """What was measured, operation by operation: how many sizes, and the fastest and slowest time."""
-    groups: dict[tuple[str, str], list[int]] = {}
-    for one in calibration.series:
-        groups.setdefault((one.operation, one.dtype), []).extend(row[-1] for row in one.rows)
-    rows: list[tuple[Cell, ...]] = [
-        (operation, dtype, len(times_ns), min(times_ns) / 1e6, max(times_ns) / 1e6)
-        for (operation, dtype), times_ns in groups.items()
-    ]
-    return Table(
-        title=f"calibration of {calibration.gpu}, {calibration.wall_s:.0f} s",
-        columns=(
-            Column(key="operation", label="operation"),
-            Column(key="dtype", label="dtype"),
-            Column(key="sizes", label="sizes", kind="count"),
-            Column(key="fastest_ms", label="fastest", kind="ms"),
-            Column(key="slowest_ms", label="slowest", kind="ms"),
-        ),
-        rows=tuple(rows),
-        notes=tuple(f"not measured: {reason}" for reason in calibration.skipped),
-    )

@@ -13,18 +13,6 @@ from torch import Tensor, nn
 from stepscope.plan.places import BUILD, FORWARD, ProgramPlaces
 from stepscope.plan.tracking import CPU, WORKSPACE, SimulatedAllocation, Tracker
 
-CATEGORIES = (
-    "parameters",
-    "gradients",
-    "optimizer state",
-    "activations",
-    "autocast copies",
-    "temporaries",
-    "workspaces",
-    "communication",
-    "other",
-)
-
 
 class Owner(NamedTuple):
     """The category of an allocation, and the parameter that it belongs to; empty if it belongs to none."""
@@ -38,7 +26,7 @@ class Owner(NamedTuple):
 
 
 class MemoryOwners:
-    """MemoryOwners of allocations by their number. `note` looks at what is held now."""
+    """The owners of allocations by their number. `note` looks at what is held now."""
 
     def __init__(self, tracker: Tracker, places: ProgramPlaces) -> None:
         self.known: dict[int, Owner] = {}

@@ -11,15 +11,15 @@ import torch
 from stepscope import cost
 from stepscope.cost.sharding import Sharding
 from stepscope.plan.assumptions import Accelerator
-from stepscope.plan.owners import CATEGORIES
 from stepscope.plan.places import BUILD, FORWARD
 from stepscope.plan.ranks import RankMemory
 from stepscope.plan.replayed_memory import ReplayedMemory, TimelinePoint
 from stepscope.plan.simulation import Simulation, simulate_workload
 from stepscope.plan.step_time import NotCalibratedError, PredictedStep, predict_step
 from stepscope.plan.step_time.rank_time import time_ranks
+from stepscope.recording.memory.labels import CATEGORIES
 from stepscope.recording.rows.calibration import Calibration
-from stepscope.recording.rows.memory_summary import CategoryBytes, ModuleBytes
+from stepscope.recording.rows.memory_summary import ModuleBytes
 from stepscope.recording.rows.plan_result import (
     ALONE,
     PlannedPhase,
@@ -63,7 +63,7 @@ def predict_workload(
         reserved_bytes=memory.reserved_bytes,
         context_bytes=gpu.context_bytes,
         workspace_bytes=memory.workspace_bytes,
-        categories=tuple(CategoryBytes(category=one.category, bytes=one.bytes) for one in memory.categories),
+        categories=memory.categories,
         phases=_phases(memory, timed),
         modules=tuple(ModuleBytes(module=one.module or OUTSIDE, bytes=one.bytes) for one in memory.modules),
         timeline=_timeline(memory.timeline),

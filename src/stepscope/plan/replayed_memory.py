@@ -6,23 +6,13 @@ from typing import NamedTuple
 
 import msgspec
 
-from stepscope.plan.owners import CATEGORIES, Owner
+from stepscope.plan.owners import Owner
 from stepscope.plan.tracking import WORKSPACE
 from stepscope.recording.memory.allocator_model import PLACEMENTS, AllocatorModel, MemoryEvent, OutOfSpaceError
+from stepscope.recording.memory.labels import CATEGORIES
+from stepscope.recording.rows.memory_summary import CategoryBytes, ModuleBytes
 
 POINTS = 1000  # of a timeline
-
-
-class CategoryPeak(msgspec.Struct, frozen=True, kw_only=True):
-    category: str
-    bytes: int
-
-
-class ModulePeak(msgspec.Struct, frozen=True, kw_only=True):
-    """What a module holds at the peak; empty for what belongs to none."""
-
-    module: str
-    bytes: int
 
 
 class PhasePeak(msgspec.Struct, frozen=True, kw_only=True):
@@ -79,8 +69,8 @@ class ReplayedMemory(msgspec.Struct, frozen=True, kw_only=True):
     peak_phase: str
     peak_module: str
     peak_operator: str
-    categories: tuple[CategoryPeak, ...]
-    modules: tuple[ModulePeak, ...]
+    categories: tuple[CategoryBytes, ...]
+    modules: tuple[ModuleBytes, ...]
     phases: tuple[PhasePeak, ...]
     timeline: tuple[TimelinePoint, ...]
 
@@ -149,8 +139,8 @@ def replay_memory(events: StepEvents, requests: Sequence[Request]) -> ReplayedMe
         peak_phase=peak.phase,
         peak_module=peak.module,
         peak_operator=peak.operator,
-        categories=tuple(CategoryPeak(category=name, bytes=categories[name]) for name in CATEGORIES),
-        modules=tuple(ModulePeak(module=name, bytes=size) for name, size in modules.most_common()),
+        categories=tuple(CategoryBytes(category=name, bytes=categories[name]) for name in CATEGORIES),
+        modules=tuple(ModuleBytes(module=name, bytes=size) for name, size in modules.most_common()),
         phases=tuple(PhasePeak(phase=name, bytes=size) for name, size in main.phases.items()),
         timeline=tuple(main.timeline()),
     )

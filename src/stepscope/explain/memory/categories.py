@@ -19,18 +19,9 @@ from typing import Any
 import numpy as np
 import polars as pl
 
-CATEGORIES = (
-    "parameters",
-    "gradients",
-    "optimizer state",
-    "activations",
-    "autocast copies",
-    "temporaries",
-    "workspaces",
-    "communication",
-    "other",
-    "unknown",
-)
+from stepscope.recording.memory import labels
+
+CATEGORIES = (*labels.CATEGORIES, "unknown")
 # Long-lived memory is at the bottom. These categories are in every chart, even if empty, so that each has the same
 # colour everywhere. Other categories go on top if there are any.
 STACKED = (

@@ -12,6 +12,17 @@ Bytes = Annotated[int, msgspec.Meta(ge=0, le=2**62)]
 SCHEMA = "stepscope.memory-labels/1"
 KEY = "stepscope"  # in the snapshot
 SNAPSHOT_NAME = "snapshot.pickle"
+CATEGORIES = (
+    "parameters",
+    "gradients",
+    "optimizer state",
+    "activations",
+    "autocast copies",
+    "temporaries",
+    "workspaces",
+    "communication",
+    "other",
+)
 NOBODY = -1  # no operator: allocated before the recording, or while operators were not recorded
 
 
