@@ -181,11 +181,16 @@ def work(what: dict[str, Any]) -> int:
     settings = shrink(truth.settings) if what["tiny"] else truth.settings
     import_all(settings)
     from stepscope.measure.environment import resolve_device
+    from stepscope.measure.memory.limits import limit_memory
+    from stepscope.plan.assumptions import CONTEXT_BYTES
     from stepscope.spec import build_case
     from stepscope.step import build
 
     device = resolve_device(what["device"])
-    workload = build_case(settings | {"device": what["device"]}).workload
+    case = build_case(settings | {"device": what["device"]})
+    workload = case.workload
+    if case.timing.memory_limit is not None:
+        limit_memory(device, case.timing.memory_limit - CONTEXT_BYTES)
     step = build(workload, device) if truth.is_compiled else None
     warmup_ms = [] if step is None else warm_up(step)
     print(json.dumps({"ready": True}), file=answers, flush=True)

@@ -1,7 +1,8 @@
 """The workloads of `prediction.py`. Each is the settings of a `stepscope plan` command.
 
-Groups were fixed before anything was measured. Whoever works on the prediction may look at `tuned-on`; `held-out` only
-scores it; `frozen` is measured after the code is finished.
+`tuned-on` and `held-out` were fixed before anything was measured. The prediction was tuned on the first; the second
+only scores it. `frozen` was measured, and `chosen-later` even chosen, after the code of the prediction was finished.
+`proposals` are changes that `stepscope plan --fit` proposes, and run with no more memory than it was asked to fit.
 """
 
 from typing import Any, NamedTuple
@@ -298,10 +299,98 @@ _FROZEN: dict[str, Settings] = {
     },
     "grouped fp32": GROUPED | {"batch": 4, "context": 640, "attention": "sdpa"},
 }
+_CHOSEN_LATER: dict[str, Settings] = {
+    "falcon 0.5B": _own(
+        "falcon",
+        {"hidden_size": 1024, "num_hidden_layers": 16, "num_attention_heads": 16},
+        optimizer="adamw-fused",
+        batch=4,
+        context=1024,
+        precision="bf16",
+    ),
+    "starcoder2 eager fp32": _own(
+        "starcoder2",
+        {
+            "hidden_size": 1536,
+            "intermediate_size": 6144,
+            "num_hidden_layers": 18,
+            "num_attention_heads": 12,
+            "num_key_value_heads": 2,
+        },
+        optimizer="sgd-momentum",
+        attention="naive",
+        batch=2,
+        context=512,
+    ),
+    "gpt2 large": _own(
+        "gpt2",
+        {"n_embd": 1280, "n_layer": 36, "n_head": 20},
+        optimizer="adamw-foreach",
+        batch=4,
+        context=512,
+        precision="bf16",
+    ),
+    "llama 2.6B recomputed": _own(
+        "llama",
+        {
+            "hidden_size": 2560,
+            "intermediate_size": 6912,
+            "num_hidden_layers": 30,
+            "num_attention_heads": 20,
+            "num_key_value_heads": 4,
+        },
+        optimizer="adamw-fused",
+        recompute=True,
+        batch=2,
+        context=1024,
+        precision="bf16",
+    ),
+    "olmo2 tied": _own(
+        "olmo2",
+        {
+            "hidden_size": 1024,
+            "intermediate_size": 2816,
+            "num_hidden_layers": 16,
+            "num_attention_heads": 16,
+            "num_key_value_heads": 8,
+            "tie_word_embeddings": True,
+        },
+        optimizer="rmsprop",
+        batch=6,
+        context=768,
+        precision="bf16",
+    ),
+    "medium sdpa, 2 passes": {
+        "size": "medium",
+        "batch": 8,
+        "context": 768,
+        "precision": "bf16",
+        "attention": "sdpa",
+        "grad_accumulation": 2,
+        "optimizer": "adamw-fused",
+    },
+}
+_FASTER = {"precision": "bf16", "attention": "flash", "optimizer": "adamw-fused", "context": 1024}
+_PROPOSALS: dict[str, Settings] = {
+    "xl in 48 GB, batch 2": {"size": "xl", "batch": 2, "memory_limit": 48_000_000_000} | _FASTER,
+    "2.7B in 80 GB, batch 4": {"size": "2.7B", "batch": 4, "memory_limit": 80_000_000_000} | _FASTER,
+    "xl in 48 GB, checkpoints, batch 26": {"size": "xl", "batch": 26, "checkpoint": "4", "memory_limit": 48_000_000_000}
+    | _FASTER,
+    "xl in 48 GB, fp32, checkpoints": {
+        "size": "xl",
+        "context": 1024,
+        "checkpoint": "7",
+        "memory_limit": 48_000_000_000,
+    },
+    "xl in 48 GB, batch 3, does not fit": {"size": "xl", "batch": 3, "memory_limit": 48_000_000_000} | _FASTER,
+    "2.7B in 80 GB, batch 5, does not fit": {"size": "2.7B", "batch": 5, "memory_limit": 80_000_000_000} | _FASTER,
+}
 _GROUPS: dict[str, tuple[dict[str, Settings], ...]] = {
     "tuned-on": (_TUNED_ON, _COMPILED_TUNED_ON),
     "held-out": (_HELD_OUT, _COMPILED_HELD_OUT),
     "frozen": (_FROZEN,),
+    "chosen-later": (_CHOSEN_LATER,),
+    "proposals": (_PROPOSALS,),
 }
 TRUTHS: dict[str, Truth] = {
     name: Truth(group, name, settings)

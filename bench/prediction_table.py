@@ -12,6 +12,7 @@ from prediction_cases import GROUPS
 from worker_process import ROOT
 
 Row = dict[str, Any]
+_EARLY = 0.8  # of a step: if the CPU has launched everything by then, the step waits for the GPU
 
 
 def predict(rows: list[Row], *, gpu: str, calibration: Path | None) -> list[Row]:
@@ -94,7 +95,19 @@ def _summaries(rows: list[Row]) -> Iterator[str]:
                         f"{group}{', compiled' * is_compiled}, {what}: mean {100 * mean:.2f}%, worst "
                         f"{100 * errors[worst]:+.2f}% ({worst}), {len(errors)} workloads"
                     )
+    yield from _by_bound(rows)
     yield from _surprises(rows)
+
+
+def _by_bound(rows: list[Row]) -> Iterator[str]:
+    """The error of eager steps that wait for the GPU, and of those that wait for the CPU at least in part."""
+    eager = [row for row in rows if not row["compiled"] and not row["failure"] and time_error(row) is not None]
+    for what, is_early in (("launched in under 80% of the step", True), ("launched later", False)):
+        alike = [row for row in eager if (row["enqueue_ms"] < _EARLY * row["step_ms"]) == is_early]
+        errors = [abs(time_error(row) or 0.0) for row in alike]
+        if errors:
+            said = f"mean {100 * statistics.mean(errors):.2f}%, worst {100 * max(errors):.2f}%"
+            yield f"eager, {what}, step time: {said}, {len(errors)} workloads"
 
 
 def _surprises(rows: list[Row]) -> Iterator[str]:

@@ -1,5 +1,7 @@
 """Settings for all tests."""
 
+import gc
+import os
 import signal
 
 import pytest
@@ -9,6 +11,9 @@ from stepscope.jobs.workers.cpu_limits import limit_instructions
 
 # Before any test imports torch, and for every command that a test starts.
 limit_instructions()
+
+# Inductor would start a process that imports torch again, for every test and command that compiles.
+os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 
 # The time that an example takes depends more on the machine than on the code.
 settings.register_profile("stepscope", deadline=None)
@@ -43,6 +48,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if together or _shares_fixture(item):
             item.add_marker(pytest.mark.xdist_group(together[0] if together else file))
     items.sort(key=lambda item: item.get_closest_marker("xdist_group") is None)
+
+
+def pytest_collection_finish() -> None:
+    """What the test modules have imported is never garbage. To scan it takes a second, and many tests collect garbage,
+    or measure steps, before which it is collected."""
+    gc.collect()
+    gc.freeze()
 
 
 def _shares_fixture(item: pytest.Item) -> bool:

@@ -244,6 +244,30 @@ class Advice(msgspec.Struct, frozen=True, kw_only=True):
     fixes: tuple[Copyable, ...] = ()
 
 
+class MemoryLine(msgspec.Struct, frozen=True, kw_only=True):
+    """A change that needs less memory, or the largest batch that fits, with the command that runs it. `saving_bytes` is
+    None if it saves none. `adds_ns` is what it adds to the step, negative if it shortens it, None if that is unknown or
+    not its purpose; `finding` is the title of the finding that has this time."""
+
+    title: str
+    command: str
+    saving_bytes: int | None = None
+    adds_ns: int | None = None
+    is_measured: bool = False  # both were measured with the change, not predicted
+    finding: str = ""
+    note: str = ""
+
+
+class MemoryCard(msgspec.Struct, frozen=True, kw_only=True):
+    """What `stepscope plan` predicts for a run. `sentences` compare it with what was measured. The lines that matter
+    most come first; `command` searches further."""
+
+    sentences: tuple[str, ...]
+    lines: tuple[MemoryLine, ...]
+    command: str
+    notes: tuple[str, ...] = ()
+
+
 class Soundness(msgspec.Struct, frozen=True, kw_only=True):
     """The measurement quality: a verdict in one sentence, and the details behind it."""
 
@@ -274,6 +298,7 @@ STAGES: dict[str, StageText] = {
     "memory": StageText("memory snapshot", "memory over time"),
     "precision": StageText("comparison of precisions", "low-precision dtypes and errors"),
     "attention": StageText("comparison of attention implementations", "attention implementations"),
+    "plan": StageText("predictions of other settings", "advice on memory"),
 }
 # Those that run only on request, after the others.
 STAGES_ON_REQUEST: dict[str, StageText] = {
@@ -519,6 +544,7 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     facts: tuple[Fact, ...]
     picture: StepPicture | None = None  # None without a profile
     advice: tuple[Advice, ...] | None  # None if no rules ran
+    memory_card: MemoryCard | None = None  # None without predictions
     soundness: Soundness
     sections: tuple[Section, ...]
     commands: tuple[Copyable, ...] = ()

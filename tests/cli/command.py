@@ -1,7 +1,6 @@
 """Runs the command as a real process, in its own directory."""
 
 import json
-import os
 import signal
 import subprocess
 import sys
@@ -10,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from tests.cli.warm import FORKED, serve_with
+from tests.cli.warm import FORKED, inherited_variables, serve_with
 
 # A generous time limit for a busy machine: it bounds hangs and does not measure speed.
 PATIENCE_S = 240
@@ -18,14 +17,15 @@ TINY = ["--d-model", "16", "--d-ff", "32", "--num-layers", "1", "--num-heads", "
 TINY += ["--batch", "1", "--device", "cpu", "--warmup", "1", "--steps", "2"]
 
 
-# Verbs that run a model, and variables that neither Python nor torch reads when it starts.
+# Verbs that import torch, and variables that neither Python nor torch reads when it starts.
 MEASURING = {"bench", "profile", "memory", "precision", "attention", "comm", "train", "optimise", "report", "run"}
+MEASURING |= {"plan", "doctor"}
 HARMLESS = {"COLUMNS", "STEPSCOPE_CACHE", "SLURM_CONF", "RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}
 
 
 def stepscope(folder: Path, *arguments: str, **environment: str) -> "subprocess.CompletedProcess[str]":
     """Run a command to its end, without the time for imports where nothing depends on them."""
-    variables = os.environ | environment
+    variables = inherited_variables() | environment
     server = serve_with(torch=bool(MEASURING & {*arguments[:1]}))
     if server.would_differ_in(variables) <= HARMLESS:
         return server.run(folder, arguments, variables, PATIENCE_S)
@@ -41,7 +41,7 @@ def run_anew(folder: Path, *arguments: str, **environment: str) -> "subprocess.C
         text=True,
         check=False,
         timeout=PATIENCE_S,
-        env=os.environ | environment,
+        env=inherited_variables() | environment,
     )
 
 

@@ -60,6 +60,12 @@ def test_phases_are_those_of_a_step(document: dict[str, Any]) -> None:
     assert [one["phase"] for one in phases] == ["forward", "backward", "optimizer"]
 
 
+def test_next_command_has_the_memory_that_was_given(tmp_path: Path) -> None:
+    done = stepscope(tmp_path, "plan", *SMALL, "--gpu", "H200", "--memory", "600MB")
+    assert done.returncode == 0, done.stderr
+    assert "--gpu 'H200 SXM' --fit 600MB" in done.stderr
+
+
 def test_grid_is_one_table(tmp_path: Path) -> None:
     done = stepscope(
         tmp_path, "plan", *SMALL[:-4], "--context", "16", "--batch", "1,2", "--memory", "600MB", "--gpu", "T4"

@@ -34,21 +34,29 @@ _PR_SET_PDEATHSIG = 1
 _LONGEST = 1 << 20  # of a request, in bytes
 # What commands import while they run. The first group never imports torch.
 _ANALYSIS = ("cli", "api", "explain", "render", "recording", "recover", "jobs", "cost", "spec")
-_MEASURING = ("measure", "step", "nn", "kernels", "parallel", "fast")
+_MEASURING = ("measure", "step", "nn", "kernels", "parallel", "fast", "plan")
 # Before any test changes them.
 _VARIABLES = dict(os.environ)
-# Set by pytest for every test.
-_ITS_OWN = {"PYTEST_CURRENT_TEST"}
+# Set in the process of the tests alone: by pytest, Inductor (one is an address), Lightning and Polars, and by us when a
+# test builds a Hugging Face model or joins a group.
+_ITS_OWN = {"PYTEST_CURRENT_TEST", "TORCHINDUCTOR_CACHE_DIR", "_TORCHINDUCTOR_PYOBJECT_TENSOR_DATA_PTR"}
+_ITS_OWN |= {"PYTORCH_NVML_BASED_CUDA_CHECK", "_RJEM_MALLOC_CONF"}
+_ITS_OWN |= {"HF_HUB_OFFLINE", "TORCH_NCCL_ENABLE_TIMING", "GLOO_SOCKET_IFNAME"}
 _OPTIONAL = "stepscope.api.mcp_server"
 # Modules that a command runs in a process of their own, and the most that it starts one after another.
 _STARTED = ("stepscope.jobs.workers.nursery", "stepscope.api.finish_run")
 _MOST_STARTED = dict.fromkeys(
-    ("bench", "profile", "memory", "precision", "attention", "comm", "train", "optimise", "run"), 1
+    ("bench", "profile", "memory", "precision", "attention", "comm", "train", "optimise", "run", "doctor"), 1
 )
-_MOST_STARTED["report"] = 6
+_MOST_STARTED |= {"plan": 4, "report": 6}
 
 
 # --- The side of the tests ---
+
+
+def inherited_variables() -> dict[str, str]:
+    """What a command gets from the tests."""
+    return {name: value for name, value in os.environ.items() if name not in _ITS_OWN or name in _VARIABLES}
 
 
 class Server:
@@ -126,18 +134,20 @@ def main(arguments: list[str]) -> None:
     connection, parent = (int(argument) for argument in arguments[:2])
     _die_with(parent)
     _import(_ANALYSIS)
+    _parse_once()
     assert "torch" not in sys.modules
     if arguments[2]:
         import torch._dynamo  # noqa: F401
 
         _import(_MEASURING)
+        _measure_peaks_briefly()
     # Nothing imported here is ever garbage: the collectors of forked processes need not scan it, nor copy its pages.
     gc.collect()
     gc.freeze()
     command = _wait_for_command(socket.socket(fileno=connection))
     if command is not None:
         _prepare(*command)
-        _run("stepscope")
+        _run_and_exit("stepscope")
 
 
 def _import(packages: tuple[str, ...]) -> None:
@@ -146,6 +156,25 @@ def _import(packages: tuple[str, ...]) -> None:
         for module in pkgutil.walk_packages(found.__path__, f"{found.__name__}."):
             if module.name != _OPTIONAL:
                 import_module(module.name)
+
+
+def _parse_once() -> None:
+    """Typer imports what it needs to convert arguments when it does so first."""
+    from typer.testing import CliRunner
+
+    from stepscope.cli.main import app
+
+    CliRunner().invoke(app, ["kernel", "gemm"])
+
+
+def _measure_peaks_briefly() -> None:
+    """Most commands measure the peaks of the CPU, which takes over a second and only scales the shares that they print.
+    The tests of `measure.environment` measure them in full."""
+    from stepscope.measure import environment
+
+    environment._BUDGET_S = 0.0
+    environment._COPIED_BYTES = 2**24
+    environment._WIDTH = {"cpu": 512}
 
 
 def _wait_for_command(connection: socket.socket) -> tuple[dict[str, Any], list[int]] | None:
@@ -198,6 +227,23 @@ def _run(name: str) -> None:
     runpy.run_module(name, run_name="__main__", alter_sys=True)
 
 
+def _run_and_exit(name: str) -> NoReturn:
+    """Run a module and exit as Python does, but leave the memory to the kernel: to free what torch has imported takes
+    three times as long as a command that refuses its arguments."""
+    code: object = None
+    try:
+        _run(name)
+    except SystemExit as end:
+        code = end.code
+    if not isinstance(code, int | None):  # a message: Python prints it
+        sys.exit(str(code))
+    threading._shutdown()  # type: ignore[attr-defined]  # waits for threads, and lets executors end theirs
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code or 0)
+
+
 def _fork_instead_of_starting(standbys: "list[_Standby]") -> None:
     """Let processes that wait for it run a module instead of starting a new Python."""
     from stepscope.jobs.workers import process
@@ -220,8 +266,7 @@ def _become(_program: str, command: list[str]) -> NoReturn:
     for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_DFL)
     _begin(arguments)
-    _run(name)
-    sys.exit()
+    _run_and_exit(name)
 
 
 class _Standby:

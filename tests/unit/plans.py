@@ -8,12 +8,15 @@ from stepscope.jobs.plan_target import Target, choose_gpu
 from stepscope.recording.rows.memory_summary import CategoryBytes, ModuleBytes
 from stepscope.recording.rows.plan_result import (
     ALONE,
+    FitResult,
+    Limit,
     PlannedPhase,
     PlannedRanks,
     PlannedStretch,
     PlannedTime,
     PlannedTimeline,
     PlanResult,
+    Proposal,
     StepPrediction,
 )
 from stepscope.spec import Scalar, Workload, build_case
@@ -79,6 +82,29 @@ def plan_of(
     target = choose_gpu("H200", memory)
     memory = target.planned.memory_bytes
     return assemble(predict(one, allocated=allocated, memory=memory, reserved=reserved, step_ns=step_ns), target)
+
+
+def fit_of(
+    one: Workload, *proposals: Proposal, gib: float = 8.0, step_ns: int = 100_000_000, batch: int | None = None
+) -> FitResult:
+    """A search on an H200. With `batch`, that is the largest one that fits."""
+    start = plan_of(one, allocated=round(gib * GIB), step_ns=step_ns)
+    limit = Limit(
+        setting="batch",
+        value=batch,
+        beyond=None if batch is None else batch + 1,
+        command="stepscope bench",
+        peak_allocated_bytes=120 * GIB,
+        tokens_per_s=2 * (start.tokens_per_s or 0),
+    )
+    return FitResult(
+        gpu=start.gpu,
+        command="stepscope plan --size small --fit 141GB",
+        start=start,
+        limits=() if batch is None else (limit,),
+        proposals=(Proposal(title="as it is", changes={}, command=""), *proposals),
+        simulations=7,
+    )
 
 
 class Formula:

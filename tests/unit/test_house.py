@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 import stepscope
+from tests.cli.warm import Server
 
 SOURCE = Path(stepscope.__file__).parent
 LONGEST = 600
@@ -55,3 +56,8 @@ def test_the_map_names_every_package() -> None:
 def test_groups_of_tests_are_known_to_xdist(request: pytest.FixtureRequest) -> None:
     """Otherwise every process repeats expensive fixtures, and ranks of several tests share the cores."""
     assert request.node.nodeid.endswith("@house")
+
+
+def test_commands_of_tests_are_forks() -> None:
+    """A variable that a library sets in the process of the tests would make every later command a new process."""
+    assert Server.would_differ_in(dict(os.environ)) == set()

@@ -301,7 +301,7 @@ def _read_data(folder: Path) -> Materials:
                 lost = Missing(what=stage.what, why=error.message, command=state.command)
                 materials.absent[stage.name] = lost
         elif stage.name not in state.absent and stage in stages.ALL:
-            not_done = Missing(what=stage.what, why="the report was not finished", command=state.command)
+            not_done = Missing(what=stage.what, why="this stage was not run", command=state.command)
             materials.absent[stage.name] = not_done
     if not state.done:
         raise StepscopeError(f"the report in `{folder}` has no finished stages", hint=state.command)

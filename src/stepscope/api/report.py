@@ -81,10 +81,10 @@ def report(
     """Write an HTML page with everything known about a run.
 
     `source` is a run, or a file that `stepscope report` reads. Several files of one run make one page; two runs are
-    compared. A `Workload` is measured first: `bench`, `profile`, `memory`, `precision` and `attention` run in this
-    order, except those in `without`; with `optimise`, changes that may make the step faster are tried as well. Results
-    are saved in `data` (default: `runs/report/CASE`), and the same call
-    resumes from there unless `fresh` is set.
+    compared. A `Workload` is measured first: `bench`, `profile`, `memory`, `precision`, `attention` and `plan` run in
+    this order, except those in `without`; with `optimise`, changes that may make the step faster are tried as well.
+    Results are saved in `data` (default: `runs/report/CASE`), and the same call resumes from there unless `fresh` is
+    set.
 
     `out` is an .html file, required if `source` is a workload. `force` overwrites a file that stepscope did not write.
     """

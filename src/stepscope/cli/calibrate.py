@@ -19,7 +19,7 @@ def calibrate(
     *,
     out: Annotated[Path, typer.Option(metavar="FILE", help="Where to write the table.")] = Path(CALIBRATION_NAME),
     device: Annotated[str, typer.Option(help="The GPU to measure; cpu for a trial run with few sizes.")] = "auto",
-    seconds: Annotated[float, typer.Option(min=1.0, help="Longest time to measure.")] = 230.0,
+    seconds: Annotated[float, typer.Option(min=1.0, help="Longest time to measure.")] = 280.0,
     force: Annotated[bool, typer.Option("--force", help="Overwrite files of other programs.")] = False,
     format_: FormatFlag = Format.TEXT,
 ) -> None:

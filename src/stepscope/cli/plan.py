@@ -68,7 +68,7 @@ def plan(
     shared = as_ranks(ranks, strategy, shard_optimizer=shard_optimizer)
     plans = _predict(grid, gpu=gpu, memory=memory, calibration=calibration, ranks=shared)
     if len(plans) == 1:
-        _show_plan(plans[0], table, format_, plot, force=force)
+        _show_plan(plans[0], table, format_, plot, memory=memory, force=force)
         return
     _refuse_for_several(len(plans), table, plot)
     _show_several(plans, format_)
@@ -105,7 +105,9 @@ def _search(grid: Grid, fit: str, **where: Any) -> "Fit":
         return plan_fit(grid, fit=fit, progress=on_stage, command=typed_command(), **where)
 
 
-def _show_plan(found: "StepPlan", table: PlanPart | None, format_: Format, plot: Path | None, *, force: bool) -> None:
+def _show_plan(
+    found: "StepPlan", table: PlanPart | None, format_: Format, plot: Path | None, *, memory: str | None, force: bool
+) -> None:
     from stepscope.explain.commands import write_command
     from stepscope.render.terminal import render_page
 
@@ -119,7 +121,8 @@ def _show_plan(found: "StepPlan", table: PlanPart | None, format_: Format, plot:
         show_tables(list(found.page().tables), format_)
     _draw(found, plot, force=force)
     result = found.result
-    wanted = "" if result.fits else f" --fit {shlex.quote(result.gpu.name)}"
+    gpu = shlex.quote(result.gpu.name)
+    wanted = "" if result.fits else f" --fit {gpu}" if memory is None else f" --gpu {gpu} --fit {memory}"
     verb = "plan" if not result.fits else "bench" if result.ranks.count == 1 else "train"
     say(f"next: {write_command(verb, result.workload)}{wanted or result.ranks.flags}")
 

@@ -53,8 +53,8 @@ def report(
 ) -> None:
     """Show where a step's time and memory go and what would make it faster, on one self-contained HTML page.
 
-    Measures one case with bench, profile, memory, precision and attention. Ctrl-C leaves a page of the finished stages,
-    and the same command resumes. With files, nothing is measured.
+    Measures one case with bench, profile, memory, precision and attention, and predicts others with plan. Ctrl-C leaves
+    a page of the finished stages, and the same command resumes. With files, nothing is measured.
     """
     if export is not None:
         from stepscope.render.export import check_folder

@@ -4,6 +4,7 @@ Every step is simulated in a process of its own, forked from one that has import
 believe in a GPU, which must not happen to a process that does anything else.
 """
 
+import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -16,6 +17,7 @@ from stepscope.errors import StepscopeError
 from stepscope.explain.commands import write_command
 from stepscope.hardware import Hardware, known
 from stepscope.jobs.experiments.sweep import PlannedCase
+from stepscope.jobs.plan_search import OutOfTimeError
 from stepscope.jobs.plan_target import Target, find_here, make_target, open_target
 from stepscope.jobs.recorders.recording_job import explain_failure
 from stepscope.jobs.workers.messages import PredictStep, StepPredicted
@@ -35,11 +37,21 @@ _MOST_AT_ONCE = 4
 
 
 class Planner:
-    """Predicts steps on one GPU. Each workload is simulated once; up to `at_once` at the same time."""
+    """Predicts steps on one GPU. Each workload is simulated once; up to `at_once` at the same time. After `limit_s`,
+    there are no more predictions, but an `OutOfTimeError` for each workload."""
 
-    def __init__(self, target: Target, *, on_stage: OnStage = lambda _: None, at_once: int = 1) -> None:
+    def __init__(
+        self,
+        target: Target,
+        *,
+        on_stage: OnStage = lambda _: None,
+        at_once: int = 1,
+        limit_s: float | None = None,
+    ) -> None:
         self.target = target
         self._on_stage = on_stage
+        self._limit_s = limit_s
+        self._began_s = time.monotonic()
         # Threads that live as long as their processes: Linux kills those whose thread has ended.
         self._threads = ThreadPoolExecutor(min(at_once, _MOST_AT_ONCE))
         self._idle: list[Workers] = []
@@ -80,12 +92,17 @@ class Planner:
 
     def _simulate(self, wanted: tuple[Workload, PlannedRanks]) -> PlanResult | StepscopeError:
         workload, ranks = wanted
+        left_s = None if self._limit_s is None else self._limit_s + self._began_s - time.monotonic()
+        if left_s is not None and left_s <= 0:
+            return OutOfTimeError(f"not simulated within {self._limit_s:g} s")
         workers = self._idle.pop() if self._idle else self._start(workload)
         case = Case(workload=workload, timing=Timing())
-        ended = workers.run(ask_for(case, self.target, ranks), on_stage=self._on_stage)
+        ended = workers.run(ask_for(case, self.target, ranks), on_stage=self._on_stage, timeout_s=left_s)
         self._idle.append(workers)
         if isinstance(ended.answer, StepPredicted):
             return assemble(ended.answer.prediction, self.target)
+        if isinstance(ended.answer, Died) and ended.answer.status == "timeout":
+            return OutOfTimeError(f"not simulated within {self._limit_s:g} s")
         failure = explain_failure(ended, case, "predicted")
         if isinstance(ended.answer, Died):
             raise failure

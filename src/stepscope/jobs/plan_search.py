@@ -30,6 +30,10 @@ SHARDED = (
 _ADAMW = ("adamw", "adamw-torch")
 
 
+class OutOfTimeError(StepscopeError):
+    """A workload was not simulated, because the search had taken long enough."""
+
+
 class PlanSource(Protocol):
     """What a search asks. `jobs.plan.Planner` is one."""
 
@@ -47,14 +51,16 @@ def find_fit(workload: Workload, planner: PlanSource, command: str) -> FitResult
     if isinstance(start, StepscopeError):
         raise start
     workload = start.workload
-    proposals = [_propose("as it is", {}, workload, start)]
+    proposals = [propose("as it is", {}, workload, start)]
     singles = list(list_changes(workload))
-    proposals += _try_all(singles, workload, planner)
+    proposals += try_changes(singles, workload, planner)
     if not start.fits:
-        for pair in _pairs(combine(singles)):
-            proposals += _try_all(pair, workload, planner)
-            if sum(one.fits for one in proposals) >= _ENOUGH:
+        combined: list[Proposal] = []
+        for pair in take_pairs(combine(singles)):
+            combined += try_changes(pair, workload, planner)
+            if sum(one.fits for one in combined) >= _ENOUGH:
                 break
+        proposals += combined
         proposals += _try_sharded(workload, planner)
     limits = tuple(find_limit(setting, start, planner) for setting in _settings_of(workload))
     return FitResult(
@@ -126,16 +132,16 @@ def _join(parts: Iterable[tuple[str, Changes]]) -> tuple[str, Changes]:
     return " + ".join(titles), {name: value for one in changes for name, value in one.items()}
 
 
-def _pairs(items: Iterator[tuple[str, Changes]]) -> Iterator[list[tuple[str, Changes]]]:
+def take_pairs(items: Iterator[tuple[str, Changes]]) -> Iterator[list[tuple[str, Changes]]]:
     while pair := list(itertools.islice(items, 2)):
         yield pair
 
 
-def _try_all(tried: Sequence[tuple[str, Changes]], workload: Workload, planner: PlanSource) -> list[Proposal]:
+def try_changes(tried: Sequence[tuple[str, Changes]], workload: Workload, planner: PlanSource) -> list[Proposal]:
     changed = [msgspec.structs.replace(workload, **changes) for _, changes in tried]
     results = planner.predict_all(changed)
     return [
-        _propose(title, changes, one, result)
+        propose(title, changes, one, result)
         for (title, changes), one, result in zip(tried, changed, results, strict=True)
     ]
 
@@ -151,12 +157,12 @@ def _try_sharded(workload: Workload, planner: PlanSource) -> Iterator[Proposal]:
         changes: Changes = {"ranks": ranks.count, "strategy": ranks.strategy, "batch": whole.batch}
         verb = "train" if isinstance(workload.model, ModelShape) else "plan"  # what others have wrappers for, in a loop
         command = f"{write_command(verb, whole)}{ranks.flags}"
-        yield _propose(f"{name} over {ranks.count} GPUs", changes, whole, found, command)
+        yield propose(f"{name} over {ranks.count} GPUs", changes, whole, found, command)
         if ranks.strategy == "fsdp" and isinstance(found, PlanResult) and found.fits:
             return
 
 
-def _propose(
+def propose(
     title: str, changes: Changes, workload: Workload, found: PlanResult | StepscopeError, command: str = ""
 ) -> Proposal:
     command = command or write_command("bench", workload)
@@ -212,7 +218,7 @@ def _settings_of(workload: Workload) -> tuple[Setting, ...]:
 
 
 def find_limit(setting: Setting, start: PlanResult, planner: PlanSource) -> Limit:
-    """The largest value that fits, by simulating it and the next one."""
+    """The largest value that fits, by simulating it and the next one. Raise OutOfTimeError if there is no time to."""
     return _LimitSearch(setting, start, planner).run()
 
 
@@ -276,6 +282,8 @@ class _LimitSearch:
     def _look_at(self, value: int) -> None:
         changed = msgspec.structs.replace(self._start.workload, **{self._setting: value})
         (found,) = self._planner.predict_all([changed])
+        if isinstance(found, OutOfTimeError):
+            raise found
         if isinstance(found, StepscopeError):
             self._refused = value if self._refused is None else min(value, self._refused)
         else:

@@ -1,6 +1,7 @@
 """What `stepscope plan` predicts for: a GPU, its memory, and the table of times that fits it best."""
 
 import shlex
+from importlib import metadata
 from pathlib import Path
 
 import msgspec
@@ -70,12 +71,20 @@ def make_target(
 ) -> Target:
     accelerator = accelerator_of(card)
     memory = accelerator.memory_bytes if memory_bytes is None else memory_bytes
+    times = choose_times(card, table)
+    version = times.torch if times and not is_here else metadata.version("torch")
     return Target(
-        accelerator=msgspec.structs.replace(accelerator, memory_bytes=memory),
+        accelerator=msgspec.structs.replace(accelerator, memory_bytes=memory, torch=_release(version)),
         hardware=card,
         planned=PlannedGpu(name=card.name, memory_bytes=memory, source="this machine" if is_here else "data sheet"),
-        calibration=choose_times(card, table),
+        calibration=times,
     )
+
+
+def _release(version: str) -> tuple[int, int]:
+    """`2.11.0+cu130` as 2 and 11."""
+    major, minor = version.split(".")[:2]
+    return int(major), int(minor)
 
 
 def _find_card(name: str) -> Hardware:

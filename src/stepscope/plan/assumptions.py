@@ -16,7 +16,7 @@ from stepscope.errors import StepscopeError
 from stepscope.hardware import Hardware, known
 from stepscope.units import MIB
 
-CONTEXT_BYTES = 560 * MIB  # on an H200 with PyTorch 2.11; between 300 and 600 MiB elsewhere
+CONTEXT_BYTES = 770 * MIB  # 751 to 769 MiB on an H200 with PyTorch 2.11, once cuBLAS and cuDNN are loaded
 SdpaKernel = Literal["cudnn", "flash", "efficient", "math"]
 SDPA_WORDS: dict[SdpaKernel, str] = {
     "cudnn": "cuDNN's kernel",
@@ -25,6 +25,7 @@ SDPA_WORDS: dict[SdpaKernel, str] = {
     "math": "no fused kernel, so the scores are kept",
 }
 HALF = ("float16", "bfloat16")
+DROPOUT_CHECKED = (2, 13)  # from this version of PyTorch on, cuDNN gets dropout only in sixteenths; 2.11 gave it any
 
 
 class Accelerator(msgspec.Struct, frozen=True, kw_only=True):
@@ -35,6 +36,7 @@ class Accelerator(msgspec.Struct, frozen=True, kw_only=True):
     multiprocessors: int
     memory_bytes: int
     threads_per_multiprocessor: int = 2048
+    torch: tuple[int, int] = (2, 13)  # version whose choice of kernels is assumed
 
     @property
     def prefers_cudnn(self) -> bool:
@@ -105,6 +107,7 @@ class AttentionCall(msgspec.Struct, frozen=True, kw_only=True):
     packed: bool  # whether the elements of a head are next to each other
     has_mask: bool
     mask_fits: bool  # whether cuDNN takes the shape of the mask
+    mask_learns: bool  # whether the mask has a gradient, such as a learned position bias
     is_causal: bool
     dropout: float
     enable_gqa: bool
@@ -140,7 +143,8 @@ def _cudnn_takes(call: AttentionCall, gpu: Accelerator) -> bool:
         and gpu.capability >= (8, 0)
         and call.dtype in HALF
         and call.mask_fits
-        and (call.dropout * 16).is_integer()
+        and not call.mask_learns
+        and (gpu.torch < DROPOUT_CHECKED or (call.dropout * 16).is_integer())
         and max(query_dim, value_dim) <= limit
         and query_dim % 8 == value_dim % 8 == 0
         and 1 not in call.lengths
@@ -167,6 +171,7 @@ def _efficient_takes(call: AttentionCall, gpu: Accelerator) -> bool:
     alignment = (8 if is_half else 4) if gpu.capability >= (8, 0) else 8 if is_half else 1
     return (
         _is_dense(call, grouped=False)
+        and not call.mask_learns  # seen on an H200 with PyTorch 2.11: T5 takes no fused kernel
         and (is_half or call.dtype == "float32")
         and not (call.dtype == "bfloat16" and gpu.capability < (8, 0))
         and call.dims[0] == call.dims[1]

@@ -8,12 +8,13 @@ import torch
 from torch import Tensor
 
 from stepscope.plan.assumptions import Accelerator
+from stepscope.plan.grouped_gemm import is_one_kernel, workspace_bytes
 
 aten = torch.ops.aten
 # Constants of PyTorch's reductions: elements per vector load, the least elements for one, threads per block, elements
 # that make a thread worth its while, and the most that one takes before the work is split over blocks.
 _VECTOR, _VECTOR_LEAST, _MOST_THREADS, _PER_ROW, _PER_THREAD, _WARP = 4, 128, 512, 16, 256, 32
-MULTIPLIES = frozenset(
+_MULTIPLIES = frozenset(
     {
         aten.mm.default,
         aten.bmm.default,
@@ -25,6 +26,29 @@ MULTIPLIES = frozenset(
         aten._scaled_mm.default,
     }
 )
+
+
+# Libraries that take memory by rules of their own, by operator.
+UNKNOWN_WORKSPACES = {
+    **dict.fromkeys(("aten.convolution.default", "aten.convolution_backward.default"), "convolutions"),
+    **dict.fromkeys(
+        (
+            "aten._linalg_svd.default",
+            "aten._linalg_eigh.default",
+            "aten.linalg_qr.default",
+            "aten.linalg_inv_ex.default",
+            "aten._linalg_solve_ex.default",
+            "aten.linalg_cholesky_ex.default",
+        ),
+        "cuSOLVER",
+    ),
+    **dict.fromkeys(("aten._fft_r2c.default", "aten._fft_c2r.default", "aten._fft_c2c.default"), "cuFFT"),
+}
+
+
+def uses_cublas(func: Any, args: tuple[Any, ...], gpu: Accelerator) -> bool:
+    """Whether the kernel of an operator is one of cuBLAS."""
+    return func in _MULTIPLIES or (func is aten._grouped_mm.default and not is_one_kernel(args[0], gpu))
 
 
 def on_cpu(func: Any) -> tuple[int, ...]:
@@ -143,6 +167,12 @@ def _power_of_two(size: int) -> int:
     return 1 << (size.bit_length() - 1) if size > 0 else 1
 
 
+def _softmax_backward(args: tuple[Any, ...], *_: Any) -> list[int]:
+    """The product of gradient and output."""
+    grad, output = args[:2]
+    return [output.numel() * max(grad.element_size(), output.element_size())]
+
+
 # --- Attention --------------------------------------------------------------------------------------------------------
 
 # Measured on an H200 with PyTorch 2.11 and cuDNN 9.19, lengths 256 to 16384 and head dimensions 16 to 128: these
@@ -250,6 +280,11 @@ def _is_readable(x: Tensor) -> bool:
     return x.is_contiguous() or (row == 1 and column >= max(1, rows)) or (column == 1 and row >= max(1, columns))
 
 
+def _grouped(args: tuple[Any, ...], kwargs: dict[str, Any], _outputs: Any, gpu: Accelerator) -> list[int]:
+    offs = args[2] if len(args) > 2 else kwargs.get("offs")
+    return workspace_bytes(args[0], args[1], offs, gpu) if is_one_kernel(args[0], gpu) else []
+
+
 # --- Indices ----------------------------------------------------------------------------------------------------------
 
 
@@ -300,11 +335,13 @@ _ESTIMATES: dict[Any, Callable[..., list[int]]] = {
     aten._scaled_dot_product_flash_attention_backward.default: _flash_backward,
     aten._scaled_dot_product_cudnn_attention_backward.default: _cudnn_backward,
     aten._scaled_dot_product_efficient_attention_backward.default: _efficient_backward,
+    aten._softmax_backward_data.default: _softmax_backward,
     aten.linalg_vector_norm.default: _norm,
     aten.mm.default: _product(0),
     aten.bmm.default: _product(0),
     aten.addmm.default: _product(1),
     aten.baddbmm.default: _product(1),
+    aten._grouped_mm.default: _grouped,
     aten.index_put.default: _index_put,
     aten.index_put_.default: _index_put,
     aten._index_put_impl_.default: _index_put,

@@ -22,6 +22,7 @@ from stepscope.recording.rows.calibration import Calibration
 from stepscope.recording.rows.memory_summary import ModuleBytes
 from stepscope.recording.rows.plan_result import (
     ALONE,
+    NO_TIME,
     PlannedPhase,
     PlannedRanks,
     PlannedStretch,
@@ -109,6 +110,9 @@ def _time(
     """The predicted time, if there is one, and what it assumes or why there is none."""
     if calibration is None:
         return None, []
+    if simulation.launched:
+        kernels = ", ".join(f"`{name}`" for name in simulation.launched)
+        return None, [f"{NO_TIME}the calibration has no times of the Triton kernels {kernels}."]
     try:
         timed = predict_step(
             simulation.operations,
@@ -120,7 +124,7 @@ def _time(
             merge=workload.merge,
         )
     except NotCalibratedError as missing:  # the memory is still known
-        return None, [f"No step time: {missing.message}."]
+        return None, [f"{NO_TIME}{missing.message}."]
     return timed, [f"{one[:1].upper()}{one[1:]}." for one in timed.assumptions]
 
 

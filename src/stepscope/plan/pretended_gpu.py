@@ -8,6 +8,7 @@ the dispatcher, which only fake CUDA tensors reach.
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,9 +18,11 @@ from torch._subclasses import fake_tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.optim import optimizer as optimizer_module
 
+from stepscope.kernels.adamw import AdamWUpdates
 from stepscope.patches import replace_attribute
 from stepscope.plan import sdpa
 from stepscope.plan.assumptions import Accelerator
+from stepscope.plan.refusals import NotSimulatedError
 
 # Operators with a CUDA kernel and a decomposition, which a build without CUDA would use instead. Any kernel under the
 # CUDA key turns the decomposition off; fake tensors never call it. Of all operators in 2.11 to 2.13, these have both.
@@ -28,24 +31,35 @@ _library: torch.library.Library | None = None
 
 
 class GpuFakeMode(FakeTensorMode):  # type: ignore[no-untyped-call]
-    """Fake tensors without real ones behind them. PyTorch asks whether CUDA is available, and if so moves constants
-    there."""
+    """Fake tensors without real ones behind them. An operator without a fake is not run on zeros instead, which would
+    need a GPU. PyTorch asks whether CUDA is available, and if so moves constants there."""
 
     def __init__(self) -> None:
-        super().__init__(allow_non_fake_inputs=True)
+        super().__init__(allow_non_fake_inputs=True, allow_fallback_kernels=False)
 
     @property
     def avoid_device_init(self) -> bool:
         return True
 
 
+@dataclass(slots=True)
+class Noticed:
+    """What a program did that is not simulated as it would run: code that `torch.compile` compiles ran as it is, and
+    kernels of Triton, by name, did not run."""
+
+    compiles: bool = False
+    launched: set[str] = field(default_factory=set)
+
+
 @contextmanager
-def pretended_gpu(gpu: Accelerator) -> Iterator[None]:
+def pretended_gpu(gpu: Accelerator) -> Iterator[Noticed]:
     """Pretend within this context that `gpu` is device 0."""
+    noticed = Noticed()
     _keep_fused()
     sdpa.install(gpu)
     with ExitStack() as undo:
         _describe_device(gpu, undo)
+        _refuse_calls(undo)
         replace_attribute(fake_tensor, "init_gpu_context", lambda _device: None, undo)
         # Fake parameters have this type, and PyTorch would take one-by-one optimizers for types it does not know.
         kinds = [*optimizer_module._foreach_supported_types, FakeTensor]
@@ -53,9 +67,10 @@ def pretended_gpu(gpu: Accelerator) -> Iterator[None]:
         replace_attribute(torch.utils, "swap_tensors", _move_data, undo)
         _skip_initialization(undo)
         _skip_loss_scale_checks(undo)
-        _skip_launches(undo)
+        _skip_launches(noticed, undo)
+        _watch_compiler(noticed, undo)
         _trust_tensors(undo)
-        yield
+        yield noticed
 
 
 def _keep_fused() -> None:
@@ -103,14 +118,48 @@ def _describe_device(gpu: Accelerator, undo: ExitStack) -> None:
         "is_current_stream_capturing": lambda: False,
         "current_stream": lambda *_, **__: stream,
         "mem_get_info": lambda *_, **__: (gpu.memory_bytes, gpu.memory_bytes),
+        "memory_summary": lambda *_, **__: "",
+        "get_rng_state": lambda *_, **__: torch.zeros(16, dtype=torch.uint8, device="cpu"),
+        "Event": _PretendedEvent,
     }
-    for name in ("_lazy_init", "set_device", "synchronize", "empty_cache", "reset_peak_memory_stats"):
+    for name in ("_lazy_init", "set_device", "synchronize", "empty_cache", "reset_peak_memory_stats", "set_rng_state"):
         answers[name] = _nothing
     for name in ("memory_allocated", "max_memory_allocated", "memory_reserved", "max_memory_reserved"):
         answers[name] = lambda *_, **__: 0
     for name, answer in answers.items():
         replace_attribute(torch.cuda, name, answer, undo)
     replace_attribute(torch.cuda.amp.common, "amp_definitely_not_available", lambda: False, undo)
+
+
+class _PretendedEvent:
+    """An event that has happened."""
+
+    def __init__(self, *_: Any, **__: Any) -> None:
+        self.record = self.wait = self.synchronize = _nothing
+
+    def query(self) -> bool:
+        return True
+
+    def elapsed_time(self, _end: object) -> float:
+        return 1.0
+
+
+def _refuse_calls(undo: ExitStack) -> None:
+    """Refuse what takes memory that is not modelled."""
+    layers = "recurrent layers (`nn.LSTM`, `nn.GRU`, `nn.RNN`) take memory of cuDNN, which is not simulated"
+    for name in ("lstm", "gru", "rnn_tanh", "rnn_relu"):
+        replace_attribute(torch._VF, name, _refusing(layers), undo)
+    streams = "a second stream (`torch.cuda.Stream`) has memory of its own, which is not simulated"
+    replace_attribute(torch.cuda, "Stream", type("Stream", (), {"__init__": _refusing(streams)}), undo)
+    # What one GPU does: it has the whole batch.
+    replace_attribute(nn.DataParallel, "forward", lambda self, *args, **kwargs: self.module(*args, **kwargs), undo)
+
+
+def _refusing(what: str) -> Callable[..., Any]:
+    def refuse(*_: Any, **__: Any) -> None:
+        raise NotSimulatedError(what)
+
+    return refuse
 
 
 def _nothing(*_: Any, **__: Any) -> None:
@@ -153,14 +202,46 @@ def _skip_loss_scale_checks(undo: ExitStack) -> None:
     replace_attribute(torch.amp.GradScaler, "_maybe_opt_step", step, undo)
 
 
-def _skip_launches(undo: ExitStack) -> None:
+def _skip_launches(noticed: Noticed, undo: ExitStack) -> None:
     """Triton kernels are not compiled and not launched."""
     try:
         from triton.runtime import autotuner, jit
     except ImportError:
         return
+
+    def run(kernel: Any, *_: Any, **__: Any) -> None:
+        while not isinstance(kernel, jit.JITFunction):
+            kernel = kernel.fn
+        noticed.launched.add(kernel.__name__)
+
     for kind in (jit.JITFunction, autotuner.Autotuner, autotuner.Heuristics):
-        replace_attribute(kind, "run", _nothing, undo)
+        replace_attribute(kind, "run", run, undo)
+    replace_attribute(AdamWUpdates, "launch_kernels", _update_at_once, undo)
+
+
+def _update_at_once(updates: AdamWUpdates) -> None:
+    """PyTorch's fused AdamW in place of our own, which is not an operator. It reads and writes the same tensors."""
+    lists = [[getattr(one, name) for one in updates._updates] for name in ("master", "exp_avg", "exp_avg_sq")]
+    steps = [updates.steps] * len(lists[0])
+    torch.ops.aten._fused_adamw_.default(
+        *(lists[0], updates._list.gradients, *lists[1:], [], steps),
+        **dict.fromkeys(("lr", "beta1", "beta2", "weight_decay", "eps"), 0.0),
+        amsgrad=False,
+        maximize=False,
+    )
+
+
+def _watch_compiler(noticed: Noticed, undo: ExitStack) -> None:
+    """The compiler leaves code alone while tensors are watched, so it would go unnoticed."""
+    from torch._dynamo import convert_frame
+
+    look = convert_frame.CatchErrorsWrapper.__call__
+
+    def look_and_note(*args: Any, **kwargs: Any) -> Any:
+        noticed.compiles = True
+        return look(*args, **kwargs)
+
+    replace_attribute(convert_frame.CatchErrorsWrapper, "__call__", look_and_note, undo)
 
 
 def _trust_tensors(undo: ExitStack) -> None:

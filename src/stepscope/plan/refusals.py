@@ -4,9 +4,10 @@ import linecache
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from types import TracebackType
+from types import FrameType, TracebackType
 
 import torch
+from torch import nn
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
@@ -28,7 +29,23 @@ _NAMES = {
     "aten.nonzero.default": "the positions of nonzero elements",
     "aten.masked_select.default": "the elements that a mask selects",
     "aten.equal.default": "whether two tensors are equal (`torch.equal`)",
+    "aten.allclose.default": "whether two tensors are close (`torch.allclose`)",
+    "aten._unique2.default": "the distinct elements of a tensor (`torch.unique`)",
+    "aten.unique_dim.default": "the distinct elements of a tensor (`torch.unique`)",
+    "aten.unique_consecutive.default": "the distinct elements of a tensor (`torch.unique_consecutive`)",
+    "aten.bincount.default": "how often a number occurs (`torch.bincount`)",
+    "aten.repeat_interleave.Tensor": "how often an element is repeated (`torch.repeat_interleave`)",
 }
+_MEASURE = "measure it on a GPU: stepscope bench"
+_GROUPED = 'compute the experts in groups: from_config(config, experts_implementation="grouped_mm")'
+
+
+class NotSimulatedError(Exception):
+    """A program does something that is not simulated. `refusing` adds the line."""
+
+    def __init__(self, what: str, hint: str = _MEASURE) -> None:
+        super().__init__(what)
+        self.hint = hint
 
 
 @contextmanager
@@ -38,12 +55,7 @@ def refusing() -> Iterator[None]:
         yield
     except (DataDependentOutputException, DynamicOutputShapeException) as error:
         name = str(error.func)
-        needed = _NAMES.get(name, f"what `{name}` returns")
-        raise _refusal(
-            f"this model needs {needed}, which a simulation does not have",
-            error,
-            "measure it on a GPU: stepscope bench",
-        ) from error
+        raise _refuse_value(_NAMES.get(name, f"what `{name}` returns"), error) from error
     except UnsupportedOperatorException as error:
         raise _refusal(
             f"the operator `{error.func}` has no fake implementation",
@@ -51,7 +63,26 @@ def refusing() -> Iterator[None]:
             "register one with torch.library.register_fake",
         ) from error
     except UnsupportedFakeTensorException as error:
-        raise _refusal(f"a tensor cannot be simulated: {error}", error, "") from error
+        raise _refusal(f"a tensor cannot be simulated: {error}", error, _MEASURE) from error
+    except NotSimulatedError as error:
+        raise _refusal(str(error), error, error.hint) from error
+    except RuntimeError as error:
+        if not str(error).startswith(".numpy() is not supported"):
+            raise
+        raise _refuse_value("the values of a tensor (`.numpy()`)", error) from error
+
+
+def _refuse_value(needed: str, error: BaseException) -> StepscopeError:
+    hint = _GROUPED if _loops_over_experts(error.__traceback__) else _MEASURE
+    return _refusal(f"this model needs {needed}, which a simulation does not have", error, hint)
+
+
+def _loops_over_experts(traceback: TracebackType | None) -> bool:
+    """Whether `transformers` looks for the tokens of each expert, in a model that could compute them in groups. The
+    sizes of groups are values, too, but no shape depends on them."""
+    modules = [one for frame in _frames(traceback) if isinstance(one := frame.f_locals.get("self"), nn.Module)]
+    choices = (getattr(one, "_can_set_experts_implementation", None) for one in modules)
+    return bool(modules) and hasattr(modules[-1], "num_experts") and any(can and can() for can in choices)
 
 
 def _refusal(message: str, error: BaseException, hint: str) -> StepscopeError:
@@ -68,3 +99,9 @@ def _find_line(traceback: TracebackType | None) -> str:
             found = f"{code.co_filename}:{traceback.tb_lineno} in {code.co_name}: {line}"
         traceback = traceback.tb_next
     return found
+
+
+def _frames(traceback: TracebackType | None) -> Iterator[FrameType]:
+    while traceback is not None:
+        yield traceback.tb_frame
+        traceback = traceback.tb_next

@@ -121,6 +121,7 @@ def _describe(
         packed=all(one.stride(-1) == 1 for one in tensors),
         has_mask=mask is not None,
         mask_fits=mask is None or _fits(mask, query, key),
+        mask_learns=mask is not None and mask.requires_grad,
         is_causal=is_causal,
         dropout=dropout,
         enable_gqa=enable_gqa,
@@ -129,10 +130,8 @@ def _describe(
 
 
 def _fits(mask: Tensor, query: Tensor, key: Tensor) -> bool:
-    """Whether cuDNN takes the mask: it has no gradient, and 2 or 4 dimensions that broadcast."""
+    """Whether cuDNN takes the shape of the mask: 2 or 4 dimensions that broadcast."""
     wanted = (*query.shape[:-1], key.shape[-2])
-    return (
-        not mask.requires_grad
-        and mask.dim() in (2, 4)
-        and all(size in (1, goal) for size, goal in zip(mask.shape, wanted[-mask.dim() :], strict=True))
+    return mask.dim() in (2, 4) and all(
+        size in (1, goal) for size, goal in zip(mask.shape, wanted[-mask.dim() :], strict=True)
     )

@@ -21,10 +21,11 @@ from torch import Tensor
 
 from stepscope.plan import fake_cuda, sdpa
 from stepscope.plan.assumptions import SDPA_WORDS, Accelerator
+from stepscope.plan.kernel_memory import UNKNOWN_WORKSPACES
 from stepscope.plan.operation import Operation, TensorFacts
 from stepscope.plan.owners import MemoryOwners, find_owner
 from stepscope.plan.places import FORWARD, LOSS, ProgramPlaces
-from stepscope.plan.pretended_gpu import GpuFakeMode, pretended_gpu
+from stepscope.plan.pretended_gpu import GpuFakeMode, Noticed, pretended_gpu
 from stepscope.plan.refusals import refusing
 from stepscope.plan.replayed_memory import ReplayedMemory, Request, StepEvents, fits, repeat_steps, replay_memory
 from stepscope.plan.tracking import Tracker
@@ -35,6 +36,8 @@ from stepscope.units import say_size
 __all__ = ["Operation", "Simulation", "TensorFacts", "simulate_callable", "simulate_workload"]
 LossFunction = Callable[[object, Any], Tensor]
 SIMULATED = 2  # steps; the others repeat the last
+_ONE_LAUNCH = "adamw-onelaunch"
+_FUSED_UPDATE = "aten._fused_adamw_.default"
 
 
 class ParameterSize(NamedTuple):
@@ -45,7 +48,7 @@ class ParameterSize(NamedTuple):
 
 class Simulation(msgspec.Struct, kw_only=True):
     """What simulated steps do on a GPU. `operations` are those of one step; `assumptions` are sentences. `events` and
-    `requests` are the memory of all steps, request by request."""
+    `requests` are the memory of all steps, request by request. `launched` are kernels that no operator stands for."""
 
     gpu: Accelerator
     steps: int
@@ -55,6 +58,7 @@ class Simulation(msgspec.Struct, kw_only=True):
     assumptions: list[str]
     events: StepEvents
     requests: list[Request]
+    launched: tuple[str, ...] = ()
 
     @property
     def parameters(self) -> int:
@@ -78,10 +82,20 @@ def simulate_workload(workload: Workload, gpu: Accelerator, steps: int = 3) -> S
         return partial(_run_phases, step, places)
 
     simulation = _simulate(prepare, gpu, steps)
+    if workload.optimizer == _ONE_LAUNCH:
+        simulation.operations = [_name_update(one) for one in simulation.operations]
     asked = [flag_of(name) for name in ("compile", *WHOLE_STEP) if getattr(workload, name)]
     if asked:
         simulation.assumptions.append(f"Predicted for the eager step, without {', '.join(asked)}.")
     return simulation
+
+
+def _name_update(operation: Operation) -> Operation:
+    """Our own AdamW in one launch, which is simulated as PyTorch's fused one. That also takes a list of step counts."""
+    if operation.name != _FUSED_UPDATE:
+        return operation
+    inputs = operation.inputs[: 4 * (len(operation.inputs) // 5)]
+    return msgspec.structs.replace(operation, name="stepscope.adamw.default", inputs=inputs)
 
 
 def simulate_callable(build: Callable[[], Callable[[], None]], gpu: Accelerator, steps: int = 3) -> Simulation:
@@ -164,7 +178,14 @@ class _Run:
 def _simulate(prepare: Callable[[ProgramPlaces], Callable[[], None]], gpu: Accelerator, steps: int) -> Simulation:
     fake_cuda.enable()
     run = _Run(gpu)
-    with _without_collector(), refusing(), pretended_gpu(gpu), run.mode, run.tracker, run.places.watching():
+    with (
+        _without_collector(),
+        refusing(),
+        pretended_gpu(gpu) as noticed,
+        run.mode,
+        run.tracker,
+        run.places.watching(),
+    ):
         run.follow(prepare, steps)
     requests = run.requests()
     events = repeat_steps(run.events(), steps, requests)
@@ -174,9 +195,10 @@ def _simulate(prepare: Callable[[ProgramPlaces], Callable[[], None]], gpu: Accel
         parameter_sizes=list(_parameter_sizes(run.places)),
         memory=replay_memory(events, requests),
         operations=run.tracker.operations,
-        assumptions=_state_assumptions(gpu, reads_values=run.tracker.reads_values),
+        assumptions=_state_assumptions(gpu, run.tracker, noticed),
         events=events,
         requests=requests,
+        launched=tuple(sorted(noticed.launched)),
     )
 
 
@@ -189,7 +211,7 @@ def _parameter_sizes(places: ProgramPlaces) -> Iterator[ParameterSize]:
                 yield ParameterSize(name, one.numel(), one.dim() > 1)
 
 
-def _state_assumptions(gpu: Accelerator, *, reads_values: bool) -> list[str]:
+def _state_assumptions(gpu: Accelerator, tracker: Tracker, noticed: Noticed) -> list[str]:
     """What the simulation took for granted, as sentences."""
     version = torch.__version__.partition("+")[0]
     found = [
@@ -197,7 +219,14 @@ def _state_assumptions(gpu: Accelerator, *, reads_values: bool) -> list[str]:
         f"cuBLAS keeps {say_size(gpu.cublas_workspace_bytes)} for the main thread and for autograd's.",
         f"The CUDA context takes {say_size(gpu.context_bytes)}, apart from the allocator.",
     ]
-    if reads_values:
+    if not version.startswith("{}.{}.".format(*gpu.torch)):
+        release = "{}.{}".format(*gpu.torch)
+        found.append(f"scaled_dot_product_attention chooses kernels as PyTorch {release} does, which times are of.")
+    if noticed.compiles:
+        found.append("What `torch.compile` compiles is predicted as it runs without it.")
+    libraries = {UNKNOWN_WORKSPACES[one.name] for one in tracker.operations if one.name in UNKNOWN_WORKSPACES}
+    found += [f"Workspaces of {library} are not counted." for library in sorted(libraries)]
+    if tracker.reads_values:
         found.append("The optimizer reads norms from the GPU; they are taken as 1, which changes no size.")
     return found + [f"scaled_dot_product_attention takes {SDPA_WORDS[kernel]}." for kernel in sdpa.chosen]
 

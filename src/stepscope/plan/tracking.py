@@ -19,21 +19,25 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._ops import HigherOrderOperator
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
     FakeTensor,
     FakeTensorMode,
+    UnsupportedOperatorException,
     unset_fake_temporarily,
 )
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from stepscope.plan.assumptions import Accelerator
-from stepscope.plan.kernel_memory import MULTIPLIES, on_cpu, temporary_bytes
+from stepscope.plan.grouped_gemm import multiply_groups
+from stepscope.plan.kernel_memory import on_cpu, temporary_bytes, uses_cublas
 from stepscope.plan.known_values import KnownValues
 from stepscope.plan.operation import Operation, facts_of, scalars_of
 from stepscope.plan.places import ProgramPlaces
+from stepscope.plan.refusals import NotSimulatedError
 from stepscope.recording.memory.allocator_model import MemoryEvent
 
 aten = torch.ops.aten
@@ -74,6 +78,8 @@ class SimulatedAllocation:
 class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """`events` are requests and frees in order; the number of a request is its position in `allocations`."""
 
+    supports_higher_order_operators = True  # to refuse them by name
+
     def __init__(self, gpu: Accelerator, places: ProgramPlaces, mode: FakeTensorMode) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.events: list[MemoryEvent] = []
@@ -94,6 +100,9 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        # PyTorch keeps this per thread and sets it in the one that enters a mode. Autograd has another, in which a list
+        # as an index would be copied to the GPU without asking the mode.
+        torch._C._set_only_lift_cpu_tensors(True)  # noqa: FBT003  # it takes no keyword
         if func is torch.ops.prim.device.default:  # `tensor.device`, which asks the dispatcher
             return _device_of(args[0])
         if func is aten._pin_memory.default:  # memory of the CPU, which the GPU can read
@@ -122,23 +131,38 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return result
 
     def _run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], inputs: list[Tensor]) -> Any:
+        if func is aten._grouped_mm.default:
+            return multiply_groups(*args, **kwargs)
+        if isinstance(func, HigherOrderOperator):
+            raise NotSimulatedError(f"the operator `{func._name}` runs other functions, which is not simulated")
         try:
             return func(*args, **kwargs)
+        except UnsupportedOperatorException:
+            if func._schema.returns:
+                raise
+            return None  # an operator in place, such as a fused optimizer: it makes nothing
         except (DataDependentOutputException, DynamicOutputShapeException):
             is_known, result = self._values.answer(func, args, kwargs, inputs)
             if is_known:
                 return result
-            if func is not aten._local_scalar_dense.default or not self._places.updates:
+            # A norm is a number. What a condition depends on is not known, and an integer may be a size.
+            is_number = func is aten._local_scalar_dense.default and args[0].dtype.is_floating_point
+            if not is_number or not self._places.updates:
                 raise
             self.reads_values = True
-            return _one_of(args[0].dtype)
+            return 1.0
 
     def _add_outputs(self, func: Any, inputs: list[Tensor], outputs: list[Tensor]) -> list[int]:
         made = []
         skipped = on_cpu(func)
         for place, tensor in enumerate(outputs):
-            if _device_of(tensor).type != "cuda" or place in skipped:
+            device = _device_of(tensor)
+            if device.type != "cuda" or place in skipped:
                 continue
+            if device.index:
+                raise NotSimulatedError(f"this model uses `{device}`, and one GPU is simulated", "use one device")
+            if tensor.layout != torch.strided:
+                raise NotSimulatedError(f"tensors with the layout `{tensor.layout}` are not simulated")
             storage = tensor.untyped_storage()
             key = storage._cdata
             if key in self._numbers or not storage.nbytes():
@@ -153,7 +177,7 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _add_temporaries(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], outputs: list[Tensor]) -> None:
         """Request what the kernel takes, all at once, and free it. A workspace stays."""
-        if func in MULTIPLIES:
+        if uses_cublas(func, args, self._gpu):
             is_autograd = torch._C._current_graph_task_id() != -1
             if is_autograd not in self._handles:
                 self._handles.add(is_autograd)
@@ -233,11 +257,6 @@ def _is_engine() -> bool:
             return False
         frame = frame.f_back
     return True
-
-
-def _one_of(dtype: torch.dtype) -> bool | int | float:
-    """One, as a number in Python of the kind that a dtype has."""
-    return 1.0 if dtype.is_floating_point else dtype == torch.bool or 1
 
 
 def _is_small_on_cpu(inputs: list[Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:

@@ -22,6 +22,7 @@ from stepscope.findings import (
     Cell,
     Column,
     Figure,
+    MemoryCard,
     Part,
     Questions,
     Report,
@@ -65,6 +66,8 @@ def collect(report: Report) -> tuple[list[Drawing], list[Listing]]:
     found: list[Drawing | Listing] = [_list("facts", None, _tabulate_facts(report))]
     if report.advice is not None:
         found.append(_list("findings", None, _tabulate_advice(report.advice)))
+    if report.memory_card is not None:
+        found.append(_list("memory-advice", None, _tabulate_memory(report.memory_card)))
     found += _take("step", None, report.picture)
     for place, section in enumerate(report.sections):
         for exhibit in section.exhibits:
@@ -184,6 +187,34 @@ def _tabulate_advice(advice: Sequence[Advice]) -> Table:
             Column(key="to_copy", label="code to copy", detail=True),
         ),
         rows=tuple(rows),
+    )
+
+
+def _tabulate_memory(card: MemoryCard) -> Table:
+    return Table(
+        title="What would save memory",
+        columns=(
+            Column(key="change", label="change"),
+            Column(key="saving_bytes", label="memory saved", kind="bytes"),
+            Column(key="adds_ms", label="ms added to the step", kind="ms"),
+            Column(key="memory_is", label="memory is"),
+            Column(key="finding", label="time is that of", detail=True),
+            Column(key="note", label="note"),
+            Column(key="command", label="command", detail=True),
+        ),
+        rows=tuple(
+            (
+                one.title,
+                one.saving_bytes,
+                None if one.adds_ns is None else one.adds_ns / _MS,
+                "measured" if one.is_measured else "predicted",
+                one.finding or None,
+                one.note or None,
+                one.command,
+            )
+            for one in card.lines
+        ),
+        notes=(*card.sentences, *card.notes),
     )
 
 

@@ -21,9 +21,9 @@ from dataclasses import dataclass, replace
 import msgspec
 from rich.cells import cell_len, set_cell_size
 
-from stepscope.findings import Advice, Finding, Page, Report, Table, joint_saving
+from stepscope.findings import Advice, Finding, MemoryCard, Page, Report, Table, joint_saving
 from stepscope.render.formats import VERDICTS, visible
-from stepscope.render.numbers import Lane, Sheet, format_value, lay_out, one_line, say_split, split_step
+from stepscope.render.numbers import Lane, Sheet, format_effect, format_value, lay_out, one_line, say_split, split_step
 
 _GAP = "  "
 _ON_A_PAGE = 3  # findings
@@ -274,9 +274,11 @@ def _indented(text: str, width: int | None) -> list[str]:
 
 def summarize_report(report: Report) -> tuple[str, ...]:
     """Return a report in four lines: the headline, step time with its busy and idle part, the findings that save most,
-    and the measurement quality. They repeat what the page says, with the same digits."""
+    and the measurement quality; a line about memory comes before the last one if it was predicted. They repeat what the
+    page says, with the same digits."""
     quality = f"quality: {VERDICTS[report.soundness.verdict].lower()}. {report.soundness.sentence}"
-    lines = (report.sentence, _summarize_step(report), _summarize_findings(report.advice), quality)
+    memory = [_summarize_memory(report.memory_card)] if report.memory_card is not None else []
+    lines = (report.sentence, _summarize_step(report), _summarize_findings(report.advice), *memory, quality)
     return tuple(map(one_line, lines))
 
 
@@ -300,6 +302,13 @@ def _say_saving(finding: Finding) -> str:
         alone = "" if finding.is_enough else ", not enough alone"
         return f" (−{format_value('bytes', finding.saving_bytes)}{alone})"
     return "" if finding.saving_ms is None else f" (−{format_value('ms', finding.saving_ms)})"
+
+
+def _summarize_memory(card: MemoryCard) -> str:
+    peak = card.sentences[0].removeprefix("Peak memory: ").removesuffix(".")
+    changes = [f"{one.title}: {', '.join(format_effect(one))}" for one in card.lines if not one.note][:_ON_A_PAGE]
+    limits = [one.title for one in card.lines if one.note]
+    return f"memory: {'; '.join((peak, *changes, *limits))}"
 
 
 def _summarize_findings(advice: tuple[Advice, ...] | None) -> str:

@@ -21,6 +21,7 @@ LAUNCH_NS = 2000
 L2_BYTES = 50 << 20
 CALL_NS = 5000
 _SHAPES = [(m, n, k) for m in (128, 1024, 8192) for n in (256, 1024, 4096, 50304) for k in (256, 1024, 4096)]
+_SHAPES += [(16384, 2048, 2048)]
 _ODD_SHAPES = [(m, n, k) for m in (1024, 8192) for n in (257, 50257) for k in (1001, 4095)]
 
 

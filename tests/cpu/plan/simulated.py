@@ -5,11 +5,15 @@ Fake CUDA stays enabled until a process ends, so no test enables it in its own.
 
 import sys
 from collections.abc import Callable
+from functools import partial
+from typing import Any
 
 import msgspec
 import torch
+import triton
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
 
 from stepscope import hardware
 from stepscope.cost.sharding import SHARDINGS
@@ -44,6 +48,7 @@ class Answer(msgspec.Struct):
     operations: list[Operation] = []
     assumptions: list[str] = []
     parameters: int = 0
+    launched: tuple[str, ...] = ()
     steps: int = 0
     fitting: list[bool] = []  # into half of the least, and into a byte more than the most reserved bytes
     ranks: dict[str, int] = {}  # peaks of eight ranks by sharding
@@ -75,11 +80,11 @@ class _Masked(_Branching):
 
 
 def _train(
-    model: Callable[[], nn.Module], make: type[torch.optim.Optimizer] = torch.optim.AdamW
+    model: Callable[[], nn.Module], make: Callable[..., torch.optim.Optimizer] = torch.optim.AdamW
 ) -> Callable[[], Simulation]:
     def build() -> Callable[[], None]:
         module, x = model(), torch.randn(8, 64)
-        optimizer = make(module.parameters())  # type: ignore[call-arg]
+        optimizer = make(module.parameters())
 
         def step() -> None:
             module(x).sum().backward()
@@ -112,6 +117,71 @@ class _Attention(nn.Module):
         return attend(heads, heads[:, :2], heads[:, :2], enable_gqa=True).float()
 
 
+class _Experts(nn.Module):
+    """Four experts, whose products are one call. Which rows are whose is unknown."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.weights = nn.Parameter(torch.randn(4, 32, 64, dtype=dtype))
+
+    def forward(self, x: Tensor) -> Tensor:
+        last = torch.cumsum(torch.histc(x[:, 0].argsort().int(), bins=4, min=0, max=3), 0, dtype=torch.int32)
+        groups: Tensor = torch._grouped_mm(x.to(self.weights.dtype), self.weights.transpose(-2, -1), offs=last)
+        return 2.0 * groups.float()
+
+
+class _Calls(nn.Module):
+    """Calls a function in its forward pass."""
+
+    def __init__(self, function: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.linear = nn.Linear(64, 64)
+        self.function = function
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.function(self.linear(x))
+
+
+def _recompute(x: Tensor) -> Tensor:
+    """A list as an index, which PyTorch copies to the GPU, in a forward pass that autograd's thread repeats."""
+    return checkpoint(lambda y: (y * y)[..., [-1]], x, use_reentrant=False)  # type: ignore[no-any-return]
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def double(x, y, count, BLOCK: triton.language.constexpr):  # type: ignore[no-untyped-def]
+    place = triton.language.arange(0, BLOCK)
+    value = triton.language.load(x + place, mask=place < count)
+    triton.language.store(y + place, 2 * value, mask=place < count)
+
+
+def _launch(x: Tensor) -> Tensor:
+    double[(1,)](x, torch.empty_like(x), x.numel(), BLOCK=512)
+    return x
+
+
+def _use_stream(x: Tensor) -> Tensor:
+    torch.cuda.Stream()  # type: ignore[no-untyped-call]
+    return x
+
+
+class _ExitsOnInfinity(torch.optim.SGD):
+    def step(self, closure: Any = None) -> Any:
+        gradients = [one.grad for group in self.param_groups for one in group["params"]]
+        assert not any(one.isinf().any() for one in gradients), "an unknown condition must not stop a step"
+        return super().step(closure)
+
+
+REFUSED: dict[str, Callable[[], Simulation]] = {
+    "recurrent": _train(lambda: _Calls(lambda x: nn.LSTM(64, 64).to(x.device)(x)[0])),
+    "second stream": _train(lambda: _Calls(_use_stream)),
+    "second device": _train(lambda: _Calls(lambda x: x.to("cuda:1"))),
+    "sparse": _train(lambda: _Calls(lambda x: x.to_sparse().to_dense())),
+    "numpy": _train(lambda: _Calls(lambda x: x * float(x.detach().cpu().numpy()[0, 0]))),
+    "distinct elements": _train(lambda: _Calls(lambda x: x * torch.unique(x > 0).sum())),
+    "higher order": _train(lambda: _Calls(lambda x: torch.cond(x.sum() > 0, torch.sin, torch.cos, (x,)))),
+    "no fake": _train(lambda: _Calls(lambda x: torch.quantize_per_tensor(x, 0.1, 0, torch.qint8).dequantize())),
+    "condition in an optimizer": _train(lambda: _Calls(torch.relu), _ExitsOnInfinity),
+}
 RUNS: dict[str, Callable[[], Simulation]] = {
     "fp32": _workload(steps=3),
     "bf16": _workload(precision="bf16", context=256, steps=5),
@@ -129,6 +199,14 @@ RUNS: dict[str, Callable[[], Simulation]] = {
     "adafactor": _train(_on_cpu, torch.optim.Adafactor),
     "grouped-bf16": _train(lambda: _Attention(torch.bfloat16)),
     "grouped-fp32": _train(lambda: _Attention(torch.float32)),
+    "experts-bf16": _train(lambda: _Experts(torch.bfloat16)),
+    "experts-fp32": _train(lambda: _Experts(torch.float32)),
+    "recomputed-index": _train(lambda: _Calls(_recompute)),
+    "fused-sgd": _train(_on_cpu, partial(torch.optim.SGD, momentum=0.9, fused=True)),
+    "compiled": _train(lambda: _Calls(torch.compile(torch.sin))),
+    "convolution": _train(lambda: _Calls(lambda x: functional.conv1d(x, torch.ones(8, 8, 1, device=x.device)))),
+    "triton": _train(lambda: _Calls(_launch)),
+    **REFUSED,
 }
 
 
@@ -143,6 +221,7 @@ def answer(run: Callable[[], Simulation]) -> Answer:
         operations=simulation.operations,
         assumptions=simulation.assumptions,
         parameters=simulation.parameters,
+        launched=simulation.launched,
         steps=simulation.steps,
         fitting=[simulation.fits(size + H200.context_bytes) for size in (low // 2, high + 1)],
         ranks={one: RankMemory(simulation, ranks=8, sharding=one).memory.peak_allocated_bytes for one in SHARDINGS},

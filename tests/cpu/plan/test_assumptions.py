@@ -19,6 +19,7 @@ CALL = AttentionCall(
     packed=True,
     has_mask=False,
     mask_fits=True,
+    mask_learns=False,
     is_causal=True,
     dropout=0.0,
     enable_gqa=False,

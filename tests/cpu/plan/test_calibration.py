@@ -106,6 +106,23 @@ def test_a_file_of_another_kind_is_an_error(tmp_path: Path) -> None:
         read_calibration(tmp_path / "missing.json")
 
 
+@pytest.mark.parametrize(
+    "damage",
+    [
+        {"constants": {"launch_to_start_ns": -1.0}},
+        {"l2_bytes": 0},
+        {"trials": [{**msgspec.to_builtins(make_calibration().trials[0]), "ns": 0}]},
+        {"series": [{"operation": "mm", "dtype": "bf16", "columns": ["m", "n", "k"], "rows": [[0, 2, 3, 4]]}]},
+    ],
+    ids=["constant", "cache", "trial", "size"],
+)
+def test_a_number_that_cannot_be_measured_is_refused(tmp_path: Path, damage: dict[str, object]) -> None:
+    path = tmp_path / "calibration.json"
+    path.write_bytes(msgspec.json.encode(msgspec.to_builtins(make_calibration()) | damage))
+    with pytest.raises(StepscopeError, match="cannot read the calibration"):
+        read_calibration(path)
+
+
 def test_a_row_without_a_time_is_refused() -> None:
     with pytest.raises(ValueError, match="invalid rows of `mm`"):
         Series(operation="mm", dtype="bf16", columns=("m", "n", "k"), rows=((1, 2, 3),))

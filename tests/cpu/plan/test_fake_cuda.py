@@ -49,6 +49,16 @@ def test_a_compiler_error_is_a_reason(monkeypatch: pytest.MonkeyPatch, tmp_path:
         extension.build()
 
 
+def test_a_cache_that_cannot_be_written_to_leaves_the_way_without_a_compiler(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("STEPSCOPE_CACHE", str(tmp_path / "file"))
+    monkeypatch.setattr(fake_cuda, "_test", lambda _way: "")
+    assert fake_cuda.why_not("extension").startswith("cannot write to the cache directory")
+    assert fake_cuda.why_not("vtables") == ""
+
+
 def test_layout_is_known_for_the_installed_version() -> None:
     assert vtables.why_not() == ""
 

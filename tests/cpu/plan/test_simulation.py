@@ -1,5 +1,6 @@
 """Simulated steps against peaks that were measured on an H200, and what a simulation says about them."""
 
+import math
 import os
 import subprocess
 import sys
@@ -8,7 +9,7 @@ from collections.abc import Iterable
 import msgspec
 import pytest
 
-from tests.cpu.plan.simulated import Answer
+from tests.cpu.plan.simulated import REFUSED, Answer
 
 # Of bench/results: bench_h200, bench_h200_faster, attention_train_h200, memory_h200, memory_checkpoint_study_h200.
 MEASURED = {
@@ -20,6 +21,8 @@ MEASURED = {
 }
 OTHERS = ("nano", "micro-batches", "fp16", "graphed", "llama", "branching", "masked", "on-cpu", "adafactor")
 GROUPED = ("grouped-bf16", "grouped-fp32")
+EXPERTS = ("experts-bf16", "experts-fp32")
+UNUSUAL = ("recomputed-index", "fused-sgd", "compiled", "convolution", "triton")
 
 
 def simulate(names: Iterable[str], **environment: str) -> dict[str, Answer]:
@@ -32,7 +35,7 @@ def simulate(names: Iterable[str], **environment: str) -> dict[str, Answer]:
 
 @pytest.fixture(scope="module")
 def answers() -> dict[str, Answer]:
-    return simulate((*MEASURED, *OTHERS, *GROUPED))
+    return simulate((*MEASURED, *OTHERS, *GROUPED, *EXPERTS, *UNUSUAL, *REFUSED))
 
 
 def operators_of(answer: Answer, phase: str = "") -> list[str]:
@@ -105,6 +108,10 @@ def test_a_loss_scale_and_our_own_optimizer_are_simulated(answers: dict[str, Ans
     assert not answers["fp16"].error
     assert "aten._amp_foreach_non_finite_check_and_unscale_.default" in operators_of(answers["fp16"])
     assert categories_of(answers["fp16"])["optimizer state"] >= 8 * answers["fp16"].parameters
+    update = next(one for one in answers["fp16"].operations if one.name == "stepscope.adamw.default")
+    assert sum(math.prod(one.shape) for one in update.inputs) >= 4 * answers["fp16"].parameters
+    assert not answers["fp16"].launched
+    assert answers["triton"].launched == ("double",)
 
 
 def test_a_graphed_workload_is_predicted_eager_and_says_so(answers: dict[str, Answer]) -> None:
@@ -147,6 +154,42 @@ def test_an_optimizer_that_reads_norms_is_simulated_and_says_so(answers: dict[st
     assert not answers["adafactor"].error
     assert any(one.startswith("The optimizer reads norms") for one in answers["adafactor"].assumptions)
     assert categories_of(answers["adafactor"])["optimizer state"] < categories_of(answers["on-cpu"])["optimizer state"]
+
+
+@pytest.mark.parametrize(("name", "item_bytes"), [("experts-bf16", 2), ("experts-fp32", 4)])
+def test_experts_are_one_call_forward_and_one_per_gradient(
+    answers: dict[str, Answer], name: str, item_bytes: int
+) -> None:
+    calls = [one for one in answers[name].operations if one.name == "aten._grouped_mm.default"]
+    assert [(one.phase, one.outputs[0].shape) for one in calls] == [("forward", (8, 32)), ("backward", (4, 32, 64))]
+    assert categories_of(answers[name])["parameters"] == 4 * 32 * 64 * item_bytes
+
+
+def test_experts_in_bf16_need_no_cublas(answers: dict[str, Answer]) -> None:
+    assert categories_of(answers["experts-bf16"])["workspaces"] < 2**20
+    assert categories_of(answers["experts-fp32"])["workspaces"] >= 2 * 32 * 2**20
+
+
+def test_a_list_as_an_index_in_a_checkpoint_is_simulated(answers: dict[str, Answer]) -> None:
+    assert not answers["recomputed-index"].error
+
+
+def test_an_optimizer_in_place_needs_no_fake(answers: dict[str, Answer]) -> None:
+    assert "aten._fused_sgd_.default" in operators_of(answers["fused-sgd"])
+    assert categories_of(answers["fused-sgd"])["optimizer state"] == categories_of(answers["fused-sgd"])["parameters"]
+
+
+def test_what_is_not_simulated_as_it_runs_is_said(answers: dict[str, Answer]) -> None:
+    assert any("`torch.compile`" in one for one in answers["compiled"].assumptions)
+    assert not any("`torch.compile`" in one for one in answers["nano"].assumptions)
+    assert "Workspaces of convolutions are not counted." in answers["convolution"].assumptions
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_cannot_be_simulated_is_refused_with_the_line_and_a_hint(answers: dict[str, Answer], name: str) -> None:
+    error = answers[name].error
+    assert "simulated.py" in error or name == "sparse"
+    assert "hint: " in error
 
 
 def test_ranks_hold_less_the_more_is_sharded(answers: dict[str, Answer]) -> None:

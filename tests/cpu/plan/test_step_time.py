@@ -8,15 +8,17 @@ import pytest
 from stepscope.errors import StepscopeError
 from stepscope.hardware import find
 from stepscope.plan.operation import Operation, TensorFacts
-from stepscope.plan.step_time import predict_step
+from stepscope.plan.step_time import NotCalibratedError, predict_step
 from stepscope.plan.step_time.data_sheets import assume_links, predict_data_parallel, scale_calibration
 from stepscope.plan.step_time.fusion import fuse
+from stepscope.plan.step_time.host_time import HostModel
 from stepscope.plan.step_time.kernels_of import KernelModel
-from stepscope.plan.step_time.measured_times import MeasuredTimes, is_aligned_product
+from stepscope.plan.step_time.measured_times import Curve, MeasuredTimes, product_alignment
 from stepscope.plan.step_time.rewritten_step import merge_products, use_working_weights
 from tests.cpu.plan.calibrations import CALL_NS, LAUNCH_NS, bytes_ns, make_calibration, product_ns
 
 CALIBRATION = make_calibration()
+FORTH_AND_BACK = ("forward", "backward")
 
 
 def tensor(*shape: int, storage: int, dtype: str = "float32", contiguous: bool = True) -> TensorFacts:
@@ -65,17 +67,66 @@ def test_a_measured_size_is_found_almost_exactly_and_is_more_certain() -> None:
 
 
 @pytest.mark.parametrize(
-    ("layout", "sizes", "aligned"),
+    ("layout", "sizes", "alignment"),
     [
-        ("nt", (100, 768, 768), True),
-        ("nt", (100, 50257, 768), False),  # rows of the result
-        ("nn", (100, 768, 1001), False),  # rows of the left side
-        ("tn", (50257, 768, 128), False),
-        ("tn", (768, 768, 127), True),  # no row is that long
+        ("nt", (100, 768, 768), 16),
+        ("nt", (100, 50257, 768), 2),  # rows of the result
+        ("nt", (100, 30522, 768), 4),
+        ("nn", (100, 768, 1001), 2),  # rows of the left side
+        ("tn", (50257, 768, 128), 2),
+        ("tn", (768, 768, 127), 16),  # no row is that long
     ],
 )
-def test_rows_are_aligned_as_they_lie_in_memory(layout: str, sizes: tuple[int, ...], aligned: bool) -> None:
-    assert is_aligned_product("bf16", layout, sizes) is aligned
+def test_rows_are_aligned_as_they_lie_in_memory(layout: str, sizes: tuple[int, ...], alignment: int) -> None:
+    assert product_alignment("bf16", layout, sizes) == alignment
+
+
+def test_layouts_of_a_product_have_their_own_level() -> None:
+    sizes = [(m, n, 512) for m in (256, 512, 1024) for n in (256, 512, 1024)]
+    slow, fast = [2.0 * m * n for m, n, _ in sizes], [1.0 * m * n for m, n, _ in sizes]
+    curve = Curve([*sizes, *sizes], [*slow, *fast], lambda size: 1.0 * size[0] * size[1], ["nt"] * 9 + ["tn"] * 9)
+    assert curve.at((700, 700, 512), "nt").ns == pytest.approx(2.0 * 700 * 700, rel=0.01)
+    assert curve.at((700, 700, 512), "tn").ns == pytest.approx(700 * 700, rel=0.01)
+    assert curve.at((700, 700, 512), "tn+bias").ns == pytest.approx(700 * 700, rel=0.01)  # the closest that is known
+
+
+def experts(dtype: str, *, tokens: int = 8192) -> Operation:
+    inputs = tensor(tokens, 1024, storage=1, dtype=dtype), tensor(8, 1024, 1024, storage=2, dtype=dtype)
+    offsets = tensor(8, storage=3, dtype="int32")
+    return call("_grouped_mm.default", (*inputs, offsets), (tensor(tokens, 1024, storage=4, dtype=dtype),))
+
+
+def test_experts_take_the_time_of_their_products() -> None:
+    found = predict_step([experts("bfloat16")], CALIBRATION)
+    assert found.flops == 2 * 8192 * 1024 * 1024
+    batch = MeasuredTimes(CALIBRATION).product("bmm", "bf16", "nn", (8, 1024, 1024, 1024))
+    assert found.gpu_ns == pytest.approx(batch.ns, rel=0.05)
+    assert any("equally many tokens for every expert" in one for one in found.assumptions)
+
+
+def test_experts_in_fp32_are_products_one_after_the_other_and_the_host_waits() -> None:
+    alone = predict_step([experts("float32")], CALIBRATION)
+    one = MeasuredTimes(CALIBRATION).product("mm", "fp32", "nn", (1024, 1024, 1024))
+    assert alone.gpu_ns == pytest.approx(8 * one.ns, rel=0.05)
+    assert alone.launches == 8
+    assert alone.host_ns > alone.gpu_ns
+
+
+def test_a_vector_is_a_matrix_with_one_column() -> None:
+    inputs = tensor(4096, 1024, storage=1), tensor(1024, storage=2)
+    found = predict_step([call("mv.default", inputs, (tensor(4096, storage=3),))], CALIBRATION)
+    assert found.flops == 2 * 4096 * 1024
+
+
+def test_an_operator_of_another_library_has_no_time() -> None:
+    x = tensor(4096, storage=1)
+    with pytest.raises(NotCalibratedError, match=r"no times of `other\.scan\.default`"):
+        predict_step([Operation("other.scan.default", "forward", "", (x,), (x,), {})], CALIBRATION)
+
+
+def test_a_host_without_trials_is_a_typical_one_and_that_is_said() -> None:
+    found = predict_step([addition(1024)], msgspec.structs.replace(CALIBRATION, trials=()))
+    assert "a typical host, because the calibration has no trials of one" in found.assumptions
 
 
 def test_elementwise_time_follows_the_bytes() -> None:
@@ -225,6 +276,23 @@ def test_a_repeated_forward_pass_costs_the_host_as_much_as_the_first() -> None:
     )
     first, second = predict_step([*named, *again], slow_forward).phases
     assert second.host_ns == pytest.approx(first.host_ns, rel=0.25)
+
+
+def test_a_checkpoint_costs_the_host_what_its_trial_shows() -> None:
+    """Forward takes twice as long under a checkpoint. Backward also repeats it, for three times its plain cost."""
+    forward, backward = (next(one for one in CALIBRATION.trials if one.phase == phase) for phase in FORTH_AND_BACK)
+    both = {name: count + forward.operations[name] for name, count in backward.operations.items()}
+    trials = (
+        msgspec.structs.replace(forward, model="made up checkpoint block", ns=2 * forward.ns),
+        msgspec.structs.replace(
+            backward, model="made up checkpoint block", ns=backward.ns + 3 * forward.ns, operations=both
+        ),
+    )
+    plain = HostModel(CALIBRATION)
+    host = HostModel(msgspec.structs.replace(CALIBRATION, trials=(*CALIBRATION.trials, *trials)))
+    assert host.checkpointed == pytest.approx(2, rel=0.1)
+    assert host.again == pytest.approx(3, rel=0.1)
+    assert host.cost(addition(8), "forward") == plain.cost(addition(8), "forward")  # they do not count as plain steps
 
 
 def test_another_gpu_is_scaled_by_its_data_sheet_and_less_certain() -> None:

@@ -224,7 +224,7 @@ def test_report_directory_is_a_run(tmp_path: Path) -> None:
     assert [one.case.length for one in run.attention] == [2048]
     assert run.profile is not None
     assert run.precision is not None
-    assert run.absent["memory"].why == "the report was not finished"
+    assert run.absent["memory"].why == "this stage was not run"
     assert run.absent["memory"].command == "stepscope report --size small"
     assert load(tmp_path / "data").step_ms == run.profile.step_ns / 1e6
 
@@ -233,7 +233,7 @@ def test_other_files_complete_a_report_directory(tmp_path: Path) -> None:
     data = keep(tmp_path / "data", "bench", "profile")
     (run,) = read(data, MEMORY)
     assert run.memory is not None
-    assert set(run.absent) == {"precision", "attention"}
+    assert set(run.absent) == {"precision", "attention", "plan"}
     a, b = read(data, record(tmp_path / "other"))
     assert (len(a.bench), len(b.bench)) == (1, 0)
     whole = keep(tmp_path / "whole", "bench", "precision")

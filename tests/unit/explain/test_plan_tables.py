@@ -66,6 +66,12 @@ def test_without_a_table_of_the_gpu_there_is_no_time() -> None:
     assert "stepscope calibrate" in say_step_time(result)
 
 
+def test_a_table_that_lacks_an_operation_is_named_as_the_reason() -> None:
+    result = plan_of(workload(), allocated=GIB, step_ns=None)
+    result = msgspec.structs.replace(result, assumptions=("No step time: the calibration has no times of `scan`.",))
+    assert say_step_time(result) == "Step time: not predicted; the calibration has no times of `scan`."
+
+
 def test_page_has_every_part() -> None:
     text = render_page(plan_page(FITS), width=100)
     for part in ("parameters", "activations", "forward", "blocks.0", "SDPA takes cuDNN's kernel", "10.0 GiB"):

@@ -125,4 +125,13 @@ def test_prediction_is_next_to_the_measurement(tmp_path: Path) -> None:
     keys = [column.key for column in table.columns]
     step, peak = keys.index("predicted_ms"), keys.index("predicted_bytes")
     assert [(row[step], row[peak]) for row in table.rows] == [(10.0, 40 * GIB), (10.0, 160 * GIB)]
+    assert (
+        keys.index("predicted_ms")
+        < keys.index("tokens_per_s")
+        < keys.index("peak_bytes")
+        < keys.index("predicted_bytes")
+    )
+    errors = keys.index("predicted_step_error"), keys.index("predicted_peak_error")
+    assert [table.rows[0][one] for one in errors] == pytest.approx([10 / 100 - 1, 40 - 1]), "100 ms and 1 GiB measured"
+    assert [table.rows[1][one] for one in errors] == [None, None]
     assert table.rows[1][keys.index("remarks")] == "skipped"

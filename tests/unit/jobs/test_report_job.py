@@ -25,7 +25,7 @@ from stepscope.jobs.report import run as report
 from stepscope.jobs.report import stages
 from stepscope.jobs.report.data import is_data, read_state, write_state
 from stepscope.jobs.report.run import Ending, Interrupted, Made, ReportJob, parse_stages, without_flags
-from stepscope.jobs.report.stages import StageWork, UnavailableError
+from stepscope.jobs.report.stage import StageWork, UnavailableError
 from stepscope.jobs.workers.messages import Failed, Probed, ProbedModel
 from stepscope.jobs.workers.process import InputRefusedError, Workers
 from stepscope.spec import Grid, Scalar, build_case, grid_from_flags
@@ -146,9 +146,9 @@ def test_page_is_written_after_every_stage(bench: Bench) -> None:
     made, heard = bench.make()
     assert heard.endings == [(name, Ending.DONE) for name in STAGES]
     assert heard.planned == list(STAGES)
-    assert [len(page.bench) for page in bench.pages] == [1, 2, 3, 4, 5]
-    assert [page.is_partial for page in bench.pages] == [True, True, True, True, False]
-    assert list(bench.pages[1].absent) == ["memory", "precision", "attention"]
+    assert [len(page.bench) for page in bench.pages] == [1, 2, 3, 4, 5, 6]
+    assert [page.is_partial for page in bench.pages] == [True] * 5 + [False]
+    assert list(bench.pages[1].absent) == ["memory", "precision", "attention", "plan"]
     assert bench.pages[-1].absent == {}
     assert bench.pages[-1].command == "stepscope report"
     assert made.num_done == len(STAGES)
@@ -158,10 +158,10 @@ def test_finished_stages_are_reused(bench: Bench) -> None:
     bench.make()
     made, heard = bench.make()
     assert heard.endings == [(name, Ending.REUSED) for name in STAGES]
-    assert [stage.runs for stage in bench.stages.values()] == [1] * 5
+    assert [stage.runs for stage in bench.stages.values()] == [1] * 6
     assert made.num_done == len(STAGES)
     bench.make(fresh=True)
-    assert [stage.runs for stage in bench.stages.values()] == [2] * 5
+    assert [stage.runs for stage in bench.stages.values()] == [2] * 6
 
 
 def test_optimise_runs_on_request_and_is_reused(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -189,7 +189,7 @@ def test_optimise_does_not_apply_to_every_step(tmp_path: Path) -> None:
         fresh=False,
         on_stage=lambda _: None,
     )
-    with pytest.raises(stages.UnavailableError, match="precision `fp16` cannot be optimized: the loss scale"):
+    with pytest.raises(UnavailableError, match="precision `fp16` cannot be optimized: the loss scale"):
         stages.ON_REQUEST[0].run(work, Materials(name="a"))
 
 
@@ -197,10 +197,10 @@ def test_edited_model_and_lost_results_run_again(bench: Bench) -> None:
     bench.make()
     (bench.folder / "data" / "memory").unlink()
     bench.make()
-    assert [stage.runs for stage in bench.stages.values()] == [1, 1, 2, 1, 1]
+    assert [stage.runs for stage in bench.stages.values()] == [1, 1, 2, 1, 1, 1]
     bench.source = "edited"
     bench.make()
-    assert [stage.runs for stage in bench.stages.values()] == [2, 2, 3, 2, 2]
+    assert [stage.runs for stage in bench.stages.values()] == [2, 2, 3, 2, 2, 2]
 
 
 def test_failed_stage_costs_only_its_section(bench: Bench) -> None:
@@ -212,7 +212,7 @@ def test_failed_stage_costs_only_its_section(bench: Bench) -> None:
     assert (missing.what, missing.why) == ("what memory makes", "oom: too much")
     assert missing.command == "stepscope memory --size small"
     assert not bench.pages[-1].is_partial
-    assert made.num_done == 3
+    assert made.num_done == 4
     bench.stages["memory"].error = None
     _, heard = bench.make()
     assert ("memory", Ending.DONE) in heard.endings
@@ -224,13 +224,17 @@ def test_full_disk_ends_the_report(bench: Bench) -> None:
     bench.stages["profile"].error = FullDiskError("cannot write to `data/profile`: No space left on device")
     with pytest.raises(FullDiskError, match="No space left"):
         bench.make()
-    assert [stage.runs for stage in bench.stages.values()][2:] == [0, 0, 0]
+    assert [stage.runs for stage in bench.stages.values()][2:] == [0, 0, 0, 0]
 
 
 def test_directory_keeps_the_reason_of_a_missing_stage(bench: Bench) -> None:
-    bench.stages["attention"].error = StepscopeError("crash")  # the last stage: none is kept after it
+    bench.stages["plan"].error = StepscopeError("crash")  # the last stage: none is kept after it
     bench.make()
-    assert read_state(bench.folder / "data").absent["attention"].why == "crash"
+    assert read_state(bench.folder / "data").absent["plan"].why == "crash"
+    bench.stages["plan"].error = UnavailableError("only for GPUs", hint="stepscope plan --gpu H200")
+    bench.make()
+    kept = read_state(bench.folder / "data").absent["plan"]
+    assert (kept.why, kept.command) == ("only for GPUs", "stepscope plan --gpu H200")
 
 
 def test_all_stages_failing_leaves_a_page_and_no_directory(bench: Bench) -> None:
@@ -285,12 +289,12 @@ def test_interruption_leaves_a_page_and_the_command_to_resume(bench: Bench) -> N
     page = bench.pages[-1]
     assert page.is_partial
     assert len(page.bench) == 2
-    assert set(page.absent) == {"memory", "precision", "attention"}
+    assert set(page.absent) == {"memory", "precision", "attention", "plan"}
     assert {missing.why for missing in page.absent.values()} == {"the report was interrupted"}
     assert {missing.command for missing in page.absent.values()} == {raised.value.go_on}
     bench.stages["memory"].error = None
     _, heard = bench.make()
-    assert [ending for _, ending in heard.endings] == [Ending.REUSED] * 2 + [Ending.DONE] * 3
+    assert [ending for _, ending in heard.endings] == [Ending.REUSED] * 2 + [Ending.DONE] * 4
 
 
 def test_empty_page_does_not_replace_an_older_one(bench: Bench) -> None:

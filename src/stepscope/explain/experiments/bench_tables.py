@@ -135,6 +135,9 @@ def _add_times(columns: RowColumns[BenchRow]) -> None:
     for phase in phases if len(phases) > 1 else ():
         _add_statistics(columns, phase, partial(_phase_ms, phase=phase), {"median": f"{phase} (ms)"})
     _add_statistics(columns, "step", step_ms, {"median": "step (ms)", "mean": "mean", "sd": "sd"})
+    if any(row.predicted and row.predicted.step_ns for row in columns.rows):
+        columns.add("predicted_ms", "predicted step (ms)", _predicted_ms, "ms")
+        columns.add("predicted_step_error", "step error", _step_error, "share")
 
 
 def _add_statistics(
@@ -159,8 +162,8 @@ def _add_rates(columns: RowColumns[BenchRow]) -> None:
     columns.add("mfu", "MFU", mfu_of, "share")
     columns.add("peak_bytes", "peak memory", partial(_of, name="peak_bytes"), "bytes")
     if any(row.predicted for row in columns.rows):
-        columns.add("predicted_ms", "predicted step (ms)", _predicted_ms, "ms")
         columns.add("predicted_bytes", "predicted peak", _predicted_bytes, "bytes")
+        columns.add("predicted_peak_error", "peak error", _peak_error, "share")
     columns.add("reserved_bytes", "reserved memory", partial(_of, name="reserved_bytes"), "bytes", detail=True)
     columns.add("parameters", "parameters", partial(_of, name="parameters"), "count", detail=True)
     columns.add("attention_kernels", "attention kernels", _attention_kernels, detail=True)
@@ -172,6 +175,18 @@ def _predicted_ms(row: BenchRow) -> float | None:
 
 def _predicted_bytes(row: BenchRow) -> int | None:
     return row.predicted.peak_allocated_bytes if row.predicted else None
+
+
+def _step_error(row: BenchRow) -> float | None:
+    """By how much the prediction is longer than the median."""
+    predicted, step = _predicted_ms(row), step_ms(row)
+    return None if predicted is None or step is None else predicted / step.median - 1
+
+
+def _peak_error(row: BenchRow) -> float | None:
+    predicted = _predicted_bytes(row)
+    measured = row.measurement.peak_bytes if row.measurement else 0
+    return None if predicted is None or not measured else predicted / measured - 1
 
 
 def _attention_kernels(row: BenchRow) -> Cell:

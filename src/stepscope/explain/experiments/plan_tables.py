@@ -7,7 +7,7 @@ import msgspec
 from stepscope.explain.experiments.cases import describe_case
 from stepscope.explain.memory.categories import STACKED
 from stepscope.findings import Area, Axis, Cell, Column, Figure, Page, Point, Stretch, Table, Timeline
-from stepscope.recording.rows.plan_result import FitResult, Limit, PlannedPhase, PlanResult, Proposal, Range
+from stepscope.recording.rows.plan_result import NO_TIME, FitResult, Limit, PlannedPhase, PlanResult, Proposal, Range
 from stepscope.spec import Case, Timing
 from stepscope.units import GIB, say_bytes, say_parameters, say_percent, say_size, say_time
 
@@ -59,6 +59,9 @@ def say_peak(result: PlanResult) -> str:
 
 def say_step_time(result: PlanResult) -> str:
     if result.step_ns is None or result.step_ns_interval is None or result.time is None:
+        missing = next((one for one in result.assumptions if one.startswith(NO_TIME)), "")
+        if missing:
+            return f"Step time: not predicted; {missing.removeprefix(NO_TIME)}"
         return "Step time: not predicted; no table of this GPU. Measure one with `stepscope calibrate` on it."
     low, high = result.step_ns_interval
     words = f"Step time: {say_time(result.step_ns)} ({say_time(low)} to {say_time(high)}), bound by {result.bound}"

@@ -2,7 +2,7 @@
 
 from stepscope.explain.story.sources import Materials, is_same_run
 from stepscope.findings import Copyable
-from stepscope.spec import Case
+from stepscope.spec import Case, Timing
 
 
 def find_case(materials: Materials) -> Case | None:
@@ -13,7 +13,9 @@ def find_case(materials: Materials) -> Case | None:
         if one is not None and one.recording.manifest.case is not None:
             return one.recording.manifest.case
     documents = (materials.precision, materials.optimisation)
-    return next((one.case for one in documents if one is not None), None)
+    if found := next((one.case for one in documents if one is not None), None):
+        return found
+    return None if materials.plan is None else Case(workload=materials.plan.start.workload, timing=Timing())
 
 
 def find_strangers(materials: Materials) -> dict[str, Case]:

@@ -26,7 +26,7 @@ from stepscope.units import say_factor, say_percent, say_time
 
 # Settings that may make a step of the same model and batch faster, each with the rules about it. The first is that of a
 # measured finding.
-_RULES = {
+RULES_OF_SETTING = {
     "precision": ("SS005",),
     "attention": ("SS004",),
     "compile": ("SS003", "SS001", "SS006", "SS008"),
@@ -88,7 +88,7 @@ def _differences(workload: Workload, other: Workload) -> dict[str, object] | Non
     """Return the one setting that `other` changes, None if it changes another or several."""
     names = [name for name in ("model", *RUN_SETTINGS) if name not in ("device", "seed")]
     changes = {name: getattr(other, name) for name in names if getattr(other, name) != getattr(workload, name)}
-    return changes if len(changes) == 1 and changes.keys() <= _RULES.keys() else None
+    return changes if len(changes) == 1 and changes.keys() <= RULES_OF_SETTING.keys() else None
 
 
 def _name(setting: str, value: object) -> str:
@@ -214,7 +214,7 @@ def _write(
 ) -> Finding:
     (setting,) = changes
     return Finding(
-        code=_RULES[setting][0],
+        code=RULES_OF_SETTING[setting][0],
         title=title,
         evidence=evidence,
         action=f"Run with `{write_flags(workload, changes)}`",
@@ -233,7 +233,7 @@ def add_measured(findings: Sequence[Finding], measured: Sequence[Finding]) -> tu
     for one in measured:
         adds = (one.share or 0.0) * left if one.joint_share is None else min(one.joint_share, left)
         left -= adds
-        same = {code for codes in _RULES.values() if one.code in codes for code in codes}
+        same = {code for codes in RULES_OF_SETTING.values() if one.code in codes for code in codes}
         cards = [card for card in rest if same & _codes(card)]
         rest = [_drop(card, same) for card in rest if card not in cards]
         estimated += sum(card.joint_share or 0.0 for card in cards)

@@ -14,7 +14,7 @@ from stepscope.findings import STAGES, Missing, Section
 from stepscope.spec import Case, ModelShape, Precision, for_precisions
 from stepscope.units import say_list
 
-Stage = Literal["profile", "memory", "precision", "attention"]
+Stage = Literal["profile", "memory", "precision", "attention", "plan"]
 NOT_MEASURED = "not-measured"  # the key of the section
 _LAST = "environment"
 
@@ -75,6 +75,11 @@ def _why_not_in_script(script: str, stage: Stage) -> str:
             )
         case "attention":
             return f"`{script}` was recorded as it is; attention is compared on its own, with the sizes of a run"
+        case "plan":
+            return (
+                f"`{script}` was recorded as it is; predicting other settings needs a function that returns the model, "
+                "its input and its loss"
+            )
 
 
 def command_for(materials: Materials, stage: Stage) -> str:
@@ -96,8 +101,8 @@ def command_for(materials: Materials, stage: Stage) -> str:
             return (
                 'torch.cuda.memory._record_memory_history(); step(); torch.cuda.memory._dump_snapshot("memory.pickle")'
             )
-        case "precision":
-            return f"stepscope precision {OWN_MODEL}"
+        case "precision" | "plan":
+            return f"stepscope {stage} {OWN_MODEL}"
         case "attention":
             return "stepscope attention"
 
@@ -117,5 +122,8 @@ def _command_of(case: Case, stage: Stage) -> str:
             return f"stepscope attention{sizes}"
         case "precision":
             return write_command(stage, for_precisions(workload))
+        case "plan":
+            gpu = " --gpu H200" if workload.device == "cpu" else ""
+            return f"{write_command(stage, workload, without=('device',))}{gpu}"
         case _:
             return write_command(stage, workload)

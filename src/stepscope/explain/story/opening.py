@@ -220,6 +220,8 @@ def say_what_matters(opening: Opening) -> str:
     if materials.attention:
         where = clip(materials.attention[0].environment.driver_name, _MOST_DEVICE)
         return f"{count_noun(len(materials.attention), 'attention case')} on {where}; no step was timed"
+    if materials.plan is not None:
+        return f"nothing was measured; predicted peak memory {say_size(materials.plan.start.peak_allocated_bytes)}"
     return "nothing was measured"
 
 

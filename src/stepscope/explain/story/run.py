@@ -17,6 +17,7 @@ from stepscope.explain.rules.out_of_memory import find_fixes
 from stepscope.explain.rules.rule import THROUGHPUT
 from stepscope.explain.story.commands import list_commands
 from stepscope.explain.story.measured import add_measured, find_measured
+from stepscope.explain.story.memory_card import drop_larger_batches, make_memory_card
 from stepscope.explain.story.missing import explain_absence, gather_missing
 from stepscope.explain.story.opening import Opening, list_facts, name_rank, say_run, subtitle_of, title_of
 from stepscope.explain.story.phrases import shorten
@@ -121,13 +122,15 @@ def tell(materials: Materials) -> Report:
     materials = share_peaks(materials)
     opening = Opening(materials)
     shown = [show for key, show in SECTIONS.items() if is_shown(key, materials)]
+    advice = list_advice(materials)
     return Report(
         title=title_of(materials),
         subtitle=subtitle_of(materials),
         sentence=say_run(opening),
         facts=list_facts(opening),
         picture=draw_steps([materials.profile], [name_rank(materials)]),
-        advice=list_advice(materials),
+        advice=advice,
+        memory_card=make_memory_card(opening, advice or ()),
         soundness=judge(opening),
         sections=gather_missing([show(materials) for show in shown]),
         commands=list_commands(materials),
@@ -146,7 +149,8 @@ def list_advice(materials: Materials) -> tuple[Advice, ...] | None:
     if profile is None and not measured and oom is None:
         return None
     fitting = () if oom is None else tuple(map(_advise_on_memory, find_fixes(oom)))
-    return (*fitting, *(advise(finding, profile) for finding in add_measured(materials.findings, measured)))
+    found = [advise(finding, profile) for finding in add_measured(materials.findings, measured)]
+    return (*fitting, *(drop_larger_batches(one, materials.plan) for one in found))
 
 
 def _advise_on_memory(finding: Finding) -> Advice:

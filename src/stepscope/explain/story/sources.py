@@ -31,6 +31,7 @@ from stepscope.hardware import Hardware
 from stepscope.recording.rows.attention_case import AttentionRow
 from stepscope.recording.rows.bench import BenchRow
 from stepscope.recording.rows.optimisation import OptimiseReport
+from stepscope.recording.rows.plan_result import FitResult
 from stepscope.recording.rows.precision_report import PrecisionReport
 from stepscope.recording.store import Manifest
 from stepscope.spec import Case, Workload
@@ -43,7 +44,7 @@ _Described = TypeVar("_Described", BenchRow, AttentionRow, Manifest)
 class Materials:
     """`bench` starts with the row of the run itself; other rows are variants, such as other precisions. `ranks` has all
     ranks if there are several; `profile` is the one at place `shown`. `absent` is keyed by stage: bench, profile,
-    memory, precision, attention, optimise."""
+    memory, precision, attention, plan, optimise."""
 
     name: str  # the case in a few words, or the file
     command: str = ""  # repeats this run
@@ -55,6 +56,7 @@ class Materials:
     bench: tuple[BenchRow, ...] = ()
     precision: PrecisionReport | None = None
     attention: tuple[AttentionRow, ...] = ()
+    plan: FitResult | None = None
     optimisation: OptimiseReport | None = None
     absent: dict[str, Missing] = field(default_factory=dict)
     is_partial: bool = False

@@ -25,7 +25,8 @@ from stepscope.jobs.experiments.sweep import Planned, look_at, place_cases, slug
 from stepscope.jobs.recorders.recording_job import only_case
 from stepscope.jobs.report import stages
 from stepscope.jobs.report.data import State, check_data, open_data, write_state
-from stepscope.jobs.report.stages import ReportStage, StageWork, UnavailableError, other_precision
+from stepscope.jobs.report.stage import ReportStage, StageWork, UnavailableError
+from stepscope.jobs.report.stages import other_precision
 from stepscope.jobs.workers.process import InputRefusedError, Workers, require_torch
 from stepscope.spec import Case, Grid, build_case, with_precision
 
@@ -271,7 +272,9 @@ class _Making:
             self._materials, keys = stage.run(self.work, self._materials)
             self._keep(stage, keys)
         except UnavailableError as error:
-            self._leave_out(stage, error.message, f"stepscope {stage.name} --help")
+            self._leave_out(stage, error.message, error.hint or f"stepscope {stage.name} --help")
+            with suppress(StepscopeError):  # only a note in the directory, not worth losing the page
+                self._note()
         except FullDiskError:  # not a result of this stage: the others could not be kept either
             raise
         except StepscopeError as error:

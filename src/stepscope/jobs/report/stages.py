@@ -4,10 +4,9 @@ A stage adds its results to the run's `Materials`. `load` does the same from dis
 that is made from an earlier directory. All stages share one pool of worker processes.
 """
 
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 import msgspec
@@ -25,17 +24,18 @@ from stepscope.explain.trace.profile import Profile, kernel_word, make_profile
 from stepscope.findings import STAGES, STAGES_ON_REQUEST
 from stepscope.jobs.experiments.attention_sweep import AttentionExperiment, PlannedAttention
 from stepscope.jobs.experiments.memory_sweep import MemoryExperiment, recording_folder
-from stepscope.jobs.experiments.sweep import RESULTS_NAME, BenchExperiment, C, Experiment, Planned, Sweep, TextListener
+from stepscope.jobs.experiments.sweep import BenchExperiment, Planned, TextListener
 from stepscope.jobs.optimise import OptimisationJob, check_workload
 from stepscope.jobs.precision import CONTEXT_ON_CPU, PrecisionJob, choose_precisions
 from stepscope.jobs.recorders.recording_job import ProfileJob
-from stepscope.jobs.workers.process import InputRefusedError, Workers
+from stepscope.jobs.report.plan_stage import PlanStage
+from stepscope.jobs.report.stage import ReportStage, StageWork, UnavailableError
+from stepscope.jobs.workers.process import InputRefusedError
 from stepscope.recording import store
 from stepscope.recording.rows.attention_case import AttentionCase, AttentionRow
-from stepscope.recording.rows.bench import BenchRow, Retry, Row
+from stepscope.recording.rows.bench import BenchRow, Row
 from stepscope.recording.rows.optimisation import read_optimisation
 from stepscope.recording.rows.precision_report import read_report
-from stepscope.recording.rows.results_file import R, read_rows
 from stepscope.spec import Factory, ModelShape, Precision, Workload, for_precisions
 from stepscope.spec.backends import compared_on
 from stepscope.units import count_noun, say_bytes
@@ -43,73 +43,6 @@ from stepscope.units import count_noun, say_bytes
 # If timing the case takes no longer than this, it is also timed in the other common precision.
 _LITTLE_S = 60.0
 _COMPILING_S = 90.0
-
-
-@dataclass(frozen=True, kw_only=True)
-class StageWork:
-    """The input of a stage."""
-
-    folder: Path
-    command: str
-    planned: Planned
-    other: Planned  # the same in the other common precision
-    workers: Workers
-    fresh: bool
-    on_stage: Callable[[str], None]
-
-    @property
-    def step_s(self) -> float:
-        """The expected step time."""
-        timing = self.planned.case.timing
-        return (self.planned.expected_s - 1) / (timing.warmup + timing.steps)
-
-
-class UnavailableError(StepscopeError):
-    """A stage does not apply to this workload."""
-
-
-class ReportStage(ABC):
-    """One stage. `findings.STAGES` has what it adds to the page, under its name."""
-
-    name: str
-
-    @property
-    def what(self) -> str:
-        return (STAGES | STAGES_ON_REQUEST)[self.name].makes
-
-    def keys(self, work: StageWork) -> tuple[str, ...]:
-        """The keys of its results; the first identifies the case."""
-        return (work.planned.key,)
-
-    def command(self, work: StageWork) -> str:
-        """The command that runs only this stage."""
-        return write_command(self.name, work.planned.case.workload)
-
-    def expected_s(self, work: StageWork) -> float:
-        return 5 + 20 * work.step_s
-
-    @abstractmethod
-    def load(self, folder: Path, keys: Sequence[str], materials: Materials, /) -> Materials:
-        """Add kept results. Raises StepscopeError if they are gone or damaged."""
-
-    @abstractmethod
-    def run(self, work: StageWork, materials: Materials) -> tuple[Materials, tuple[str, ...]]:
-        """Run the stage. Return the materials with its results, and their keys. Raises StepscopeError on failure."""
-
-    @abstractmethod
-    def tell(self, materials: Materials) -> str:
-        """The result in a few words."""
-
-    def sweep(self, work: StageWork, experiment: Experiment[C, R]) -> Sweep[C, R]:
-        folder = work.folder / self.name
-        return Sweep(experiment=experiment, folder=folder, command=work.command, retry=Retry.FAILED, fresh=work.fresh)
-
-    def read_rows(self, folder: Path, kind: type[R], keys: Sequence[str]) -> tuple[R, ...]:
-        path = folder / self.name / RESULTS_NAME
-        rows = {row.key: row for row in read_rows(path, kind)[0]}
-        if any(key not in rows for key in keys):
-            raise StepscopeError(f"`{path}` no longer has the rows of this case")
-        return tuple(rows[key] for key in keys)
 
 
 class BenchStage(ReportStage):
@@ -368,7 +301,14 @@ class OptimiseStage(ReportStage):
         return say_result(materials.optimisation).removesuffix(".")
 
 
-ALL: tuple[ReportStage, ...] = (BenchStage(), ProfileStage(), MemoryStage(), PrecisionStage(), AttentionStage())
+ALL: tuple[ReportStage, ...] = (
+    BenchStage(),
+    ProfileStage(),
+    MemoryStage(),
+    PrecisionStage(),
+    AttentionStage(),
+    PlanStage(),
+)
 ON_REQUEST: tuple[ReportStage, ...] = (OptimiseStage(),)
 assert [stage.name for stage in ALL] == list(STAGES)
 assert [stage.name for stage in ON_REQUEST] == list(STAGES_ON_REQUEST)

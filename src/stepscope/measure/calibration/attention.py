@@ -30,6 +30,7 @@ _SHAPES = (
     *((8, 6, 6, 256, 32), (8, 16, 16, 512, 32), (4, 8, 8, 1024, 256), (32, 12, 12, 128, 64), (16, 16, 16, 256, 64)),
 )
 _COLUMNS = ("batch", "heads", "kv_heads", "length", "head_dim")
+_DROPOUT = 0.1
 _Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 _BACKENDS = {
     "cudnn": SDPBackend.CUDNN_ATTENTION,
@@ -53,6 +54,10 @@ def attention_cases(device: torch.device, *, every: int = 1) -> Iterator[TimedCa
         ("efficient-masked", "fp32", False, 2),
         ("cudnn-masked", "bf16", False, 3),
         ("efficient-masked", "bf16", False, 2),
+        ("cudnn-dropout", "bf16", True, 4),
+        ("efficient-dropout", "fp32", True, 4),
+        ("efficient-dropout", "fp32", False, 4),
+        ("flash-dropout", "bf16", True, 4),
     ):
         for shape in _SHAPES[:: step * every]:
             yield from _both_passes(f"sdpa-{backend}", precision, shape, device, _sdpa(backend, causal, shape), causal)
@@ -71,16 +76,22 @@ def own_attention_cases(device: torch.device, *, every: int = 1) -> Iterator[Tim
 
 
 def _sdpa(backend: str, causal: bool, shape: tuple[int, ...]) -> _Attend:
-    name, _, masked = backend.partition("-")
+    name, _, extra = backend.partition("-")
     length, is_grouped = shape[3], shape[1] != shape[2]
     masks: list[Tensor] = []
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        if masked and not masks:
+        if extra == "masked" and not masks:
             masks.append(torch.zeros(shape[0], 1, length, length, device=q.device, dtype=q.dtype))
         with sdpa_kernel(_BACKENDS[name]):
             return functional.scaled_dot_product_attention(
-                q, k, v, attn_mask=masks[0] if masks else None, is_causal=causal, enable_gqa=is_grouped
+                q,
+                k,
+                v,
+                attn_mask=masks[0] if masks else None,
+                dropout_p=_DROPOUT if extra == "dropout" else 0.0,
+                is_causal=causal,
+                enable_gqa=is_grouped,
             )
 
     return attend

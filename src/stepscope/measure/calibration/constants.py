@@ -17,6 +17,7 @@ from stepscope.measure.timing import elapsed_ns, make_event
 
 _SUSTAINED_S = 1.2
 _KERNELS = 200
+_COOL_S = 0.4  # after continuous load, until the clock is that of a burst again
 
 
 def measure_constants(clock: CallClock) -> dict[str, float]:
@@ -97,6 +98,7 @@ def _measure_sustained(clock: CallClock) -> dict[str, float]:
 
 
 def _add_sustained(constants: dict[str, float], clock: CallClock, name: str, call: Call) -> None:
+    time.sleep(_COOL_S)
     constants[f"burst_{name}_ns"] = float(clock.time_calls([call]))
     end = time.monotonic() + _SUSTAINED_S
     count = max(4, round(2e8 / constants[f"burst_{name}_ns"] / 10))  # about 20 ms

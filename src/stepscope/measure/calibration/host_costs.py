@@ -18,14 +18,14 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from stepscope.errors import StepscopeError
-from stepscope.measure.timing import time_steps
+from stepscope.measure.timing import settle_heap, time_steps
 from stepscope.recording.rows.calibration import HostCost, HostTrial, HostVariant
 from stepscope.spec import HuggingFace, ModelShape, Optimizer, Precision, Workload
 from stepscope.step import Step, build
 
 _CALLS, _ROUNDS = 200, 5
 _CHAIN = 60  # operations in a graph whose backward pass is timed
-_STEPS = 9
+_STEPS = 15
 _Unary = Callable[[Tensor], Tensor]
 
 
@@ -170,13 +170,16 @@ def trial_workloads(device: torch.device) -> Iterator[Workload]:
     yield builtin(attention="sdpa", optimizer="adamw-onelaunch")
     yield builtin(precision="bf16", attention="flash", optimizer="adamw-fused")
     yield builtin(precision="bf16", attention="sdpa", checkpoint="block", optimizer="adamw-fused")
+    yield builtin(precision="bf16", attention="sdpa", optimizer="adamw-fused", compile=True)
     for family in _FAMILIES:
         yield hf(family, "bf16")
         yield hf(family, "fp32", "adamw-fused" if family in ("gpt2", "llama") else "adamw-torch")
     yield hf("llama", "bf16", attention="naive")
     yield hf("gpt2", "fp32", attention="naive")
+    yield builtin(checkpoint="block")
     yield hf("gpt2", "bf16", checkpoint="block")
-    yield builtin(precision="bf16", attention="sdpa", optimizer="adamw-fused", compile=True)
+    yield hf("llama", "bf16", "adamw-fused", checkpoint="block")
+    yield hf("llama", "bf16", mode="inference")
 
 
 def _known_fields(family: str) -> tuple[tuple[str, int], ...]:
@@ -187,9 +190,11 @@ def _known_fields(family: str) -> tuple[tuple[str, int], ...]:
 
 
 def measure_trial(workload: Workload, device: torch.device) -> list[HostTrial]:
-    """Return a trial per phase of the step."""
+    """Return a trial per phase of the step, whose steps follow each other as in training: models that take turns are a
+    fifth slower, because Python and the caches of the CPU adapt to each."""
     step = build(workload, device)
     time_steps(step, 3)
+    settle_heap()
     samples = time_steps(step, _STEPS)
     counts = {name: Counter[str]() for name in samples.phases_ns} if workload.compile else _count_calls(step)
     parameters = sum(1 for _ in step.module.parameters())
@@ -212,7 +217,8 @@ def describe_trial(workload: Workload) -> str:
     """The model and what is special about its step, without its sizes."""
     checkpoint = "" if workload.checkpoint == "none" else f" checkpoint {workload.checkpoint}"
     name = workload.model.name.partition("(")[0]
-    return f"{name} {workload.attention or 'default'}{' compiled' if workload.compile else ''}{checkpoint}"
+    mode = "" if workload.mode == "train" else f" {workload.mode}"
+    return f"{name} {workload.attention or 'default'}{' compiled' if workload.compile else ''}{checkpoint}{mode}"
 
 
 def _count_calls(step: Step) -> dict[str, Counter[str]]:

@@ -14,7 +14,7 @@ from torch.nn import functional
 from stepscope.measure.calibration.clock import Call, TimedCall
 from stepscope.measure.environment import DTYPES
 
-_ELEMENTS = tuple(2**power for power in (10, 15, 18, 20, 21, 22, 23, 24, 25, 26, 28))
+_ELEMENTS = tuple(2**power for power in (12, 15, 18, 20, 21, 22, 23, 24, 25, 26, 28))
 _MOST_WARM = 2**25
 _WIDTH = 1024  # of the rows in elementwise operations
 _HEADS, _HEAD_DIM = 16, 64
@@ -146,6 +146,9 @@ _ELEMENTWISE: dict[str, _Make] = {
     "sigmoid_backward": _binary(lambda x, y: _aten.sigmoid_backward(x, y)),
     "mul_row": _with(lambda inputs: inputs.row, torch.mul),  # a weight or bias of the last dimension
     "mul_column": _with(lambda inputs: inputs.column, torch.mul),  # a scale of each row
+    "div_column": _with(lambda inputs: inputs.column, torch.div),
+    "sub_column_mixed": _with(lambda inputs: inputs.column.to(inputs.other_dtype), torch.sub),
+    "mul_row_mixed": _with(lambda inputs: inputs.row.to(inputs.other_dtype), torch.mul),
     "mul_mixed": _with(lambda inputs: inputs.new(inputs.other_dtype), torch.mul),
     "add_mixed": _with(lambda inputs: inputs.new(inputs.other_dtype), torch.add),
     "cast": _unary(lambda x: x.to(torch.float32 if x.dtype != torch.float32 else torch.bfloat16)),
@@ -161,6 +164,9 @@ _ELEMENTWISE: dict[str, _Make] = {
     "transpose_copy": _unary(lambda x: x.t().contiguous()),
     "half_copy": _unary(lambda x: x[..., : x.shape[-1] // 2].contiguous()),  # half of it
     "mul_even": _unary(lambda x: x[..., 0::2] * x[..., 1::2]),
+    "mul_even_row": _with(
+        lambda inputs: inputs.row[::2].float().contiguous(), lambda x, row: x[..., 0::2] * row
+    ),  # an angle's cosine times every second element
     "mul_heads": _of(lambda inputs: inputs.heads, lambda x: x.transpose(1, 2) * x[:, :, :1, :].transpose(1, 2)),
     "cat_halves": _of(lambda inputs: inputs.heads_first, _rotate_half),
     "cat": _unary(lambda x: torch.cat((x, x), dim=-1)),

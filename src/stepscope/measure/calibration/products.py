@@ -15,44 +15,29 @@ from stepscope.measure.calibration.clock import Call, TimedCall
 from stepscope.measure.environment import DTYPES
 
 # T tokens, O outputs and I inputs of a linear layer.
-_TOKENS = (64, 128, 256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096, 6144, 8192, 12288, 16384, 32768)
-_WIDTHS = (
-    *(
-        128,
-        192,
-        256,
-        320,
-        384,
-        448,
-        512,
-        576,
-        640,
-        704,
-        768,
-        896,
-        960,
-        1024,
-        1152,
-        1280,
-        1344,
-        1536,
-        1600,
-        1792,
-        1920,
-        2048,
-    ),
-    *(2176, 2304, 2560, 2688, 3072, 3200, 3584, 3840, 4096, 4608, 4864, 5120, 5504, 5632, 6144, 6400, 6912, 7680, 8192),
-    *(8960, 9216, 10240, 11008, 12288, 13824, 14336, 16384),
+_TOKENS = (
+    *(64, 128, 256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096, 6144, 8192, 12288, 16384, 32768),
+    *(200, 600, 1152, 1800, 2100, 3000, 5000, 9000),
 )
-_VOCABULARIES = (10000, 30522, 32000, 32768, 49152, 50257, 50304, 50432, 65024, 100352, 128256, 151936)
+_WIDTHS = (
+    *(128, 256, 384, 512, 512, 576, 640, 768, 768, 768, 896, 960, 1024, 1024, 1024, 1152, 1280, 1280, 1408, 1536),
+    *(1600, 1792, 2048, 2048, 2304, 2560, 2560, 3072, 3200, 3584, 4096, 4096, 5120, 6144, 8192),
+    *(520, 984, 1000, 1080, 1416, 2200),
+)
+# The wider side of a layer by the narrower one: projections of grouped heads, feed-forward layers, packed projections.
+_RATIOS = (1, 1, 1, 1, 1.5, 2, 2, 8 / 3, 2.75, 3, 3, 3.5, 4, 4, 4, 5.4, 6, 8)
+_STEPS = (8, 64, 64, 128)  # widths are multiples of one of these
+_VOCABULARIES = (10000, 30528, 32000, 32000, 32768, 49152, 50304, 50432, 65024, 100352, 128256, 151936, 256000)
+_ODD_VOCABULARIES = (50257, 50257, 30522, 32003, 10007, 50265, 50277, 50280, 28996)
 _ODD_WIDTHS = (130, 257, 514, 770, 1023, 1028, 1290, 1601, 2052, 2570, 4100, 4107)
-_DRAWS = {"bf16": 230, "fp32": 130, "tf32": 130, "fp16": 40}
-_ODD_DRAWS = {"bf16": 40, "fp32": 16, "tf32": 24, "fp16": 10}
-_BATCHED_DRAWS = {"bf16": 70, "fp32": 50, "tf32": 50, "fp16": 14}
+_DRAWS = {"bf16": 430, "fp32": 270, "tf32": 170, "fp16": 30}
+_ODD_DRAWS = {"bf16": 130, "fp32": 60, "tf32": 50, "fp16": 10}
+_BATCHED_DRAWS = {"bf16": 110, "fp32": 80, "tf32": 45, "fp16": 12}
+_VOCABULARY_EVERY = 6  # one draw in so many is a layer that computes logits
 _MOST_FLOPS = {"bf16": 3.5e12, "fp16": 3.5e12, "tf32": 1.8e12, "fp32": 4.0e11}
 _LARGEST_BYTES = 4 << 30
-_HEAD_DIMS = (32, 48, 64, 64, 64, 80, 96, 112, 128, 128, 256)
-_LENGTHS = (64, 128, 256, 384, 512, 768, 1024, 1536, 2048, 4096)
+_HEAD_DIMS = (32, 48, 64, 64, 64, 80, 96, 112, 128, 128, 256, 52, 90, 100)
+_LENGTHS = (64, 128, 256, 384, 512, 768, 1024, 1536, 2048, 4096, 300, 500, 700)
 _BATCHES = (4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)
 _SIZES = ("m", "n", "k")
 
@@ -86,20 +71,26 @@ def _draw_linear(count: int, limit: float) -> Iterator[tuple[int, int, int]]:
     chance = random.Random(24)
     drawn = 0
     while drawn < count:
-        outputs = chance.choice(_VOCABULARIES) if drawn % 8 == 0 else chance.choice(_WIDTHS)
-        shape = (chance.choice(_TOKENS), outputs, chance.choice(_WIDTHS))
+        narrow, step = chance.choice(_WIDTHS), chance.choice(_STEPS)
+        wide = max(step, round(narrow * chance.choice(_RATIOS) / step) * step)
+        outputs, inputs = (wide, narrow) if chance.random() < 0.5 else (narrow, wide)
+        if drawn % _VOCABULARY_EVERY == 0:
+            outputs, inputs = chance.choice(_VOCABULARIES), narrow
+        shape = (chance.choice(_TOKENS), outputs, inputs)
         if _fits(*shape, limit):
             drawn += 1
             yield shape
 
 
 def _draw_odd(count: int, limit: float) -> Iterator[tuple[int, int, int]]:
-    """Widths whose rows do not start at multiples of 16 bytes."""
+    """Sizes whose rows do not start at multiples of 16 bytes: vocabularies, and every third time widths."""
     chance = random.Random(25)
     drawn = 0
     while drawn < count:
-        odd, even = chance.choice((*_ODD_WIDTHS, 50257, 30522)), chance.choice(_WIDTHS)
-        outputs, inputs = (odd, even) if drawn % 2 or odd > 20_000 else (even, odd)
+        outputs, inputs = chance.choice(_ODD_VOCABULARIES), chance.choice(_WIDTHS)
+        if drawn % 3 == 0:
+            outputs, inputs = chance.choice(_ODD_WIDTHS), inputs
+            outputs, inputs = (inputs, outputs) if chance.random() < 0.5 else (outputs, inputs)
         shape = (chance.choice(_TOKENS), outputs, inputs)
         if _fits(*shape, limit):
             drawn += 1

@@ -27,6 +27,12 @@ def why_not() -> str:
         return "no C++ compiler: `g++` is not installed"
     if not (_torch_folder() / "include" / "c10").is_dir():
         return "PyTorch's headers are not installed"
+    try:
+        _library().parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        return f"cannot write to the cache directory: {error}"
+    if not _library().exists() and not os.access(_library().parent, os.W_OK):
+        return f"cannot write to the cache directory: `{_library().parent}`"
     return ""
 
 
@@ -38,10 +44,7 @@ def install() -> None:
 
 def build() -> Path:
     """The path of the library. It is renamed into place when complete, so processes that build it at once agree."""
-    content = SOURCE.read_bytes()
-    key = f"{torch.__version__} {torch.compiled_with_cxx11_abi()} {platform.machine()}".encode()
-    digest = hashlib.sha256(content + key).hexdigest()[:16]
-    target = cache_folder() / "fake_cuda" / f"device-{digest}.so"
+    target = _library()
     if target.exists():
         return target
     target.parent.mkdir(parents=True, exist_ok=True)
@@ -50,6 +53,13 @@ def build() -> Path:
         _compile(made)
         made.replace(target)
     return target
+
+
+def _library() -> Path:
+    content = SOURCE.read_bytes()
+    key = f"{torch.__version__} {torch.compiled_with_cxx11_abi()} {platform.machine()}".encode()
+    digest = hashlib.sha256(content + key).hexdigest()[:16]
+    return cache_folder() / "fake_cuda" / f"device-{digest}.so"
 
 
 def _compile(made: Path) -> None:

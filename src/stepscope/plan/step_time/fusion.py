@@ -20,8 +20,9 @@ if TYPE_CHECKING:
     from stepscope.plan.operation import Operation, TensorFacts
 
 _COMPILED_PHASES = ("forward", "backward")
-_OUTSIDE = ("", "(loss)")  # modules of operators that run outside the model
+OUTSIDE = ("", "(loss)")  # modules of operators that run outside the model
 SHARED = "shared_cast"
+_LARGE = 4096  # elements
 
 
 @dataclass(slots=True)
@@ -35,6 +36,7 @@ class FusedGroup:
     reads: dict[int, int] = field(default_factory=dict)  # bytes by storage
     writes: dict[int, int] = field(default_factory=dict)
     made: set[int] = field(default_factory=set)
+    whole: set[int] = field(default_factory=set)  # storages of which it reads one element per iteration
     again: set[int] = field(default_factory=set)  # storages that it would compute again
 
     @property
@@ -48,7 +50,7 @@ class FusedGroup:
 
 def is_compiled(operation: "Operation") -> bool:
     """Whether an operator belongs to the model, which is what `torch.compile` sees. A loss outside stays eager."""
-    return operation.phase in _COMPILED_PHASES and operation.module not in _OUTSIDE
+    return operation.phase in _COMPILED_PHASES and operation.module not in OUTSIDE
 
 
 def fuse(operations: Sequence["Operation"]) -> list[FusedGroup]:
@@ -106,6 +108,7 @@ def _rename(fact: "TensorFacts", renamed: dict[int, int]) -> "TensorFacts":
 def _merge(group: FusedGroup, other: FusedGroup) -> None:
     group.positions = sorted(group.positions + other.positions)
     group.made |= other.made
+    group.whole |= other.whole
     group.size = max(group.size, other.size)
 
 
@@ -124,19 +127,28 @@ def _join(group: FusedGroup, position: int, operation: "Operation") -> None:
     group.positions.append(position)
     group.made |= {fact.storage for fact in operation.outputs}
     group.size = max(group.size, _iteration_size(operation))
+    group.whole |= _whole_inputs(operation)
 
 
 def _find_groups(opened: Sequence[FusedGroup], operation: "Operation", name: str) -> list[FusedGroup]:
-    """The groups that made an input and run over the same elements, or over few. Sums over all rows start a kernel of
-    their own, because their result is complete only at its end."""
+    """The groups that made an input and run over the same elements, or over few; else one that reads the same tensor
+    element by element. Sums over all rows start a kernel of their own, because their result is complete only at its
+    end."""
     if _reduces_rows(operation, name):
         return []
     inputs, size = {fact.storage for fact in operation.inputs}, _iteration_size(operation)
-    return [
-        group
-        for group in opened
-        if group.phase == operation.phase and group.made & inputs and _are_compatible(group.size, size)
-    ]
+    alike = [one for one in opened if one.phase == operation.phase]
+    makers = [one for one in alike if one.made & inputs and _are_compatible(one.size, size)]
+    whole = _whole_inputs(operation)
+    return makers or [one for one in alike if one.size == size and one.whole & whole][-1:]
+
+
+def _whole_inputs(operation: "Operation") -> set[int]:
+    """Storages of the inputs that have as many elements as the operator runs over, if those are many."""
+    size = _iteration_size(operation)
+    if size < _LARGE:
+        return set()
+    return {fact.storage for fact in operation.inputs if fact.storage >= 0 and math.prod(fact.shape) == size}
 
 
 def _are_compatible(first: int, second: int) -> bool:
@@ -203,7 +215,7 @@ def _find_needed(
                 made_by = maker.get(storage)
                 if made_by is None or made_by is group:
                     continue
-                if group.is_extern or made_by.is_extern or group.phase == made_by.phase or group.size < 4096:
+                if group.is_extern or made_by.is_extern or group.phase == made_by.phase or group.size < _LARGE:
                     needed.add(storage)
     read_anywhere = set(readers) | outside
     needed |= {storage for storage in maker if storage not in read_anywhere}  # results of the step

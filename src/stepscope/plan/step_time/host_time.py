@@ -7,13 +7,14 @@ single calls were measured at: a dozen trials alone would not tell a view from a
 import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import pairwise
 from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
 from stepscope.plan.step_time.kernels_of import list_operands
-from stepscope.plan.step_time.operator_kinds import HostClass, host_class, short_name
+from stepscope.plan.step_time.operator_kinds import HostClass, count_calls, host_class, short_name
 from stepscope.recording.rows.calibration import Calibration, HostTrial
 
 if TYPE_CHECKING:
@@ -61,7 +62,10 @@ _TYPICAL: dict[str, _KINDS] = {
 _TRUST = 0.15  # how far a cost may be from its typical ratio to the others, next to the errors of trials
 _SWEEPS = 400
 _COMPILED_LAUNCHES = 110  # of the forward pass of the compiled trial, which has six layers
-FREE_OF_GRAPH = 0.75  # a call without autograd, next to one with it
+# What a call costs without autograd, under a checkpoint, and while a checkpoint repeats it, next to a plain one with
+# autograd. A checkpoint calls Python for every tensor that is saved. These hold if no trial shows them.
+_FREE_OF_GRAPH, _CHECKPOINTED, _AGAIN = 0.7, 1.5, 1.7
+_CHECKPOINT = " checkpoint "  # in the name of a trial
 
 
 class HostModel:
@@ -72,13 +76,15 @@ class HostModel:
         self.errors = {phase: self._spread(calibration.trials, phase) for phase in _TYPICAL}
         self._updates = _fit_updates(calibration.trials)
         self.compiled_launch_ns, self.compiled_start_ns = _fit_compiled(calibration.trials, self._costs["forward"])
+        self.checkpointed, self.again = self._fit_checkpoints(calibration.trials)
+        self.free_of_graph = self._fit_inference(calibration.trials)
 
     def cost(self, operation: "Operation", phase: str) -> float:
         """Nanoseconds of one call. Lists cost by their length."""
         kind = host_class(operation.name)
         if kind == "list":
             return 3000.0 + 350.0 * len(operation.inputs) / list_operands(operation.name)
-        return self._costs[phase if phase in self._costs else "forward"][kind]
+        return count_calls(operation) * self._costs[phase if phase in self._costs else "forward"][kind]
 
     def module_call(self, phase: str) -> float:
         return self._costs[phase if phase in self._costs else "forward"]["modules"]
@@ -95,13 +101,33 @@ class HostModel:
         share = 0.4 + 0.6 * calls / usual_calls if usual_calls else 1.0
         return (start_ns + per_parameter_ns * parameters) * min(1.5, share)
 
+    def _fit_inference(self, trials: Iterable[HostTrial]) -> float:
+        """What a call costs without autograd, as a share of one with it."""
+        shares = [one.ns / self._sum("forward", _count(one)) for one in trials if one.model.endswith(" inference")]
+        return float(np.mean(shares)) if shares else _FREE_OF_GRAPH
+
+    def _fit_checkpoints(self, trials: Sequence[HostTrial]) -> tuple[float, float]:
+        """How much more a call costs under a checkpoint, and when it is repeated. Backward has its own calls and those
+        of forward again."""
+        checkpointed, again = [], []
+        for forward, backward in pairwise(trials):
+            if _CHECKPOINT not in forward.model or (forward.phase, backward.phase) != ("forward", "backward"):
+                continue
+            usual_ns = self._sum("forward", _count(forward))
+            repeated = _count(forward)
+            own = {name: max(0.0, count - repeated[name]) for name, count in _count(backward).items()}
+            checkpointed.append(forward.ns / usual_ns)
+            again.append((backward.ns - self._sum("backward", own | {"start": 1.0})) / usual_ns)
+        if not checkpointed:
+            return _CHECKPOINTED, _AGAIN
+        return max(1.0, float(np.mean(checkpointed))), max(1.0, float(np.mean(again)))
+
+    def _sum(self, phase: str, counts: Mapping[str, float]) -> float:
+        return max(1.0, sum(self._costs[phase][name] * count for name, count in counts.items()))
+
     def _spread(self, trials: Iterable[HostTrial], phase: str) -> float:
         """The error of the fit, as a share."""
-        errors = [
-            math.log(max(1.0, sum(self._costs[phase][name] * count for name, count in _count(one).items())) / one.ns)
-            for one in trials
-            if _is_usable(one, phase)
-        ]
+        errors = [math.log(self._sum(phase, _count(one)) / one.ns) for one in trials if _is_usable(one, phase)]
         return float(np.sqrt(np.mean(np.square(errors)))) if errors else 0.3
 
 
@@ -114,7 +140,7 @@ def _fit_compiled(trials: Iterable[HostTrial], eager: Mapping[str, float]) -> tu
 
 
 def _is_usable(trial: HostTrial, phase: str) -> bool:
-    if not trial.operations or trial.phase != phase:
+    if not trial.operations or trial.phase != phase or _CHECKPOINT in trial.model or "inference" in trial.model:
         return False
     return phase != "optimizer" or trial.optimizer == "adamw"
 

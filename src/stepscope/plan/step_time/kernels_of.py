@@ -13,13 +13,14 @@ from typing import TYPE_CHECKING, Literal
 
 import msgspec
 
-from stepscope.plan.step_time.measured_times import Estimate, MeasuredTimes, Sizes
+from stepscope.plan.step_time.measured_times import Estimate, MeasuredTimes, NotCalibratedError, Sizes
 from stepscope.plan.step_time.operator_kinds import (
     BYTES_PER_ELEMENT,
     COPIES,
     CREATIONS,
     ELEMENTWISE,
     FREE,
+    GROUPED,
     INDEXING,
     LAUNCHES,
     LISTS,
@@ -29,6 +30,8 @@ from stepscope.plan.step_time.operator_kinds import (
     ROWS,
     TWO_PASSES,
     VIEWS,
+    count_calls,
+    group_sizes,
     short_name,
 )
 
@@ -38,6 +41,7 @@ if TYPE_CHECKING:
 Bound = Literal["compute", "memory", "launch"]
 ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float64": 8, "int64": 8, "int32": 4, "bool": 1}
 _PRECISIONS = {"bfloat16": "bf16", "float16": "fp16"}
+_FUSED_ERROR = 0.2  # of kernels that a compiler makes, whose extent is a guess
 _WARM_SHARE = 0.6  # of the L2 cache that survives until the next kernels
 
 
@@ -81,7 +85,7 @@ class KernelModel:
         moved = self._bytes(operation.inputs) + self._written(operation)
         self._remember(operation)
         bound: Bound = "compute" if flops and flops / max(1, moved) > 150 else "memory"
-        launches = LAUNCHES.get(name, 1)
+        launches = max(LAUNCHES.get(name, 1), count_calls(operation))
         if estimate.ns < 1.5 * launches * self._times.calibration.constants.get("tiny_kernel_in_stream_ns", 2000.0):
             bound = "launch"
         return PlannedKernel(
@@ -107,7 +111,7 @@ class KernelModel:
             phase=operation.phase,
             module=operation.module,
             ns=found.ns,
-            error=max(0.1, found.error),
+            error=max(_FUSED_ERROR, found.error),
             bytes=moved,
             flops=0,
             launches=1,
@@ -118,6 +122,10 @@ class KernelModel:
 
     def _estimate(self, name: str, operation: "Operation") -> tuple[Estimate, str, int]:
         """The time, the name of what was measured, and the FLOPs."""
+        if not operation.name.startswith(("aten.", "stepscope.", "prims.")):
+            raise NotCalibratedError(f"the calibration has no times of `{operation.name}`")
+        if name == GROUPED:
+            return self._grouped(operation)
         if name in PRODUCTS:
             return self._product(name, operation)
         if "attention" in name or name.startswith("flash"):
@@ -142,12 +150,15 @@ class KernelModel:
         return "fp32"
 
     def _product(self, name: str, operation: "Operation") -> tuple[Estimate, str, int]:
-        left, right = [fact for fact in operation.inputs if len(fact.shape) > 1][-2:]
+        left, right = operation.inputs[-2:]
         has_bias = name.startswith(("addmm", "_addmm", "baddbmm"))
         precision = self._precision(operation.inputs)
         precision = self._fp32 if precision == "fp32" else precision
         layout = ("n" if left.contiguous else "t") + ("n" if right.contiguous else "t")
         layout = "nn" if layout == "tt" else layout
+        if len(right.shape) == 1:  # a vector is a matrix with one column
+            sizes = (math.prod(left.shape[:-1]), 1, left.shape[-1])
+            return self._times.product("mm", precision, layout, sizes), "mm", 2 * math.prod(sizes)
         sizes = (left.shape[-2], right.shape[-1], left.shape[-1])
         if len(left.shape) == 3:
             batch = left.shape[0]
@@ -159,6 +170,19 @@ class KernelModel:
         measured = "addmm" if has_bias else "mm"
         return self._times.product(measured, precision, layout, sizes), measured, 2 * math.prod(sizes)
 
+    def _grouped(self, operation: "Operation") -> tuple[Estimate, str, int]:
+        """The products of all groups: as a batch if they are one kernel, otherwise one after the other."""
+        left, right = operation.inputs[:2]
+        precision = self._precision(operation.inputs)
+        precision = self._fp32 if precision == "fp32" else precision
+        layout = ("n" if left.contiguous else "t") + ("n" if right.contiguous else "t")
+        groups, *sizes = group_sizes(operation)
+        flops = 2 * groups * math.prod(sizes)
+        if count_calls(operation) == 1 and groups > 1:
+            return self._times.product("bmm", precision, layout, (groups, *sizes)), "bmm", flops
+        one = self._times.product("mm", precision, layout, tuple(sizes))
+        return Estimate(groups * one.ns, one.error), "mm", flops
+
     def _attention(self, name: str, operation: "Operation") -> tuple[Estimate, str, int]:
         is_backward = "backward" in name
         q, k = _queries_and_keys(operation)
@@ -166,6 +190,8 @@ class KernelModel:
         causal = bool(operation.arguments.get("is_causal", operation.arguments.get("causal", False)))
         backend = next((one for one in ("cudnn", "efficient", "flash") if one in name), "flash")
         measured = "stepscope-flash" if operation.name.startswith("stepscope") else f"sdpa-{backend}"
+        if operation.arguments.get("dropout_p"):
+            measured += "-dropout"
         precision = self._precision(operation.inputs)
         passing = "backward" if is_backward else "forward"
         flops = (5 if is_backward else 2) * 2 * q.shape[0] * q.shape[1] * sizes[3] ** 2 * q.shape[3] // (1 + causal)
@@ -230,6 +256,10 @@ class KernelModel:
         return self._times.rows("sum_rows", precision, "", (max(1, total // kept), kept), itemsize), "sum_rows", 0
 
     def _own(self, name: str, operation: "Operation") -> Estimate:
+        if name == "adamw":
+            count = len(operation.inputs) // 4
+            elements = self._bytes(operation.inputs) // 16
+            return self._times.rows("own_adamw", "fp32", "", (count, max(1, elements // count)), 28)
         measured, passing = OWN.get(name, ("own_rms_norm", "forward"))
         moved = self._bytes(operation.inputs) + self._written(operation)
         fact = max((*operation.inputs, *operation.outputs), key=lambda one: math.prod(one.shape))
@@ -277,16 +307,17 @@ class KernelModel:
             return "select_backward" if operation.arguments.get("step", 1) != 1 else "slice_backward"
         if name == "masked_fill":
             return "masked_fill"
+        smaller = [fact for fact in inputs if 1 < math.prod(fact.shape) < size]
         if is_stepped:
-            return "mul_even"
+            return "mul_even_row" if smaller else "mul_even"
         dtypes = {fact.dtype for fact in large if "float" in fact.dtype}
         if len(dtypes) > 1:
             return "add_mixed" if name.startswith("add") else "mul_mixed"
-        smaller = [fact for fact in inputs if 1 < math.prod(fact.shape) < size]
         if is_strided:
             return "mul_heads" if len(inputs) > 1 else "split_heads"
         if smaller and name not in ("where", "masked_fill_"):
-            return "mul_row" if smaller[0].shape[-1] > 1 else "mul_column"
+            is_mixed = bool(dtypes) and any(fact.dtype not in dtypes for fact in smaller if "float" in fact.dtype)
+            return _resembling_broadcast(name, smaller[0], is_mixed=is_mixed)
         binary, unary = ELEMENTWISE.get(name, ("mul", "mul_scalar"))
         if name == "pow":
             exponent = operation.arguments.get("exponent")
@@ -374,6 +405,15 @@ def _resembling_copy(
     return "split_heads" if is_strided or any(not fact.contiguous for fact in inputs) else "clone"
 
 
+def _resembling_broadcast(name: str, smaller: "TensorFacts", *, is_mixed: bool) -> str:
+    """Operators with an input that is repeated for every row or every column."""
+    if smaller.shape[-1] > 1:
+        return "mul_row_mixed" if is_mixed else "mul_row"
+    if is_mixed:
+        return "sub_column_mixed"
+    return "div_column" if name.startswith("div") else "mul_column"
+
+
 def _queries_and_keys(operation: "Operation") -> tuple["TensorFacts", "TensorFacts"]:
     """The first two different roles among the inputs with four dimensions; backward has the gradient in front."""
     tensors = [fact for fact in operation.inputs if len(fact.shape) == 4]
@@ -385,7 +425,7 @@ def _attention_fallbacks(measured: str, precision: str, causal: bool) -> Iterato
     """What was measured, from the same problem to similar ones, each with the factor of its time."""
     mask = "causal" if causal else "full"
     other, factor = ("full", 0.6) if causal else ("causal", 1.7)
-    for name in (measured, "sdpa-cudnn", "sdpa-flash", "sdpa-efficient"):
+    for name in (measured, measured.removesuffix("-dropout"), "sdpa-cudnn", "sdpa-flash", "sdpa-efficient"):
         for dtype in (precision, "bf16" if precision == "fp16" else precision):
             yield name, dtype, mask, 1.0
             yield name, dtype, other, factor

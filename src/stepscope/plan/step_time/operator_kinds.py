@@ -4,7 +4,10 @@ Names are those of the dispatcher without namespace and overload. An operator th
 most are.
 """
 
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
+
+if TYPE_CHECKING:
+    from stepscope.plan.operation import Operation
 
 HostClass = Literal[
     "view", "free", "product", "attention", "norm", "reduction", "pointwise", "copy", "creation", "index", "list", "own"
@@ -22,7 +25,9 @@ VIEWS = frozenset(
 FREE = frozenset(
     {"detach", "detach_", "alias", "lift_fresh", "empty", "empty_like", "empty_strided", "new_empty", "set_"}
 )
-PRODUCTS = frozenset({"mm", "addmm", "bmm", "baddbmm", "_addmm_activation", "addmv", "mv", "dot"})
+GROUPED = "_grouped_mm"
+PRODUCTS = frozenset({"mm", "addmm", "bmm", "baddbmm", "_addmm_activation", "addmv", "mv", "dot", GROUPED})
+_WAITING = frozenset({"_local_scalar_dense", "item", "nonzero"})
 COPIES = frozenset({"clone", "copy_", "_to_copy", "contiguous", "cat", "stack", "repeat", "repeat_interleave", "copy"})
 CREATIONS = frozenset(
     {
@@ -160,11 +165,15 @@ BYTES_PER_ELEMENT = {
     "cast": (0, 6),
     "mul_even": (1.5, 0),
     "half_copy": (1, 0),
-    "cat": (3, 0),
+    "cat": (4, 0),
+    "cat_halves": (2, 0),
     "repeat_heads": (5, 0),
     "slice_backward": (4, 0),
     "select_backward": (4, 0),
-    "stack_last": (3, 0),
+    "stack_last": (4, 0),
+    "mul_even_row": (0.5, 2),
+    "sub_column_mixed": (1, 4),
+    "mul_row_mixed": (1, 4),
     **dict.fromkeys(("add", "mul", "sub", "div", "add_", "silu_backward", "gelu_backward", "add_scores_mask"), (3, 0)),
     **dict.fromkeys(("gelu_tanh_backward", "threshold_backward", "tanh_backward", "sigmoid_backward"), (3, 0)),
 }
@@ -193,9 +202,11 @@ LAUNCHES = {
     "slice_backward": 2,
     "select_backward": 2,
     "masked_fill": 2,
+    "_softmax_backward_data": 2,
     "native_layer_norm_backward": 2,
     "_fused_rms_norm_backward": 2,
     "embedding_dense_backward": 8,
+    GROUPED: 2,
     "index_put": 8,
     "index_put_": 8,
     "_index_put_impl_": 8,
@@ -213,6 +224,33 @@ def short_name(name: str) -> str:
     """`aten.mm.default` as `mm`."""
     parts = name.split(".")
     return parts[1] if len(parts) > 1 else parts[0]
+
+
+def waits_for_gpu(operation: "Operation") -> bool:
+    """Whether the host waits for what the GPU has not done yet, because it reads a value."""
+    return short_name(operation.name) in _WAITING or count_calls(operation) > 1
+
+
+def count_calls(operation: "Operation") -> int:
+    """How many operators the host calls for this one. A grouped GEMM is one kernel in bf16, and in other precisions a
+    loop over its groups, whose sizes the host reads."""
+    if short_name(operation.name) != GROUPED or operation.inputs[0].dtype == "bfloat16":
+        return 1
+    return group_sizes(operation)[0]
+
+
+def group_sizes(operation: "Operation") -> tuple[int, int, int, int]:
+    """The number of groups of a grouped GEMM, and rows, columns and depth of one if all are alike."""
+    left, right, *offsets = (fact.shape for fact in operation.inputs)
+    groups = offsets[0][0] if offsets else left[0]
+    rows, columns, depth = left[-2], right[-1], left[-1]
+    if len(left) == len(right) == 2:
+        depth //= groups
+    elif len(left) == 2:
+        rows //= groups
+    elif len(right) == 2:
+        columns //= groups
+    return groups, max(1, rows), max(1, columns), max(1, depth)
 
 
 def host_class(name: str) -> HostClass:

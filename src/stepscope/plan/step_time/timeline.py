@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from stepscope.plan.step_time.fusion import fuse, is_compiled
-from stepscope.plan.step_time.host_time import FREE_OF_GRAPH, HostModel, share_modules
+from stepscope.plan.step_time.fusion import OUTSIDE, fuse, is_compiled
+from stepscope.plan.step_time.host_time import HostModel, share_modules
 from stepscope.plan.step_time.kernels_of import Bound, KernelModel, PlannedKernel
 from stepscope.plan.step_time.measured_times import MeasuredTimes
-from stepscope.plan.step_time.operator_kinds import FREE, short_name
+from stepscope.plan.step_time.operator_kinds import FREE, GROUPED, short_name, waits_for_gpu
 from stepscope.plan.step_time.rewritten_step import merge_products, use_working_weights
 from stepscope.recording.rows.calibration import Calibration
 
@@ -26,6 +26,8 @@ _SIGMAS = 2.0
 _REPEATED = 8  # operators in a row that no backward pass has in common with its forward pass
 _SCALED_ERROR = 0.25  # of times that were scaled by data sheets
 _MODEL_ERROR = 0.04  # of sums of kernels, beyond the error of single ones
+_HOST_NOISE = 0.1  # of steps that wait for the host, next to the same step on another machine of the same kind
+_EARLY = 0.7  # of a step: if the host needs less, the step does not wait for it
 
 
 class PredictedPhase(msgspec.Struct, frozen=True, kw_only=True):
@@ -76,25 +78,30 @@ def predict_step(
     host = HostModel(calibration)
     costs = host_costs(operations, host)
     if compiled:
-        kernels, costs = _compile(operations, model, costs, host)
+        kernels, costs = _compile(operations, model, costs, host, with_loss=graph)
     else:
         kernels = [kernel for position, one in enumerate(operations) if (kernel := model.kernels_of(position, one))]
     if graph:
         costs = [0.0] * len(operations)
     kernels = slow_down(kernels, calibration, host_ns=sum(costs))
-    return _run(operations, kernels, calibration, host, costs, graph=graph)
+    predicted = _run(operations, kernels, calibration, host, costs, graph=graph)
+    if any(short_name(one.name) == GROUPED for one in operations):
+        said = "grouped GEMMs are timed as ordinary ones, with equally many tokens for every expert: approximate"
+        predicted = msgspec.structs.replace(predicted, assumptions=(*predicted.assumptions, said))
+    return predicted
 
 
 def slow_down(kernels: Sequence[PlannedKernel], calibration: Calibration, *, host_ns: float) -> list[PlannedKernel]:
     """Kernels under continuous load. A GPU that multiplies matrices all the time reaches its power limit and lowers its
-    clock; the more of the time it does something else or waits, the less."""
+    clock; the more of the time it does something else or waits, the less. The square of the share fits a mix of
+    products and copies, which runs 7% slower after a second on an H200."""
     gpu_ns = sum(kernel.ns for kernel in kernels)
     multiplying_ns = sum(kernel.ns for kernel in kernels if kernel.bound == "compute")
     share = multiplying_ns / max(1.0, gpu_ns, host_ns)
     changed = []
     for kernel in kernels:
         if kernel.bound == "compute":
-            factor = 1 + (_load_ratio(calibration, kernel.precision) - 1) * share
+            factor = 1 + (_load_ratio(calibration, kernel.precision) - 1) * share**2
             kernel = msgspec.structs.replace(kernel, ns=kernel.ns * factor)
         changed.append(kernel)
     return changed
@@ -112,9 +119,16 @@ def _load_ratio(calibration: Calibration, precision: str) -> float:
 
 
 def _compile(
-    operations: Sequence["Operation"], model: KernelModel, costs: Sequence[float], host: HostModel
+    operations: Sequence["Operation"],
+    model: KernelModel,
+    costs: Sequence[float],
+    host: HostModel,
+    *,
+    with_loss: bool,
 ) -> tuple[list[PlannedKernel], list[float]]:
-    """The kernels and the host's costs if forward and backward are compiled. Each kernel costs a launch."""
+    """The kernels and the host's costs if forward and backward are compiled. Each kernel costs a launch. A step that is
+    captured as a graph is compiled with its loss."""
+    operations = [_inside(one) for one in operations] if with_loss else operations
     groups = {group.position: group for group in fuse(operations)}
     kernels, changed = [], list(costs)
     for position, operation in enumerate(operations):
@@ -135,6 +149,11 @@ def _compile(
     return kernels, changed
 
 
+def _inside(operation: "Operation") -> "Operation":
+    """The same operator as a part of the model, if it is outside."""
+    return msgspec.structs.replace(operation, module="loss") if operation.module in OUTSIDE else operation
+
+
 def _run(
     operations: Sequence["Operation"],
     kernels: Sequence[PlannedKernel],
@@ -153,7 +172,7 @@ def _run(
         timeline.call(costs[position])
         if kernel := launched.get(position):
             timeline.launch(max(500.0, kernel.ns - saved_ns * kernel.launches))
-        if short_name(operation.name) in ("_local_scalar_dense", "item", "nonzero"):
+        if waits_for_gpu(operation):
             timeline.wait(calibration.constants.get("item_ns", 10_000.0))
     timeline.finish()
     return _summarize(timeline, kernels, host, calibration)
@@ -198,10 +217,14 @@ class _TwoClocks:
 
 def host_costs(operations: Sequence["Operation"], host: HostModel) -> list[float]:
     """The host's time before each operator's launch."""
-    phases = ["forward" if again else one.phase for one, again in zip(operations, _runs_again(operations), strict=True)]
+    again, checkpointed = _find_repeated(operations)
+    phases = ["forward" if position in again else one.phase for position, one in enumerate(operations)]
     costs = [host.cost(one, phase) for one, phase in zip(operations, phases, strict=True)]
     for position, entered in share_modules(operations).items():
         costs[position] += entered * host.module_call(phases[position])
+    for positions, factor in ((again, host.again), (checkpointed, host.checkpointed)):
+        for position in positions:
+            costs[position] *= factor
     before = ""
     for position, one in enumerate(operations):
         if one.phase != before:
@@ -209,7 +232,7 @@ def host_costs(operations: Sequence["Operation"], host: HostModel) -> list[float
             before = one.phase
     _replace_update(operations, costs, host)
     if not any(one.phase == "backward" for one in operations):  # inference: autograd records nothing
-        costs = [FREE_OF_GRAPH * cost for cost in costs]
+        costs = [host.free_of_graph * cost for cost in costs]
     return costs
 
 
@@ -222,9 +245,9 @@ def _replace_update(operations: Sequence["Operation"], costs: list[float], host:
             costs[position] = took_ns / len(positions)
 
 
-def _runs_again(operations: Sequence["Operation"]) -> list[bool]:
-    """Whether each operator of backward belongs to a forward pass that a checkpoint repeats: it is in a run of
-    operators that are the same as in forward, in the same modules and the same order."""
+def _find_repeated(operations: Sequence["Operation"]) -> tuple[set[int], set[int]]:
+    """The operators of backward that belong to a forward pass that a checkpoint repeats, and those of forward that are
+    repeated: runs of operators that are the same, in the same modules and the same order."""
     listed = [position for position, one in enumerate(operations) if short_name(one.name) not in FREE]
     keys = [
         (one.name, one.module, tuple(fact.shape for fact in one.outputs))
@@ -234,17 +257,18 @@ def _runs_again(operations: Sequence["Operation"]) -> list[bool]:
     for place in range(len(listed) - _REPEATED):
         if operations[listed[place]].phase == "forward":
             starts[tuple(keys[place : place + _REPEATED])].append(place)
-    again = [False] * len(operations)
+    again: set[int] = set()
+    checkpointed: set[int] = set()
     place = 0
     while place < len(listed):
-        length = 0
+        length, first = 0, 0
         if operations[listed[place]].phase == "backward":
             found = starts.get(tuple(keys[place : place + _REPEATED]), [])
-            length = max((_common_length(keys, start, place) for start in found), default=0)
-        for position in listed[place : place + length]:
-            again[position] = True
+            length, first = max(((_common_length(keys, start, place), start) for start in found), default=(0, 0))
+        again.update(listed[place : place + length])
+        checkpointed.update(listed[first : first + length])
         place += max(1, length)
-    return again
+    return again, checkpointed
 
 
 def _common_length(keys: Sequence[object], first: int, second: int) -> int:
@@ -257,7 +281,11 @@ def _common_length(keys: Sequence[object], first: int, second: int) -> int:
 def _gap_saved(calibration: Calibration) -> float:
     """How much closer kernels follow each other in a CUDA graph than in a stream."""
     constants = calibration.constants
-    return max(0.0, constants.get("tiny_kernel_in_stream_ns", 0.0) - constants.get("tiny_kernel_in_graph_ns", 0.0))
+    saved = [
+        constants.get(f"{size}_kernel_in_stream_ns", 0.0) - constants.get(f"{size}_kernel_in_graph_ns", 0.0)
+        for size in ("tiny", "large")
+    ]
+    return max(0.0, *saved)
 
 
 def _summarize(
@@ -296,7 +324,10 @@ def _summarize(
 def _assumptions(calibration: Calibration) -> tuple[str, ...]:
     scaled = calibration.scaled_from
     table = f"times of {calibration.gpu}" + (f", scaled by data sheets from {scaled}" if scaled else ", measured")
-    return (f"{table} with PyTorch {calibration.torch}", f"a host like the calibrated one: {calibration.host}")
+    host = f"a host like the calibrated one: {calibration.host}"
+    if not calibration.trials:
+        host = "a typical host, because the calibration has no trials of one"
+    return (f"{table} with PyTorch {calibration.torch}", host)
 
 
 def _bound(name: str, took_ns: float, gpu_ns: float, kernels: Sequence[PlannedKernel]) -> Bound:
@@ -320,4 +351,5 @@ def _error(phases: Sequence[PredictedPhase], kernels: Sequence[PlannedKernel], h
     for phase in phases:
         error = host.errors.get(phase.name, 0.2) if phase.bound == "launch" else math.hypot(gpu_error, _MODEL_ERROR)
         variance += (phase.ns * error) ** 2
-    return math.sqrt(variance) / max(1.0, total_ns)
+    waits = sum(phase.host_ns for phase in phases) > _EARLY * total_ns
+    return math.hypot(math.sqrt(variance) / max(1.0, total_ns), _HOST_NOISE if waits else 0.0)

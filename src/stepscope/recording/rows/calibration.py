@@ -7,7 +7,7 @@ fitted constants, so that a better model of the same GPU needs no new measuremen
 from collections.abc import Iterator
 from datetime import datetime
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
 import msgspec
 
@@ -19,6 +19,7 @@ CALIBRATION_SCHEMA = "stepscope.calibration/1"
 CALIBRATION_NAME = "calibration.json"
 
 HostVariant = Literal["plain", "grad", "backward"]
+Positive = Annotated[int, msgspec.Meta(gt=0)]
 
 
 class Series(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -36,7 +37,7 @@ class Series(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     rows: tuple[tuple[int, ...], ...]
 
     def __post_init__(self) -> None:
-        if any(len(row) != len(self.columns) + 1 or row[-1] <= 0 for row in self.rows):
+        if any(len(row) != len(self.columns) + 1 or min(row) <= 0 for row in self.rows):
             raise ValueError(f"invalid rows of `{self.operation}`: expected {len(self.columns)} sizes and a time")
 
 
@@ -55,7 +56,7 @@ class HostTrial(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     precision: str
     optimizer: str
     phase: str
-    ns: int
+    ns: Positive
     modules: int  # calls of `nn.Module`
     parameters: int
     operations: dict[str, int]  # calls below autograd, by name without `aten.` and `.default`
@@ -68,8 +69,8 @@ class Calibration(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     command: str = "stepscope calibrate"
     gpu: str  # as the driver calls it
     hardware: Hardware
-    multiprocessors: int
-    l2_bytes: int
+    multiprocessors: Positive
+    l2_bytes: Positive
     host: str
     python: str
     torch: str
@@ -78,7 +79,7 @@ class Calibration(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     commit: str | None = None
     measured: str = ""  # timestamp
     wall_s: float = 0.0
-    constants: dict[str, float]
+    constants: dict[str, Annotated[float, msgspec.Meta(ge=0)]]
     series: tuple[Series, ...]
     host_costs: tuple[HostCost, ...]
     trials: tuple[HostTrial, ...]

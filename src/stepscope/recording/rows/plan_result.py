@@ -5,10 +5,13 @@ depends on the addresses that the driver returns, so it is a range. The CUDA con
 whether a step fits.
 """
 
+from pathlib import Path
 from typing import Literal
 
 import msgspec
 
+from stepscope.errors import StepscopeError
+from stepscope.files import decode_as, read_plain, write_atomically, writing
 from stepscope.recording.rows.memory_summary import CategoryBytes, ModuleBytes
 from stepscope.spec import Strategy, Workload
 
@@ -44,6 +47,7 @@ class PlannedRanks(msgspec.Struct, frozen=True, kw_only=True):
 
 
 ALONE = PlannedRanks()
+NO_TIME = "No step time: "  # how an assumption starts that says why there is none
 
 
 class PlannedPhase(msgspec.Struct, frozen=True, kw_only=True):
@@ -227,3 +231,20 @@ class FitResult(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def fitting(self) -> tuple[Proposal, ...]:
         return tuple(one for one in self.proposals if one.fits)
+
+
+def read_fit(path: Path) -> FitResult:
+    try:
+        return decode_as(read_plain(path), FitResult, FIT_SCHEMA)
+    except OSError as error:
+        raise StepscopeError(f"cannot read `{path}`", detail=error.strerror or "", hint="stepscope plan") from None
+    except msgspec.DecodeError as error:
+        raise StepscopeError(
+            f"not a `stepscope plan --fit` result: `{path}`", detail=str(error), hint="stepscope plan"
+        ) from None
+
+
+def write_fit(found: FitResult, path: Path) -> None:
+    """Write the file atomically."""
+    with writing(path):
+        write_atomically(path, msgspec.json.format(msgspec.json.encode(found), indent=1) + b"\n")

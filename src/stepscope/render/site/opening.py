@@ -3,10 +3,20 @@
 import re
 from collections.abc import Sequence
 
-from stepscope.findings import Advice, Cell, Copyable, Fact, Report, Soundness, joint_saving
+from stepscope.findings import (
+    Advice,
+    Cell,
+    Copyable,
+    Fact,
+    MemoryCard,
+    MemoryLine,
+    Report,
+    Soundness,
+    joint_saving,
+)
 from stepscope.render.formats import COPYABLE, VERDICTS
-from stepscope.render.numbers import format_value
-from stepscope.render.site.html import markup, prose
+from stepscope.render.numbers import format_effect, format_value
+from stepscope.render.site.html import markup, prose, write_notes
 
 _CARDS, _MOST_WORDS = 3, 80  # cards that are open; characters of a figure's label
 _MARKS = {"sound": "✓", "doubtful": "!", "unknown": "?"}
@@ -77,12 +87,14 @@ def _write_soundness(soundness: Soundness) -> str:
 
 
 def write_advice(report: Report) -> str:
-    """Return the findings and remarks. Those of a comparison are about its second run, and say so."""
+    """Return the findings, the card about memory and the remarks. Those of a comparison are about its second run, and
+    say so."""
     run = report.runs[1] if len(report.runs) > 1 else ""
     cards = [one for one in report.advice or () if not one.finding.is_remark]
     remarks = [one for one in report.advice or () if one.finding.is_remark]
     shown = _write_cards(cards, run) if cards else f'<p class="quiet">{_explain_no_cards(report)}</p>'
-    return shown + (_write_remarks(remarks, run) if remarks else "")
+    memory = _write_memory_card(report.memory_card, run) if report.memory_card is not None else ""
+    return shown + memory + (_write_remarks(remarks, run) if remarks else "")
 
 
 def _explain_no_cards(report: Report) -> str:
@@ -161,6 +173,30 @@ def _write_card(advice: Advice) -> str:
 {fixes}
 <p class="rule"><code>stepscope rule {markup(finding.code, 20)}</code></p>
 </article>"""
+
+
+def _write_memory_card(card: MemoryCard, run: str) -> str:
+    sentences = "".join(f"<p>{prose(one)}</p>" for one in card.sentences)
+    lines = "".join(map(_write_memory_line, card.lines))
+    nothing = '<p class="unsure">No change that was tried saves much memory.</p>'
+    return (
+        '<section class="advice" aria-labelledby="memory-advice-title">'
+        f'<h2 id="memory-advice-title">What would save memory{_of_run(run)}</h2>'
+        f'<article class="card memory-card"><div class="evidence">{sentences}</div>'
+        f"{f'<ul>{lines}</ul>' if lines else nothing}"
+        f"{write_copyable(Copyable(label='search further', text=card.command))}{write_notes(card.notes)}"
+        "</article></section>"
+    )
+
+
+def _write_memory_line(line: MemoryLine) -> str:
+    if line.note:
+        said = f"{prose(line.note)} · predicted"
+    else:
+        saved, *others = format_effect(line)
+        said = " · ".join((f"<strong>{markup(saved)}</strong>", *map(markup, others)))
+    fix = write_copyable(Copyable(label="", text=line.command))
+    return f'<li><div><h3>{markup(line.title)}</h3><p class="saving">{said}</p></div>{fix}</li>'
 
 
 def _write_remarks(advice: Sequence[Advice], run: str) -> str:

@@ -177,6 +177,8 @@ def read_page(report: Report, *, explains_step: bool, has_idle: bool) -> Iterato
         yield from shares_in("copies share", r"copies between CPU and GPU take PERCENT", report.sentence, "headline")
         if busy := fact_of(report, "busy"):
             yield of_table("busy share", busy.value, "fact")
+        for sentence in report.memory_card.sentences if report.memory_card else ():
+            yield from times_in("step", "Step time: measured TIME", sentence, "card about memory")
     yield from _read_picture(report, 0, "picture")
     yield from times_in("step", r"in TIME per step", lead_of(report, "timeline"), "timeline's lead")
     if found := re.match(r"([\d,]+) (?:kernel|operator)s? in", lead_of(report, "timeline")):

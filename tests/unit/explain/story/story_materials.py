@@ -15,6 +15,7 @@ from stepscope.recording.rows.precision_report import PrecisionReport, read_repo
 from stepscope.recording.store import Overhead
 from stepscope.spec import build_case
 from tests.unit.attention_rows import attend
+from tests.unit.plans import fit_of
 from tests.unit.recordings import ADD, ALL_REDUCE, BF16, FP32, GEMM_BF16, Timeline
 from tests.unit.rows import ENVIRONMENT, row
 
@@ -90,6 +91,7 @@ def all_there() -> Materials:
         bench=(small_row(), small_row(precision="fp32")),
         precision=precisions(),
         attention=(attend("naive"), attend("triton", length=2048), attend("naive", length=2048)),
+        plan=fit_of(CASE.workload, batch=64),
     )
 
 

@@ -38,7 +38,7 @@ from tests.unit.rank_recordings import reduce_ranks
 from tests.unit.recordings import Timeline as Recorded
 from tests.unit.snapshot_files import MIB, Model, write
 
-STAGES = ("profile", "memory", "bench", "precision", "attention")
+STAGES = ("profile", "memory", "bench", "precision", "attention", "plan")
 # The stage that each section needs; `time` also has the timed rows.
 NEEDS = {
     "timeline": "profile",
@@ -72,7 +72,9 @@ def check(report: Report) -> None:
         assert all(missing.what and missing.why for missing in one.missing)
 
 
-@pytest.mark.parametrize("missing", [stages for size in range(6) for stages in combinations(STAGES, size)])
+@pytest.mark.parametrize(
+    "missing", [stages for size in range(len(STAGES) + 1) for stages in combinations(STAGES, size)]
+)
 def test_any_subset_of_the_stages_gives_a_report(missing: tuple[str, ...]) -> None:
     report = tell(without(missing))
     check(report)

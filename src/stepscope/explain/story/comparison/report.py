@@ -12,6 +12,7 @@ from stepscope.explain.model_names import name_model
 from stepscope.explain.story.commands import find_case, list_commands
 from stepscope.explain.story.comparison.changes import DECIDES_WORK, show_changes, tell_settings
 from stepscope.explain.story.comparison.side_by_side import Labels, label_sides, put_side_by_side
+from stepscope.explain.story.memory_card import make_memory_card
 from stepscope.explain.story.missing import gather_missing
 from stepscope.explain.story.opening import MOST_HEADLINE, SEPARATOR, Opening, list_facts, say_what_matters, subtitle_of
 from stepscope.explain.story.run import SECTIONS, is_shown, list_advice
@@ -32,11 +33,12 @@ _FEW_TIMES = 1.1  # smaller factors are written in percent
 
 
 def tell_both(a: Materials, b: Materials) -> Report:
-    """`advice` is for the second run: what is left to gain."""
+    """`advice` and the card about memory are for the second run: what is left to gain."""
     a, b = share_peaks(a), share_peaks(b)
     openings, labels = (Opening(a), Opening(b)), label_sides(a, b)
     shown = [key for key in SECTIONS if is_shown(key, a) or is_shown(key, b)]
     picture = draw_steps([a.profile, b.profile], labels)
+    advice = list_advice(b)
     sections = (show_changes(a, b, picture, labels), *(put_side_by_side(key, a, b, labels) for key in shown))
     return Report(
         title=_title(a, b, labels),
@@ -45,7 +47,8 @@ def tell_both(a: Materials, b: Materials) -> Report:
         sentence=say_change(*openings, labels),
         facts=_pair_facts(*openings, labels),
         picture=picture,
-        advice=list_advice(b),
+        advice=advice,
+        memory_card=make_memory_card(openings[1], advice or ()),
         soundness=_judge_both(*openings, labels),
         sections=gather_missing(sections),
         commands=_pair_commands(a, b, labels),

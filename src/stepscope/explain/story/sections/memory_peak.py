@@ -40,8 +40,9 @@ _OWN = "stepscope memory --model my_model:build"
 def show_memory(materials: Materials) -> Section:
     key, title = "memory", "Memory"
     profile = materials.memory
+    advice = () if materials.plan is not None else (explain_absence(materials, "plan"),)
     if profile is None:
-        return Section(key=key, title=title, missing=(explain_absence(materials, "memory"),))
+        return Section(key=key, title=title, missing=(explain_absence(materials, "memory"), *advice))
     if materials.out_of_memory is not None and not profile.num_events:
         return Section(key=key, title=title, missing=(_NO_HISTORY,))  # the moment is that of the failure
     step = profile.last_plain_step if profile.steps else None
@@ -55,7 +56,7 @@ def show_memory(materials: Materials) -> Section:
     leaks = leaks_table(profile)
     if leaks.rows:
         exhibits.append(Exhibit(key="memory-leaks", part=shorten(leaks, "")))
-    missing = () if drawn else (_NO_HISTORY,)
+    missing = (*(() if drawn else (_NO_HISTORY,)), *advice)
     return Section(key=key, title=title, lead=_say_peak(profile), exhibits=tuple(_with_rows(exhibits)), missing=missing)
 
 
