@@ -48,7 +48,12 @@ Anchor = tuple[Sighting, ...]  # the kernels of one attention call
 
 
 class NoTransformerError(Exception):
-    """The kernels are not those of a decoder that can be recognized. The message says what is missing."""
+    """The kernels are not those of a decoder that can be recognized. The message says what is missing or what was seen
+    instead, `known` what they show nevertheless."""
+
+    def __init__(self, message: str, *, known: tuple[str, ...] = ()) -> None:
+        super().__init__(message)
+        self.known = known
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -21,6 +21,7 @@ from stepscope.recover.families.grids import PROCESSORS, UNKNOWN, join_choices
 from stepscope.recover.families.optimizers import read_update
 from stepscope.recover.families.products import read_product
 from stepscope.recover.families.reductions import read_reduction, read_scan
+from stepscope.recover.families.routing import read_routing
 from stepscope.recover.families.rowwise import read_lookup, read_norm, read_softmax
 
 
@@ -42,6 +43,7 @@ FAMILIES: dict[str, Reader] = {
     "concatenation": lambda sighting, _: _only(read_concatenation(sighting)),
     "optimizers": lambda sighting, _: _only(read_update(sighting)),
     "softmax": lambda sighting, _: read_softmax(sighting),
+    "routing": lambda sighting, _: _only(read_routing(sighting)),
     "reductions": lambda sighting, _: read_reduction(sighting),
     "running sums": lambda sighting, _: read_scan(sighting),
     "compiled": lambda sighting, _: read_compiled(sighting),

@@ -68,6 +68,7 @@ class Recovery(msgspec.Struct, frozen=True, kw_only=True):
     candidates: tuple[Candidate, ...]
     fields: dict[str, Field]
     family: str = ""
+    variant: str = ""  # what was seen that a plain decoder does not have
     items: tuple[Item, ...] = ()  # the parameters of the first candidate
     num_consistent: int = 0  # candidates for the attention sizes that no fact excludes
     explained: int = 0
