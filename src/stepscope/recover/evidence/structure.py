@@ -140,7 +140,7 @@ def _read_pass(order: KernelOrder, layers: Sequence[Anchor], end_before: int, *,
 
 
 def _begins(sighting: Sighting) -> bool:
-    return is_lookup(sighting) or "embedding" in sighting.name.fused
+    return is_lookup(sighting) or not {"embedding", "index_select"}.isdisjoint(sighting.name.fused)
 
 
 def _completeness(one: _Pass) -> tuple[bool, bool, bool]:
@@ -257,6 +257,8 @@ def _read_roles(
         begin = before[-len(ahead)].index
         zones = _find_zones(order, placed, layers)
         zones["before"] = _others(order, _find_start(order, end_before, begin) - 1, begin)
+        # A compiler computes masks right before the first attention, which needs them.
+        zones["heads"] += tuple(one for one in _others(order, begin, first.index) if one.name.library == "Inductor")
         zones["final"] = _others(order, tail[len(behind) - 1].index, head.index if head else len(order.sightings))
         zones["after"] = _others(order, head.index, _find_end(order, head.index)) if head else ()
         if not breaks_feed_forward(zones["feed_forward"]):
@@ -272,10 +274,11 @@ def _find_start(order: KernelOrder, end_before: int, begin: int) -> int:
 
 
 def _find_end(order: KernelOrder, head: int) -> int:
-    """Return the end of the LM head's kernels: the next GEMM, or this many kernels."""
+    """Return the end of the LM head's kernels: the next GEMM, the start of the next pass, or this many kernels."""
     following = order.products_between(head, len(order.sightings))
     end = following[0].index if following else len(order.sightings)
-    return min(end, head + KERNELS_AFTER_HEAD)
+    starts = (one.index for one in order.sightings[head + 1 : end] if _begins(one))
+    return min(next(starts, end), head + KERNELS_AFTER_HEAD)
 
 
 def _until_backward(order: KernelOrder, products: Sequence[Sighting]) -> list[Sighting]:

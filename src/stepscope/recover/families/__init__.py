@@ -10,12 +10,8 @@ from collections.abc import Callable, Iterable
 import msgspec
 
 from stepscope.recover.facts import Fact, Sighting
-from stepscope.recover.families.elementwise import (
-    is_recent,
-    read_compiled,
-    read_concatenation,
-    read_elementwise,
-)
+from stepscope.recover.families.compiled import read_compiled
+from stepscope.recover.families.elementwise import is_recent, read_concatenation, read_elementwise
 from stepscope.recover.families.fused_attention import read_attention
 from stepscope.recover.families.grids import PROCESSORS, UNKNOWN, join_choices
 from stepscope.recover.families.optimizers import read_update
@@ -26,11 +22,12 @@ from stepscope.recover.families.rowwise import read_lookup, read_norm, read_soft
 
 
 class Platform(msgspec.Struct, frozen=True, kw_only=True):
-    """What launched the kernels: the number of SMs, which persistent kernels fill, and whether PyTorch is known to be
-    2.7 or later (`elementwise.is_recent`)."""
+    """What launched the kernels: the number of SMs, which persistent kernels fill; whether PyTorch is known to be 2.7
+    or later (`elementwise.is_recent`); and whether to assume that compiled kernels follow Inductor's rules."""
 
     processors: int = PROCESSORS
     recent: bool = False
+    usual: bool = False
 
 
 Reader = Callable[[Sighting, Platform], tuple[Fact, ...]]
@@ -46,7 +43,7 @@ FAMILIES: dict[str, Reader] = {
     "routing": lambda sighting, _: _only(read_routing(sighting)),
     "reductions": lambda sighting, _: read_reduction(sighting),
     "running sums": lambda sighting, _: read_scan(sighting),
-    "compiled": lambda sighting, _: read_compiled(sighting),
+    "compiled": lambda sighting, platform: read_compiled(sighting, usual=platform.usual),
 }
 _H200 = Platform()
 

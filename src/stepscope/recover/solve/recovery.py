@@ -128,6 +128,13 @@ def _assemble(found: FileFit) -> Recovery:
         fields |= {name: _leave_open(fields[name], high) for name, high in _OPEN_BESIDES.items()}
     left_open = tuple(_find_left_open(found))
     notes = [*evidence.notes, *left_open]
+    if first.solution.observation.is_assumed:
+        notes.append(
+            "the block sizes of compiled kernels are assumed to be Inductor's: no size that depends on them is certain"
+        )
+        fields |= {
+            name: _doubt(fields[name]) for name in (*CORE_FIELDS, "d_ff", "vocab_size") if name not in _shown(first)
+        }
     if structure.layers_differ:
         notes.append("layers or passes differ in kernels other than GEMMs: what one layer shows may not apply to all")
         fields |= {name: msgspec.structs.replace(fields[name], certain=False) for name in CORE_FIELDS}
@@ -150,6 +157,17 @@ def _assemble(found: FileFit) -> Recovery:
         left_open=left_open,
         notes=tuple(notes),
     )
+
+
+def _doubt(field: Field) -> Field:
+    return msgspec.structs.replace(field, certain=False)
+
+
+def _shown(fitted: FittedReading) -> set[str]:
+    """Return the fields that an attention kernel's grid shows exactly."""
+    attentions = fitted.solution.observation.attentions
+    windows = {"batch": [one.batch for one in attentions], "num_heads": [one.heads for one in attentions]}
+    return {name for name, found in windows.items() if any(window and window.is_exact for window in found)}
 
 
 def _find_left_open(found: FileFit) -> Iterable[str]:
@@ -229,10 +247,13 @@ def _vocabulary_field(fitted: FittedReading) -> Field:
     if isinstance(value, int) and value < _SMALLEST_VOCABULARY:
         unsure = (*found.evidence, "an LM head usually has more outputs: this may be a classifier")
         return msgspec.structs.replace(found, certain=False, evidence=unsure)
-    if found.certain and compiled and isinstance(value, int) and value % _PADDING == 0:
-        padded = tuple(range(value - _PADDING + 1, value))
-        return msgspec.structs.replace(found, certain=False, alternatives=padded)
-    return found
+    if not compiled or not isinstance(value, int) or value % _PADDING:
+        return found
+    if found.low is not None:
+        return msgspec.structs.replace(found, certain=False, low=min(found.low, value - _PADDING + 1))
+    padded = tuple(range(value - _PADDING + 1, value))
+    others = tuple(dict.fromkeys((*found.alternatives, *padded)))
+    return msgspec.structs.replace(found, certain=False, alternatives=others)
 
 
 def _layers_field(found: FileFit) -> Field:
