@@ -195,7 +195,7 @@ class _Opened:
     def __init__(self, evidence: KernelEvidence) -> None:
         self.evidence = evidence
         self.run = split_order(evidence.sightings)
-        self.platform = find_platform(evidence.sightings, evidence.device_sms)
+        self.platform = find_platform(evidence.sightings, evidence.device_sms, portable=evidence.is_portable)
         device = hardware.find(evidence.device) if evidence.device else None
         self.predictor = Predictor(self.platform, device)
         self._period = _find_period([self.predictor.identify(one) for one in evidence.sightings])

@@ -49,11 +49,13 @@ from stepscope.recover.claims.verdict import (
     find_passing,
     is_narrowed,
     is_tested,
+    undecided,
 )
 from stepscope.recover.evidence.order import Zone
 from stepscope.recover.evidence.recording import KernelEvidence
 from stepscope.recover.facts import Sighting
 from stepscope.recover.shape import HEAD_ROWS, LAYER_SIZES, ClaimedShape
+from stepscope.recover.solve.devices import foreign_devices, make_portable, say_foreign
 from stepscope.recover.solve.variants import refuse_variants
 from stepscope.units import count_noun
 
@@ -69,6 +71,24 @@ def verify(evidence: Sequence[KernelEvidence], claim: Claim, *, unseen: float = 
     """Return the verdict. `unseen` is the share of GPU time that is not in the evidence. Raises NoTransformerError if a
     file does not show a decoder, or more than a plain one."""
     refuse_variants(evidence)
+    found = _judge(evidence, claim, unseen)
+    foreign = foreign_devices(evidence)
+    if found.verdict is not ClaimVerdict.REFUTED or not foreign:
+        return found
+    anywhere = {_identify(one) for one in _judge(make_portable(evidence), claim, unseen).refuted_by}
+    proven = tuple(one for one in found.refuted_by if _identify(one) in anywhere)
+    if proven:
+        return msgspec.structs.replace(found, refuted_by=proven, why=explain(found.verdict, proven, (), found.fields))
+    first = found.refuted_by[0]
+    reason = f"#{first.index} {first.kernel} contradicts the claim on an H200, but was not measured on {foreign[0]}"
+    return undecided(claim, reason, evidence)
+
+
+def _identify(refutation: Refutation) -> tuple[str, int, str]:
+    return refutation.file, refutation.index, refutation.what
+
+
+def _judge(evidence: Sequence[KernelEvidence], claim: Claim, unseen: float) -> Verification:
     runs = open_all([one for one in evidence if one.sightings], claim)
     assert runs.files, "the caller has checked that there are kernels"
     allocations = [size for one in evidence for size in one.allocations]
@@ -366,6 +386,7 @@ class _Judge:
 def _note_limits(file: ClaimedRun) -> Iterator[str]:
     """Yield what this evidence cannot show, whatever the claim is."""
     name, sightings = file.evidence.file, file.run.sightings
+    yield from map(say_foreign, foreign_devices([file.evidence]))
     if file.evidence.device_sms is None:
         yield f"{name}: the number of SMs is unknown, so the grids of persistent kernels only give lower bounds"
     if is_share(file):

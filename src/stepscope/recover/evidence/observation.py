@@ -41,10 +41,13 @@ class Observation:
     is_assumed: bool = False  # block sizes of compiled kernels are those of Inductor's rules
 
 
-def observe(structure: Structure, reading: RoleReading, device_sms: int | None) -> Observation:
+def observe(
+    structure: Structure, reading: RoleReading, device_sms: int | None, *, is_portable: bool = False
+) -> Observation:
     kernels = [*reading.products.values(), *(one for zone in reading.zones.values() for one in zone)]
     is_assumed = not any(one.counters for one in kernels) and any(one.name.library == "Inductor" for one in kernels)
-    platform = msgspec.structs.replace(find_platform(kernels, device_sms), usual=is_assumed)
+    platform = find_platform(kernels, device_sms, portable=is_portable)
+    platform = msgspec.structs.replace(platform, usual=is_assumed and not is_portable)
     products = {role: _read_product(one, platform) for role, one in reading.products.items()}
     attentions = [*_distinct(structure.attentions), *_distinct(structure.backward_attentions)]
     return Observation(

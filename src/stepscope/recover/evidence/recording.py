@@ -35,6 +35,7 @@ class KernelEvidence:
     exchanges: tuple[int, ...] = ()  # indices of the kernels before which collectives ran, on any stream
     device: str = ""  # the driver's name for it
     device_sms: int | None = None
+    is_portable: bool = False  # read only what the kernels show on any GPU
     notes: tuple[str, ...] = ()
 
     @property

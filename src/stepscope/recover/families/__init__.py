@@ -5,6 +5,7 @@ several if the name leaves open which rule chose the grid, and none for a kernel
 information. No kernel is read by two families, so their order only matters for speed.
 """
 
+import re
 from collections.abc import Callable, Iterable
 
 import msgspec
@@ -23,17 +24,22 @@ from stepscope.recover.families.rowwise import read_lookup, read_norm, read_soft
 
 class Platform(msgspec.Struct, frozen=True, kw_only=True):
     """What launched the kernels: the number of SMs, which persistent kernels fill; whether PyTorch is known to be 2.7
-    or later (`elementwise.is_recent`); and whether to assume that compiled kernels follow Inductor's rules."""
+    or later (`elementwise.is_recent`); and whether to assume that compiled kernels follow Inductor's rules. `portable`:
+    only read what a kernel shows on any GPU. PyTorch and FlashAttention choose their grids in source code. What the
+    GEMM kernels of cuBLAS and the attention kernels of cuDNN do was measured, on one kind of GPU."""
 
     processors: int = PROCESSORS
     recent: bool = False
     usual: bool = False
+    portable: bool = False
 
 
 Reader = Callable[[Sighting, Platform], tuple[Fact, ...]]
 FAMILIES: dict[str, Reader] = {
-    "fused attention": lambda sighting, platform: _only(read_attention(sighting, platform.processors)),
-    "GEMM": lambda sighting, platform: _only(read_product(sighting, platform.processors)),
+    "fused attention": lambda sighting, platform: _only(
+        read_attention(sighting, platform.processors, portable=platform.portable)
+    ),
+    "GEMM": lambda sighting, platform: _only(read_product(sighting, platform.processors, portable=platform.portable)),
     "elementwise": lambda sighting, platform: read_elementwise(sighting, recent=platform.recent),
     "norms": lambda sighting, _: _only(read_norm(sighting)),
     "lookups": lambda sighting, _: _only(read_lookup(sighting)),
@@ -46,10 +52,18 @@ FAMILIES: dict[str, Reader] = {
     "compiled": lambda sighting, platform: read_compiled(sighting, usual=platform.usual),
 }
 _H200 = Platform()
+_MEASURED = re.compile(r"\bH200\b")
 
 
-def find_platform(sightings: Iterable[Sighting], device_sms: int | None) -> Platform:
-    return Platform(processors=device_sms or UNKNOWN, recent=is_recent(one.name for one in sightings))
+def find_platform(sightings: Iterable[Sighting], device_sms: int | None, *, portable: bool = False) -> Platform:
+    return Platform(
+        processors=device_sms or UNKNOWN, recent=is_recent(one.name for one in sightings), portable=portable
+    )
+
+
+def is_measured(device: str) -> bool:
+    """Whether GEMM and cuDNN kernels were measured on this GPU, given the driver's name for it."""
+    return _MEASURED.search(device) is not None
 
 
 def _only(fact: Fact | None) -> tuple[Fact, ...]:

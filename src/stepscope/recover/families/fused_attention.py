@@ -56,16 +56,16 @@ _OWN_GRIDS: dict[str, tuple[Literal["forward", "backward"], tuple[int, ...], boo
 _LSE_BYTES = 4
 
 
-def read_attention(sighting: Sighting, processors: int) -> Attention | None:
-    """Return what a fused attention kernel allows. `processors` is the number of SMs."""
+def read_attention(sighting: Sighting, processors: int, *, portable: bool = False) -> Attention | None:
+    """Return what a fused attention kernel allows. `processors` is the number of SMs. `portable`: whatever the GPU."""
     name = sighting.name.name
-    if found := _CUDNN_AROUND.search(name):
+    if (found := _CUDNN_AROUND.search(name)) and not portable:
         return _read_around_cudnn(sighting, found[1])
     if sighting.name.kernel_class != "attention":
         return None
     if "fmha_cutlass" in name:
         return read_efficient(sighting)
-    if found := _CUDNN.search(name):
+    if (found := _CUDNN.search(name)) and not portable:
         tile = (int(found[2]), int(found[3]), int(found[4]))
         return _read_cudnn(sighting, found[1], tile, processors)
     if sighting.name.library == "stepscope":

@@ -119,7 +119,8 @@ def is_full(tiling: Tiling, grid: Triple, processors: int, *, clusters_known: bo
 
 # --- Which sizes a kernel allows
 
-_NVJET = re.compile(r"nvjet_sm90_\w+")
+# Before CUDA 13, the names have no architecture. On an H100 these have the same grids.
+_NVJET = re.compile(r"nvjet_(?:sm90_)?[a-z]{3,6}_(?:tf32_|mma_)?\d+x\d+_(?!\w*2cta)\w+")
 _NVJET_BIAS = re.compile(r"_bias_[NT]{3}$")
 _XMMA = re.compile(r"sm(\d+)_xmma_gemm_(\w+)")
 _FP32_XMMA = "_f32f32_f32f32_f32_"
@@ -137,15 +138,17 @@ _TMA_BYTES = 16  # TMA requires rows in multiples of this
 _DTYPE_BYTES = {"fp64": 8, "fp32": 4, "tf32": 4, "bf16": 2, "fp16": 2, "fp8": 1}
 
 
-def read_product(sighting: Sighting, processors: int) -> Product | None:
-    """Return what a GEMM kernel allows. `processors` is the number of SMs."""
+def read_product(sighting: Sighting, processors: int, *, portable: bool = False) -> Product | None:
+    """Return what a GEMM kernel allows. `processors` is the number of SMs. `portable`: whatever the GPU."""
     text = sighting.name.name
     if sighting.name.kernel_class != "GEMM" or sighting.name.operation == GROUPED:
         return None
-    if found := _SUM_OF_PARTS.search(text):
-        return _read_sum_of_parts(sighting, Tiling(rows=int(found[2]), columns=int(found[1])))
     if sighting.name.operation == "matrix times vector":
         return Product((at_most(lambda rows, columns, _inner, _batch: min(rows, columns), 1),))
+    if portable:
+        return None
+    if found := _SUM_OF_PARTS.search(text):
+        return _read_sum_of_parts(sighting, Tiling(rows=int(found[2]), columns=int(found[1])))
     tile = sighting.name.tile
     if tile is not None and len(tile) >= 2:
         if len(tile) > 2 and (found := _NVJET.search(text)):

@@ -58,7 +58,8 @@ def fit_file(evidence: KernelEvidence, effort: Effort) -> FileFit:
     is_open = False
     for done, reading in enumerate(structure.readings):
         with effort.share(len(structure.readings) - done) as part:
-            solution = solve(observe(structure, reading, evidence.device_sms), part)
+            observation = observe(structure, reading, evidence.device_sms, is_portable=evidence.is_portable)
+            solution = solve(observation, part)
         one = _fit_reading(solution, evidence)
         if one is not None:
             fitted.append(one)

@@ -14,8 +14,9 @@ from stepscope.recover.evidence.variants import DecoderVariant, find_variant
 from stepscope.recover.facts import Product, Window, find_window
 from stepscope.recover.families import find_platform, read_fact
 from stepscope.recover.shape import CORE_FIELDS, Core
+from stepscope.recover.solve.devices import recover_anywhere
 from stepscope.recover.solve.experts import ExpertSizes, find_expert_sizes, say_experts
-from stepscope.recover.solve.recovery import Candidate, Field, Recovery, Value, recover
+from stepscope.recover.solve.recovery import Candidate, Field, Recovery, Value
 from stepscope.units import count_noun
 
 _UNMEASURED = "never certain: read from the source of PyTorch, not measured"
@@ -23,12 +24,12 @@ _MOST_LISTED = 64
 
 
 def recover_any(evidence: Sequence[KernelEvidence]) -> Recovery:
-    """Recover a plain decoder, or a variant of one. Raises NoTransformerError like `recover`; for a variant, the error
-    says what was seen and what is known."""
+    """Recover a plain decoder, or a variant of one. Raises NoTransformerError like `recover_anywhere`; for a variant,
+    the error says what was seen and what is known."""
     variants = [find_variant(one) if one.sightings else None for one in evidence]
     found = [variant for variant in variants if variant is not None]
     if not found:
-        return recover(evidence)
+        return recover_anywhere(evidence)
     first = found[0]
     if any(variant is None and one.sightings for variant, one in zip(variants, evidence, strict=True)):
         raise NoTransformerError(f"the files show different models: only one has {first.seen}")
@@ -38,7 +39,7 @@ def recover_any(evidence: Sequence[KernelEvidence]) -> Recovery:
             one if variant is None else variant.plain[number] for variant, one in zip(variants, evidence, strict=True)
         ]
         try:
-            return _adapt(recover(plain), first, evidence, is_bare=number > 0)
+            return _adapt(recover_anywhere(plain), first, evidence, is_bare=number > 0)
         except NoTransformerError as error:
             problem = str(error)
     raise NoTransformerError(first.seen, known=tuple(_say_known(first, evidence, problem)))

@@ -162,3 +162,21 @@ TRACED = (
     seen(HALF_SUM_OF_PARTS, (20, 38, 1), (600, 640, 32003, 1)),
 )
 # fmt: on
+
+# From published traces of other GPUs with recorded shapes: the number of SMs, and a GEMM.
+_A100_CUTLASS = "void cutlass::Kernel<cutlass_80_tensorop_s1688gemm_{}_tn_{}>(x)"
+_H100_XMMA = (
+    "sm90_xmma_gemm_bf16bf16_bf16f32_f32_tn_n_tilesize{}_warpgroupsize{}_execute_segment_k_off_kernel__5x_cublas"
+)
+FOREIGN: list[tuple[int, Seen]] = [
+    (108, seen(_A100_CUTLASS.format("128x128_32x3", "align1"), (32, 1, 2), (1024, 512, 1705, 1))),
+    (108, seen(_A100_CUTLASS.format("256x128_32x3", "align1"), (64, 1, 1), (1024, 1705, 512, 1))),
+    (108, seen(_A100_CUTLASS.format("64x64_32x6", "align4"), (32, 1, 3), (1024, 96, 1024, 1))),
+    (108, seen("ampere_sgemm_32x128_tn", (1, 768, 1), (98_304, 15, 50, 1))),
+    (132, seen(_H100_XMMA.format("128x128x64", "1x1x1"), (56, 2, 1), (5185, 1024, 1024, 1))),
+    (132, seen(_H100_XMMA.format("256x128x64", "2x1x1"), (126, 1, 1), (5184, 768, 1024, 1))),
+    (132, seen("nvjet_tst_192x192_64x4_2x1_v_bz_coopB_TNN", (2, 66, 1), (16_384, 2304, 768, 1))),
+    (132, seen("nvjet_tst_128x160_64x5_2x4_v_bz_NTT", (8, 15, 1), (3072, 768, 16_384, 1))),
+    (132, seen("nvjet_tst_96x64_64x8_2x4_v_bz_NTN", (8, 12, 1), (768, 768, 16_384, 1))),
+    (132, seen("nvjet_qqtst_192x192_128x4_1x2_h_bz_coopB_TNN", (2, 66, 1), (16_384, 50_304, 768, 1))),
+]

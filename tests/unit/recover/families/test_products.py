@@ -9,6 +9,7 @@ from stepscope.recover.families import Platform, read_fact
 from stepscope.recover.families.grids import PROCESSORS
 from tests.unit.recover.families.product_rows import (
     COUNTED,
+    FOREIGN,
     HALF_SUM_OF_PARTS,
     TRACED,
     Seen,
@@ -52,6 +53,13 @@ def test_true_sizes_are_never_excluded(seen: Seen) -> None:
         assert fact.admits(*seen.sizes)
         for axis, size in zip(AXES, seen.sizes, strict=False):
             assert size in window_of(fact, seen, axis)
+
+
+@pytest.mark.parametrize(("processors", "seen"), FOREIGN, ids=str)
+def test_true_sizes_are_not_excluded_on_other_gpus(processors: int, seen: Seen) -> None:
+    fact = read(seen.sighting(), processors)
+    assert fact is not None
+    assert fact.admits(*seen.sizes)
 
 
 @pytest.mark.parametrize("seen", COUNTED, ids=str)
