@@ -1,7 +1,8 @@
 """`stepscope verify`: check a claim about a model against a run."""
 
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -95,18 +96,18 @@ def verify(
     Exit 0: consistent. Exit 1: refuted, naming the kernel. Exit 3: cannot tell, naming what is missing.
     """
     from stepscope.jobs import verify as job
-    from stepscope.jobs.signing import make_report, read_flags, sign_to_file
+    from stepscope.jobs.signing import make_report, read_challenge, read_flags, sign_to_file
     from stepscope.recover.reports.signed_report import hash_files
 
     files = evidence or []
-    challenge = _read_challenge(nonce, max_tokens, max_context)
+    challenge = read_challenge(nonce, max_tokens=max_tokens, max_context=max_context)
     if signed is not None:
         given = {"--claim": claim, "--sign": sign, "--weights": weights, "--gpu-uuid": gpu_uuid, "--out": out}
         more = {"--batch": batch, "--context": context, "--dtype": dtype, "--force": force or None, "--replay": replay}
         _check_signed_flags(public_key, {**given, **more})
         print_signed(signed, public_key or "", files, nonce=nonce, format_=format_, challenge=challenge)
         return
-    if challenge is not None and claim is None and not files:
+    if challenge is not None and not any((files, claim, sign, out, weights, gpu_uuid, public_key, replay)):
         _print_challenge(challenge, format_)
         return
     if claim is None or not files:
@@ -127,8 +128,8 @@ def verify(
         inputs=[*files, claim],
     )
     seen = hash_files(files) if signing is not None else ()
-    asked = {"batch": batch, "context": context, "dtype": dtype, "challenge": challenge}
-    verified = job.verify_files(files, claim, **asked) if replay is None else _replay(replay, files, claim, asked)
+    check = partial(job.verify_files, files, claim, batch=batch, context=context, dtype=dtype, challenge=challenge)
+    verified = check() if replay is None else _replay(replay, check)
     if format_ is Format.JSON:
         show(job.encode(verified))
     else:
@@ -143,22 +144,6 @@ def verify(
     raise typer.Exit(job.exit_code(verified))
 
 
-def _read_challenge(nonce: str | None, max_tokens: int | None, max_context: int | None) -> "Challenge | None":
-    from stepscope.recover.reports.challenge import MAX_CONTEXT, derive_challenge
-
-    if max_tokens is None:
-        if max_context is not None:
-            raise StepscopeError("`--max-context` requires `--max-tokens`", hint="add --max-tokens 8192")
-        return None
-    if nonce is None:
-        raise StepscopeError(
-            "`--max-tokens` requires `--nonce`",
-            detail="batch and context follow from a nonce that the verifier chose",
-            hint="the verifier can create one with openssl rand -hex 16",
-        )
-    return derive_challenge(nonce, max_tokens=max_tokens, max_context=max_context or MAX_CONTEXT)
-
-
 def _print_challenge(challenge: "Challenge", format_: Format) -> None:
     from stepscope.recover.reports.challenge import challenge_table
 
@@ -167,15 +152,14 @@ def _print_challenge(challenge: "Challenge", format_: Format) -> None:
     say(f"next: stepscope profile --counters --hf config.json --precision bf16 {sizes} --out evidence")
 
 
-def _replay(layers: int, files: list[Path], claim: Path, asked: Mapping[str, object]) -> "Verified":
+def _replay(layers: int, check: "Callable[..., Verified]") -> "Verified":
     from stepscope.jobs.replay import LocalGpu, Replayer
-    from stepscope.jobs.verify import verify_files
 
     try:
         with showing_stages() as on_stage, LocalGpu(on_stage) as machine:
-            return verify_files(files, claim, replayer=Replayer(layers=layers, machine=machine), **asked)
+            return check(replayer=Replayer(layers=layers, machine=machine))
     except KeyboardInterrupt:
-        say("interrupted: nothing was replayed or signed; without --replay, the comparison takes seconds")
+        say("interrupted: nothing was signed; without --replay, the comparison takes seconds")
         raise
 
 

@@ -24,7 +24,7 @@ from stepscope.jobs.experiments.sweep import look_at, place_cases
 from stepscope.jobs.recorders.nsight_compute import count_with_ncu
 from stepscope.jobs.recorders.recording_job import versions_of
 from stepscope.jobs.signing import gpus_of_this_machine
-from stepscope.jobs.workers.messages import Record, StepsRecorded
+from stepscope.jobs.workers.messages import Probed, Record, StepsRecorded
 from stepscope.jobs.workers.process import Workers, require_torch
 from stepscope.measure.targets.ncu import MOST_LAYERS, too_many_layers
 from stepscope.recording.readers import kineto, ncu
@@ -41,6 +41,7 @@ from stepscope.spec import Case, Factory, Timing, Workload
 from stepscope.units import count_noun
 
 _TIMING = Timing(steps=3, warmup=3)
+_ONE_PASS = Timing(steps=1, warmup=3)
 _RECORDED_STEPS = 3  # repetitions, which show how much durations vary
 OnStage = Callable[[str], None]
 
@@ -67,7 +68,7 @@ class LocalGpu:
     def __init__(self, on_stage: OnStage = lambda _: None) -> None:
         self._workers = Workers()
         self._on_stage = on_stage
-        self._placed: dict[Workload, tuple[Case, Environment]] = {}
+        self._probed: Probed | None = None
 
     def __enter__(self) -> Self:
         self._workers.__enter__()
@@ -89,14 +90,13 @@ class LocalGpu:
         self._workers.start()  # imports torch while the evidence is read
 
     def inspect(self, workload: Workload) -> Environment:
-        return self._place(workload)[1]
+        return self._probe(workload).environment
 
     def record(self, workload: Workload) -> Recording:
-        case, _ = self._place(workload)
+        case = self._place(workload)
         with scratch_folder() as scratch:
-            ended = self._workers.run(
-                Record(case=case, folder=str(scratch), steps=_RECORDED_STEPS), on_stage=self._on_stage
-            )
+            request = Record(case=case, folder=str(scratch), steps=_RECORDED_STEPS)
+            ended = self._workers.run(request, on_stage=self._on_stage)
             if not isinstance(ended.answer, StepsRecorded):
                 status, reason = judge_answer(ended.answer)
                 raise StepscopeError(
@@ -107,21 +107,24 @@ class LocalGpu:
             return kineto.read(scratch / RAW_TRACE_NAME)
 
     def count(self, workload: Workload, metrics: Sequence[str]) -> Recording:
-        case, _ = self._place(workload)
-        one_pass = msgspec.structs.replace(case, timing=msgspec.structs.replace(case.timing, steps=1))
+        case = msgspec.structs.replace(self._place(workload), timing=_ONE_PASS)
         with scratch_folder() as scratch:
-            csv, _ = count_with_ncu(one_pass, metrics=metrics, scratch=scratch, on_stage=self._on_stage)
+            csv, _ = count_with_ncu(case, metrics=metrics, scratch=scratch, on_stage=self._on_stage)
             return ncu.read(csv)
 
-    def _place(self, workload: Workload) -> tuple[Case, Environment]:
-        """Return the case on this GPU. Raises StepscopeError for a model that cannot be built, and without a GPU."""
-        if workload not in self._placed:
-            case = Case(workload=workload, timing=_TIMING)
-            probed = look_at([case], self._workers, None)
+    def _place(self, workload: Workload) -> Case:
+        case = Case(workload=workload, timing=_TIMING)
+        return place_cases([case], self._probe(workload))[0].case
+
+    def _probe(self, workload: Workload) -> Probed:
+        """Return what the first workload shows of this GPU. Raises StepscopeError for a model that cannot be built, and
+        without a GPU."""
+        if self._probed is None:
+            probed = look_at([Case(workload=workload, timing=_TIMING)], self._workers, None)
             if probed.environment.device == "cpu":
                 raise _no_gpu(f"torch {probed.environment.torch} does not see one")
-            self._placed[workload] = place_cases([case], probed)[0].case, probed.environment
-        return self._placed[workload]
+            self._probed = probed
+        return self._probed
 
 
 def _no_gpu(detail: str) -> StepscopeError:

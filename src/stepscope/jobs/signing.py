@@ -14,7 +14,7 @@ import msgspec
 from stepscope import __version__
 from stepscope.errors import Exit, StepscopeError
 from stepscope.findings import Column, Table
-from stepscope.recover.reports.challenge import Challenge
+from stepscope.recover.reports.challenge import MAX_CONTEXT, Challenge, derive_challenge
 from stepscope.recover.reports.keys import load_private_key, public_path
 from stepscope.recover.reports.signed_report import (
     Gpu,
@@ -98,6 +98,22 @@ def read_flags(
         if value is not None:
             raise StepscopeError(f"`{flag}` requires `--sign`", hint="run stepscope key new, then add --sign KEY")
     return None
+
+
+def read_challenge(nonce: str | None, *, max_tokens: int | None, max_context: int | None) -> Challenge | None:
+    """Return the task that follows from a nonce and limits, or None without limits."""
+    if max_tokens is None:
+        if max_context is not None:
+            raise StepscopeError("`--max-context` requires `--max-tokens`", hint="add --max-tokens 8192")
+        return None
+    if nonce is None:
+        raise StepscopeError(
+            "`--max-tokens` requires `--nonce`",
+            detail="batch and context follow from a nonce that the verifier chose",
+            hint="the verifier can create one with openssl rand -hex 16",
+        )
+    longest = MAX_CONTEXT if max_context is None else max_context
+    return derive_challenge(nonce, max_tokens=max_tokens, max_context=longest)
 
 
 def _check_place(report: Path, inputs: Sequence[Path], *, force: bool) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from stepscope.spec import Attention, HuggingFace, Workload
+from stepscope.spec import Attention, HuggingFace, Mode, Workload
 from stepscope.step.hf import build_hf
 
 _DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
@@ -20,6 +20,6 @@ def build(
 ) -> tuple[nn.Module, dict[str, Any], None]:
     """Return the model of a config, its input, and no loss function: with labels, its output has the loss."""
     model = HuggingFace(config=config)
-    mode = "train" if with_loss else "inference"
+    mode: Mode = "train" if with_loss else "inference"
     parts = build_hf(Workload(model=model, batch=batch, context=context, attention=attention, mode=mode), model)
     return parts.module.to(_DTYPES[dtype]), parts.inputs[0], None

@@ -22,7 +22,15 @@ import msgspec
 from stepscope.recording.readers.counter_metrics import CounterKey
 from stepscope.recover.evidence.recording import KernelEvidence
 from stepscope.recover.facts import Sighting
-from stepscope.recover.replay.sections import PLACES, CutRun, Kernels, PassSection, SectionKind, cut_run
+from stepscope.recover.replay.sections import (
+    PLACES,
+    CutRun,
+    Kernels,
+    PassSection,
+    SectionKind,
+    cut_evidence,
+    cut_replay,
+)
 
 EXACT: tuple[CounterKey, ...] = ("tensor_ops", "store_bytes")
 # The share by which a counter may be outside the range of the replayed repetitions.
@@ -72,17 +80,14 @@ class ReplayComparison(msgspec.Struct, kw_only=True):
 
 
 def compare(evidence: KernelEvidence, replayed: KernelEvidence, num_layers: int) -> ReplayComparison:
-    """Compare a file with a replay of the claimed model with at most `num_layers` layers. Raises NoTransformerError if
-    one of them does not show layers."""
-    here = cut_run(replayed.sightings)
+    """Compare a file with a replay of at most `num_layers` layers, the claimed number. Raises NoTransformerError if one
+    of them does not show whole passes."""
+    here = cut_replay(replayed.sightings)
+    is_same_recorder = evidence.source == replayed.source
+    reference = _Reference(here, is_whole=here.num_layers == num_layers, by_name=is_same_recorder)
+    seen = cut_evidence(evidence.sightings, here, num_layers, reference.identify)
     result = ReplayComparison(kernels=len(evidence.sightings))
-    start = next(len(one.kernels) for one in here.sections if one.kind == "start")
-    seen = cut_run(evidence.sightings, start=start)
-    if seen.num_layers != num_layers:
-        result.missing.append(f"the passes have {seen.num_layers} layers, and the claim has {num_layers}")
-        return result
-    reference = _Reference(here, is_whole=here.num_layers == num_layers, by_name=evidence.source == replayed.source)
-    comparer = _Comparer(result, is_timed=evidence.source == replayed.source)
+    comparer = _Comparer(result, is_timed=is_same_recorder)
     for section in seen.sections:
         samples = reference.find(section)
         if samples:

@@ -108,8 +108,8 @@ def _find_missing(comparison: ReplayComparison, where: Surroundings) -> Iterator
     hard = _hard(comparison)
     is_same_gpu = where.device == where.evidence_device
     if hard:
-        number = sum(one.launches for one in hard)
-        yield f"{count_noun(number, 'kernel')} differ from the replay: {_describe(hard[0])}"
+        number = max(1, comparison.compared - comparison.equal)  # a kernel that is missing is not counted
+        yield f"{count_noun(number, 'kernel')} of {comparison.compared:,} differ from the replay: {_describe(hard[0])}"
         yield from _explain(hard, where)
         return
     if not comparison.compared and not comparison.missing:

@@ -76,13 +76,11 @@ def list_programs(
 
 
 def describe_program(workload: Workload) -> str:
-    match workload.model:
-        case ModelShape():
-            what, weights = "the built-in decoder", workload.precision
-        case HuggingFace():
-            what, weights = "the claimed config in transformers", workload.precision
-        case Factory(arguments=arguments):
-            what, weights = "the claimed config in transformers", f"{dict(arguments)['dtype']} weights"
+    what, weights = "the claimed config in transformers", str(workload.precision)
+    if isinstance(workload.model, ModelShape):
+        what = "the built-in decoder"
+    elif isinstance(workload.model, Factory):
+        weights = f"{dict(workload.model.arguments)['dtype']} weights"
     attention = [f"{workload.attention} attention"] if workload.attention else []
     compiled = ["compiled"] if workload.compile else []
     sizes = f"batch {workload.batch}, context {workload.context}"

@@ -7,13 +7,14 @@ optimizer depends on the number of layers.
 """
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from stepscope.recover.evidence.order import is_product
-from stepscope.recover.evidence.structure import Structure, find_structure
+from stepscope.recover.evidence.order import NoTransformerError, is_product, read_order
+from stepscope.recover.evidence.structure import find_structure
 from stepscope.recover.facts import Sighting
+from stepscope.units import count_noun
 
 # In the order of a pass. `layer` and `backward` are from one attention call to the next. `end` is what follows the last
 # one in a forward pass; in training, it is `loss` and `update`, or `step` if the backward pass cannot be cut.
@@ -50,32 +51,73 @@ class PassSection:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CutRun:
-    """The sections of all passes of a file."""
+    """The sections of all passes of a file. `calls` is the number of attention calls per pass: one for each layer, and
+    for unfused attention one for the softmax of a loss."""
 
     num_layers: int
+    calls: int
     sections: tuple[PassSection, ...]
 
+    @property
+    def start(self) -> Kernels:
+        """What runs before the first attention of a pass."""
+        return self.sections[0].kernels
 
-def cut_run(sightings: Sequence[Sighting], *, start: int | None = None) -> CutRun:
-    """Return the sections of all whole passes. `start` is the number of kernels before the first attention of a pass,
-    by default all that precede the first one in the file. Raises NoTransformerError if the kernels do not show
-    layers."""
+
+def cut_replay(sightings: Sequence[Sighting]) -> CutRun:
+    """Return the sections of a file that has only whole passes. Raises NoTransformerError if the kernels do not show
+    equal layers."""
     structure = find_structure(sightings)
     passes = structure.layer_indices
-    ahead = passes[0][0] if start is None else start
-    begins = [max(0, calls[0] - ahead) for calls in passes]
+    return CutRun(
+        num_layers=structure.num_layers,
+        calls=max(structure.num_layers, len(read_order(sightings).anchors) // len(passes)),
+        sections=_cut(sightings, passes, passes[0][0], is_training=structure.is_training),
+    )
+
+
+def cut_evidence(
+    sightings: Sequence[Sighting], replay: CutRun, num_layers: int, identify: Callable[[Sighting], object]
+) -> CutRun:
+    """Return the sections of the whole passes with the claimed number of layers. Raises NoTransformerError if there are
+    none. A pass begins with the same kernels as the replay. If none does, the attention calls are counted, so that the
+    comparison can show what differs."""
+    order = read_order(sightings)
+    anchors = [anchor[0].index for anchor in order.anchors]
+    calls = num_layers + replay.calls - replay.num_layers
+    start = [identify(one) for one in replay.start]
+    looks = [identify(one) for one in sightings]
+    first = [number for number, index in enumerate(anchors) if looks[max(0, index - len(start)) : index] == start]
+    firsts = first or range(0, len(anchors), calls)
+    passes = []
+    for number, following in itertools.pairwise([*firsts, len(anchors)]):
+        found = following - number
+        if found != calls and (following < len(anchors) or found > calls):
+            raise NoTransformerError(f"a pass with {count_noun(found, 'attention call')}, expected {calls}")
+        if found == calls:
+            passes.append(anchors[number : number + num_layers])
+    if not passes:
+        raise NoTransformerError(f"no whole pass of {num_layers} layers")
+    sections = _cut(sightings, passes, len(start), is_training=order.is_training)
+    return CutRun(num_layers=num_layers, calls=calls, sections=sections)
+
+
+def _cut(
+    sightings: Sequence[Sighting], passes: Sequence[Sequence[int]], start: int, *, is_training: bool
+) -> tuple[PassSection, ...]:
+    begins = [max(0, calls[0] - start) for calls in passes]
     ends = [*begins[1:], len(sightings)]
     sections: list[PassSection] = []
     for number, (calls, begin, end) in enumerate(zip(passes, begins, ends, strict=True), start=1):
-        backward = _find_backward(sightings, calls[-1], end, structure)
+        backward = _find_backward(sightings, calls[-1], end, len(calls))
         kinds: list[tuple[SectionKind, Sequence[int]]] = [("start", (begin, calls[0])), ("layer", calls)]
         if backward:
             kinds += [("loss", (calls[-1], backward[0])), ("backward", backward), ("update", (backward[-1], end))]
         else:
-            kinds.append(("step" if structure.is_training else "end", (calls[-1], end)))
+            kinds.append(("step" if is_training else "end", (calls[-1], end)))
         for kind, cuts in kinds:
             sections += _slice(sightings, kind, number, cuts)
-    return CutRun(num_layers=structure.num_layers, sections=tuple(sections))
+    return tuple(sections)
 
 
 def _slice(
@@ -85,7 +127,7 @@ def _slice(
         yield PassSection(kind=kind, pass_number=pass_number, number=number, kernels=tuple(sightings[first:last]))
 
 
-def _find_backward(sightings: Sequence[Sighting], after: int, before: int, structure: Structure) -> list[int]:
+def _find_backward(sightings: Sequence[Sighting], after: int, before: int, num_layers: int) -> list[int]:
     """Return where the backward of each attention call begins, empty if there is not one for each layer. A loss has a
     softmax too, whose backward comes first."""
     calls: list[int] = []
@@ -96,4 +138,4 @@ def _find_backward(sightings: Sequence[Sighting], after: int, before: int, struc
         if not calls or any(is_product(other) for other in sightings[last : one.index]):
             calls.append(one.index)
         last = one.index
-    return calls[-structure.num_layers :] if len(calls) >= structure.num_layers else []
+    return calls[-num_layers:] if len(calls) >= num_layers else []
