@@ -128,7 +128,7 @@ def _explain(hard: Sequence[ReplayDifference], where: Surroundings) -> Iterator[
     """Yield what may explain the difference other than a false claim."""
     if where.device != where.evidence_device:
         yield (
-            f"the evidence is of {where.evidence_device or 'an unknown GPU'} and this machine has {where.device}: "
+            f"the evidence was recorded on {where.evidence_device or 'an unknown GPU'}, and this is {where.device}: "
             "libraries choose other kernels and grids"
         )
     yield from where.other_versions

@@ -39,7 +39,7 @@ def check_claim(claim: Claim) -> None:
 
 
 def cut_config(plain: Mapping[str, Any], layers: int) -> dict[str, Any]:
-    """Return a transformers config with fewer layers. Raises StepscopeError if its layers are of several kinds."""
+    """Return a transformers config with fewer layers. Raises StepscopeError if its layers differ."""
     kinds = plain.get("layer_types")
     cut = {**plain, **{name: layers for name in _LAYER_FIELDS if name in plain}}
     if not isinstance(kinds, list) or layers >= len(kinds):

@@ -32,7 +32,7 @@ def _describe(result: ReplayResult) -> Iterator[tuple[str, str]]:
     yield "verdict", result.verdict.value
     yield "ran here", f"{result.layers} of {result.num_layers} layers: {result.program}"
     yield "on", ", ".join([where.device, *versions])
-    yield "evidence of", ", ".join([where.evidence_device or "an unknown GPU", *_stated(result)])
+    yield "evidence from", ", ".join([where.evidence_device or "an unknown GPU", *_stated(result)])
     yield "recorded with", f"{result.recorder}, {result.seconds:,.1f} s"
     yield "kernels compared", f"{comparison.compared:,} of {comparison.kernels:,}; {comparison.equal:,} are equal"
     exact = [key for key in EXACT if key in comparison.counters]

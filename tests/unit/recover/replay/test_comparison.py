@@ -161,6 +161,20 @@ def test_kernels_around_a_pass_are_not_compared() -> None:
     assert (found.differences, found.kernels - found.compared) == ([], 4)
 
 
+def test_the_softmax_of_a_loss_is_not_a_layer() -> None:
+    """A loss made of single operations begins with a row maximum, as unfused attention does."""
+    evidence = read_evidence("builtin_fp32.train.json.gz")
+    maximum = next(one for one in evidence.sightings if "maximum" in one.name.operation)
+    kernels: list[Sighting] = []
+    for one in evidence.sightings:
+        kernels += [maximum, one] if "log-softmax fwd" in one.name.short else [one]
+    changed = with_kernels(evidence, kernels)
+    assert len(changed.sightings) == len(evidence.sightings) + 2
+    assert cut_replay(changed.sightings).calls == 5
+    found = compare(changed, changed, 4)
+    assert found.equal == found.compared == found.kernels
+
+
 def test_another_number_of_layers_is_not_compared() -> None:
     with pytest.raises(NoTransformerError, match="no whole pass of 6 layers"):
         compare(read_evidence(TRACE), layers_of(TRACE, 2), 6)

@@ -79,8 +79,8 @@ def test_differences_outside_the_layers_refute_only_the_same_program() -> None:
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
-        ({"device": "NVIDIA A100"}, "the evidence is of NVIDIA H200 and this machine has NVIDIA A100"),
-        ({"evidence_device": ""}, "the evidence is of an unknown GPU"),
+        ({"device": "NVIDIA A100"}, "the evidence was recorded on NVIDIA H200, and this is NVIDIA A100"),
+        ({"evidence_device": ""}, "the evidence was recorded on an unknown GPU"),
         ({"evidence_versions": VERSIONS | {"torch": "2.10.0"}}, "torch 2.10.0 in the evidence, 2.11.0 here"),
     ],
 )
