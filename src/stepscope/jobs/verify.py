@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import msgspec
 import polars as pl
@@ -9,7 +10,6 @@ import polars as pl
 from stepscope.errors import Exit, StepscopeError
 from stepscope.findings import Column, Table
 from stepscope.jobs.recover import read_evidence
-from stepscope.jobs.replay import Replayer
 from stepscope.recording.store import Recording
 from stepscope.recover.claims.claim import Claim, read_claim
 from stepscope.recover.claims.verdict import ClaimVerdict, Verification, describe_interval, undecided
@@ -20,6 +20,9 @@ from stepscope.recover.replay.outcome import ReplayResult, ReplayVerdict
 from stepscope.recover.replay.tables import replay_tables
 from stepscope.recover.reports.challenge import Challenge, count_passing
 from stepscope.units import count_noun
+
+if TYPE_CHECKING:  # loads what runs a model, which few calls need
+    from stepscope.jobs.replay import Replayer
 
 _EXITS = {
     ClaimVerdict.CONSISTENT: Exit.OK,
@@ -47,7 +50,7 @@ def verify_files(
     context: int | None = None,
     dtype: str | None = None,
     challenge: Challenge | None = None,
-    replayer: Replayer | None = None,
+    replayer: "Replayer | None" = None,
 ) -> Verified:
     """Raises StepscopeError for an invalid claim, and for evidence that cannot be read or has no GPU kernels."""
     claimed = read_claim(claim, batch=batch, context=context, dtype=dtype)
