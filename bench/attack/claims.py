@@ -1,4 +1,4 @@
-"""False claims about evidence that nobody touched, evidence that belongs to another run, and what cannot be detected."""
+"""False claims about genuine files, files that belong to another run, and what cannot be detected."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -186,6 +186,19 @@ def trace_of_another_run(subject: Subject) -> Forged | None:
         return None
     document = read_document(FIXTURES / f"{name}.forward.json.gz")
     forged = _claim(subject)
+    return Forged(files=(*forged.files, (document.file, document.write())), claim=forged.claim)
+
+
+@OTHER_FILES.add(
+    "Counters of a shallower model of the same sizes, and a genuine trace of the claimed one.", kinds=COUNTERS
+)
+def counters_of_a_shallower_run(subject: Subject) -> Forged | None:
+    path = FIXTURES / f"{subject.run}.forward.json.gz"
+    layers = subject.truth["traced_layers"]
+    if not path.is_file() or subject.truth["num_layers"] == layers:
+        return None
+    document = read_document(path)
+    forged = _claim(subject, num_layers=layers)
     return Forged(files=(*forged.files, (document.file, document.write())), claim=forged.claim)
 
 

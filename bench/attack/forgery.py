@@ -1,5 +1,6 @@
 """What a forgery is: a pure function from a recorded run to forged evidence and a false claim, and what we promise."""
 
+import itertools
 import random
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -74,7 +75,7 @@ def renumber(launches: Iterable[Launch]) -> list[Launch]:
     rows = list(launches)
     recorded = {one.number: one for one in rows}
     numbers = sorted(recorded)
-    before = {number: recorded[previous] for previous, number in zip(numbers, numbers[1:], strict=False)}
+    before = {number: recorded[previous] for previous, number in itertools.pairwise(numbers)}
     done: list[Launch] = []
     for one in rows:
         last, previous = (done[-1] if done else None), before.get(one.number)

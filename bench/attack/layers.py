@@ -81,6 +81,24 @@ def copied_one_renumbered(subject: Subject) -> Forged:
     return subject.forge(renumber([*kernels, *subject.launches[end:]]), num_layers=subject.truth["num_layers"] + 1)
 
 
+@COPIED.add("L1 L1 L2 L2 with consecutive numbers and times, and nothing but the number of layers is claimed.")
+def copied_each_bare_claim(subject: Subject) -> Forged:
+    kernels, layers = _copy_each(subject, _same)
+    forged = subject.forge(renumber(kernels))
+    return replace(forged, claim={"num_layers": layers})
+
+
+@COPIED.add(
+    "L1 L1 L2 L2 in a trace whose clock has steps of 1 µs.",
+    kinds=("forward trace",),
+    undetectable="with such a clock, the kernels of two layers often take the same time; a note says so",
+)
+def copied_each_coarse_clock(subject: Subject) -> Forged:
+    kernels, layers = _copy_each(subject, _same)
+    coarse = [replace(one, duration_ns=1000 * max(1, round(one.duration_ns / 1000))) for one in kernels]
+    return subject.forge(renumber(coarse), num_layers=layers)
+
+
 @COPIED.add("L1 L1 L2 L2 with other durations, but the same memory traffic.", kinds=COUNTERS)
 def copied_each_other_durations(subject: Subject) -> Forged:
     kernels, layers = _copy_each(subject, _jitter)
@@ -132,24 +150,26 @@ def pass_twice_as_batch(subject: Subject) -> Forged:
     undetectable="a forward pass reads weights, and no counter shows which ones",
 )
 def fewer_layers_twice(subject: Subject) -> Forged:
-    return copied_each_redrawn(subject) or subject.forge(subject.launches)
+    kernels, layers = _copy_block(subject, redraw)
+    return subject.forge(renumber(kernels), num_layers=layers)
 
 
 # --- Splices
 
 
-def _other(subject: Subject) -> Document:
+def read_kind(name: str) -> str:
+    """Return what follows the name of the run: `csv.gz`, `forward.json.gz` or `train.json.gz`."""
+    return name.partition(".")[2]
+
+
+def other_run(subject: Subject) -> Document:
     """Return the next recorded run's file of the same kind."""
     files = [path for path in find_files() if read_kind(path.name) == read_kind(subject.name)]
     return read_document(files[(files.index(subject.document.path) + 1) % len(files)])
 
 
-def read_kind(name: str) -> str:
-    return name.partition(".")[2]
-
-
 def _other_layers(subject: Subject) -> tuple[list[Launch], int, Document]:
-    other = _other(subject)
+    other = other_run(subject)
     truth = truth_of(other.path, TRUTHS)
     found = Subject(other, truth, {}).forward
     return list(other.launches[found.start : found.end]), found.layers, other
@@ -159,25 +179,25 @@ def _other_layers(subject: Subject) -> tuple[list[Launch], int, Document]:
 def layers_of_another_run(subject: Subject) -> Forged:
     layers, count, _ = _other_layers(subject)
     end = subject.forward.end
-    kernels = [*subject.launches[:end], *_adopt(layers, subject), *subject.launches[end:]]
+    kernels = [*subject.launches[:end], *adopt(layers, subject), *subject.launches[end:]]
     return subject.forge(_in_sequence(kernels), num_layers=subject.truth["num_layers"] + count)
 
 
 @SPLICED.add("The LM head is that of another run, whose vocab_size is claimed.")
 def head_of_another_run(subject: Subject) -> Forged | None:
-    other = _other(subject)
+    other = other_run(subject)
     truth = truth_of(other.path, TRUTHS)
     if truth["vocab_size"] == subject.truth["vocab_size"]:
         return None
     head = other.launches[Subject(other, truth, {}).head]
     kernels = list(subject.launches)
-    kernels[subject.head] = next(_adopt([head], subject))
+    kernels[subject.head] = next(adopt([head], subject))
     return subject.forge(_in_sequence(kernels), vocab_size=truth["vocab_size"])
 
 
 @SPLICED.add("Another run follows in the same file, with its own process and numbers; only the first is claimed.")
 def two_runs_in_one_file(subject: Subject) -> Forged:
-    other = _other(subject)
+    other = other_run(subject)
     last = subject.launches[-1]
     shift = last.start_ns + last.duration_ns + 1e6 - other.launches[0].start_ns if last.start_ns else 0.0
     later = [replace(one, start_ns=one.start_ns + shift) for one in other.launches]
@@ -186,13 +206,13 @@ def two_runs_in_one_file(subject: Subject) -> Forged:
 
 @SPLICED.add("Another run's first half precedes the run's second half.")
 def halves_of_two_runs(subject: Subject) -> Forged:
-    other = _other(subject)
+    other = other_run(subject)
     first = other.launches[: len(other.launches) // 2]
     second = subject.launches[len(subject.launches) // 2 :]
-    return subject.forge(_in_sequence([*_adopt(first, subject), *second]))
+    return subject.forge(_in_sequence([*adopt(first, subject), *second]))
 
 
-def _adopt(launches: Sequence[Launch], subject: Subject) -> Iterator[Launch]:
+def adopt(launches: Sequence[Launch], subject: Subject) -> Iterator[Launch]:
     """Give kernels of another file the process, device and stream of this one."""
     own = subject.launches[0]
     for one in launches:

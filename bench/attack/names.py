@@ -5,8 +5,8 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from attack.documents import Launch
-from attack.forgery import ALL, COUNTERS, TRACES, Family, redraw, renumber, replace_at
-from attack.layers import _adopt, _other
+from attack.forgery import ALL, COUNTERS, FORWARD, TRACES, Family, redraw, renumber, replace_at
+from attack.layers import adopt, other_run
 from attack.subject import Forged, Subject, is_gemm
 from stepscope.explain.kernel_names import decode
 
@@ -159,6 +159,46 @@ def short_gemms_after_head(subject: Subject) -> Forged:
     return subject.forge(renumber(replace_at(subject.launches, head, subject.launches[head], *short)))
 
 
+@BUSYWORK.add(
+    "GEMMs follow the LM head, and a short collective on another stream suggests that ranks share the layers."
+)
+def gemms_behind_collectives(subject: Subject) -> Forged:
+    head, start = subject.head, subject.forward.slice(subject.forward.layers - 1).start
+    before = subject.launches[start]
+    collective = replace(
+        before,
+        name="ncclDevKernel_AllReduce_Sum_f32_RING_LL(ncclDevKernelArgsStorage<4096ul>)",
+        grid=(2, 1, 1),
+        block=(512, 1, 1),
+        stream=before.stream + 4,
+        duration_ns=1024,
+        counters=dict.fromkeys(before.counters, 0.0),
+    )
+    busy = [_dummy(subject, f"{n}") for n in range(4)]
+    kernels = renumber(replace_at(subject.launches, head, subject.launches[head], *busy))
+    return subject.forge([*kernels[:start], replace(collective, start_ns=kernels[start].start_ns), *kernels[start:]])
+
+
+@BUSYWORK.add("After the pass, a second one breaks off in a narrower layer.", kinds=FORWARD)
+def narrower_partial_pass(subject: Subject) -> Forged:
+    end, index = subject.forward.slice(0).stop, subject.products()[-1]
+    again = redraw(subject.launches[:end], subject.name)
+    x, y, z = again[index].grid
+    again[index] = replace(again[index].scale(0.5, "sm__").slow_down(0.5), grid=(max(1, x // 2), y, z))
+    return subject.forge(renumber([*subject.launches, *again]))
+
+
+@BUSYWORK.add(
+    "A GEMM after the LM head takes less than 1% of the time.",
+    kinds=FORWARD,
+    undetectable="models have small GEMMs of their own, so up to 1% of the time is allowed; such work is listed",
+)
+def small_gemm_after_head(subject: Subject) -> Forged:
+    head = subject.head
+    smallest = min((one for one in subject.launches if is_gemm(one)), key=lambda one: one.duration_ns)
+    return subject.forge(renumber(replace_at(subject.launches, head, subject.launches[head], *redraw([smallest], "1"))))
+
+
 @BUSYWORK.add("GEMMs run on another stream.")
 def gemms_on_another_stream(subject: Subject) -> Forged:
     busy = [
@@ -172,7 +212,7 @@ def gemms_on_another_stream(subject: Subject) -> Forged:
 
 @BUSYWORK.add("Another, smaller model runs on another stream.")
 def model_on_another_stream(subject: Subject) -> Forged:
-    other = list(_adopt(_other(subject).launches, subject))[: len(subject.launches) // 2]
+    other = list(adopt(other_run(subject).launches, subject))[: len(subject.launches) // 2]
     stream, last = subject.launches[0].stream + 4, subject.launches[-1]
     busy = [
         replace(

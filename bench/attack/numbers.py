@@ -260,7 +260,7 @@ def other_device_name(subject: Subject) -> Forged:
 
 @DEVICES.add(
     "The GPU's name is that of an H100 with the same chip.",
-    undetectable="both have the same chip and run the same kernels; the memory differs, if a kernel is fast enough to show it",
+    undetectable="both have the same chip and run the same kernels; only memory traffic above an H100's limit differs",
 )
 def sibling_device_name(subject: Subject) -> Forged:
     return _forge_document(subject, _rename_device(subject.document, _H100))

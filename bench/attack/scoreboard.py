@@ -1,4 +1,4 @@
-"""Trials as tables: by class and kind of evidence, by forgery, and what passed that must not. The docs have the same."""
+"""Trials as tables, by class and kind of evidence and by forgery, for the terminal and for the docs."""
 
 import re
 from collections import Counter
