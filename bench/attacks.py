@@ -26,8 +26,8 @@ from attack.scoreboard import (
     forgery_table,
     honest_table,
     list_failures,
-    make_section,
-    write_section,
+    make_parts,
+    write_parts,
 )
 from attack.subject import find_files, open_subject
 from attack.trial import (
@@ -46,6 +46,7 @@ from stepscope.render.tables import render
 
 Task = tuple[str, Path]
 _HONEST_CLAIMS = "true claims"
+_PATIENCE = 5  # the machine may be busy
 
 
 def attempt(task: Task) -> list[Trial]:
@@ -76,8 +77,8 @@ def run(tasks: Sequence[Task], jobs: int) -> Iterator[Trial]:
         tasks,
         attempt,
         jobs=jobs,
-        # A process that ends its task reports time and memory itself; one that does not is stopped a little later.
-        most_seconds=1.5 * MOST_SECONDS,
+        # A process that ends its task reports CPU time and memory itself; one that does not is stopped later.
+        most_seconds=_PATIENCE * MOST_SECONDS,
         most_bytes=2 * MOST_BYTES,
         title="forgeries",
     )
@@ -85,7 +86,7 @@ def run(tasks: Sequence[Task], jobs: int) -> Iterator[Trial]:
         if isinstance(result, list):
             yield from result
         else:
-            yield Trial(what=what, file=path.name, kind="", outcome=result, seconds=1.5 * MOST_SECONDS)
+            yield Trial(what=what, file=path.name, kind="", outcome=result, seconds=_PATIENCE * MOST_SECONDS)
 
 
 def save(tasks: Sequence[Task], folder: Path) -> None:
@@ -137,7 +138,7 @@ def main() -> None:
     if asked.out is not None:
         asked.out.write_bytes(msgspec.json.format(msgspec.json.encode(results), indent=1) + b"\n")
     if asked.write is not None:
-        write_section(asked.write, make_section(results))
+        write_parts(asked.write, make_parts(results))
     tables = [class_table(results), forgery_table(results, "detected"), forgery_table(results, "undetectable")]
     for table in (*tables, honest_table(results)):
         print(render(table, asked.format))

@@ -40,6 +40,7 @@ class _Worker(Generic[Task, Result]):
         self.process = self.spawn.Process(target=_serve, args=(theirs, self.work), daemon=True)
         self.process.start()
         theirs.close()
+        self.pipe.recv()  # it has imported what it needs, and its time starts now
 
     def give(self, task: Task) -> None:
         self.task, self.began = task, time.monotonic()
@@ -56,6 +57,7 @@ class _Worker(Generic[Task, Result]):
 
 
 def _serve(pipe: "multiprocessing.connection.Connection[Result, Task]", work: Callable[[Task], Result]) -> None:
+    pipe.send(None)  # type: ignore[arg-type]
     while True:
         try:
             task = pipe.recv()

@@ -4,7 +4,7 @@ import itertools
 import random
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Literal, TypeVar
 
 from attack.documents import VARYING, Kind, Launch
 from attack.subject import Forged, Subject
@@ -12,6 +12,7 @@ from attack.subject import Forged, Subject
 Promise = Literal["detected", "undetectable"]
 # None: this forgery cannot be made from this file.
 Forge = Callable[[Subject], Forged | None]
+Made = TypeVar("Made", bound=Forge)
 FORWARD: tuple[Kind, ...] = ("counters", "forward trace")
 TRACES: tuple[Kind, ...] = ("forward trace", "training trace")
 ALL: tuple[Kind, ...] = ("counters", "forward trace", "training trace")
@@ -45,10 +46,10 @@ class Family:
 
     def add(
         self, sentence: str, *, kinds: tuple[Kind, ...] = ALL, undetectable: str = "", exhausts: bool = False
-    ) -> Callable[[Forge], Forge]:
+    ) -> Callable[[Made], Made]:
         """Return a decorator. The function's name is that of the forgery."""
 
-        def keep(forge: Forge) -> Forge:
+        def keep(forge: Made) -> Made:
             name = forge.__name__.replace("_", "-")
             self.forgeries.append(
                 Forgery(

@@ -63,7 +63,7 @@ def signed_by_another_key(subject: Subject) -> Forged:
 @REPORTS.add(
     "The signer signs a false verdict.",
     kinds=COUNTERS,
-    undetectable="a signature says who vouches for a report; run `verify` on the evidence yourself",
+    undetectable="a signature says who vouches for a report; check the evidence yourself",
 )
 def signed_lie(subject: Subject) -> Forged:
     return _hand_in(*_sign(subject))

@@ -2,19 +2,17 @@
 
 import re
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 import msgspec
 
-from attack.forgery import Forgery
-from attack.trial import FORGERIES, HONEST, Trial
+from attack.trial import FORGERIES, HONEST, Outcome, Trial
 from stepscope.findings import Cell, Column, Table
 from stepscope.render.formats import Format
 from stepscope.render.tables import render
 
-START, END = "<!-- attacks: start -->", "<!-- attacks: end -->"
-_FAILURES = ("crashed", "too slow", "too large")
+_FAILURES: tuple[Outcome, ...] = ("crashed", "too slow", "too large")
 _COUNTS = (
     Column(key="tried", label="tried", kind="count"),
     Column(key="refuted", label="refuted", kind="count"),
@@ -124,38 +122,50 @@ def list_failures(trials: Iterable[Trial]) -> str:
 
 
 # --- Docs
+#
+# A page has a pair of markers for each part: `<!-- attacks: classes -->` and `<!-- attacks: end of classes -->`.
 
 
-def make_section(results: Results) -> str:
-    """Return what docs/trust.md has between its markers."""
-    parts = [
-        f"{len(results.forged):,} forged files, {len(results.honest):,} true claims; commit `{results.commit}`, "
-        f"`{results.command}`.",
-        render(class_table(results), Format.MD).strip(),
-        render(forgery_table(results, "detected"), Format.MD).strip(),
-        render(forgery_table(results, "undetectable"), Format.MD).strip(),
-        render(honest_table(results), Format.MD).strip(),
-    ]
-    return "\n\n".join(parts)
+def make_parts(results: Results) -> dict[str, str]:
+    """Return the generated parts of docs/trust.md."""
+    said = f"{len(results.forged):,} forged files and {len(results.honest):,} true claims, at commit `{results.commit}`"
+    tables = {
+        "classes": class_table(results),
+        "undetectable": forgery_table(results, "undetectable"),
+        "true claims": honest_table(results),
+        "detected": forgery_table(results, "detected"),
+    }
+    parts = {name: _trim(render(table, Format.MD)) for name, table in tables.items()}
+    return {**parts, "classes": f"{said}:\n\n{parts['classes']}"}
 
 
-def write_section(page: Path, section: str) -> None:
+def _trim(table: str) -> str:
+    """Return the rows of a Markdown table without its title, which the page has as a heading."""
+    return "\n".join(line for line in table.splitlines() if line.startswith("|"))
+
+
+def _find(name: str) -> re.Pattern[str]:
+    start, end = (re.escape(f"<!-- attacks: {what}{name} -->") for what in ("", "end of "))
+    return re.compile(f"(?<={start}\n)(.*?)(?={end})", re.DOTALL)
+
+
+def write_parts(page: Path, parts: Mapping[str, str]) -> None:
     text = page.read_text(encoding="utf-8")
-    pattern = re.compile(f"{re.escape(START)}.*?{re.escape(END)}", re.DOTALL)
-    assert len(pattern.findall(text)) == 1, f"{page} needs the markers {START} and {END} once"
-    page.write_text(pattern.sub(lambda _: f"{START}\n{section}\n{END}", text), encoding="utf-8")
+    for name, part in parts.items():
+        assert len(_find(name).findall(text)) == 1, f"{page} needs the markers of `{name}` once"
+        before, _, after = _find(name).split(text)
+        text = f"{before}\n{part}\n\n{after}"
+    page.write_text(text, encoding="utf-8")
 
 
-def listed_forgeries(page: Path) -> list[tuple[str, str, str]]:
-    """Return class, name and sentence of every forgery in the tables of the page."""
-    text = page.read_text(encoding="utf-8").partition(START)[2].partition(END)[0]
-    rows = [[cell.strip() for cell in line.strip().strip("|").split(" | ")] for line in text.splitlines()]
-    return [(row[0], row[1], row[2]) for row in rows if len(row) > 2 and row[1] in FORGERIES]
-
-
-def expected_forgeries() -> list[tuple[str, str, str]]:
-    def row(forgery: Forgery) -> tuple[str, str, str]:
-        return forgery.family, forgery.name, forgery.sentence
-
-    detected = [row(one) for one in FORGERIES.values() if one.promise == "detected"]
-    return [*detected, *(row(one) for one in FORGERIES.values() if one.promise == "undetectable")]
+def listed_forgeries(page: Path) -> dict[str, tuple[str, str, str]]:
+    """Return promise, class and sentence of every forgery in the tables of a page."""
+    text = page.read_text(encoding="utf-8")
+    found = {}
+    for promise in ("detected", "undetectable"):
+        (part,) = _find(promise).findall(text)
+        for line in part.splitlines():
+            cells = [cell.strip() for cell in line.split(" | ")]
+            if len(cells) > 2 and cells[1] in FORGERIES:
+                found[cells[1]] = (promise, cells[0].removeprefix("| "), cells[2])
+    return found

@@ -1,7 +1,7 @@
 """A recorded run with known truth, as a forger sees it: its file, its layers, and the strongest true claim about it."""
 
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
 from pathlib import Path
@@ -83,7 +83,8 @@ class Subject:
     def _longest_period(self) -> int:
         # A trace has two training steps, and each has more kernels than twice a pass over the layers.
         steps = 2 if self.kind == "training trace" else 1
-        return len(self.launches) // (steps * self.truth["num_layers"])
+        layers: int = self.truth["num_layers"]
+        return len(self.launches) // (steps * layers)
 
     def products(self, layer: int = 0) -> list[int]:
         """Return the positions of the GEMMs of a layer of the first forward pass."""
@@ -102,7 +103,7 @@ class Subject:
         found = [index for index in range(self.forward.end, end) if is_gemm(self.launches[index])]
         return max(found, key=lambda index: self.launches[index].duration_ns)
 
-    def forge(self, launches: Sequence[Launch], **claimed: Any) -> "Forged":
+    def forge(self, launches: Iterable[Launch], **claimed: Any) -> "Forged":
         """Return the file with other kernels, and the claim with changes; None removes a field."""
         document = self.document.with_launches(launches)
         return Forged(files=((document.file, document.write()),), claim=self.false_claim(**claimed))
