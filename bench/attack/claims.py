@@ -107,7 +107,11 @@ def claim_parameters(subject: Subject) -> Forged:
     return _claim(subject, parameters=3 * subject.truth["parameters"] // 2)
 
 
-@CLAIMS.add("1,000 parameters more than there are.", kinds=TRACES)
+@CLAIMS.add(
+    "1,000 parameters more than there are.",
+    kinds=TRACES,
+    undetectable="an optimizer's grid shows its parameters to within blocks of 65,536; what passes is listed",
+)
 def claim_parameters_nearly(subject: Subject) -> Forged:
     return _claim(subject, parameters=subject.truth["parameters"] + 1000)
 

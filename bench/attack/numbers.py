@@ -312,10 +312,10 @@ def largest_counters(subject: Subject) -> Forged:
     return Forged(files=((document.file, document.write()),), claim=claim)
 
 
-@LARGE.add("The layers are pasted again until the file has 20,000 kernels.", exhausts=True)
+@LARGE.add("The layers are pasted again until the file has 5,000 kernels.", exhausts=True)
 def many_layers(subject: Subject) -> Forged:
     region = subject.forward
-    copies = 20_000 // (region.period * region.layers)
+    copies = 5_000 // (region.period * region.layers)
     block = subject.launches[region.start : region.end]
     kernels = [*subject.launches[: region.end], *(one for _ in range(copies) for one in block)]
     layers = subject.truth["num_layers"] + copies * region.layers
