@@ -108,7 +108,10 @@ def doubled_counters(subject: Subject) -> Forged:
     return subject.edit_all(lambda one: one.scale(2, *_ALL_COUNTERS).slow_down(2), batch=2 * subject.truth["batch"])
 
 
-@SCALED.add("All counters, times and grids are twice as large, and twice the batch is claimed.")
+@SCALED.add(
+    "All counters, times and grids are twice as large, and twice the batch is claimed.",
+    undetectable="if whole tiles double, this is the file of a run with twice the batch; elsewhere it is refuted",
+)
 def doubled_everything(subject: Subject) -> Forged:
     def double(one: Launch) -> Launch:
         x, y, z = one.grid
