@@ -53,6 +53,7 @@ class Sighting(msgspec.Struct, frozen=True, kw_only=True):
     grid: Triple
     block: Triple
     duration_ns: int = 0
+    launch: int | None = None  # its number among all calls to the driver
     registers: int | None = None
     shared_bytes: int | None = None
     counters: Mapping[CounterKey, int] = {}  # only those that were measured
