@@ -47,7 +47,7 @@ def verify_files(
     try:
         answer = verify(evidence, claimed, unseen=_unseen_share(recordings, evidence))
     except NoTransformerError as error:
-        answer = undecided(claimed, str(error), evidence)
+        answer = undecided(claimed, str(error), evidence, known=error.known)
     return Verified(verification=answer, device=device)
 
 

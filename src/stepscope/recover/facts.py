@@ -93,6 +93,12 @@ class Update(msgspec.Struct, frozen=True, kw_only=True):
     tensors: Window | None = None
 
 
+class Groups(msgspec.Struct, frozen=True, kw_only=True):
+    """Kernels that divide rows into groups, such as tokens by expert: the number of groups."""
+
+    count: Window
+
+
 # --- GEMMs
 #
 # What a kernel reports is a measure of its problem's sizes, within two limits. Every measure here increases or stays
@@ -265,4 +271,4 @@ def fits_pairs(problem: AttentionSizes, pairs: int, query_tile: int, key_tile: i
     return any(pairs == count_tile_pairs(problem, query_tile, key_tile, skips=skips) for skips in choices)
 
 
-Fact = Elements | Rows | Gather | Product | Attention | Update
+Fact = Elements | Rows | Gather | Product | Attention | Update | Groups

@@ -18,6 +18,7 @@ from stepscope.units import count_noun
 
 _MOST_OF_LAYER = 0.6  # of its launches: an allocation or a synchronization between two kernels takes fewer
 _COMPILED_NUMBER = re.compile(r"_(\d+)$")
+_LOOKED_UP = frozenset({"embedding", "index_select"})  # operators in a compiled kernel
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -141,7 +142,7 @@ def find_lookup(sightings: Sequence[Sighting]) -> Sighting | None:
             return one
         if one.name.library == "Inductor" and (found := _COMPILED_NUMBER.search(one.name.name)):
             number = int(found[1])
-            if "embedding" in one.name.fused and number == sum(other < number for other in numbers):
+            if not _LOOKED_UP.isdisjoint(one.name.fused) and number == sum(other < number for other in numbers):
                 return one
             numbers.add(number)
     return None

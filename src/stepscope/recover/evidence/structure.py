@@ -259,6 +259,8 @@ def _read_roles(
         )
         zones = _find_zones(order, placed, layers)
         zones["before"] = _others(order, start - 1, begin)
+        # A compiler computes masks right before the first attention, which needs them.
+        zones["heads"] += tuple(one for one in _others(order, begin, first.index) if one.name.library == "Inductor")
         zones["final"] = _others(order, tail[len(behind) - 1].index, head.index if head else len(order.sightings))
         zones["after"] = _others(order, head.index, _find_end(order, head.index)) if head else ()
         if not breaks_feed_forward(zones["feed_forward"]):
@@ -283,10 +285,11 @@ def _since_start(order: KernelOrder, products: Sequence[Sighting], start: int | 
 
 
 def _find_end(order: KernelOrder, head: int) -> int:
-    """Return the end of the LM head's kernels: the next GEMM, or this many kernels."""
+    """Return the end of the LM head's kernels: the next GEMM, the start of the next pass, or this many kernels."""
     following = order.products_between(head, len(order.sightings))
     end = following[0].index if following else len(order.sightings)
-    return min(end, head + KERNELS_AFTER_HEAD)
+    lookup = find_lookup(order.sightings[head + 1 : end])
+    return min(lookup.index if lookup is not None else end, head + KERNELS_AFTER_HEAD)
 
 
 def _until_backward(order: KernelOrder, products: Sequence[Sighting]) -> list[Sighting]:

@@ -70,6 +70,7 @@ class Recovery(msgspec.Struct, frozen=True, kw_only=True):
     candidates: tuple[Candidate, ...]
     fields: dict[str, Field]
     family: str = ""
+    variant: str = ""  # what was seen that a plain decoder does not have
     items: tuple[Item, ...] = ()  # the parameters of the first candidate
     num_consistent: int = 0  # candidates for the attention sizes that no fact excludes
     explained: int = 0
@@ -133,6 +134,13 @@ def _assemble(found: FileFit) -> Recovery:
     if doubts:
         notes += doubts
         fields |= {name: msgspec.structs.replace(fields[name], certain=False) for name in LAYER_SIZES}
+    if first.solution.observation.is_assumed:
+        notes.append(
+            "the block sizes of compiled kernels are assumed to be Inductor's: no size that depends on them is certain"
+        )
+        fields |= {
+            name: _doubt(fields[name]) for name in (*CORE_FIELDS, "d_ff", "vocab_size") if name not in _shown(first)
+        }
     if evidence.exchanges_within(structure.layer_indices):
         notes.append("collectives ran during the forward pass: the sizes may be those of one rank's shard of the model")
         fields |= {name: msgspec.structs.replace(fields[name], certain=False) for name in _OF_A_SHARE}
@@ -152,6 +160,17 @@ def _assemble(found: FileFit) -> Recovery:
         left_open=left_open,
         notes=tuple(notes),
     )
+
+
+def _doubt(field: Field) -> Field:
+    return msgspec.structs.replace(field, certain=False)
+
+
+def _shown(fitted: FittedReading) -> set[str]:
+    """Return the fields that an attention kernel's grid shows exactly."""
+    attentions = fitted.solution.observation.attentions
+    windows = {"batch": [one.batch for one in attentions], "num_heads": [one.heads for one in attentions]}
+    return {name for name, found in windows.items() if any(window and window.is_exact for window in found)}
 
 
 def _find_left_open(found: FileFit) -> Iterable[str]:
@@ -231,10 +250,13 @@ def _vocabulary_field(fitted: FittedReading) -> Field:
     if isinstance(value, int) and value < _SMALLEST_VOCABULARY:
         unsure = (*found.evidence, "an LM head usually has more outputs: this may be a classifier")
         return msgspec.structs.replace(found, certain=False, evidence=unsure)
-    if found.certain and compiled and isinstance(value, int) and value % _PADDING == 0:
-        padded = tuple(range(value - _PADDING + 1, value))
-        return msgspec.structs.replace(found, certain=False, alternatives=padded)
-    return found
+    if not compiled or not isinstance(value, int) or value % _PADDING:
+        return found
+    if found.low is not None:
+        return msgspec.structs.replace(found, certain=False, low=min(found.low, value - _PADDING + 1))
+    padded = tuple(range(value - _PADDING + 1, value))
+    others = tuple(dict.fromkeys((*found.alternatives, *padded)))
+    return msgspec.structs.replace(found, certain=False, alternatives=others)
 
 
 def _find_doubts(found: FileFit, likely: Sequence[FittedReading]) -> list[Doubt]:
