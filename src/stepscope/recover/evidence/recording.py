@@ -48,7 +48,7 @@ class KernelEvidence:
 
     @property
     def is_numbered(self) -> bool:
-        """Whether a kernel that is missing between others leaves a gap: Nsight Compute and profilers number launches."""
+        """Whether a kernel that is missing between others leaves a gap: Nsight Compute and profilers number them."""
         return self.source == _NSIGHT_COMPUTE or all(one.launch is not None for one in self.sightings)
 
     def exchanges_within(self, passes: Iterable[Sequence[int]]) -> bool:
