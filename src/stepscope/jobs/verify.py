@@ -63,7 +63,7 @@ def verify_files(
     try:
         answer = verify(evidence, claimed, unseen=_unseen_share(recordings, evidence))
     except NoTransformerError as error:
-        answer = undecided(claimed, str(error), evidence)
+        answer = undecided(claimed, str(error), evidence, known=error.known)
     replays: tuple[ReplayResult, ...] = ()
     if replayer is not None and (answer.verdict is ClaimVerdict.REFUTED or not answer.kernels_compared):
         answer = msgspec.structs.replace(answer, notes=(*answer.notes, "not replayed: it would not change the verdict"))

@@ -53,6 +53,7 @@ class Sighting(msgspec.Struct, frozen=True, kw_only=True):
     grid: Triple
     block: Triple
     duration_ns: int = 0
+    launch: int | None = None  # its number among all calls to the driver
     registers: int | None = None
     shared_bytes: int | None = None
     counters: Mapping[CounterKey, int] = {}  # only those that were measured
@@ -90,6 +91,12 @@ class Update(msgspec.Struct, frozen=True, kw_only=True):
 
     elements: Window
     tensors: Window | None = None
+
+
+class Groups(msgspec.Struct, frozen=True, kw_only=True):
+    """Kernels that divide rows into groups, such as tokens by expert: the number of groups."""
+
+    count: Window
 
 
 # --- GEMMs
@@ -264,4 +271,4 @@ def fits_pairs(problem: AttentionSizes, pairs: int, query_tile: int, key_tile: i
     return any(pairs == count_tile_pairs(problem, query_tile, key_tile, skips=skips) for skips in choices)
 
 
-Fact = Elements | Rows | Gather | Product | Attention | Update
+Fact = Elements | Rows | Gather | Product | Attention | Update | Groups

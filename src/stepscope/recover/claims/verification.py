@@ -54,6 +54,7 @@ from stepscope.recover.evidence.order import Zone
 from stepscope.recover.evidence.recording import KernelEvidence
 from stepscope.recover.facts import Sighting
 from stepscope.recover.shape import HEAD_ROWS, LAYER_SIZES, ClaimedShape
+from stepscope.recover.solve.variants import refuse_variants
 from stepscope.units import count_noun
 
 # Shares of GPU time. Below the first, an unclaimed GEMM is an implementation detail.
@@ -66,7 +67,8 @@ _LAYER_ZONES: tuple[Zone, ...] = ("between", "middle", "feed_forward", "heads", 
 
 def verify(evidence: Sequence[KernelEvidence], claim: Claim, *, unseen: float = 0.0) -> Verification:
     """Return the verdict. `unseen` is the share of GPU time that is not in the evidence. Raises NoTransformerError if a
-    file does not show a decoder."""
+    file does not show a decoder, or more than a plain one."""
+    refuse_variants(evidence)
     runs = open_all([one for one in evidence if one.sightings], claim)
     assert runs.files, "the caller has checked that there are kernels"
     allocations = [size for one in evidence for size in one.allocations]

@@ -16,10 +16,14 @@ from stepscope.cost import product_dims
 from stepscope.explain.kernel_names import decode
 from stepscope.explain.trace.attribution import attribute_kernels
 from stepscope.recording.readers.counter_metrics import CounterKey, canonical_counters
+from stepscope.recording.readers.ncu import has_lost_rows
 from stepscope.recording.store import Recording
+from stepscope.recording.tables import KERNEL_LAUNCHES
 from stepscope.recover.facts import Sighting, Triple
+from stepscope.units import count_noun
 
 Sizes = tuple[int, int, int, int]
+_NSIGHT_COMPUTE = "nsight compute"  # its rows have consecutive IDs, which the reader checks
 _MOST_KERNELS = 200_000
 _MOST = 2.0**100  # larger than any count: an overflow in the file
 
@@ -35,11 +39,17 @@ class KernelEvidence:
     exchanges: tuple[int, ...] = ()  # indices of the kernels before which collectives ran, on any stream
     device: str = ""  # the driver's name for it
     device_sms: int | None = None
+    is_incomplete: bool = False  # some kernels of the run are known to be missing
     notes: tuple[str, ...] = ()
 
     @property
     def has_counters(self) -> bool:
         return any(sighting.counters for sighting in self.sightings)
+
+    @property
+    def is_numbered(self) -> bool:
+        """Whether a kernel that is missing between others leaves a gap: Nsight Compute and profilers number them."""
+        return self.source == _NSIGHT_COMPUTE or all(one.launch is not None for one in self.sightings)
 
     def exchanges_within(self, passes: Iterable[Sequence[int]]) -> bool:
         """Whether collectives ran between the attention calls of a pass, given by their indices. Models split over GPUs
@@ -60,6 +70,9 @@ def gather(recording: Recording, *, file: str = "", use_shapes: bool = False) ->
         notes.append(
             f"{len(streams)} streams: only the busiest was used ({kernels.height:,} of {streams.total():,} kernels)"
         )
+    lost = _count_lost(recording)
+    if lost:
+        notes.append(f"{count_noun(lost, 'kernel')} missing: launched, but not in the file")
     if kernels.height > _MOST_KERNELS:
         notes.append(f"only the first {_MOST_KERNELS:,} of {kernels.height:,} kernels were used")
     kernels = kernels.sort("start_ns", "row", maintain_order=True).head(_MOST_KERNELS)
@@ -71,6 +84,7 @@ def gather(recording: Recording, *, file: str = "", use_shapes: bool = False) ->
         allocations=tuple(recording.allocations["requested_bytes"].drop_nulls().to_list()),
         device=manifest.device,
         device_sms=manifest.device_sms,
+        is_incomplete=lost > 0 or has_lost_rows(manifest.notes),
         notes=tuple(notes),
     )
 
@@ -80,6 +94,17 @@ def _main_stream(kernels: pl.DataFrame, streams: Counter[tuple[int, int, int]]) 
     return kernels.filter(
         pl.col("process").eq_missing(process), pl.col("device").eq_missing(device), pl.col("stream").eq_missing(stream)
     )
+
+
+def _count_lost(recording: Recording) -> int:
+    """Return how many kernels were launched between others but are not in the file. A CUDA graph is captured with
+    launches that run nothing, so they are not counted then."""
+    launches = recording.launches.filter(pl.col("name").str.contains(KERNEL_LAUNCHES)).sort("start_ns")
+    known = launches["correlation"].is_in(recording.kernels["correlation"].implode()).fill_null(value=True)
+    found = known.arg_true()
+    if recording.kernels["graph"].any() or not len(found):
+        return 0
+    return int((~known[found[0] : found[-1]]).sum())
 
 
 def _find_exchanges(everything: pl.DataFrame, kernels: pl.DataFrame) -> tuple[int, ...]:
@@ -123,6 +148,7 @@ def _sightings(
             grid=_triple(row, "grid"),
             block=_triple(row, "block"),
             duration_ns=row["end_ns"] - row["start_ns"],
+            launch=row["correlation"],
             registers=row["registers"],
             shared_bytes=row["shared_bytes"],
             counters=counters.get(row["row"], {}),
