@@ -17,16 +17,21 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+import msgspec
 import polars as pl
 
 from stepscope.explain.module_roles import find_layers
+from stepscope.explain.trace.attribution.names import cut_name
 from stepscope.explain.trace.profile import UNKNOWN, Profile
+from stepscope.findings import ModuleTree
 
 SELF, SMALLER = "(self)", "(smaller)"
 _NUMBERED = re.compile(r"(.+)_(\d{1,9})")  # a class with its number, or a name such as `encoder_layer_3`
 _FEW = 4
+_MOST_LEVELS = 24  # more are not the modules of a model
 
 Path = tuple[str, ...]
+Levels = Mapping[str, "tuple[Level, ...]"]
 
 
 class Level(NamedTuple):
@@ -132,12 +137,57 @@ def _join_chains(levels: Mapping[str, tuple[Level, ...]]) -> dict[str, tuple[Lev
             if here in running or len(inside[here]) > 1:
                 own.append(above)
                 above = Level("", "")
-        joined[module] = tuple(own)
+        joined[module] = _limit(own)
     return joined
+
+
+def _limit(levels: Sequence[Level]) -> tuple[Level, ...]:
+    """Join the levels below the last that is shown."""
+    head, rest = levels[: _MOST_LEVELS - 1], levels[_MOST_LEVELS - 1 :]
+    if len(rest) < 2:
+        return tuple(levels)
+    label, role = (".".join(texts) for texts in zip(*rest, strict=True))
+    return (*head, Level(label, role))
 
 
 def _append(above: str, name: str) -> str:
     return name if not above or name.startswith(f"{above}.") else f"{above}.{name}"
+
+
+# --- The tree of a breakdown ------------------------------------------------------------------------------------------
+
+
+def join_roles(levels: Sequence[Level]) -> str:
+    """Return a module as the same one of all alike layers: `blocks.*.attention`."""
+    return ".".join(level.role for level in levels)
+
+
+def plant_tree(modules: Sequence[str], levels: Levels) -> ModuleTree:
+    """Return the tree of `modules`, with the nodes in the order of `levels`. A name from `join_roles` is a node without
+    a single module, and one that is not in `levels` a node of its own."""
+    folded = {join_roles(own): tuple(Level(level.role, level.role) for level in own) for own in levels.values()}
+    others = {module: (Level(module, module),) for module in modules if module not in levels and module not in folded}
+    names: dict[str, int] = {}
+    copies: dict[Path, set[Path]] = {}  # of the nodes, each of which has a path of roles
+    for own in (*levels.values(), *others.values()):
+        single, role = (tuple(texts) for texts in zip(*own, strict=True))
+        for depth in range(1, len(own) + 1):
+            copies.setdefault(role[:depth], set()).add(single[:depth])
+    places = {path: at for at, path in enumerate(copies)}
+    known = {**folded, **others, **levels}
+
+    def name(text: str) -> int:
+        return names.setdefault(cut_name(text), len(names))
+
+    tree = ModuleTree(
+        names=(),
+        parents=tuple(places.get(path[:-1], -1) for path in places),
+        labels=tuple(name(path[-1]) for path in places),
+        copies=tuple(map(len, copies.values())),
+        nodes=tuple(places[tuple(level.role for level in known[module])] for module in modules),
+        singles=tuple(tuple(name(level.label) for level in known[module]) for module in modules),
+    )
+    return msgspec.structs.replace(tree, names=tuple(names))
 
 
 # --- Their time -------------------------------------------------------------------------------------------------------

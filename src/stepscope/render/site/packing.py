@@ -16,6 +16,7 @@ from stepscope.findings import (
     Exhibit,
     Figure,
     Lanes,
+    ModuleTree,
     Part,
     Report,
     Roofline,
@@ -97,6 +98,20 @@ def pack_breakdown(part: Breakdown) -> dict[str, Any]:
         "longest": [[None if time is None else _whole(time) for time in column] for column in part.longest_ns],
         "walls": [_whole(time) for time in part.walls_ns],
         "idles": [_whole(time) for time in part.idles_ns],
+        "tree": _pack_tree(part.tree) if part.tree else None,
+        "lines": [clean(line, _MOST_LINE) for line in part.lines],
+        "sources": _pack_column(part.sources or (-1,)),
+    }
+
+
+def _pack_tree(tree: ModuleTree) -> dict[str, Any]:
+    return {
+        "names": [clean(name) for name in tree.names],
+        "parents": list(tree.parents),
+        "labels": list(tree.labels),
+        "copies": _pack_column(tree.copies),
+        "nodes": list(tree.nodes),
+        "singles": [list(single) for single in tree.singles],
     }
 
 
