@@ -22,11 +22,13 @@ import polars as pl
 
 from stepscope.explain.module_roles import find_layers
 from stepscope.explain.trace.attribution.names import cut_name
-from stepscope.explain.trace.profile import UNKNOWN, Profile
+from stepscope.explain.trace.profile import UNKNOWN
 from stepscope.findings import ModuleTree
 
 SELF, SMALLER = "(self)", "(smaller)"
 _NUMBERED = re.compile(r"(.+)_(\d{1,9})")  # a class with its number, or a name such as `encoder_layer_3`
+_NUMBER = re.compile(r"(?:\d+|\*)(?:\.|$)")
+_LAST_NAME = re.compile(r"[^.]*(?:\.(?:\d+|\*))*$")
 _FEW = 4
 _MOST_LEVELS = 24  # more are not the modules of a model
 
@@ -35,7 +37,8 @@ Levels = Mapping[str, "tuple[Level, ...]"]
 
 
 class Level(NamedTuple):
-    """One level of a module's path: as recorded, `blocks.3`, and what is the same in all copies, `blocks.*`."""
+    """One level of a module's path: as recorded, `blocks.3`, and what is the same in all copies, `blocks.*`. Levels
+    joined by dots are the path."""
 
     label: str
     role: str
@@ -107,15 +110,12 @@ class _Spelling:
             stem, at, several = self._places.get(here, ("", 0, 0))
             is_class = here in self._of_classes
             is_layer = spelled in layers and not (is_class and is_inside and several <= _FEW)
-            if name.isdecimal() and levels:  # a number alone says nothing
-                label, role = levels[-1]
-                levels.append(Level(f"{label}.{name}", f"{role}.{'*' if is_layer else name}"))
-            elif is_layer:
-                levels.append(Level(name, stem if is_class else f"{stem}_*" if stem else "*"))
+            role = name
+            if is_layer:
+                role = stem if is_class else f"{stem}_*" if stem else "*"
             elif is_class and is_inside:
-                levels.append(Level(name, stem if several == 1 else f"{stem} #{at + 1}"))
-            else:
-                levels.append(Level(name, name))
+                role = stem if several == 1 else f"{stem} #{at + 1}"
+            levels.append(Level(name, role))
             is_inside |= is_layer
         return tuple(levels)
 
@@ -130,28 +130,24 @@ def _join_chains(levels: Mapping[str, tuple[Level, ...]]) -> dict[str, tuple[Lev
     running = set(roles)
     joined = {}
     for module, path in zip(levels, roles, strict=True):
-        own, above = [], Level("", "")
-        for depth, level in enumerate(levels[module]):
-            above = Level(_append(above.label, level.label), _append(above.role, level.role))
-            here = path[: depth + 1]
-            if here in running or len(inside[here]) > 1:
-                own.append(above)
-                above = Level("", "")
-        joined[module] = _limit(own)
+        own, begun = [], 0
+        for depth in range(1, len(path) + 1):
+            if path[:depth] in running or len(inside[path[:depth]]) > 1:
+                own.append(_join(levels[module][begun:depth]))
+                begun = depth
+        rest = own[_MOST_LEVELS - 1 :]
+        joined[module] = (*own[: _MOST_LEVELS - 1], _join(rest)) if rest else tuple(own)
     return joined
 
 
-def _limit(levels: Sequence[Level]) -> tuple[Level, ...]:
-    """Join the levels below the last that is shown."""
-    head, rest = levels[: _MOST_LEVELS - 1], levels[_MOST_LEVELS - 1 :]
-    if len(rest) < 2:
-        return tuple(levels)
-    label, role = (".".join(texts) for texts in zip(*rest, strict=True))
-    return (*head, Level(label, role))
+def _join(levels: Sequence[Level]) -> Level:
+    label, role = (".".join(names) for names in zip(*levels, strict=True))
+    return Level(label, role)
 
 
-def _append(above: str, name: str) -> str:
-    return name if not above or name.startswith(f"{above}.") else f"{above}.{name}"
+def label_module(above: str, name: str) -> str:
+    """Return the name of a level below a path. A number alone says nothing, and has the name above it: `blocks.3`."""
+    return f"{_LAST_NAME.findall(above)[0]}.{name}" if above and _NUMBER.match(name) else name
 
 
 # --- The tree of a breakdown ------------------------------------------------------------------------------------------
@@ -159,7 +155,7 @@ def _append(above: str, name: str) -> str:
 
 def join_roles(levels: Sequence[Level]) -> str:
     """Return a module as the same one of all alike layers: `blocks.*.attention`."""
-    return ".".join(level.role for level in levels)
+    return _join(levels).role
 
 
 def plant_tree(modules: Sequence[str], levels: Levels) -> ModuleTree:
@@ -190,14 +186,22 @@ def plant_tree(modules: Sequence[str], levels: Levels) -> ModuleTree:
     return msgspec.structs.replace(tree, names=tuple(names))
 
 
+def name_nodes(tree: ModuleTree) -> tuple[str, ...]:
+    """Return the path of each node, with the number of modules that it is: `12 × blocks.*.attention`."""
+    paths: list[str] = []
+    for parent, label in zip(tree.parents, tree.labels, strict=True):
+        paths.append(f"{paths[parent]}.{tree.names[label]}" if parent >= 0 else tree.names[label])
+    return tuple(f"{copies} × {path}" if copies > 1 else path for path, copies in zip(paths, tree.copies, strict=True))
+
+
 # --- Their time -------------------------------------------------------------------------------------------------------
 
 
 @dataclass(kw_only=True)
 class ModuleNode:
     """A module, or the same one of several alike layers, with everything inside it; what it runs itself is a child
-    `(self)` next to others. Times are whole nanoseconds over the recording. `copies` has the time of each module of
-    which this is one."""
+    `(self)` next to others. Times are whole nanoseconds over the recording. `copies` has the time of each module that
+    this is."""
 
     label: str
     path: str
@@ -217,7 +221,9 @@ class ModuleNode:
 
     def child(self, role: str) -> "ModuleNode":
         if role not in self.inside:
-            self.inside[role] = ModuleNode(label=role, path=_append(self.path, role), depth=self.depth + 1)
+            path = f"{self.path}.{role}" if self.depth >= 0 else role
+            label = label_module(self.path, role)
+            self.inside[role] = ModuleNode(label=label, path=path, depth=self.depth + 1)
         return self.inside[role]
 
     def add(self, single: str, phase: str, time_ns: int, count: int) -> None:
@@ -227,20 +233,20 @@ class ModuleNode:
         self.copies[single] = self.copies.get(single, 0) + time_ns
 
 
-def add_up_modules(profile: Profile) -> ModuleNode:
-    """Return the root, whose children are the modules at the top and whose time is all kernel time."""
+def add_up_modules(kernels: pl.DataFrame) -> ModuleNode:
+    """Return the root of a profile's kernels: its children are the modules at the top, and its time is all kernel
+    time."""
     module, phase = pl.col("module").fill_null(UNKNOWN), pl.col("phase").fill_null(UNKNOWN)
-    times = profile.kernels.group_by(module, phase, maintain_order=True).agg(pl.col("time_ns", "count").sum())
-    levels = fold_modules(list_kinds(profile.kernels))
+    times = kernels.group_by(module, phase, maintain_order=True).agg(pl.col("time_ns", "count").sum())
+    levels = fold_modules(list_kinds(kernels))
     root = ModuleNode(label="", path="", depth=-1)
     for name, *figures in times.iter_rows():
-        node, single = root, ""
-        root.add(single, *figures)
-        for level in levels[name]:
-            single = _append(single, level.label)
+        node = root
+        root.add("", *figures)
+        for depth, level in enumerate(levels[name], start=1):
             node = node.child(level.role)
-            node.add(single, *figures)
-        node.child(SELF).add(single, *figures)
+            node.add(_join(levels[name][:depth]).label, *figures)
+        node.child(SELF).add(name, *figures)
     return root
 
 
@@ -255,14 +261,14 @@ def choose_nodes(root: ModuleNode, top: int | None = None) -> list[ModuleNode]:
     """Return the `top` longest nodes, each after the one around it. What else is inside that one is summed up in a node
     `(smaller)`, so that the nodes still add up."""
     ranked = sorted(_walk(root), key=lambda node: (-node.time_ns, node.depth, node.path))
-    chosen = {node.path for node in ranked[:top]}
+    chosen = {id(node) for node in ranked[:top]}
     shown: list[ModuleNode] = []
     waiting = [root]
     while waiting:
         node = waiting.pop()
         shown.append(node)
-        inside = [child for child in node.children if child.path in chosen]
-        hidden = [child for child in node.children if child.path not in chosen]
+        inside = [child for child in node.children if id(child) in chosen]
+        hidden = [child for child in node.children if id(child) not in chosen]
         if inside:  # a module without any of its parts needs no node that says so
             rest = [_merge(node, hidden)] if len(hidden) > 1 else hidden
             waiting += reversed((*inside, *rest))
@@ -278,7 +284,8 @@ def _walk(root: ModuleNode) -> Iterator[ModuleNode]:
 
 
 def _merge(parent: ModuleNode, nodes: Sequence[ModuleNode]) -> ModuleNode:
-    merged = ModuleNode(label=SMALLER, path=_append(parent.path, SMALLER), depth=parent.depth + 1)
+    path = f"{parent.path}.{SMALLER}" if parent.depth >= 0 else SMALLER
+    merged = ModuleNode(label=SMALLER, path=path, depth=parent.depth + 1)
     for node in nodes:
         merged.time_ns += node.time_ns
         merged.count += node.count

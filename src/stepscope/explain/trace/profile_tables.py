@@ -181,7 +181,7 @@ def modules_table(profile: Profile, *, top: int | None = None) -> Table:
 def tree_table(profile: Profile, *, top: int | None = None) -> Table:
     """Return the modules as a tree, with alike layers folded. What a module runs itself is a row `(self)` inside it, so
     rows of one depth add up."""
-    root = add_up_modules(profile)
+    root = add_up_modules(profile.kernels)
     phases = order_phases(root.phases)
     nodes = choose_nodes(root, top)
     hidden = [node for node in nodes if node.label == SMALLER]
@@ -212,7 +212,7 @@ def tree_table(profile: Profile, *, top: int | None = None) -> Table:
 def _tree_row(profile: Profile, node: ModuleNode, phases: Sequence[str]) -> tuple[Cell, ...]:
     copies = len(node.copies)
     label = f"{_INSIDE * node.depth}{f'{copies} × ' if copies > 1 else ''}{node.label}"
-    ranked = sorted(node.copies, key=lambda name: node.copies[name]) if copies > 1 else []
+    ranked = sorted(node.copies, key=lambda single: (node.copies[single], single)) if copies > 1 else []
     spread = (node.time_ns / copies, node.copies[ranked[0]], node.copies[ranked[-1]]) if ranked else ()
     return (
         label,

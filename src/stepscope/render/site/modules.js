@@ -3,17 +3,17 @@
 
 const SELF = "(self)";
 
-function joinPath(above, name) {
-  return !above || name.startsWith(`${above}.`) ? name : `${above}.${name}`;
-}
+// A number alone says nothing, and has the name above it: `blocks.3`. As in explain/trace/module_tree.py.
+const labelModule = (above, name) => (above && /^(\d+|\*)(\.|$)/.test(name) ? `${above.match(/[^.]*(\.(\d+|\*))*$/)[0]}.${name}` : name);
 
-// A tree from the parents and labels of its nodes, which have an `order`; `chains` has the nodes of each module from the top.
-function growTree({ parents, labels, chains, copies, order }) {
-  const paths = [];
+// A tree from the parents and names of its nodes, which have an `order`; `chains` has the nodes of each module from the top.
+function growTree({ parents, names, chains, copies, order }) {
+  const [paths, labels, tops] = [[], [], []];
   const children = parents.map(() => []);
-  const tops = [];
   parents.forEach((parent, node) => {
-    paths.push(joinPath(parent < 0 ? "" : paths[parent], labels[node]));
+    const above = parent < 0 ? "" : paths[parent];
+    paths.push(parent < 0 ? names[node] : `${above}.${names[node]}`);
+    labels.push(labelModule(above, names[node]));
     (parent < 0 ? tops : children[parent]).push(node);
   });
   return { size: parents.length, parents, labels, paths, children, tops, chains, copies, order };
@@ -30,29 +30,29 @@ function readModules(part) {
     return chain;
   });
   const folded = growTree({
-    parents: part.tree.parents, labels: part.tree.labels.map((label) => names[label]), chains, copies,
+    parents: part.tree.parents, names: part.tree.labels.map((label) => names[label]), chains, copies,
     order: part.tree.parents.map((_, node) => node),
   });
   const known = new Map();
-  const [parents, labels, roles] = [[], [], []];
-  const own = singles.map((texts, value) => {
+  const [parents, own, roles] = [[], [], []];
+  const singleChains = singles.map((texts, value) => {
     let parent = -1;
     return texts.map((text, depth) => {
       const key = `${parent}:${text}:${chains[value][depth]}`;
       if (!known.has(key)) {
         known.set(key, parents.length);
         parents.push(parent);
-        labels.push(names[text]);
+        own.push(names[text]);
         roles.push(chains[value][depth]);
       }
       return (parent = known.get(key));
     });
   });
   // In the order of the model, and by number among copies.
-  const ranked = parents.map((_, one) => one).sort((a, b) => roles[a] - roles[b] || wordOrder.compare(labels[a], labels[b]));
+  const ranked = parents.map((_, one) => one).sort((a, b) => roles[a] - roles[b] || wordOrder.compare(own[a], own[b]));
   const order = [];
   ranked.forEach((one, rank) => (order[one] = rank));
-  const single = growTree({ parents, labels, chains: own, copies: parents.map(() => 1), order });
+  const single = growTree({ parents, names: own, chains: singleChains, copies: parents.map(() => 1), order });
   // The modules of each node. One that has the name of its node was merged over alike layers, and is none of them.
   const members = folded.parents.map(() => []);
   roles.forEach((node, one) => {

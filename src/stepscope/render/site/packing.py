@@ -43,7 +43,7 @@ def pack_exhibits(report: Report) -> dict[str, Any]:
     exhibits = [exhibit for section in report.sections for exhibit in section.exhibits]
     if report.picture is not None:
         exhibits.append(Exhibit(key=PICTURE, part=report.picture))
-    what = next((exhibit.part.what for exhibit in exhibits if isinstance(exhibit.part, Breakdown)), "kernels")
+    what = clean(next((one.part.what for one in exhibits if isinstance(one.part, Breakdown)), "kernels"), 40)
     return {key: packed for exhibit in exhibits for key, packed in _pack_part(exhibit.key, exhibit.part, what)}
 
 

@@ -11,6 +11,7 @@ the rows become a table. If only one of two runs has modules, a comparison has n
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+import msgspec
 import numpy as np
 import polars as pl
 from numpy.typing import NDArray
@@ -18,7 +19,7 @@ from numpy.typing import NDArray
 from stepscope.explain.trace.attribution.names import cut_name, describe_kernel
 from stepscope.explain.trace.compare import REST
 from stepscope.explain.trace.loop.source_lines import has_sources, launch_sources
-from stepscope.explain.trace.module_tree import Levels, fold_modules, join_roles, list_kinds, plant_tree
+from stepscope.explain.trace.module_tree import Levels, fold_modules, join_roles, list_kinds, name_nodes, plant_tree
 from stepscope.explain.trace.profile import UNKNOWN, Profile, order_phases
 from stepscope.explain.trace.profile_tables import scope
 from stepscope.findings import Breakdown, Cell, Column, Dimension, Table
@@ -233,6 +234,21 @@ class Totals:
     counts: Numbers
     shortest_ns: Numbers
     longest_ns: Numbers
+
+
+def fold_layers(breakdown: Breakdown) -> Breakdown:
+    """The breakdown with the nodes of its tree instead of single modules. Several rows may agree in all dimensions."""
+    tree = breakdown.tree
+    if tree is None:
+        return breakdown
+    at = [one.key for one in breakdown.dimensions].index("module")
+    module = msgspec.structs.replace(breakdown.dimensions[at], values=name_nodes(tree))
+    return msgspec.structs.replace(
+        breakdown,
+        dimensions=(*breakdown.dimensions[:at], module, *breakdown.dimensions[at + 1 :]),
+        places=tuple((*row[:at], tree.nodes[row[at]], *row[at + 1 :]) for row in breakdown.places),
+        tree=None,
+    )
 
 
 def tabulate_dimensions(breakdown: Breakdown) -> Iterable[tuple[str, Table]]:
