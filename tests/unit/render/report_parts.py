@@ -138,7 +138,7 @@ def break_down(runs: Sequence[Sequence[Kernel]], walls_ns: Sequence[float]) -> B
         idles_ns=tuple(max(0.0, wall - own) for wall, own in zip(walls_ns, busy, strict=True)),
         tree=plant_tree(modules, fold_modules(dict.fromkeys(modules, ""))),
         lines=("model.py:31 forward",),
-        sources=tuple(-1 if at % 2 else 0 for at in range(len(rows))),
+        sources=tuple(0 if at else -1 for at in range(len(rows))),
         notes=("Times are a mean of 3 steps.", "Layer norm is counted to the block it stands in."),
     )
 

@@ -154,7 +154,7 @@ function makeModuleTree(model, body, select) {
     if (copies.length) {
       const chip = button(`${formatNumber(copies.length, 0)} ×`, "copies-chip", (event) => {
         event.stopPropagation();
-        toggle(row, `${key}*`);
+        toggleCopies(row);
       });
       chip.tabIndex = -1;
       chip.title = open.has(`${key}*`) ? "Fold them again" : "Show them one by one";
@@ -226,11 +226,17 @@ function makeModuleTree(model, body, select) {
 
   // ---- opening and selecting
 
-  function toggle(row, key) {
-    const isOpen = open.has(key);
+  // Opens a row to what is inside (its key) or to its copies (with a star), or closes it (nothing).
+  function setOpen(row, key) {
     for (const other of [keyOf(row), `${keyOf(row)}*`]) open.delete(other);
-    if (!isOpen) open.add(key);
+    if (key) open.add(key);
     fill(keyOf(row));
+  }
+
+  // Copies take the place of what is inside, and give it back.
+  function toggleCopies(row) {
+    const key = keyOf(row);
+    setOpen(row, !open.has(`${key}*`) ? `${key}*` : childrenOf(row).length ? key : "");
   }
 
   // The twist opens what is inside, or the copies of a module with nothing inside.
@@ -238,10 +244,9 @@ function makeModuleTree(model, body, select) {
     const key = keyOf(row);
     const isOpen = open.has(key) || open.has(`${key}*`);
     if (row.isSelf || isOpen === wanted) return false;
-    const target = isOpen ? (open.has(key) ? key : `${key}*`) : childrenOf(row).length ? key : copiesOf(row).length ? `${key}*` : "";
-    if (!target) return false;
-    toggle(row, target);
-    return true;
+    const target = childrenOf(row).length ? key : copiesOf(row).length ? `${key}*` : "";
+    if (target) setOpen(row, wanted ? target : "");
+    return Boolean(target);
   }
 
   function choose(row) {
@@ -298,7 +303,7 @@ function makeModuleTree(model, body, select) {
       if (turn(row, false)) return;
       const above = shown.slice(0, shown.indexOf(row)).findLastIndex((other) => other.depth < row.depth);
       rows.rows[above]?.focus();
-    } else if (event.key === "*" && copiesOf(row).length) toggle(row, `${keyOf(row)}*`);
+    } else if (event.key === "*" && copiesOf(row).length) toggleCopies(row);
     else if (event.key === "Enter" || event.key === " ") choose(row);
     else return;
     event.preventDefault();
