@@ -21,6 +21,7 @@ from stepscope.jobs.experiments.sweep import Planned, PlannedCase, judge, look_a
 from stepscope.jobs.workers.messages import Failed, Record, StepsRecorded
 from stepscope.jobs.workers.process import Ended, InputRefusedError, OnStage, Workers, require_torch
 from stepscope.recording.rows.bench import RAW_TRACE_NAME, Environment, RecordedRun
+from stepscope.recording.rows.compiled_code import load_graphs
 from stepscope.spec import Case, Grid, Workload, grid_from_flags
 
 if TYPE_CHECKING:  # these load polars, which a bad flag should not have to wait for
@@ -77,10 +78,12 @@ class ProfileJob(_RecordingJob, frozen=True, kw_only=True):
             if not isinstance(ended.answer, StepsRecorded):
                 raise explain_failure(ended, planned.case, "recorded")
             on_stage("reading the trace")
+            from stepscope.recording.compiled_code import name_modules
             from stepscope.recording.readers import kineto
 
             raw = scratch / RAW_TRACE_NAME
-            return self._keep(kineto.read(raw), planned, ended.answer.run, started, raw)
+            recording = name_modules(kineto.read(raw), load_graphs(scratch))
+            return self._keep(recording, planned, ended.answer.run, started, raw)
 
 
 class NsysJob(_RecordingJob, frozen=True, kw_only=True):
