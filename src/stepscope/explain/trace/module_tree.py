@@ -55,7 +55,7 @@ def fold_modules(kinds: Mapping[str, str]) -> dict[str, tuple[Level, ...]]:
     leaves = {split[module]: kind for module, kind in kinds.items()}
     layers = find_layers({spelling.spell(path): kind for path, kind in spelling.tell_apart(leaves).items()})
     if not layers:
-        # A model of nothing but linear layers: there are no blocks, so modules of one class are the layers.
+        # Without blocks, as in a model of nothing but linear layers, modules of one class are the layers.
         layers = find_layers({spelling.spell(path): kind for path, kind in leaves.items()})
     levels = {module: spelling.level(path, layers) for module, path in split.items()}
     return _join_chains(levels)

@@ -213,13 +213,16 @@ def _tree_row(profile: Profile, node: ModuleNode, phases: Sequence[str]) -> tupl
     copies = len(node.copies)
     label = f"{_INSIDE * node.depth}{f'{copies} × ' if copies > 1 else ''}{node.label}"
     ranked = sorted(node.copies, key=lambda single: (node.copies[single], single)) if copies > 1 else []
-    spread = (node.time_ns / copies, node.copies[ranked[0]], node.copies[ranked[-1]]) if ranked else ()
+    spread: tuple[float | None, ...] = (None, None, None)
+    if ranked:
+        times_ns = (node.time_ns / copies, node.copies[ranked[0]], node.copies[ranked[-1]])
+        spread = tuple(_per_step(profile, time_ns) for time_ns in times_ns)
     return (
         label,
         _per_step(profile, node.time_ns),
         node.time_ns / max(1, profile.gpu_time_ns),
         node.count / profile.num_steps,
-        *([_per_step(profile, time_ns) for time_ns in spread] or [None] * 3),
+        *spread,
         *(_per_step(profile, node.phases[phase]) if phase in node.phases else None for phase in phases),
         node.path,
         node.depth,

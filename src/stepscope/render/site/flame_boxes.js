@@ -1,6 +1,6 @@
 // The boxes of the flame view: phase, module, operator and kernel below each other, each as wide as its time.
 
-// Adds up rows to boxes. What is unknown is no level, nor is a module that only repeats its phase: `(optimizer)`.
+// Adds up rows to boxes. Unknown names have no box, and neither has a module that only repeats its phase: `(optimizer)`.
 function growFlame(model, rows, run, isFolded) {
   const { part, modules } = model;
   const [phases, ops, kernels, classes] = ["phase", "op", "kernel", "class"].map(

@@ -48,12 +48,12 @@ _HINTS: dict[type, Hint] = {
     Breakdown: Hint(
         reading=(
             "Each color is a class.",
-            "In the flame view, phase, module, operator and kernel are below each other, as wide as their time. Above the "
-            "kernels, a box has the color of the class that takes most of it. Boxes too thin to draw are gray.",
-            "12 × is the same module of twelve alike layers. The small bars in the tree are these layers, in order; one "
-            "that differs by more than a quarter is marked.",
-            "Select a box, a bar, a module or a kernel to narrow everything else to it; select it again, or a name above "
-            "the flame view, to undo.",
+            "In the flame view, phase, module, operator and kernel are below each other, as wide as their time. Above "
+            "the kernels, a box has the color of the class that takes most of it. Boxes too thin to draw are gray.",
+            "12 × is the same module of twelve alike layers. The small bars in the tree are these layers, in order; "
+            "one that differs by more than a quarter is marked.",
+            "Select a box, a bar, a module or a kernel to narrow everything else to it; select it again, or a name "
+            "above the flame view, to undo.",
         ),
         mouse=(
             "Keys in the flame view: arrows move from box to box, Enter zooms in, Backspace zooms out.",
