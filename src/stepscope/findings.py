@@ -312,7 +312,7 @@ STAGES_ON_REQUEST: dict[str, StageText] = {
 class Dimension(msgspec.Struct, frozen=True, kw_only=True):
     """One way to break down time. `details` are shown on request: one text per value, or none."""
 
-    key: str  # class, phase, layer, module, kernel
+    key: str  # class, phase, module, op, kernel
     label: str
     values: tuple[str, ...]
     details: tuple[str, ...] = ()
@@ -321,12 +321,30 @@ class Dimension(msgspec.Struct, frozen=True, kw_only=True):
         assert not self.details or len(self.details) == len(self.values), "one detail per value, or none"
 
 
+class ModuleTree(msgspec.Struct, frozen=True, kw_only=True):
+    """The modules of a breakdown as a tree in which the same module of alike layers is one node. Nodes are in the order
+    of the model, each after its parent; labels and singles are indices into `names`."""
+
+    names: tuple[str, ...]
+    parents: tuple[int, ...]  # of the nodes, -1 at the top
+    labels: tuple[int, ...]  # of the nodes: `blocks.*`, `attention`
+    copies: tuple[int, ...]  # how many modules each node is
+    nodes: tuple[int, ...]  # of the modules, in the order of their dimension
+    singles: tuple[tuple[int, ...], ...]  # of the modules, one per level from the top: `blocks.3`, `attention`
+
+    def __post_init__(self) -> None:
+        assert len(self.parents) == len(self.labels) == len(self.copies), "columns of equal length"
+        assert all(parent < at for at, parent in enumerate(self.parents)), "parents come first"
+        assert len(self.nodes) == len(self.singles), "a node and its names per module"
+
+
 class Breakdown(msgspec.Struct, frozen=True, kw_only=True):
     """The kernel time of a step, broken down along several dimensions at once: choosing a value of one filters the
     others.
 
     A row is all kernels that agree in every dimension: `places` has the index of its value in each. All times are per
-    step. `walls_ns` and `idles_ns` are the wall time and idle time of a step.
+    step. `walls_ns` and `idles_ns` are the wall time and idle time of a step. `sources` has the line of code of each
+    row, an index into `lines`, -1 if it is unknown.
     """
 
     title: str
@@ -342,9 +360,13 @@ class Breakdown(msgspec.Struct, frozen=True, kw_only=True):
     what: str = "kernels"  # operators, on a CPU
     unit: Literal["step", "trace"] = "step"  # the trace, if no run has marked steps
     num_devices: int = 1  # kernel times are sums over them, `walls_ns` and `idles_ns` are means
+    tree: ModuleTree | None = None  # None without modules
+    lines: tuple[str, ...] = ()
+    sources: tuple[int, ...] = ()  # empty if no line is known
     notes: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
+        assert len(self.sources) in (0, len(self.places)), "a line per row, or none"
         assert all(len(row) == len(self.dimensions) for row in self.places), "one index per dimension"
         for columns in (self.times_ns, self.counts, self.shortest_ns, self.longest_ns):
             assert len(columns) == len(self.runs), "one column per run"

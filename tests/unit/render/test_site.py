@@ -169,7 +169,7 @@ def test_data_round_trips() -> None:
     packed = data["exhibits"]["breakdown"]
     part = next(section for section in report.sections if section.key == "time").exhibits[0].part
     assert packed["times"][0] == [round(time) for time in part.times_ns[0]]  # type: ignore[union-attr]
-    assert [dimension["key"] for dimension in packed["dimensions"]] == ["class", "phase", "layer", "module", "kernel"]
+    assert [dimension["key"] for dimension in packed["dimensions"]] == ["class", "phase", "module", "op", "kernel"]
     assert list(zip(*packed["places"], strict=True)) == list(part.places)  # type: ignore[union-attr]
 
 

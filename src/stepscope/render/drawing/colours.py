@@ -130,7 +130,7 @@ def groups_of(part: Part | None) -> Iterable[str]:
         case Lanes():
             return part.groups
         case Breakdown():
-            return next((dimension.values for dimension in part.dimensions if dimension.key == "class"), ())
+            return [value for one in part.dimensions if one.key in ("class", "phase") for value in one.values]
         case StepPicture():
             return [name for bar in part.bars if bar for phase in bar.phases for name in phase.classes]
         case Roofline():

@@ -48,9 +48,18 @@ _HINTS: dict[type, Hint] = {
     Breakdown: Hint(
         reading=(
             "Each color is a class.",
-            "Select a bar to narrow all other lists and the table to it; select it again to undo.",
+            "In the flame view, phase, module, operator and kernel are below each other, as wide as their time. Above "
+            "the kernels, a box has the color of the class that takes most of it. Boxes too thin to draw are gray.",
+            "12 × is the same module of twelve alike layers. The small bars in the tree are these layers, in order; "
+            "one that differs by more than a quarter is marked.",
+            "Select a box, a bar, a module or a kernel to narrow everything else to it; select it again, or a name "
+            "above the flame view, to undo.",
         ),
-        mouse=("Keys: ↑ ↓ move within a list, ← → between lists, / searches, Esc clears the selection.",),
+        mouse=(
+            "Keys in the flame view: arrows move from box to box, Enter zooms in, Backspace zooms out.",
+            "Keys in the tree: ↑ ↓ move, → opens, ← closes, * shows the layers one by one, Enter selects.",
+            "Keys in lists: ↑ ↓ move within a list, ← → between lists, / searches kernels, Esc clears the selection.",
+        ),
     ),
     Roofline: Hint(
         reading=(

@@ -322,8 +322,8 @@ def test_modules_of_one_run_are_not_compared_with_none() -> None:
     assert "changes-module" not in [one.key for one in section(report, "changes").exhibits]
     shown = part_of(report, "breakdown")
     assert isinstance(shown, Breakdown)
-    assert [one.key for one in shown.dimensions] == ["class", "phase", "kernel"]
-    assert f"layers and modules: {said}" in shown.notes
+    assert [one.key for one in shown.dimensions] == ["class", "phase", "op", "kernel"]
+    assert f"modules: {said}" in shown.notes
     neither = tell_both(b, b)
     assert "changes by module" not in [one.what for one in not_measured(neither)]
 

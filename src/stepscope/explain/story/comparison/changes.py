@@ -10,7 +10,6 @@ from stepscope.explain.story.missing import explain_absence
 from stepscope.explain.story.phrases import name_class
 from stepscope.explain.story.sections.breakdown import say_lacking_modules
 from stepscope.explain.story.sections.environment_facts import find_environment
-from stepscope.explain.story.sections.step_picture import order_phases
 from stepscope.explain.story.sources import Materials
 from stepscope.explain.trace.comparability import describe_software, list_settings, list_versions
 from stepscope.explain.trace.compare import (
@@ -24,6 +23,7 @@ from stepscope.explain.trace.compare import (
     comparison_table,
     say_sum,
 )
+from stepscope.explain.trace.profile import order_phases
 from stepscope.findings import CHANGES, Bars, Cell, Column, Exhibit, Missing, Section, StepPhase, StepPicture, Table
 from stepscope.units import say_size, say_time
 

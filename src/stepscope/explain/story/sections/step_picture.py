@@ -6,26 +6,14 @@ Idle time belongs to the phase of the kernel that ends it. If the clock's step i
 spread over the phases as in the profiled steps.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 import polars as pl
 
-from stepscope.explain.trace.profile import UNKNOWN, Profile
+from stepscope.explain.trace.profile import UNKNOWN, Profile, order_phases
 from stepscope.findings import StepBar, StepPhase, StepPicture
 
-ORDER = (
-    "warm-up",
-    "input",
-    "forward",
-    "loss",
-    "backward",
-    "clipping",
-    "optimizer",
-    "scheduler",
-    "logging",
-    "checkpoint",
-)
 _KNOWN_ENOUGH = 0.5  # of the busy time, to show phases
 # A class counts only where no class of an earlier tier runs; the first tier has all classes not named here.
 _TIERS = {"memcpy": 1, "memset": 1, "communication": 2}
@@ -96,11 +84,6 @@ def draw_bar(profile: Profile) -> StepBar:
 def _has_phases(swept: pl.DataFrame) -> bool:
     known = swept.filter(pl.col("phase") != UNKNOWN)
     return float(known["own_ns"].sum()) >= _KNOWN_ENOUGH * float(swept["own_ns"].sum())
-
-
-def order_phases(phases: Iterable[str]) -> list[str]:
-    """Return phases in the order of a step; others by name, and unknown ones last."""
-    return sorted(phases, key=lambda one: (ORDER.index(one) if one in ORDER else len(ORDER), one == UNKNOWN, one))
 
 
 def _sweep(kernels: pl.DataFrame, window: tuple[int, int]) -> pl.DataFrame:
