@@ -1,6 +1,8 @@
 """Charts as SVG, laid out in Python: for files, and inline for the page of a report."""
 
-from stepscope.findings import Bars, Figure, Lanes, Roofline, StepPicture, Timeline
+from stepscope.findings import Bars, Figure, Lanes, OfSeveral, Roofline, StepPicture, Timeline
+from stepscope.findings.compared import AlignedSteps
+from stepscope.render.drawing.aligned import draw_aligned_steps
 from stepscope.render.drawing.bars import chart_bars, draw_bars
 from stepscope.render.drawing.lanes import draw_lanes
 from stepscope.render.drawing.lines import draw_figure
@@ -12,7 +14,10 @@ from stepscope.render.drawing.timeline_layout import DEFAULT_DETAIL
 __all__ = ["draw_part"]
 
 
-def draw_part(part: Figure | Timeline | Lanes | StepPicture | Roofline | Bars, detail: float = DEFAULT_DETAIL) -> str:
+Drawable = Figure | Timeline | Lanes | StepPicture | Roofline | Bars | OfSeveral
+
+
+def draw_part(part: Drawable, detail: float = DEFAULT_DETAIL) -> str:
     """Return the part as an SVG file. `detail` is the share of a timeline's pieces that are drawn one by one."""
     match part:
         case Timeline():
@@ -21,6 +26,8 @@ def draw_part(part: Figure | Timeline | Lanes | StepPicture | Roofline | Bars, d
             return draw_lanes(part)
         case StepPicture():
             return draw_step_picture(part)
+        case AlignedSteps():
+            return draw_aligned_steps(part)
         case Roofline():
             return draw_roofline(part)
         case Bars():

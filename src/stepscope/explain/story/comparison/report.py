@@ -39,7 +39,7 @@ def tell_both(a: Materials, b: Materials) -> Report:
     shown = [key for key in SECTIONS if is_shown(key, a) or is_shown(key, b)]
     picture = draw_steps([a.profile, b.profile], labels)
     advice = list_advice(b)
-    sections = (show_changes(a, b, picture, labels), *(put_side_by_side(key, a, b, labels) for key in shown))
+    sections = (show_changes(a, b, labels), *(put_side_by_side(key, a, b, labels) for key in shown))
     return Report(
         title=_title(a, b, labels),
         subtitle=_say_where(a, b, labels),

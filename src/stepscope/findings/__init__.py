@@ -17,6 +17,8 @@ from typing import Literal, NamedTuple
 
 import msgspec
 
+from stepscope.findings.compared import AlignedSteps
+
 Cell = str | int | float | None
 # The kind of a number, from which the renderer derives digits and units. `share` is a fraction shown in percent,
 # `ratio` a factor shown as 1.23×, `count` an integer with thousands separators, `ms` milliseconds.
@@ -510,7 +512,10 @@ class SideBySide(msgspec.Struct, frozen=True, kw_only=True):
     parts: "tuple[Part | None, ...]"
 
 
-Part = Table | Figure | Timeline | Breakdown | Lanes | StepPicture | Roofline | Bars | Questions | SideBySide
+OfSeveral = AlignedSteps
+Part = (
+    Table | Figure | Timeline | Breakdown | Lanes | StepPicture | Roofline | Bars | Questions | SideBySide | OfSeveral
+)
 
 
 class Exhibit(msgspec.Struct, frozen=True, kw_only=True):

@@ -1,0 +1,75 @@
+"""The parts of a report that show several runs on one scale: two steps and two memory timelines, place by place, and
+many runs as a trend.
+
+All times and sizes are whole nanoseconds and bytes, and those of a run add up to its step, or to its allocated memory.
+"""
+
+from typing import Literal
+
+import msgspec
+
+
+class PlaceTime(msgspec.Struct, frozen=True, kw_only=True):
+    """What one run does at a place, per step: the time of each kernel class, the longest first, and idle time."""
+
+    classes: tuple[str, ...] = ()
+    times_ns: tuple[int, ...] = ()
+    idle_ns: int = 0
+
+    @property
+    def total_ns(self) -> int:
+        return sum(self.times_ns) + self.idle_ns
+
+
+class StepPlace(msgspec.Struct, frozen=True, kw_only=True):
+    """A place in the steps of two runs: a part of a layer in one phase. Outside layers, `layer` is empty; `part` is
+    empty for the rest of a layer, or if only the phase is known. A run that has nothing there takes no time.
+
+    `verdict` is as in a table of changes: slower, faster, noise, same, cannot tell, new or gone."""
+
+    phase: str
+    layer: str = ""
+    part: str = ""
+    sides: tuple[PlaceTime, PlaceTime]
+    verdict: str = ""
+
+    @property
+    def name(self) -> str:
+        """Without the phase; empty if only that is known."""
+        return " ".join(word for word in (self.layer, self.part) if word)
+
+    @property
+    def change_ns(self) -> int:
+        return self.sides[1].total_ns - self.sides[0].total_ns
+
+    @property
+    def width_ns(self) -> int:
+        """The time of the run that takes longer."""
+        return max(side.total_ns for side in self.sides)
+
+
+class StepChange(msgspec.Struct, frozen=True, kw_only=True):
+    """A change that is large enough for a label, at one or more places. `change_ns` is part of the change of the
+    step."""
+
+    text: str
+    change_ns: int
+    places: tuple[int, ...]  # indices
+
+
+class AlignedSteps(msgspec.Struct, frozen=True, kw_only=True):
+    """The steps of two runs, cut at the same places, in the order of the step. The places add up to `steps_ns`.
+    `changes` are the largest ones, the largest first."""
+
+    title: str
+    runs: tuple[str, str]
+    places: tuple[StepPlace, ...]
+    changes: tuple[StepChange, ...] = ()
+    unit: Literal["step", "trace"] = "step"
+    idle: str = "idle"  # what the time without kernels is called
+    notes: tuple[str, ...] = ()
+
+    @property
+    def steps_ns(self) -> tuple[int, int]:
+        one, other = (sum(place.sides[run].total_ns for place in self.places) for run in (0, 1))
+        return one, other
