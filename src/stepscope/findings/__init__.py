@@ -17,7 +17,7 @@ from typing import Literal, NamedTuple
 
 import msgspec
 
-from stepscope.findings.compared import AlignedSteps
+from stepscope.findings.compared import AlignedMemory, AlignedSteps
 
 Cell = str | int | float | None
 # The kind of a number, from which the renderer derives digits and units. `share` is a fraction shown in percent,
@@ -512,7 +512,7 @@ class SideBySide(msgspec.Struct, frozen=True, kw_only=True):
     parts: "tuple[Part | None, ...]"
 
 
-OfSeveral = AlignedSteps
+OfSeveral = AlignedSteps | AlignedMemory
 Part = (
     Table | Figure | Timeline | Breakdown | Lanes | StepPicture | Roofline | Bars | Questions | SideBySide | OfSeveral
 )

@@ -73,3 +73,44 @@ class AlignedSteps(msgspec.Struct, frozen=True, kw_only=True):
     def steps_ns(self) -> tuple[int, int]:
         one, other = (sum(place.sides[run].total_ns for place in self.places) for run in (0, 1))
         return one, other
+
+
+class MemoryStretch(msgspec.Struct, frozen=True, kw_only=True):
+    """A phase in columns `start` to `end` (exclusive), and which of the runs have it. The label is empty between
+    phases."""
+
+    label: str
+    start: int
+    end: int
+    runs: tuple[bool, bool] = (True, True)
+
+
+class AlignedMemory(msgspec.Struct, frozen=True, kw_only=True):
+    """The allocated memory of two steps on one axis: each phase has the same columns in both. A column shows the moment
+    of the most memory in it. `heights` has, for each run, the bytes of every category, from bottom to top, in every
+    column."""
+
+    title: str
+    runs: tuple[str, str]
+    categories: tuple[str, ...]
+    stretches: tuple[MemoryStretch, ...]
+    heights: tuple[tuple[tuple[int, ...], ...], tuple[tuple[int, ...], ...]]
+    notes: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        for columns in self.heights:
+            assert len(columns) == len(self.categories), "one row per category"
+            assert {len(row) for row in columns} <= {self.num_columns}, "one value per column"
+
+    @property
+    def num_columns(self) -> int:
+        return self.stretches[-1].end if self.stretches else 0
+
+    def totals(self, run: int) -> tuple[int, ...]:
+        """The allocated memory in every column."""
+        return tuple(map(sum, zip(*self.heights[run], strict=True)))
+
+    def peak(self, run: int) -> int:
+        """The first column with the most memory."""
+        totals = self.totals(run)
+        return totals.index(max(totals))

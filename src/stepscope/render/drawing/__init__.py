@@ -1,8 +1,9 @@
 """Charts as SVG, laid out in Python: for files, and inline for the page of a report."""
 
 from stepscope.findings import Bars, Figure, Lanes, OfSeveral, Roofline, StepPicture, Timeline
-from stepscope.findings.compared import AlignedSteps
+from stepscope.findings.compared import AlignedMemory, AlignedSteps
 from stepscope.render.drawing.aligned import draw_aligned_steps
+from stepscope.render.drawing.aligned_memory import draw_aligned_memory
 from stepscope.render.drawing.bars import chart_bars, draw_bars
 from stepscope.render.drawing.lanes import draw_lanes
 from stepscope.render.drawing.lines import draw_figure
@@ -26,6 +27,8 @@ def draw_part(part: Drawable, detail: float = DEFAULT_DETAIL) -> str:
             return draw_lanes(part)
         case StepPicture():
             return draw_step_picture(part)
+        case AlignedMemory():
+            return draw_aligned_memory(part)
         case AlignedSteps():
             return draw_aligned_steps(part)
         case Roofline():

@@ -10,7 +10,7 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 
 from stepscope.findings import Bars, Breakdown, Figure, Lanes, Part, Roofline, SideBySide, StepPicture, Timeline
-from stepscope.findings.compared import AlignedSteps
+from stepscope.findings.compared import AlignedMemory, AlignedSteps
 
 Pair = tuple[str, str]
 # Strongest contrast on white first; grey replaces their yellow, which is invisible on white. Then the same hues, light
@@ -132,6 +132,8 @@ def groups_of(part: Part | None) -> Iterable[str]:
             return part.groups
         case Breakdown():
             return next((dimension.values for dimension in part.dimensions if dimension.key == "class"), ())
+        case AlignedMemory():
+            return part.categories
         case AlignedSteps():
             return [name for place in part.places for side in place.sides for name in side.classes]
         case StepPicture():

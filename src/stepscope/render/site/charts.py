@@ -22,7 +22,7 @@ from stepscope.findings import (
     Table,
     Timeline,
 )
-from stepscope.findings.compared import AlignedSteps
+from stepscope.findings.compared import AlignedMemory, AlignedSteps
 from stepscope.render.drawing.bars import BarChart, chart_bars, place_bars
 from stepscope.render.drawing.colours import Palette
 from stepscope.render.drawing.lanes import sum_groups
@@ -40,7 +40,7 @@ from stepscope.render.drawing.svg import Canvas, Sign
 from stepscope.render.drawing.timeline_layout import counts_bytes, find_end, find_peak, format_height, format_moment
 from stepscope.render.formats import clean
 from stepscope.render.numbers import format_measured, format_on, format_rate, format_time, format_value, name_idle
-from stepscope.render.site.comparison_charts import pack_aligned_steps, write_aligned_steps
+from stepscope.render.site.comparison_charts import pack_compared, write_compared
 from stepscope.render.site.html import markup, prose
 from stepscope.render.site.plots import NARROW, WIDE, write_canvas, write_entry, write_legend, write_nothing, write_plot
 from stepscope.units import count_noun
@@ -50,7 +50,7 @@ Drawn = Figure | Roofline | Bars | StepPicture | OfSeveral
 _WIDE_BARS = 720.0
 _ROOFLINE_HEIGHTS = {WIDE: 400.0, NARROW: 320.0}
 # Pixels around a mark in which a pointer selects it.
-_REACHES = {Figure: 28, Roofline: 6, Bars: 2, StepPicture: 2, AlignedSteps: 2}
+_REACHES = {Figure: 28, Roofline: 6, Bars: 2, StepPicture: 2, AlignedSteps: 2, AlignedMemory: 2}
 _MOST_LABEL, _MOST_DETAIL, _MOST_READ = 60, 600, 60
 _MOST_PIECES = 200
 
@@ -66,8 +66,8 @@ def write_body(part: Drawn | Lanes | Timeline, palette: Palette) -> str:
             return _write_bars(chart_bars(part), palette)
         case StepPicture():
             return _write_step(part, palette)
-        case AlignedSteps():
-            return write_aligned_steps(part, palette)
+        case AlignedSteps() | AlignedMemory():
+            return write_compared(part, palette)
         case Lanes():
             return _write_lanes(part, palette)
         case Timeline():
@@ -85,8 +85,8 @@ def pack_drawing(part: Drawn, what: str) -> dict[str, Any]:
             packed = _pack_bars(chart_bars(part))
         case StepPicture():
             packed = _pack_step(part)
-        case AlignedSteps():
-            packed = pack_aligned_steps(part)
+        case AlignedSteps() | AlignedMemory():
+            packed = pack_compared(part)
     return packed | {"reach": _REACHES[type(part)]}
 
 

@@ -2,34 +2,59 @@
 
 from typing import Any
 
-from stepscope.findings.compared import AlignedSteps, PlaceTime
+from stepscope.findings import OfSeveral
+from stepscope.findings.compared import AlignedMemory, AlignedSteps, PlaceTime
 from stepscope.render.drawing.aligned import Block, cut_blocks, describe_steps, name_block, place_aligned_steps
+from stepscope.render.drawing.aligned_memory import describe_memory, place_aligned_memory
 from stepscope.render.drawing.colours import Palette
-from stepscope.render.drawing.svg import Canvas
+from stepscope.render.drawing.svg import Bounds, Canvas
 from stepscope.render.formats import clean
-from stepscope.render.numbers import format_change, format_time
+from stepscope.render.numbers import format_change, format_time, format_value
 from stepscope.render.site.html import prose
 from stepscope.render.site.plots import NARROW, WIDE, write_nothing, write_plot
 
-_MOST_LABEL, _MOST_CLASSES = 60, 4
+_MOST_LABEL, _MOST_PARTS = 60, 4
 _MS = 1e6
 
 
-def write_aligned_steps(steps: AlignedSteps, palette: Palette) -> str:
-    if not any(steps.steps_ns):
+def write_compared(part: OfSeveral, palette: Palette) -> str:
+    """Return the inside of a chart's body: wide and narrow, and in words for readers who do not see it."""
+    match part:
+        case AlignedSteps():
+            is_empty, told, what = not any(part.steps_ns), describe_steps(part), "place to place"
+        case AlignedMemory():
+            is_empty = not any(max(part.totals(run), default=0) for run in (0, 1))
+            told, what = describe_memory(part), "column to column"
+    if is_empty:
         return write_nothing("Nothing to draw.")
     svgs = []
     for name, width in (("wide", WIDE), ("narrow", NARROW)):
         canvas = Canvas(palette)
-        bounds = place_aligned_steps(canvas, steps, width, f"idle-aligned-{name}")
-        svgs.append(canvas.wrap(bounds, class_=f"drawing {name}"))
-    told = f'<p class="unseen">{prose(describe_steps(steps))}</p>'
-    return told + write_plot(svgs, f"{clean(steps.title)}. Arrow keys move from place to place.", "sized")
+        svgs.append(canvas.wrap(_place(canvas, part, width, name), class_=f"drawing {name}"))
+    label = f"{clean(part.title)}. Arrow keys move from {what}."
+    return f'<p class="unseen">{prose(told)}</p>' + write_plot(svgs, label, "sized")
 
 
-def pack_aligned_steps(steps: AlignedSteps) -> dict[str, Any]:
-    marks = [{"group": -1, "lines": _describe_block(steps, block)} for block in cut_blocks(steps)]
+def _place(canvas: Canvas, part: OfSeveral, width: float, name: str) -> Bounds:
+    match part:
+        case AlignedSteps():
+            return place_aligned_steps(canvas, part, width, f"idle-aligned-{name}")
+        case AlignedMemory():
+            return place_aligned_memory(canvas, part, width)
+
+
+def pack_compared(part: OfSeveral) -> dict[str, Any]:
+    """Return what the script needs to know about the marks."""
+    match part:
+        case AlignedSteps():
+            told = [_describe_block(part, block) for block in cut_blocks(part)]
+        case AlignedMemory():
+            told = [_describe_column(part, column) for column in range(part.num_columns)]
+    marks = [{"group": -1, "lines": lines} for lines in told]
     return {"groups": [], "marks": marks, "isOnlyOne": False}
+
+
+# --- steps ----------------------------------------------------------------------------------------------------------
 
 
 def _describe_block(steps: AlignedSteps, block: Block) -> list[str]:
@@ -46,7 +71,33 @@ def _describe_side(side: PlaceTime, idle: str) -> str:
         return "–"
     parts = [
         f"{clean(name, 30) or 'other'} {format_time(time)}"
-        for name, time in zip(side.classes[:_MOST_CLASSES], side.times_ns, strict=False)
+        for name, time in zip(side.classes[:_MOST_PARTS], side.times_ns, strict=False)
     ]
     parts += [f"{clean(idle, 30)} {format_time(side.idle_ns)}"] if side.idle_ns else []
     return f"{format_time(side.total_ns)}: {', '.join(parts)}" if len(parts) > 1 else format_time(side.total_ns)
+
+
+# --- memory ---------------------------------------------------------------------------------------------------------
+
+
+def _describe_column(memory: AlignedMemory, column: int) -> list[str]:
+    stretch = next(one for one in memory.stretches if one.start <= column < one.end)
+    done = (column - stretch.start) / max(1, stretch.end - stretch.start)
+    where = f"{clean(stretch.label, 40) or 'between phases'}, at {format_value('share', done)}"
+    lines = [where]
+    for run, label in enumerate(memory.runs):
+        lines.append(f"{clean(label, _MOST_LABEL)}: {_describe_heights(memory, run, column)}")
+    if all(stretch.runs):
+        change = memory.totals(1)[column] - memory.totals(0)[column]
+        lines.append(format_change("bytes", change) if change else "no change")
+    return lines
+
+
+def _describe_heights(memory: AlignedMemory, run: int, column: int) -> str:
+    sizes = [(rows[column], name) for name, rows in zip(memory.categories, memory.heights[run], strict=True)]
+    total = sum(size for size, _ in sizes)
+    if not total:
+        return "–"
+    most = sorted(sizes, reverse=True)[:_MOST_PARTS]
+    parts = [f"{clean(name, 30)} {format_value('bytes', size)}" for size, name in most if size]
+    return f"{format_value('bytes', total)}: {', '.join(parts)}"

@@ -6,7 +6,7 @@ It is behind a `?` next to the chart's title, and is a `details` element: it ope
 from typing import NamedTuple
 
 from stepscope.findings import Breakdown, Figure, Lanes, Roofline, StepPicture, Timeline
-from stepscope.findings.compared import AlignedSteps
+from stepscope.findings.compared import AlignedMemory, AlignedSteps
 from stepscope.render.drawing import Drawable
 from stepscope.render.site.html import prose
 
@@ -57,6 +57,15 @@ _HINTS: dict[type, Hint] = {
         ),
         mouse=("Hover over a place to see its times. Keys: ← → move from place to place.",),
         touch=("Tap a place to see its times.",),
+    ),
+    AlignedMemory: Hint(
+        reading=(
+            "Allocated memory during the step with the peak, by category, with one scale for both runs. The dashed line "
+            "is all memory of the other run, and the dot is the peak.",
+            "Each phase has the same width in both runs; inside a phase, allocations and frees are in order.",
+        ),
+        mouse=("Hover over a column to see its sizes. Keys: ← → move from column to column.",),
+        touch=("Tap a column to see its sizes.",),
     ),
     Breakdown: Hint(
         reading=(

@@ -24,7 +24,7 @@ from stepscope.findings import (
     Table,
     Timeline,
 )
-from stepscope.findings.compared import AlignedSteps
+from stepscope.findings.compared import AlignedMemory, AlignedSteps
 from stepscope.render.drawing import Drawable
 from stepscope.render.drawing.colours import Palette
 from stepscope.render.formats import COPYABLE
@@ -42,6 +42,7 @@ KINDS: dict[type, str] = {
     Bars: "bars",
     StepPicture: "step",
     AlignedSteps: "aligned",
+    AlignedMemory: "aligned",
 }
 
 PICTURE = "step-picture"  # the key of the picture of the step

@@ -4,7 +4,9 @@ from typing import Literal
 
 import msgspec
 
+from stepscope.explain.memory import MemoryProfile
 from stepscope.explain.story.commands import find_case
+from stepscope.explain.story.comparison.aligned_memory import align_memory, find_peak, tabulate_peaks
 from stepscope.explain.story.comparison.aligned_steps import align_steps, tabulate_phases, tabulate_places
 from stepscope.explain.story.comparison.side_by_side import Labels, join_missing
 from stepscope.explain.story.missing import explain_absence
@@ -62,9 +64,8 @@ def show_changes(a: Materials, b: Materials, labels: Labels) -> Section:
     else:
         missing += _absent(a, b, "profile", "changes in step time", labels)
     if a.memory and b.memory:
-        peaks = dict(a.memory.categories_at(a.memory.peak_event)), dict(b.memory.categories_at(b.memory.peak_event))
-        exhibits += _show_memory(*peaks, labels)
-        said.append(_say_memory_changes(*peaks))
+        exhibits += _show_memory(a.memory, b.memory, labels)
+        said.append(_say_memory_changes(find_peak(a.memory), find_peak(b.memory)))
     else:
         missing += _absent(a, b, "memory", "changes in memory", labels)
     lead = " ".join(text for text in said if text)
@@ -195,39 +196,10 @@ def _name(row: ComparisonRow) -> str:
 # --- Memory -----------------------------------------------------------------------------------------------------------
 
 
-def _show_memory(a: dict[str, int], b: dict[str, int], labels: Labels) -> list[Exhibit]:
-    names = [name for name in a if a[name] or b[name]]
-    names.sort(key=lambda name: (-abs(b[name] - a[name]), -max(a[name], b[name]), name))
-    bars = Bars(
-        title="Peak memory by category",
-        kind="bytes",
-        labels=tuple(names),
-        series=labels,
-        values=(tuple(float(a[name]) for name in names), tuple(float(b[name]) for name in names)),
-        notes=("largest change first; the bars of each run add up to its peak",),
-    )
-    return [
-        Exhibit(key="changes-memory", part=bars),
-        Exhibit(key="changes-categories", part=_memory_table(names, a, b, labels)),
-    ]
-
-
-def _memory_table(names: list[str], a: dict[str, int], b: dict[str, int], labels: Labels) -> Table:
-    sums = [(name, a[name], b[name]) for name in names] + [("all", sum(a.values()), sum(b.values()))]
-    rows: tuple[tuple[Cell, ...], ...] = tuple(
-        (name, one, other, other - one, other / one if one else None) for name, one, other in sums
-    )
-    return Table(
-        title="Peak memory by category",
-        columns=(
-            Column(key="category", label="category"),
-            Column(key="a_bytes", label=labels[0], kind="bytes"),
-            Column(key="b_bytes", label=labels[1], kind="bytes"),
-            Column(key="difference_bytes", label="change", kind="bytes"),
-            Column(key="ratio", label="ratio", kind="ratio"),
-        ),
-        rows=rows,
-    )
+def _show_memory(a: MemoryProfile, b: MemoryProfile, labels: Labels) -> list[Exhibit]:
+    aligned, table = align_memory(a, b, labels), tabulate_peaks(find_peak(a), find_peak(b), labels)
+    drawn = [Exhibit(key="changes-memory", part=aligned)] if aligned is not None else []
+    return [*drawn, Exhibit(key="changes-categories", part=table)]
 
 
 def _say_memory_changes(a: dict[str, int], b: dict[str, int]) -> str:
