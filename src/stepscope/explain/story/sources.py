@@ -40,6 +40,17 @@ TimedBy = Literal["bench", "unprofiled", "profiled"]
 _Described = TypeVar("_Described", BenchRow, AttentionRow, Manifest)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepTimes:
+    """A step time, the samples behind it (none if they were not kept), and what measured it. `has_overhead` if a
+    profiler may have made it longer."""
+
+    step_ns: float
+    samples: tuple[Fraction, ...]
+    timed_by: TimedBy
+    has_overhead: bool = False
+
+
 @dataclass(frozen=True, kw_only=True)
 class Materials:
     """`bench` starts with the row of the run itself; other rows are variants, such as other precisions. `ranks` has all
@@ -115,6 +126,18 @@ class Materials:
             return self.clock.step_samples
         row = self.timed_row
         return tuple(map(Fraction, row.measurement.step_ns)) if row and row.measurement else ()
+
+    @property
+    def step_times(self) -> StepTimes | None:
+        """What comparisons with other runs need; None if no step is known."""
+        if self.step_ns is None:
+            return None
+        return StepTimes(
+            step_ns=self.step_ns,
+            samples=self.step_samples,
+            timed_by=self.timed_by,
+            has_overhead=self.clock is not None and self.clock.has_overhead,
+        )
 
     @cached_property
     def loop(self) -> LoopTime | None:

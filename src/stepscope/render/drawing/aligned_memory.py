@@ -69,11 +69,11 @@ def place_aligned_memory(canvas: Canvas, memory: AlignedMemory, width: float) ->
             faint = canvas.palette.faint
             canvas.write([Text(x=gutter - 6, y=level, text=label, align="end", size=_TICK_SIZE, colour=faint)])
         _draw_panel(canvas, memory, run, x, scale)
+        for stretch in memory.stretches[1:]:
+            canvas.line(x(stretch.start), top, x(stretch.start), bottom, canvas.palette.frame, 0.7)
         canvas.trace(_step_through(totals[1 - run], x, scale), canvas.palette.ink, 1.1, "4 3")
         _draw_peak(canvas, memory, run, x, scale)
         canvas.line(gutter, bottom, width, bottom, canvas.palette.frame)
-    for stretch in memory.stretches[1:]:
-        canvas.line(x(stretch.start), first, x(stretch.start), bottom, canvas.palette.frame, 0.7)
     for column in range(memory.num_columns):
         with canvas.group(class_="mark", data_mark=column):
             left, right = x(column), x(column + 1)

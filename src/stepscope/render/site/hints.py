@@ -60,8 +60,8 @@ _HINTS: dict[type, Hint] = {
     ),
     AlignedMemory: Hint(
         reading=(
-            "Allocated memory during the step with the peak, by category, with one scale for both runs. The dashed line "
-            "is all memory of the other run, and the dot is the peak.",
+            "Allocated memory during the step with the peak, by category, with one scale for both runs. The dashed "
+            "line is all memory of the other run, and the dot is the peak.",
             "Each phase has the same width in both runs; inside a phase, allocations and frees are in order.",
         ),
         mouse=("Hover over a column to see its sizes. Keys: ← → move from column to column.",),

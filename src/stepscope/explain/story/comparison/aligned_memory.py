@@ -149,9 +149,9 @@ def _write_notes(
     profiles: Sequence[MemoryProfile], steps: Sequence[int | None], labels: Sequence[str]
 ) -> Iterator[str]:
     if any(step is None for step in steps):
-        yield _NO_PHASES
+        yield f"{_NO_PHASES}; sizes in the legend are those at the peaks"
         return
-    yield "each phase is stretched to the same length in both runs, and shows the most memory in each column"
+    yield "each phase is stretched to the same length in both runs; sizes in the legend are those at the peaks"
     for profile, step, label in zip(profiles, steps, labels, strict=True):
         if profile.place_of(profile.peak_event)[0] != step:
             yield f"{label}: its peak is outside the steps; this is step {(step or 0) + 1}"
