@@ -114,3 +114,35 @@ class AlignedMemory(msgspec.Struct, frozen=True, kw_only=True):
         """The first column with the most memory."""
         totals = self.totals(run)
         return totals.index(max(totals))
+
+
+TrendVerdict = Literal["baseline", "slower", "faster", "noise", "same", "cannot tell", ""]
+
+
+class TrendPoint(msgspec.Struct, frozen=True, kw_only=True):
+    """The value of one run, its spread, and its verdict compared with the baseline; empty if it is not judged."""
+
+    run: int
+    value: float
+    low: float | None = None
+    high: float | None = None
+    verdict: TrendVerdict = ""
+
+
+class TrendLine(msgspec.Struct, frozen=True, kw_only=True):
+    """One case over the runs, in their order. The name is empty if there is only one."""
+
+    name: str
+    points: tuple[TrendPoint, ...]
+
+
+class Trend(msgspec.Struct, frozen=True, kw_only=True):
+    """One quantity over several runs. `kind` is that of the values; a ratio is relative to the baseline."""
+
+    title: str
+    label: str  # of the axis
+    kind: Literal["ms", "bytes", "count", "ratio"]
+    runs: tuple[str, ...]
+    lines: tuple[TrendLine, ...]
+    baseline: int  # a run
+    notes: tuple[str, ...] = ()

@@ -208,9 +208,7 @@ def _subtitle(profile: MemoryProfile, step: int | None) -> str:
     return f"{what}{which}; {manifest.device}" if manifest.device else f"{what}{which}"
 
 
-def _notes(
-    profile: MemoryProfile, instants: Instants, start: int, end: int, step: int | None
-) -> tuple[str, ...]:
+def _notes(profile: MemoryProfile, instants: Instants, start: int, end: int, step: int | None) -> tuple[str, ...]:
     # The CPU allocates ahead of the GPU, so phases take other times here than in a picture of the step.
     notes = ["time is that of the CPU when it allocates and frees, not of kernels"]
     if step is not None and step == profile.last_plain_step != profile.steps[-1]:

@@ -200,8 +200,9 @@ def _with_best(one: _Described, measured: Sequence[Hardware]) -> _Described:
 
 def is_same_run(case: Case, other: Case) -> bool:
     """Whether two cases are equal apart from device and seed."""
-    return _plain(case) == _plain(other)
+    return plain_workload(case) == plain_workload(other)
 
 
-def _plain(case: Case) -> Workload:
+def plain_workload(case: Case) -> Workload:
+    """What identifies a case on any device."""
     return msgspec.structs.replace(case.workload, device="auto", seed=0)

@@ -69,10 +69,10 @@ def label_pair(a: RunIdentity, b: RunIdentity) -> tuple[str, str]:
     return one, other
 
 
-def label_runs(runs: Sequence[RunIdentity]) -> tuple[str, ...]:
-    """Different labels of at most `MOST_LABEL` characters, one per run."""
+def label_runs(runs: Sequence[RunIdentity], most: int = MOST_LABEL) -> tuple[str, ...]:
+    """Different labels of at most `most` characters, one per run."""
     for words in _join_candidates(list(_candidates(runs))):
-        labels = tuple(map(_shorten, words))
+        labels = tuple(_shorten(one, most) for one in words)
         if all(labels) and len(set(labels)) == len(labels):
             return labels
     return BEFORE_AND_AFTER if len(runs) == 2 else tuple(f"run {number}" for number in range(1, len(runs) + 1))
@@ -171,11 +171,11 @@ def _differing_names(names: Sequence[str]) -> list[str]:
     return [path[-1] for path in paths]
 
 
-def _shorten(words: list[str]) -> str:
+def _shorten(words: list[str], most: int) -> str:
     """Leave out the last words, then the middle of the only one."""
     label = " + ".join(words)
     kept = words
-    while len(label) > MOST_LABEL and len(kept) > 1:
+    while len(label) > most and len(kept) > 1:
         kept = kept[:-1]
         label = f"{' + '.join(kept)} + …"
-    return clip(label, MOST_LABEL)
+    return clip(label, most)

@@ -1,7 +1,7 @@
 """Charts as SVG, laid out in Python: for files, and inline for the page of a report."""
 
 from stepscope.findings import Bars, Figure, Lanes, OfSeveral, Roofline, StepPicture, Timeline
-from stepscope.findings.compared import AlignedMemory, AlignedSteps
+from stepscope.findings.compared import AlignedMemory, AlignedSteps, Trend
 from stepscope.render.drawing.aligned import draw_aligned_steps
 from stepscope.render.drawing.aligned_memory import draw_aligned_memory
 from stepscope.render.drawing.bars import chart_bars, draw_bars
@@ -11,6 +11,7 @@ from stepscope.render.drawing.roofline import draw_roofline
 from stepscope.render.drawing.step import draw_step_picture
 from stepscope.render.drawing.timeline import draw_timeline
 from stepscope.render.drawing.timeline_layout import DEFAULT_DETAIL
+from stepscope.render.drawing.trend import draw_trend
 
 __all__ = ["draw_part"]
 
@@ -31,6 +32,8 @@ def draw_part(part: Drawable, detail: float = DEFAULT_DETAIL) -> str:
             return draw_aligned_memory(part)
         case AlignedSteps():
             return draw_aligned_steps(part)
+        case Trend():
+            return draw_trend(part)
         case Roofline():
             return draw_roofline(part)
         case Bars():

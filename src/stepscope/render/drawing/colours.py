@@ -10,7 +10,7 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 
 from stepscope.findings import Bars, Breakdown, Figure, Lanes, Part, Roofline, SideBySide, StepPicture, Timeline
-from stepscope.findings.compared import AlignedMemory, AlignedSteps
+from stepscope.findings.compared import AlignedMemory, AlignedSteps, Trend
 
 Pair = tuple[str, str]
 # Strongest contrast on white first; grey replaces their yellow, which is invisible on white. Then the same hues, light
@@ -99,6 +99,8 @@ _KNOWN: dict[str, Pair] = {
     "waiting for the GPU": _PINK,
     "waiting": _pale(_VERMILION),
     "GPU idle": _pale(_GREY),
+    "idle": _pale(_GREY),
+    "the rest": _GREY,
     "A": _GREY,
     "B": _BLUE,
 }
@@ -134,6 +136,8 @@ def groups_of(part: Part | None) -> Iterable[str]:
             return next((dimension.values for dimension in part.dimensions if dimension.key == "class"), ())
         case AlignedMemory():
             return part.categories
+        case Trend():
+            return [line.name for line in part.lines if line.name]
         case AlignedSteps():
             return [name for place in part.places for side in place.sides for name in side.classes]
         case StepPicture():

@@ -22,7 +22,7 @@ from stepscope.findings import (
     Table,
     Timeline,
 )
-from stepscope.findings.compared import AlignedMemory, AlignedSteps
+from stepscope.findings.compared import AlignedMemory, AlignedSteps, Trend
 from stepscope.render.drawing.bars import BarChart, chart_bars, place_bars
 from stepscope.render.drawing.colours import Palette
 from stepscope.render.drawing.lanes import sum_groups
@@ -50,7 +50,7 @@ Drawn = Figure | Roofline | Bars | StepPicture | OfSeveral
 _WIDE_BARS = 720.0
 _ROOFLINE_HEIGHTS = {WIDE: 400.0, NARROW: 320.0}
 # Pixels around a mark in which a pointer selects it.
-_REACHES = {Figure: 28, Roofline: 6, Bars: 2, StepPicture: 2, AlignedSteps: 2, AlignedMemory: 2}
+_REACHES = {Figure: 28, Roofline: 6, Bars: 2, StepPicture: 2, AlignedSteps: 2, AlignedMemory: 2, Trend: 28}
 _MOST_LABEL, _MOST_DETAIL, _MOST_READ = 60, 600, 60
 _MOST_PIECES = 200
 
@@ -66,7 +66,7 @@ def write_body(part: Drawn | Lanes | Timeline, palette: Palette) -> str:
             return _write_bars(chart_bars(part), palette)
         case StepPicture():
             return _write_step(part, palette)
-        case AlignedSteps() | AlignedMemory():
+        case AlignedSteps() | AlignedMemory() | Trend():
             return write_compared(part, palette)
         case Lanes():
             return _write_lanes(part, palette)
@@ -85,7 +85,7 @@ def pack_drawing(part: Drawn, what: str) -> dict[str, Any]:
             packed = _pack_bars(chart_bars(part))
         case StepPicture():
             packed = _pack_step(part)
-        case AlignedSteps() | AlignedMemory():
+        case AlignedSteps() | AlignedMemory() | Trend():
             packed = pack_compared(part)
     return packed | {"reach": _REACHES[type(part)]}
 

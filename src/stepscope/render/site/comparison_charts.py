@@ -3,11 +3,12 @@
 from typing import Any
 
 from stepscope.findings import OfSeveral
-from stepscope.findings.compared import AlignedMemory, AlignedSteps, PlaceTime
+from stepscope.findings.compared import AlignedMemory, AlignedSteps, PlaceTime, Trend
 from stepscope.render.drawing.aligned import Block, cut_blocks, describe_steps, name_block, place_aligned_steps
 from stepscope.render.drawing.aligned_memory import describe_memory, place_aligned_memory
 from stepscope.render.drawing.colours import Palette
 from stepscope.render.drawing.svg import Bounds, Canvas
+from stepscope.render.drawing.trend import TrendMark, describe_trend, list_marks, place_trend, say_verdict
 from stepscope.render.formats import clean
 from stepscope.render.numbers import format_change, format_time, format_value
 from stepscope.render.site.html import prose
@@ -25,6 +26,8 @@ def write_compared(part: OfSeveral, palette: Palette) -> str:
         case AlignedMemory():
             is_empty = not any(max(part.totals(run), default=0) for run in (0, 1))
             told, what = describe_memory(part), "column to column"
+        case Trend():
+            is_empty, told, what = not list_marks(part), describe_trend(part), "mark to mark"
     if is_empty:
         return write_nothing("Nothing to draw.")
     svgs = []
@@ -41,6 +44,8 @@ def _place(canvas: Canvas, part: OfSeveral, width: float, name: str) -> Bounds:
             return place_aligned_steps(canvas, part, width, f"idle-aligned-{name}")
         case AlignedMemory():
             return place_aligned_memory(canvas, part, width)
+        case Trend():
+            return place_trend(canvas, part, width)
 
 
 def pack_compared(part: OfSeveral) -> dict[str, Any]:
@@ -50,6 +55,8 @@ def pack_compared(part: OfSeveral) -> dict[str, Any]:
             told = [_describe_block(part, block) for block in cut_blocks(part)]
         case AlignedMemory():
             told = [_describe_column(part, column) for column in range(part.num_columns)]
+        case Trend():
+            told = [_describe_mark(part, mark) for mark in list_marks(part)]
     marks = [{"group": -1, "lines": lines} for lines in told]
     return {"groups": [], "marks": marks, "isOnlyOne": False}
 
@@ -101,3 +108,15 @@ def _describe_heights(memory: AlignedMemory, run: int, column: int) -> str:
     most = sorted(sizes, reverse=True)[:_MOST_PARTS]
     parts = [f"{clean(name, 30)} {format_value('bytes', size)}" for size, name in most if size]
     return f"{format_value('bytes', total)}: {', '.join(parts)}"
+
+
+# --- trends ---------------------------------------------------------------------------------------------------------
+
+
+def _describe_mark(trend: Trend, mark: TrendMark) -> list[str]:
+    point = mark.point
+    value = format_value(trend.kind, point.value)
+    if point.low is not None and point.high is not None:
+        value += f" ({format_value(trend.kind, point.low)} to {format_value(trend.kind, point.high)})"
+    run = f"{point.run + 1}: {clean(trend.runs[point.run], _MOST_LABEL)}"
+    return [run, *([clean(mark.line.name)] if mark.line.name else []), value, *filter(None, (say_verdict(point),))]

@@ -6,7 +6,7 @@ It is behind a `?` next to the chart's title, and is a `details` element: it ope
 from typing import NamedTuple
 
 from stepscope.findings import Breakdown, Figure, Lanes, Roofline, StepPicture, Timeline
-from stepscope.findings.compared import AlignedMemory, AlignedSteps
+from stepscope.findings.compared import AlignedMemory, AlignedSteps, Trend
 from stepscope.render.drawing import Drawable
 from stepscope.render.site.html import prose
 
@@ -66,6 +66,15 @@ _HINTS: dict[type, Hint] = {
         ),
         mouse=("Hover over a column to see its sizes. Keys: ← → move from column to column.",),
         touch=("Tap a column to see its sizes.",),
+    ),
+    Trend: Hint(
+        reading=(
+            "Each mark is a run, in order. Bars are the middle 60% of its steps, and the dashed line is the baseline.",
+            "A triangle is a run whose step differs from the baseline by more than noise; it points to less or to more "
+            "time.",
+        ),
+        mouse=("Hover over a mark to see its values. Keys: ← → move from mark to mark.",),
+        touch=("Tap a mark to see its values.",),
     ),
     Breakdown: Hint(
         reading=(

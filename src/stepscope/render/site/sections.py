@@ -24,7 +24,7 @@ from stepscope.findings import (
     Table,
     Timeline,
 )
-from stepscope.findings.compared import AlignedMemory, AlignedSteps
+from stepscope.findings.compared import AlignedMemory, AlignedSteps, Trend
 from stepscope.render.drawing import Drawable
 from stepscope.render.drawing.colours import Palette
 from stepscope.render.formats import COPYABLE
@@ -43,6 +43,7 @@ KINDS: dict[type, str] = {
     StepPicture: "step",
     AlignedSteps: "aligned",
     AlignedMemory: "aligned",
+    Trend: "aligned",
 }
 
 PICTURE = "step-picture"  # the key of the picture of the step

@@ -45,9 +45,7 @@ def align_memory(a: MemoryProfile, b: MemoryProfile, labels: tuple[str, str]) ->
     phases = [_cut_step(profile, step) for profile, step in zip((a, b), steps, strict=True)]
     pairs = _join_phases(phases[0], phases[1])
     stretches = _place_phases(pairs)
-    heights = [
-        _stack(profile, [pair[run] for pair in pairs], stretches) for run, profile in enumerate((a, b))
-    ]
+    heights = [_stack(profile, [pair[run] for pair in pairs], stretches) for run, profile in enumerate((a, b))]
     names = tuple(dict.fromkeys((*heights[0], *heights[1])))
     empty = (0,) * stretches[-1].end
     one, other = (tuple(rows.get(name, empty) for name in names) for rows in heights)

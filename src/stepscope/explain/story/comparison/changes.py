@@ -85,12 +85,13 @@ def _absent(
 
 def tell_settings(a: Materials, b: Materials) -> list[Setting]:
     """The settings, devices and versions that differ."""
-    left, right = _describe(a), _describe(b)
+    left, right = describe_settings(a), describe_settings(b)
     names = dict.fromkeys((*left, *right))
     return [(name, left.get(name, ""), right.get(name, "")) for name in names if left.get(name) != right.get(name)]
 
 
-def _describe(materials: Materials) -> dict[str, str]:
+def describe_settings(materials: Materials) -> dict[str, str]:
+    """The settings, device and versions of a run, as far as they are known."""
     case, environment = find_case(materials), find_environment(materials)
     manifests = [one.recording.manifest for one in (materials.profile, materials.memory) if one is not None]
     ran = [row.optimizer for row in materials.bench] + [one.optimizer for one in manifests]

@@ -98,7 +98,7 @@ def say_change(a: Opening, b: Opening, labels: Labels) -> str:
     times = a.materials.step_times, b.materials.step_times
     if steps[0] and steps[1]:
         parts = [f"{sides}: {_say_steps(steps[0], steps[1], judge_steps(*times), say_doubt(*times))}"]
-        if peaks[0] and peaks[1] and _is_of_process(a) == _is_of_process(b):
+        if peaks[0] and peaks[1] and a.is_of_process == b.is_of_process:
             parts.append(f", {_say_memory(peaks[0], peaks[1])}")
     elif peaks[0] and peaks[1] and not steps[0] and not steps[1] and not _failed(a) and not _failed(b):
         parts = [f"{sides}: {_say_peaks(peaks[0], peaks[1])}; no step times"]
@@ -168,19 +168,11 @@ def _pair_facts(a: Opening, b: Opening, labels: Labels) -> tuple[Fact, ...]:
 
 def _find_incomparable(a: Opening, b: Opening) -> set[str]:
     """Facts that are shares of different totals, or were measured in different ways."""
-    found = {"memory"} if _is_of_process(a) != _is_of_process(b) else set()
+    found = {"memory"} if a.is_of_process != b.is_of_process else set()
     precisions = {one.mfu[1] for one in (a, b) if one.mfu}
     if len(precisions) > 1 or _differing_devices(a.materials, b.materials):
         found.add("mfu")
     return found
-
-
-def _is_of_process(opening: Opening) -> bool:
-    """Whether the peak counts all memory of the process rather than what an allocator handed out."""
-    row, memory = opening.materials.timed_row, opening.materials.memory
-    if row is None or row.measurement is None or (memory is not None and memory.peak_bytes == opening.peak_bytes):
-        return False
-    return row.measurement.peak_kind == "rss above start"
 
 
 def _pair(before: Fact | None, after: Fact | None, labels: Labels, *, is_comparable: bool) -> Fact:

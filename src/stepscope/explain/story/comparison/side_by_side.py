@@ -18,10 +18,10 @@ Labels = tuple[str, str]
 
 def label_sides(a: Materials, b: Materials) -> Labels:
     """What a comparison calls its two runs."""
-    return label_pair(_identify(a), _identify(b))
+    return label_pair(identify_run(a), identify_run(b))
 
 
-def _identify(materials: Materials) -> RunIdentity:
+def identify_run(materials: Materials) -> RunIdentity:
     return RunIdentity(
         name=materials.name,
         case=find_case(materials),

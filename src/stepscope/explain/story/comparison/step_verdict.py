@@ -13,7 +13,7 @@ def judge_steps(a: StepTimes | None, b: StepTimes | None) -> Verdict:
     if a is None or b is None:
         return "cannot tell"
     difference = round(b.step_ns) - round(a.step_ns)
-    if not _are_comparable(a, b):
+    if not are_comparable(a, b):
         return "same" if not difference and "bench" not in (a.timed_by, b.timed_by) else "cannot tell"
     return judge(a.samples, b.samples, difference)
 
@@ -22,15 +22,17 @@ def say_doubt(a: StepTimes | None, b: StepTimes | None) -> str:
     """The reason why `judge_steps` cannot tell."""
     if a is None or b is None:
         return "no step time"
-    if _are_comparable(a, b):
+    if are_comparable(a, b):
         return "too few steps to rule out noise"
     is_profiled = a.has_overhead or b.has_overhead
     return "one timed under the profiler" if is_profiled else "one timed by bench, one by profile"
 
 
-def _are_comparable(a: StepTimes, b: StepTimes) -> bool:
+def are_comparable(a: StepTimes | None, b: StepTimes | None) -> bool:
     """Whether both were timed in the same way, or in two ways of which none makes a step longer. `bench` times another
     process."""
+    if a is None or b is None:
+        return False
     if a.timed_by == b.timed_by:
         return True
     return "bench" not in (a.timed_by, b.timed_by) and not a.has_overhead and not b.has_overhead
