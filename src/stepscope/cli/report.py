@@ -3,7 +3,7 @@
 import shlex
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
@@ -70,10 +70,10 @@ def report(
     if files:
         _refuse_flags({"--data": data, "--without": without, "--optimise": optimise, "--fresh": fresh})
         refuse_settings(grid, "a report on existing files does not measure anything")
-        _read(files, out, export, force=force, cached=cache, baseline=baseline, order=order)
+        _read(files, out, export, force=force, cache=cache, baseline=baseline, order=order)
     else:
-        for flag in [flag for flag, is_set in (("--baseline", baseline), ("--order", order != "given")) if is_set]:
-            raise StepscopeError(f"`{flag}` needs several runs", hint=f"stepscope report A B {flag} …")
+        if baseline is not None or order != "given":
+            raise StepscopeError("`--baseline` and `--order` need several runs", hint="stepscope report A B C")
         _run(grid, out, export, data=data, without=without, optimise=optimise, fresh=fresh, force=force)
 
 
@@ -86,26 +86,17 @@ def _refuse_flags(flags: dict[str, object]) -> None:
         )
 
 
-def _read(
-    files: list[Path],
-    out: Path,
-    export: Path | None,
-    *,
-    force: bool,
-    cached: bool,
-    baseline: Path | None,
-    order: Order,
-) -> None:
+def _read(files: list[Path], out: Path, export: Path | None, **how: Any) -> None:
     from stepscope.api.report import report as make_report
 
-    page = make_report(files, out, force=force, cache=cached, baseline=baseline, order=order, command=_words())
+    page = make_report(files, out, command=_words(), **how)
     next_ = f"{shlex.join(_words())} --export figures" if export is None else "stepscope report --help"
     if len(page.report.runs) > 2 and page.report.commands:
         next_ = page.report.commands[-1].text  # two of the runs in depth
     _end(page, export, next_=next_)
 
 
-def _run(grid: Grid, out: Path, export: Path | None, *, data: Path | None, without: str | None, **how: bool) -> None:
+def _run(grid: Grid, out: Path, export: Path | None, *, data: Path | None, without: str | None, **how: Any) -> None:
     from stepscope.api.report import NothingMeasuredError
     from stepscope.api.report import report as make_report
     from stepscope.cli.report_progress import watching

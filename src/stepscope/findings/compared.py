@@ -116,17 +116,15 @@ class AlignedMemory(msgspec.Struct, frozen=True, kw_only=True):
         return totals.index(max(totals))
 
 
-TrendVerdict = Literal["baseline", "slower", "faster", "noise", "same", "cannot tell", ""]
-
-
 class TrendPoint(msgspec.Struct, frozen=True, kw_only=True):
-    """The value of one run, its spread, and its verdict compared with the baseline; empty if it is not judged."""
+    """The value of one run and its spread. `verdict` compares it with the baseline: baseline (it is that run), slower,
+    faster, noise, same or cannot tell; empty if it is not judged."""
 
     run: int
     value: float
     low: float | None = None
     high: float | None = None
-    verdict: TrendVerdict = ""
+    verdict: str = ""
 
 
 class TrendLine(msgspec.Struct, frozen=True, kw_only=True):
@@ -146,3 +144,14 @@ class Trend(msgspec.Struct, frozen=True, kw_only=True):
     lines: tuple[TrendLine, ...]
     baseline: int  # a run
     notes: tuple[str, ...] = ()
+
+
+def is_empty(part: AlignedSteps | AlignedMemory | Trend) -> bool:
+    """Whether there is nothing to draw."""
+    match part:
+        case AlignedSteps():
+            return not any(part.steps_ns)
+        case AlignedMemory():
+            return not any(any(part.totals(run)) for run in (0, 1))
+        case Trend():
+            return not any(line.points for line in part.lines)

@@ -1,20 +1,16 @@
 """Charts as SVG, laid out in Python: for files, and inline for the page of a report."""
 
 from stepscope.findings import Bars, Figure, Lanes, OfSeveral, Roofline, StepPicture, Timeline
-from stepscope.findings.compared import AlignedMemory, AlignedSteps, Trend
-from stepscope.render.drawing.aligned import draw_aligned_steps
-from stepscope.render.drawing.aligned_memory import draw_aligned_memory
 from stepscope.render.drawing.bars import chart_bars, draw_bars
+from stepscope.render.drawing.compared import draw_compared
 from stepscope.render.drawing.lanes import draw_lanes
 from stepscope.render.drawing.lines import draw_figure
 from stepscope.render.drawing.roofline import draw_roofline
 from stepscope.render.drawing.step import draw_step_picture
 from stepscope.render.drawing.timeline import draw_timeline
 from stepscope.render.drawing.timeline_layout import DEFAULT_DETAIL
-from stepscope.render.drawing.trend import draw_trend
 
-__all__ = ["draw_part"]
-
+__all__ = ["Drawable", "draw_part"]
 
 Drawable = Figure | Timeline | Lanes | StepPicture | Roofline | Bars | OfSeveral
 
@@ -28,15 +24,11 @@ def draw_part(part: Drawable, detail: float = DEFAULT_DETAIL) -> str:
             return draw_lanes(part)
         case StepPicture():
             return draw_step_picture(part)
-        case AlignedMemory():
-            return draw_aligned_memory(part)
-        case AlignedSteps():
-            return draw_aligned_steps(part)
-        case Trend():
-            return draw_trend(part)
         case Roofline():
             return draw_roofline(part)
         case Bars():
             return draw_bars(chart_bars(part))
         case Figure():
             return draw_figure(part)
+        case _:
+            return draw_compared(part)

@@ -9,8 +9,7 @@ from collections.abc import Sequence
 from stepscope.findings.compared import AlignedMemory
 from stepscope.render.drawing.axes import Scale, find_ticks
 from stepscope.render.drawing.brackets import NARROW, Bracket, draw_brackets
-from stepscope.render.drawing.colours import Palette, assign_colours
-from stepscope.render.drawing.svg import PAGE_WIDTH, Bounds, Canvas, Sign, Text, finish, fit, place_signs, width_of
+from stepscope.render.drawing.svg import Bounds, Canvas, Sign, Text, fit, place_signs, width_of
 from stepscope.render.formats import clean
 from stepscope.render.numbers import find_binary_unit, format_change, format_tick, format_value
 
@@ -38,13 +37,6 @@ def _list_phase_peaks(memory: AlignedMemory) -> list[tuple[str, str, str]]:
         )
         rows.append((stretch.label, one, other))
     return rows
-
-
-def draw_aligned_memory(memory: AlignedMemory) -> str:
-    """Return the chart as an SVG file."""
-    canvas = Canvas(Palette(assign_colours([memory])))
-    bounds = place_aligned_memory(canvas, memory, PAGE_WIDTH)
-    return finish(canvas, bounds, title=memory.title, notes=memory.notes)
 
 
 def place_aligned_memory(canvas: Canvas, memory: AlignedMemory, width: float) -> Bounds:
@@ -111,8 +103,8 @@ def _draw_panel(canvas: Canvas, memory: AlignedMemory, run: int, x: Scale, y: Sc
             continue
         high = [below + value for below, value in zip(low, values, strict=True)]
         corners = [*_step_through(high, x, y), *reversed(_step_through(low, x, y))]
-        path = "L".join(f"{across:.2f},{down:.2f}" for across, down in corners)
-        canvas.add("path", d=f"M{path}Z", fill=canvas.palette.fill(name))
+        points = " ".join(f"{across:.2f},{down:.2f}" for across, down in corners)
+        canvas.add("polygon", points=points, fill=canvas.palette.fill(name))
         low = high
 
 

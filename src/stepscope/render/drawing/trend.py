@@ -11,15 +11,13 @@ from dataclasses import dataclass
 from stepscope.findings.compared import Trend, TrendLine, TrendPoint
 from stepscope.render.drawing.axes import Scale, draw_x_axis, draw_y_axis, find_ticks, measure_gutter
 from stepscope.render.drawing.brackets import NARROW
-from stepscope.render.drawing.colours import Palette, assign_colours
+from stepscope.render.drawing.colours import Palette
 from stepscope.render.drawing.svg import (
-    PAGE_WIDTH,
     Bounds,
     Canvas,
     MarkShape,
     Sign,
     Text,
-    finish,
     place_signs,
     width_of,
 )
@@ -72,13 +70,6 @@ def describe_trend(trend: Trend) -> str:
         ]
         said.append(f"{f'{clean(line.name)}: ' if line.name else ''}{', '.join(values)}.")
     return " ".join(said)
-
-
-def draw_trend(trend: Trend) -> str:
-    """Return the trend as an SVG file."""
-    canvas = Canvas(Palette(assign_colours([trend])))
-    bounds = place_trend(canvas, trend, PAGE_WIDTH)
-    return finish(canvas, bounds, title=trend.title, notes=trend.notes)
 
 
 def place_trend(canvas: Canvas, trend: Trend, width: float) -> Bounds:

@@ -3,12 +3,13 @@
 from typing import Any
 
 from stepscope.findings import OfSeveral
-from stepscope.findings.compared import AlignedMemory, AlignedSteps, PlaceTime, Trend
-from stepscope.render.drawing.aligned import Block, cut_blocks, describe_steps, name_block, place_aligned_steps
-from stepscope.render.drawing.aligned_memory import describe_memory, place_aligned_memory
+from stepscope.findings.compared import AlignedMemory, AlignedSteps, PlaceTime, Trend, is_empty
+from stepscope.render.drawing.aligned_memory import describe_memory
+from stepscope.render.drawing.aligned_steps import Block, cut_blocks, describe_steps, name_block
 from stepscope.render.drawing.colours import Palette
-from stepscope.render.drawing.svg import Bounds, Canvas
-from stepscope.render.drawing.trend import TrendMark, describe_trend, list_marks, place_trend, say_verdict
+from stepscope.render.drawing.compared import place_compared
+from stepscope.render.drawing.svg import Canvas
+from stepscope.render.drawing.trend import TrendMark, describe_trend, list_marks, say_verdict
 from stepscope.render.formats import clean
 from stepscope.render.numbers import format_change, format_time, format_value
 from stepscope.render.site.html import prose
@@ -20,37 +21,34 @@ _MS = 1e6
 
 def write_compared(part: OfSeveral, palette: Palette) -> str:
     """Return the inside of a chart's body: wide and narrow, and in words for readers who do not see it."""
-    match part:
-        case AlignedSteps():
-            is_empty, told, what = not any(part.steps_ns), describe_steps(part), "place to place"
-        case AlignedMemory():
-            is_empty = not any(max(part.totals(run), default=0) for run in (0, 1))
-            told, what = describe_memory(part), "column to column"
-        case Trend():
-            is_empty, told, what = not list_marks(part), describe_trend(part), "mark to mark"
-    if is_empty:
+    if is_empty(part):
         return write_nothing("Nothing to draw.")
     svgs = []
     for name, width in (("wide", WIDE), ("narrow", NARROW)):
         canvas = Canvas(palette)
-        svgs.append(canvas.wrap(_place(canvas, part, width, name), class_=f"drawing {name}"))
+        svgs.append(canvas.wrap(place_compared(canvas, part, width, f"-{name}"), class_=f"drawing {name}"))
+    told, what = _describe(part)
     label = f"{clean(part.title)}. Arrow keys move from {what}."
     return f'<p class="unseen">{prose(told)}</p>' + write_plot(svgs, label, "sized")
 
 
-def _place(canvas: Canvas, part: OfSeveral, width: float, name: str) -> Bounds:
+def _describe(part: OfSeveral) -> tuple[str, str]:
+    """The chart in words, and what arrow keys move between."""
     match part:
         case AlignedSteps():
-            return place_aligned_steps(canvas, part, width, f"idle-aligned-{name}")
+            return describe_steps(part), "place to place"
         case AlignedMemory():
-            return place_aligned_memory(canvas, part, width)
+            return describe_memory(part), "column to column"
         case Trend():
-            return place_trend(canvas, part, width)
+            return describe_trend(part), "mark to mark"
 
 
 def pack_compared(part: OfSeveral) -> dict[str, Any]:
     """Return what the script needs to know about the marks."""
+    told: list[list[str]] = []
     match part:
+        case _ if is_empty(part):
+            pass
         case AlignedSteps():
             told = [_describe_block(part, block) for block in cut_blocks(part)]
         case AlignedMemory():

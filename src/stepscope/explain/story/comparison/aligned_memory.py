@@ -106,11 +106,9 @@ def _join_phases(a: Sequence[_Phase], b: Sequence[_Phase]) -> list[_Pair]:
 
 def _place_phases(pairs: Sequence[_Pair]) -> tuple[MemoryStretch, ...]:
     """Columns for each phase, by its largest share of the events of a run."""
-    totals = [max(1, sum(pair[run].end - pair[run].start for pair in pairs if pair[run])) for run in (0, 1)]
-    shares = [
-        max((phase.end - phase.start) / total for phase, total in zip(pair, totals, strict=True) if phase)
-        for pair in pairs
-    ]
+    counts = [[phase.end - phase.start if phase is not None else 0 for phase in pair] for pair in pairs]
+    totals = [max(1, sum(column)) for column in zip(*counts, strict=True)]
+    shares = [max(count / total for count, total in zip(pair, totals, strict=True)) for pair in counts]
     stretches, at = [], 0
     for pair, share in zip(pairs, shares, strict=True):
         count = max(_LEAST_COLUMNS, round(_COLUMNS * share / sum(shares)))

@@ -162,7 +162,7 @@ def _name_phase(a: pl.DataFrame, b: pl.DataFrame) -> tuple[pl.DataFrame, pl.Data
 
 def _knows_modules(frame: pl.DataFrame) -> bool:
     known = frame.filter(~pl.col("part").str.starts_with("("))
-    return bool(known.height) and known["own_ns"].sum() >= _KNOWN_ENOUGH * frame["own_ns"].sum()
+    return bool(known.height) and float(known["own_ns"].sum()) >= _KNOWN_ENOUGH * float(frame["own_ns"].sum())
 
 
 def _without_names(frame: pl.DataFrame) -> pl.DataFrame:

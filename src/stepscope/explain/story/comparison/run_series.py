@@ -17,12 +17,12 @@ from stepscope.explain.story.phrases import say_started
 from stepscope.explain.story.sections.step_picture import order_phases
 from stepscope.explain.trace.run_labels import label_runs
 from stepscope.findings import Bars, Cell, Column, Quantity, Table
-from stepscope.findings.compared import Trend, TrendLine, TrendPoint, TrendVerdict
+from stepscope.findings.compared import Trend, TrendLine, TrendPoint
 from stepscope.units import count_noun, say_list
 
 _MS = 1e6
 _MOST_LINES = 8  # of a trend: more cannot be told apart
-_MOST_COLUMNS = 4  # runs in a table of cases
+_MOST_COLUMNS = 2  # last runs in a table of cases
 _MOST_PARTS = 9  # of a stacked bar; the others are one
 _REST, _IDLE = "the rest", "idle"
 _FACTS: tuple[tuple[str, str, Quantity], ...] = (
@@ -42,9 +42,10 @@ class TrendCase:
 
     def find_base(self, baseline: int) -> RunFigures | None:
         """What the others are compared with: the baseline, or the first run that has the case if the baseline does not.
-        None if only one run has it."""
+        None if no other run does the same work."""
         known = [one for one in self.figures if one is not None]
-        return (self.figures[baseline] or known[0]) if len(known) > 1 else None
+        base = self.figures[baseline] or known[0]
+        return base if sum(one.work == base.work for one in known) > 1 else None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,15 +66,11 @@ class CasePoint:
         return self.figures.step.step_ns / self.base.step.step_ns if same else None
 
     @cached_property
-    def verdict(self) -> TrendVerdict:
+    def verdict(self) -> str:
         """Empty where there is no ratio."""
         if self.ratio is None or self.base is None:
             return ""
-        if self.figures is self.base:
-            return "baseline"
-        found = judge_steps(self.base.step, self.figures.step)
-        assert found not in ("new", "gone"), "both have a step"
-        return found
+        return "baseline" if self.figures is self.base else judge_steps(self.base.step, self.figures.step)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -240,27 +237,27 @@ def tabulate_cases(series: RunSeries) -> Table | None:
 
 def tabulate_parts(series: RunSeries, by: Literal["class", "phase"]) -> Table | None:
     """The step of each run by class or phase, a column each. None if no run has them."""
-    read = {"class": lambda one: one.classes, "phase": lambda one: one.phases}[by]
-    points = [point for point in series.points if read(point.figures)]
+    known = [(point, point.figures.classes if by == "class" else point.figures.phases) for point in series.points]
+    known = [(point, parts) for point, parts in known if parts]
     sums: dict[str, float] = {}
-    for point in points:
-        for name, time in read(point.figures).items():
+    for _, parts in known:
+        for name, time in parts.items():
             sums[name] = sums.get(name, 0.0) + time
     names = order_phases(sums) if by == "phase" else sorted(sums, key=lambda name: (not name, -sums[name], name))
     rows = [
         (
             *(() if series.is_of_runs else (point.case.name,)),
             series.labels[point.run],
-            *(read(point.figures).get(name, 0.0) / _MS for name in names),
+            *(parts.get(name, 0.0) / _MS for name in names),
         )
-        for point in points
+        for point, parts in known
     ]
     if not rows:
         return None
     case = () if series.is_of_runs else (Column(key="case", label="case"),)
-    parts = (Column(key=f"{name or _IDLE}_ms", label=name or _IDLE, kind="ms") for name in names)
+    columns = (Column(key=f"{name or _IDLE}_ms", label=name or _IDLE, kind="ms") for name in names)
     title = f"{'Step' if series.is_step else 'Trace'} time by {by}, in ms"
-    return Table(title=title, columns=(*case, Column(key="run", label="run"), *parts), rows=tuple(rows))
+    return Table(title=title, columns=(*case, Column(key="run", label="run"), *columns), rows=tuple(rows))
 
 
 def find_slower(series: RunSeries, limit: float) -> list[CasePoint]:
@@ -268,8 +265,9 @@ def find_slower(series: RunSeries, limit: float) -> list[CasePoint]:
     steps to judge noise, only the limit counts."""
     found = []
     for point in series.points:
+        base = point.base.step if point.base is not None else None
         is_judged = point.verdict == "slower" or (
-            point.verdict == "cannot tell" and are_comparable(point.base and point.base.step, point.figures.step)
+            point.verdict == "cannot tell" and are_comparable(base, point.figures.step)
         )
         if is_judged and point.ratio is not None and point.ratio > 1 + limit:
             found.append(point)

@@ -12,8 +12,8 @@ from itertools import groupby
 from stepscope.findings.compared import AlignedSteps, PlaceTime, StepChange, StepPlace
 from stepscope.render.drawing.axes import find_ticks
 from stepscope.render.drawing.brackets import NARROW, Bracket, define_hatch, draw_brackets
-from stepscope.render.drawing.colours import Palette, assign_colours
-from stepscope.render.drawing.svg import PAGE_WIDTH, Bounds, Canvas, Sign, Text, finish, fit, place_signs, width_of
+from stepscope.render.drawing.colours import Palette
+from stepscope.render.drawing.svg import Bounds, Canvas, Sign, Text, fit, place_signs, width_of
 from stepscope.render.formats import clean
 from stepscope.render.numbers import format_change, format_ms, format_tick
 
@@ -132,13 +132,6 @@ def _prefix(steps: AlignedSteps, change: StepChange) -> str:
 
 
 # --- the drawing ----------------------------------------------------------------------------------------------------
-
-
-def draw_aligned_steps(steps: AlignedSteps) -> str:
-    """Return the chart as an SVG file."""
-    canvas = Canvas(Palette(assign_colours([steps])))
-    bounds = place_aligned_steps(canvas, steps, PAGE_WIDTH, "idle")
-    return finish(canvas, bounds, title=steps.title, notes=steps.notes)
 
 
 def place_aligned_steps(canvas: Canvas, steps: AlignedSteps, width: float, hatch: str) -> Bounds:
