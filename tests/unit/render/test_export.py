@@ -218,7 +218,7 @@ def test_undrawable_points_are_noted() -> None:
 
 def test_empty_report_still_has_figures_and_tables() -> None:
     drawings, listings = collect(tidy(report_samples.empty()))
-    assert len(drawings) == 6
+    assert len(drawings) == 9
     for drawing in drawings:
         assert ElementTree.fromstring(drawing.draw()).tag.endswith("}svg")
     assert len(listings) == 9

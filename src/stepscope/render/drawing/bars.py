@@ -24,7 +24,7 @@ _WIDTH = 430.0
 _NAME_SHARE, _NAME_SIZE, _VALUE_SIZE, _INSIDE_SIZE = 0.44, 12.0, 11.5, 10.5
 _BAR, _THIN_BAR, _GAP = 15.0, 13.0, 7.0
 _LEAST_PLOT = 140.0
-MOST_BARS, _MOST_SIGNS = 40, 16
+MOST_BARS, _MOST_SIGNS = 60, 16
 _FEW_MS = 0.01
 _AXES: dict[Quantity, tuple[str, str, float]] = {
     "ms": ("time", "ms", 1.0),

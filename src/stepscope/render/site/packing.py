@@ -25,6 +25,7 @@ from stepscope.findings import (
     StepPicture,
     Timeline,
 )
+from stepscope.findings.compared import AlignedMemory, AlignedSteps, Trend
 from stepscope.render.drawing.timeline_layout import DEFAULT_DETAIL, counts_bytes, find_end, place_stretches
 from stepscope.render.formats import NAME, PROSE, clean
 from stepscope.render.site.charts import pack_drawing
@@ -51,7 +52,7 @@ def _pack_part(key: str, part: Part | None, what: str) -> Iterable[tuple[str, di
     match part:
         case Lanes():
             yield key, pack_lanes(part)
-        case Figure() | Roofline() | Bars() | StepPicture():
+        case Figure() | Roofline() | Bars() | StepPicture() | AlignedSteps() | AlignedMemory() | Trend():
             yield key, pack_drawing(part, what)
         case Timeline():
             yield key, pack_timeline(part)

@@ -4,7 +4,7 @@ This is the interface between the packages that compute (`explain`) and those th
 values with their unit. Formatting, rounding and colors belong to the renderer, so CSV and JSON have full precision
 while the terminal shows three digits. `None` is a missing value: a case that ran out of memory has no step time.
 
-A `Report` describes one run or compares two, from the headline to the command that reproduces it. `explain.story`
+A `Report` describes one run or compares several, from the headline to the command that reproduces it. `explain.story`
 creates it, `render.site` turns it into a page, and `render.export` into files for a paper. A report has raw values with
 their kind, and text that may come from any file: renderers format and escape it. It names no colors, pixel sizes or
 tags.
@@ -16,6 +16,8 @@ from collections.abc import Iterable
 from typing import Literal, NamedTuple
 
 import msgspec
+
+from stepscope.findings.compared import AlignedMemory, AlignedSteps, Trend
 
 Cell = str | int | float | None
 # The kind of a number, from which the renderer derives digits and units. `share` is a fraction shown in percent,
@@ -532,7 +534,10 @@ class SideBySide(msgspec.Struct, frozen=True, kw_only=True):
     parts: "tuple[Part | None, ...]"
 
 
-Part = Table | Figure | Timeline | Breakdown | Lanes | StepPicture | Roofline | Bars | Questions | SideBySide
+OfSeveral = AlignedSteps | AlignedMemory | Trend
+Part = (
+    Table | Figure | Timeline | Breakdown | Lanes | StepPicture | Roofline | Bars | Questions | SideBySide | OfSeveral
+)
 
 
 class Exhibit(msgspec.Struct, frozen=True, kw_only=True):
