@@ -11,14 +11,19 @@ from attack.crew import work_through
 from attack.documents import read_document
 from attack.scoreboard import listed_forgeries
 from attack.subject import find_files, open_subject
-from attack.trial import FORGERIES, admit, find_untested, honest_claims
+from attack.trial import FORGERIES, admit, attack, find_untested, honest_claims
 from recovery import FIXTURES
 
 COUNTERS = "gpt2_bf16_odd.csv.gz"
 TRACE = "gpt2_fp32_efficient.forward.json.gz"
 STEP = "held_gpt2_fp16.train.json.gz"
 PAGE = Path(__file__).parents[4] / "docs" / "trust.md"
-DETECTED = [name for name, one in FORGERIES.items() if one.promise == "detected" and not one.exhausts]
+CAUGHT = ("spliced runs", "reordered kernels", "scaled counters", "signed reports", "large numbers", "false claims")
+DETECTED = [
+    name
+    for name, one in FORGERIES.items()
+    if one.family in CAUGHT and one.promise == "detected" and name not in ("claim-tied", "many-layers")
+]
 # Forgeries that change neither the file nor the claim: what they hide is not in the evidence.
 UNCHANGED = {"idle-layers", "replayed-file", "random-weights", "zero-padding"}
 
@@ -73,6 +78,13 @@ def test_no_true_claim_is_refuted(file: str) -> None:
     assert len(verdicts) > 20
     assert verdicts["tested fields"] == "consistent"
     assert set(verdicts.values()) <= {"consistent", "cannot tell"}
+
+
+@pytest.mark.parametrize("name", DETECTED)
+def test_a_forgery_does_not_pass(name: str) -> None:
+    tried = [trial for file in (COUNTERS, TRACE) if (trial := attack(name, FIXTURES / file)) is not None]
+    assert tried
+    assert {trial.outcome for trial in tried} <= {"refuted", "cannot tell", "rejected"}
 
 
 def _obey(order: str) -> str:
