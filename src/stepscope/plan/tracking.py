@@ -29,13 +29,14 @@ from torch._subclasses.fake_tensor import (
     unset_fake_temporarily,
 )
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_map_only
 
 from stepscope.plan.assumptions import Accelerator
+from stepscope.plan.fake_results import FakeResults
 from stepscope.plan.grouped_gemm import multiply_groups
 from stepscope.plan.kernel_memory import on_cpu, temporary_bytes, uses_cublas
 from stepscope.plan.known_values import KnownValues
-from stepscope.plan.operation import Operation, facts_of, scalars_of
+from stepscope.plan.operation import Operation, facts_of, find_tensors, scalars_of
 from stepscope.plan.places import ProgramPlaces
 from stepscope.plan.refusals import NotSimulatedError
 from stepscope.recording.memory.allocator_model import MemoryEvent
@@ -89,6 +90,7 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.reads_values = False  # whether an optimizer asked for a norm or the like, and got 1
         self._gpu, self._places, self._mode = gpu, places, mode
         self._values = KnownValues()
+        self._results = FakeResults(mode)
         self._numbers: dict[int, int] = {}  # address of a live storage to its number
         self._handles: set[bool] = set()  # threads with a workspace: whether it is autograd's
         self._sum: tuple[int, int] | None = None  # first operand and result of an addition by autograd's engine
@@ -109,7 +111,7 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return args[0]
         kwargs = kwargs or {}
         self._sum = None
-        inputs = [one for one in tree_leaves((args, kwargs)) if isinstance(one, Tensor)]
+        inputs = find_tensors(args) + find_tensors(kwargs)
         # `torch.tensor` moves what it gets to its device without asking the mode again, so that must be fake.
         if func is not aten.lift_fresh.default and _is_small_on_cpu(inputs, args, kwargs):
             with unset_fake_temporarily():
@@ -118,7 +120,7 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
             args, kwargs = tree_map_only(Tensor, self._mode.from_tensor, (args, kwargs))
         numbers = [self.number_of(one) for one in inputs] if self.keeps_operations else []
         result = self._run(func, args, kwargs, inputs)
-        outputs = [one for one in tree_leaves(result) if isinstance(one, Tensor)]
+        outputs = find_tensors(result)
         self._values.follow(func, args, kwargs, inputs, outputs)
         if all(_device_of(one).type != "cuda" for one in (*inputs, *outputs)):
             return result
@@ -136,7 +138,7 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if isinstance(func, HigherOrderOperator):
             raise NotSimulatedError(f"the operator `{func._name}` runs other functions, which is not simulated")
         try:
-            return func(*args, **kwargs)
+            return self._results.run(func, args, kwargs, inputs)
         except UnsupportedOperatorException:
             if func._schema.returns:
                 raise
