@@ -14,7 +14,7 @@ import msgspec
 
 from stepscope.errors import StepscopeError
 from stepscope.explain.commands import write_command
-from stepscope.recording.rows.plan_result import ALONE, FitResult, Limit, PlannedRanks, PlanResult, Proposal
+from stepscope.recording.rows.plan_result import FitResult, Limit, PlannedRanks, PlanResult, Proposal
 from stepscope.spec import ModelShape, Scalar, Workload
 
 Changes = dict[str, Scalar]
@@ -40,8 +40,10 @@ class PlanSource(Protocol):
     @property
     def simulations(self) -> int: ...
 
-    def predict_all(
-        self, workloads: Sequence[Workload], ranks: PlannedRanks = ALONE
+    def predict_all(self, workloads: Sequence[Workload]) -> list[PlanResult | StepscopeError]: ...
+
+    def predict_shares(
+        self, workload: Workload, choices: Sequence[PlannedRanks]
     ) -> list[PlanResult | StepscopeError]: ...
 
 
@@ -62,7 +64,7 @@ def find_fit(workload: Workload, planner: PlanSource, command: str) -> FitResult
                 break
         proposals += combined
         proposals += _try_sharded(workload, planner)
-    limits = tuple(find_limit(setting, start, planner) for setting in _settings_of(workload))
+    limits = find_limits(_settings_of(workload), start, planner)
     return FitResult(
         gpu=start.gpu,
         command=command,
@@ -147,12 +149,11 @@ def try_changes(tried: Sequence[tuple[str, Changes]], workload: Workload, planne
 
 
 def _try_sharded(workload: Workload, planner: PlanSource) -> Iterator[Proposal]:
-    """The step on several GPUs, each with the batch that the one has now. More GPUs than needed are not tried."""
+    """The step on several GPUs, each with the batch that the one has now, up to the fewest that FSDP needs."""
     if workload.mode != "train":
         return
-    for ranks in SHARDED:
+    for ranks, found in zip(SHARDED, planner.predict_shares(workload, SHARDED), strict=True):
         whole = msgspec.structs.replace(workload, batch=workload.batch * ranks.count)
-        (found,) = planner.predict_all([whole], ranks)
         name = "FSDP" if ranks.strategy == "fsdp" else "optimizer state sharded"
         changes: Changes = {"ranks": ranks.count, "strategy": ranks.strategy, "batch": whole.batch}
         verb = "train" if isinstance(workload.model, ModelShape) else "plan"  # what others have wrappers for, in a loop
@@ -217,17 +218,23 @@ def _settings_of(workload: Workload) -> tuple[Setting, ...]:
     return ("batch", "context") if workload.context else ("batch",)
 
 
-def find_limit(setting: Setting, start: PlanResult, planner: PlanSource) -> Limit:
-    """The largest value that fits, by simulating it and the next one. Raise OutOfTimeError if there is no time to."""
-    return _LimitSearch(setting, start, planner).run()
+def find_limits(settings: Sequence[Setting], start: PlanResult, planner: PlanSource) -> tuple[Limit, ...]:
+    """The largest values that fit, each by simulating it and the next one, all settings at the same time. Raise
+    OutOfTimeError if there is no time to."""
+    searches = [_LimitSearch(setting, start) for setting in settings]
+    while chosen := [(one, value) for one in searches if (value := one.choose()) is not None]:
+        results = planner.predict_all([one.change(value) for one, value in chosen])
+        for (one, value), found in zip(chosen, results, strict=True):
+            one.look_at(value, found)
+    return tuple(one.describe() for one in searches)
 
 
 class _LimitSearch:
     """Narrows the gap between the largest value that is known to fit and the smallest that is known not to. Values are
     multiples of `unit`."""
 
-    def __init__(self, setting: Setting, start: PlanResult, planner: PlanSource) -> None:
-        self._setting, self._start, self._planner = setting, start, planner
+    def __init__(self, setting: Setting, start: PlanResult) -> None:
+        self._setting, self._start = setting, start
         workload = start.workload
         here = workload.batch if setting == "batch" else workload.context
         self._unit = workload.passes if setting == "batch" else _unit_of(here)
@@ -236,11 +243,6 @@ class _LimitSearch:
         self._creeps = False  # whether the last step was small
         self._width: int | None = None  # between what fits and what does not, before the last simulation
 
-    def run(self) -> Limit:
-        while len(self._points) <= _MOST_SIMULATED and (following := self._choose()) is not None:
-            self._look_at(following)
-        return self._describe()
-
     def _low(self) -> int:
         return max((value for value, found in self._points.items() if found.fits), default=0)
 
@@ -248,11 +250,12 @@ class _LimitSearch:
         beyond = [value for value, found in self._points.items() if not found.fits]
         return min([*beyond, *([self._refused] if self._refused else [])], default=None)
 
-    def _choose(self) -> int | None:
+    def choose(self) -> int | None:
         """The next value to simulate, None if there is nothing between what fits and what does not. Below the limit,
         everything reserved fits; above it, not even what is allocated. In between, PyTorch returns cached memory."""
         low, high = self._low(), self._high()
-        if high is not None and high - low <= max(self._unit, low // _COARSE):
+        is_found = high is not None and high - low <= max(self._unit, low // _COARSE)
+        if is_found or len(self._points) > _MOST_SIMULATED:
             return None
         halves = high is None or self._width is None or high - low <= self._width / 2
         self._width = None if high is None else high - low
@@ -279,9 +282,10 @@ class _LimitSearch:
             return value / 2 if missing > 0 else 4.0 * value
         return solve_curve([(value, missing) for missing, value in left])
 
-    def _look_at(self, value: int) -> None:
-        changed = msgspec.structs.replace(self._start.workload, **{self._setting: value})
-        (found,) = self._planner.predict_all([changed])
+    def change(self, value: int) -> Workload:
+        return msgspec.structs.replace(self._start.workload, **{self._setting: value})
+
+    def look_at(self, value: int, found: PlanResult | StepscopeError) -> None:
         if isinstance(found, OutOfTimeError):
             raise found
         if isinstance(found, StepscopeError):
@@ -289,7 +293,7 @@ class _LimitSearch:
         else:
             self._points[value] = found
 
-    def _describe(self) -> Limit:
+    def describe(self) -> Limit:
         low, high = self._low(), self._high()
         if low == 0:
             return Limit(setting=self._setting, value=None, beyond=high, command="")

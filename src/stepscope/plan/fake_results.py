@@ -18,9 +18,7 @@ from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 _UNSTABLE = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape, torch.Tag.inplace_view}
-_NUMBERS = frozenset(
-    {int, float, bool, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format}
-)
+_NUMBERS = frozenset({int, float, bool, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format})
 _FRESH = -1  # the source of a result with memory of its own
 
 
@@ -51,11 +49,14 @@ class FakeResults:
         self._mode = mode
         self._known: dict[tuple[object, ...], _Recipe | None] = {}
 
-    def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], inputs: list[Tensor]) -> Any:
-        """The result of an operator. `inputs` are its tensors in order."""
-        key = self._describe(func, args, kwargs) if inputs and _is_stable(func) else None
-        if key is None:
+    def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The result of an operator."""
+        facts: list[object] = [func, torch.is_inference_mode_enabled(), torch.get_default_dtype(), *kwargs]
+        inputs: list[FakeTensor] = []
+        is_plain = _is_stable(func) and self._add_facts(facts, inputs, (*args, *kwargs.values()))
+        if not is_plain or not inputs:
             return func(*args, **kwargs)
+        key = tuple(facts)
         if key not in self._known:
             result = func(*args, **kwargs)
             self._known[key] = self._learn(result, inputs)
@@ -63,18 +64,8 @@ class FakeResults:
         recipe = self._known[key]
         return func(*args, **kwargs) if recipe is None else self._make(recipe, inputs)
 
-    def _describe(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[object, ...] | None:
-        """What a result depends on; None if that is more than is looked at here."""
-        facts: list[object] = [func, torch.is_inference_mode_enabled(), torch.get_default_dtype()]
-        if not self._add_facts(facts, args):
-            return None
-        for name, value in kwargs.items():
-            facts.append(name)
-            if not self._add_facts(facts, (value,)):
-                return None
-        return tuple(facts)
-
-    def _add_facts(self, facts: list[object], values: Iterable[Any]) -> bool:
+    def _add_facts(self, facts: list[object], inputs: list[FakeTensor], values: Iterable[Any]) -> bool:
+        """Add what a result depends on, and the tensors among the values. False if it depends on more than that."""
         for value in values:
             kind = type(value)
             if kind is FakeTensor:
@@ -82,17 +73,18 @@ class FakeResults:
                     return False
                 facts += (value.shape, value.stride(), value.storage_offset(), value.dtype, value._fake_device)
                 facts.append(value.requires_grad)
+                inputs.append(value)
             elif kind in _NUMBERS:
                 facts += (kind, value)  # 1 and 1.0 are equal, and make tensors of different dtypes
             elif kind in (list, tuple):
                 facts.append(len(value))
-                if not self._add_facts(facts, value):
+                if not self._add_facts(facts, inputs, value):
                     return False
             else:
                 return False
         return True
 
-    def _learn(self, result: Any, inputs: list[Tensor]) -> _Recipe | None:
+    def _learn(self, result: Any, inputs: list[FakeTensor]) -> _Recipe | None:
         """How to make these results again; None if that does not give the same."""
         kind = type(result) if isinstance(result, list | tuple) else None
         results = list(result) if kind is not None else [result]
@@ -109,8 +101,10 @@ class FakeResults:
         again = list(made) if kind is not None else [made]
         return recipe if all(map(_are_alike, results, again)) else None
 
-    def _make(self, recipe: _Recipe, inputs: list[Tensor]) -> Any:
-        made = [_make_tensor(one, inputs) if isinstance(one, _TensorRecipe) else one for one in recipe.parts]
+    def _make(self, recipe: _Recipe, inputs: list[FakeTensor]) -> Any:
+        made = [
+            _make_tensor(one, inputs, self._mode) if isinstance(one, _TensorRecipe) else one for one in recipe.parts
+        ]
         return made[0] if recipe.kind is None else recipe.kind(made)
 
 
@@ -121,7 +115,7 @@ def _is_stable(func: Any) -> bool:
 
 
 def _describe_result(
-    result: FakeTensor | int | None, inputs: list[Tensor], storages: dict[int, int]
+    result: FakeTensor | int | None, inputs: list[FakeTensor], storages: dict[int, int]
 ) -> _TensorRecipe | int | None:
     if not isinstance(result, FakeTensor):
         return result
@@ -140,7 +134,7 @@ def _describe_result(
     )
 
 
-def _make_tensor(recipe: _TensorRecipe, inputs: list[Tensor]) -> Tensor:
+def _make_tensor(recipe: _TensorRecipe, inputs: list[FakeTensor], mode: FakeTensorMode) -> Tensor:
     """What the constructor of fake tensors does, with attributes that it has set before."""
     if recipe.is_source:
         return inputs[recipe.source]
@@ -150,10 +144,11 @@ def _make_tensor(recipe: _TensorRecipe, inputs: list[Tensor]) -> Tensor:
         else:
             inner = torch.empty(0, dtype=recipe.dtype, device="meta")
             inner.set_(inputs[recipe.source].untyped_storage(), recipe.offset, recipe.shape, recipe.strides)
-    tensor = Tensor._make_subclass(
-        FakeTensor, inner, False, dispatch_device=True, device_for_backend_keys=recipe.device
-    )
-    torch._C._set_throw_on_mutable_data_ptr(tensor)
+    tensor = Tensor._make_subclass(FakeTensor, inner, dispatch_device=True, device_for_backend_keys=recipe.device)
+    if mode._allow_unsafe_data_ptr_access:
+        torch._C._set_warn_deprecated_on_mutable_data_ptr(tensor)
+    else:
+        torch._C._set_throw_on_mutable_data_ptr(tensor)
     vars(tensor).update(recipe.attributes)
     return tensor
 
@@ -170,4 +165,3 @@ def _facts_of(tensor: FakeTensor) -> Iterator[object]:
     storage = tensor.untyped_storage()
     yield from (tensor.shape, tensor.stride(), tensor.storage_offset(), tensor.dtype, tensor.fake_device)
     yield from (tensor.requires_grad, tensor.layout, storage.nbytes(), torch._C._dispatch_key_set(tensor))
-    yield vars(tensor)

@@ -45,6 +45,7 @@ aten = torch.ops.aten
 REAL_ELEMENTS = 1 << 20  # larger tensors on the CPU are fake
 WORKSPACE = "workspace"
 CPU = -1
+_DEVICE = torch.ops.prim.device.default  # `tensor.device`, which asks the dispatcher; more often than anything else
 # Operators that autograd runs in place on ordinary tensors, if nobody else holds the first operand, or if it made that
 # itself.
 _IN_PLACE = frozenset(
@@ -93,7 +94,7 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._results = FakeResults(mode)
         self._numbers: dict[int, int] = {}  # address of a live storage to its number
         self._handles: set[bool] = set()  # threads with a workspace: whether it is autograd's
-        self._sum: tuple[int, int] | None = None  # first operand and result of an addition by autograd's engine
+        self._sum: tuple[int, int, int] | None = None  # of autograd's engine: first operand, result and its address
 
     def number_of(self, tensor: Tensor) -> int:
         """The number of a tensor's memory on the GPU; -1 if it is elsewhere."""
@@ -102,11 +103,11 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        if func is _DEVICE:
+            return _device_of(args[0])
         # PyTorch keeps this per thread and sets it in the one that enters a mode. Autograd has another, in which a list
         # as an index would be copied to the GPU without asking the mode.
         torch._C._set_only_lift_cpu_tensors(True)  # noqa: FBT003  # it takes no keyword
-        if func is torch.ops.prim.device.default:  # `tensor.device`, which asks the dispatcher
-            return _device_of(args[0])
         if func is aten._pin_memory.default:  # memory of the CPU, which the GPU can read
             return args[0]
         kwargs = kwargs or {}
@@ -127,7 +128,7 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         made = self._add_outputs(func, inputs, outputs)
         self._add_temporaries(func, args, kwargs, outputs)
         if made and func in _IN_PLACE and _is_engine():
-            self._watch_sum(inputs, made[0])
+            self._watch_sum(inputs, made[0], outputs[0])
         if self.keeps_operations:
             self._keep(func, args, kwargs, inputs, numbers, outputs)
         return result
@@ -138,7 +139,7 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if isinstance(func, HigherOrderOperator):
             raise NotSimulatedError(f"the operator `{func._name}` runs other functions, which is not simulated")
         try:
-            return self._results.run(func, args, kwargs, inputs)
+            return self._results.run(func, args, kwargs)
         except UnsupportedOperatorException:
             if func._schema.returns:
                 raise
@@ -205,23 +206,20 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return
         self.events.append(MemoryEvent(number, 0))
 
-    def _watch_sum(self, inputs: list[Tensor], made: int) -> None:
+    def _watch_sum(self, inputs: list[Tensor], made: int, result: Tensor) -> None:
         first = self.number_of(inputs[0])
         if inputs[0]._is_view():  # it holds its base, so the memory has two owners
             return
         if first != CPU and len(inputs) > 1 and self.allocations[first].bytes == self.allocations[made].bytes:
-            self._sum = (first, made)
+            self._sum = (first, made, result.untyped_storage()._cdata)
 
-    def _replace_sum(self, first: int, made: int) -> bool:
+    def _replace_sum(self, first: int, made: int, address: int) -> bool:
         """Let the result of an addition have the memory of its first operand, which nobody else holds."""
         self._sum = None
-        if self.events[-1].number != made:
-            return False
-        key = next((key for key, number in self._numbers.items() if number == made), None)
-        if key is None:
+        if self.events[-1].number != made or self._numbers.get(address) != made:
             return False
         self.events.pop()
-        self._numbers[key] = first
+        self._numbers[address] = first
         return True
 
     def _keep(
