@@ -53,18 +53,16 @@ def find_fit(workload: Workload, planner: PlanSource, command: str) -> FitResult
     if isinstance(start, StepscopeError):
         raise start
     workload = start.workload
-    proposals = [propose("as it is", {}, workload, start)]
     singles = list(list_changes(workload))
-    proposals += try_changes(singles, workload, planner)
+    proposals = [propose("as it is", {}, workload, start)]
+    if start.can_fit:
+        proposals += try_changes(singles, workload, planner)
+        proposals += [] if start.fits else _try_combined(singles, workload, planner)
+        limits = find_limits(_settings_of(workload), start, planner)
+    else:  # one GPU is not enough, whatever changes
+        limits = tuple(Limit(setting=one, value=None, beyond=None, command="") for one in _settings_of(workload))
     if not start.fits:
-        combined: list[Proposal] = []
-        for pair in take_pairs(combine(singles)):
-            combined += try_changes(pair, workload, planner)
-            if sum(one.fits for one in combined) >= _ENOUGH:
-                break
-        proposals += combined
-        proposals += _try_sharded(workload, planner)
-    limits = find_limits(_settings_of(workload), start, planner)
+        proposals += _try_several_gpus(singles, workload, planner, is_urgent=not any(one.fits for one in proposals))
     return FitResult(
         gpu=start.gpu,
         command=command,
@@ -120,18 +118,25 @@ def combine(singles: Sequence[tuple[str, Changes]]) -> Iterator[tuple[str, Chang
     splits = [one for one in singles if "grad_accumulation" in one[1]]
     if len(free) > 1:
         yield _join(free)
-    for split in splits if free else ():
-        yield _join([*free, split])
-    for checkpoint in checkpoints:
-        if free:
-            yield _join([*free, checkpoint])
-        if splits:
-            yield _join([*free, checkpoint, splits[-1]])
+    if free:
+        for pair in itertools.zip_longest(checkpoints, splits):
+            yield from (_join([*free, one]) for one in pair if one is not None)
+    for checkpoint in checkpoints if splits else ():
+        yield _join([*free, checkpoint, splits[-1]])
 
 
 def _join(parts: Iterable[tuple[str, Changes]]) -> tuple[str, Changes]:
     titles, changes = zip(*parts, strict=True)
     return " + ".join(titles), {name: value for one in changes for name, value in one.items()}
+
+
+def _try_combined(singles: Sequence[tuple[str, Changes]], workload: Workload, planner: PlanSource) -> list[Proposal]:
+    found: list[Proposal] = []
+    for pair in take_pairs(combine(singles)):
+        found += try_changes(pair, workload, planner)
+        if sum(one.fits for one in found) >= _ENOUGH:
+            break
+    return found
 
 
 def take_pairs(items: Iterator[tuple[str, Changes]]) -> Iterator[list[tuple[str, Changes]]]:
@@ -148,17 +153,36 @@ def try_changes(tried: Sequence[tuple[str, Changes]], workload: Workload, planne
     ]
 
 
-def _try_sharded(workload: Workload, planner: PlanSource) -> Iterator[Proposal]:
-    """The step on several GPUs, each with the batch that the one has now, up to the fewest that FSDP needs."""
+def _try_several_gpus(
+    singles: Sequence[tuple[str, Changes]], workload: Workload, planner: PlanSource, *, is_urgent: bool
+) -> list[Proposal]:
+    """The step on several GPUs, as it is. If nothing else fits, also with the changes that cost little time, and with a
+    checkpoint for every block."""
     if workload.mode != "train":
-        return
-    for ranks, found in zip(SHARDED, planner.predict_shares(workload, SHARDED), strict=True):
-        whole = msgspec.structs.replace(workload, batch=workload.batch * ranks.count)
+        return []
+    free = [one for one in singles if not {"checkpoint", "grad_accumulation"} & one[1].keys()]
+    checkpoints = [one for one in singles if "checkpoint" in one[1]]
+    more = [parts for parts in (free, [*free, *checkpoints[-1:]]) if parts] if is_urgent else []
+    found: list[Proposal] = []
+    for parts in ([], *more):
+        found += _try_sharded(parts, workload, planner)
+        if any(one.fits for one in found):
+            break
+    return found
+
+
+def _try_sharded(parts: Sequence[tuple[str, Changes]], workload: Workload, planner: PlanSource) -> Iterator[Proposal]:
+    """The step on several GPUs, each with the batch that the one has now, up to the fewest that FSDP needs."""
+    title, changes = _join(parts) if parts else ("", {})
+    share = msgspec.structs.replace(workload, **changes)
+    for ranks, found in zip(SHARDED, planner.predict_shares(share, SHARDED), strict=True):
+        whole = msgspec.structs.replace(share, batch=share.batch * ranks.count)
         name = "FSDP" if ranks.strategy == "fsdp" else "optimizer state sharded"
-        changes: Changes = {"ranks": ranks.count, "strategy": ranks.strategy, "batch": whole.batch}
+        name = f"{title} + {name}" if title else name
+        asked: Changes = {**changes, "ranks": ranks.count, "strategy": ranks.strategy, "batch": whole.batch}
         verb = "train" if isinstance(workload.model, ModelShape) else "plan"  # what others have wrappers for, in a loop
         command = f"{write_command(verb, whole)}{ranks.flags}"
-        yield propose(f"{name} over {ranks.count} GPUs", changes, whole, found, command)
+        yield propose(f"{name} over {ranks.count} GPUs", asked, whole, found, command)
         if ranks.strategy == "fsdp" and isinstance(found, PlanResult) and found.fits:
             return
 
@@ -185,20 +209,23 @@ def propose(
 
 
 def rank(proposals: Sequence[Proposal]) -> list[Proposal]:
-    """What fits first, the fastest first; then what comes closest to fitting; what cannot be simulated last."""
+    """What fits first, the fewest GPUs and then the fastest first; then what comes closest to fitting; what cannot be
+    simulated last."""
 
-    def place(proposal: Proposal) -> tuple[int, float, int]:
+    def place(proposal: Proposal) -> tuple[int, int, float, int]:
         if proposal.refused:
-            return 2, 0.0, 0
+            return 2, 0, 0.0, 0
         left = -(proposal.margin_bytes or 0)
-        return (0, float(proposal.step_ns or 0), left) if proposal.fits else (1, float(left), 0)
+        if not proposal.fits:
+            return 1, 0, float(left), 0
+        return 0, proposal.num_gpus, float(proposal.step_ns or 0), left
 
     return sorted(proposals, key=place)
 
 
 def mark_front(proposals: Sequence[Proposal]) -> list[Proposal]:
-    """The proposals, with those marked that no other beats in memory and in time."""
-    known = [one for one in proposals if one.step_ns is not None and one.reserved_bytes is not None]
+    """The proposals, with those marked that no other for one GPU beats in memory and in time."""
+    known = [one for one in proposals if one.step_ns and one.reserved_bytes and one.num_gpus == 1]
     costs = {id(one): (one.reserved_bytes or (0, 0))[1] for one in known}
 
     def is_beaten(one: Proposal) -> bool:
