@@ -20,8 +20,8 @@ from numpy.typing import NDArray
 
 from stepscope import cost
 from stepscope.explain.story.comparison.alignment import align
-from stepscope.explain.story.sections.breakdown import label_layers
 from stepscope.explain.story.sections.step_picture import order_phases, sweep_step
+from stepscope.explain.trace.attribution.modules import label_layers
 from stepscope.explain.trace.attribution.nesting import look_up
 from stepscope.explain.trace.profile import UNKNOWN, Profile
 
