@@ -29,7 +29,7 @@ _KINDS = {"shorter": "shorter", "gone": "gone", "longer": "longer", "new": "new"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Block:
+class PlaceBlock:
     """Adjacent places of one phase that are drawn as one, from `start_ns` on."""
 
     places: tuple[StepPlace, ...]
@@ -74,10 +74,10 @@ class Block:
         return PlaceTime(classes=tuple(order), times_ns=tuple(times[name] for name in order), idle_ns=idle_ns)
 
 
-def cut_blocks(steps: AlignedSteps) -> list[Block]:
+def cut_blocks(steps: AlignedSteps) -> list[PlaceBlock]:
     """Return the blocks of the chart; their numbers are those of the marks."""
     least_ns = _LEAST * sum(place.width_ns for place in steps.places)
-    blocks: list[Block] = []
+    blocks: list[PlaceBlock] = []
     start = 0
     for _, inside in groupby(steps.places, key=lambda place: place.phase):
         pending: list[StepPlace] = []
@@ -87,7 +87,7 @@ def cut_blocks(steps: AlignedSteps) -> list[Block]:
             wide = sum(one.width_ns for one in pending)
             rest = sum(one.width_ns for one in taken[at + 1 :])
             if at + 1 == len(taken) or (wide >= least_ns and rest >= least_ns):
-                blocks.append(Block(places=tuple(pending), start_ns=start))
+                blocks.append(PlaceBlock(places=tuple(pending), start_ns=start))
                 start += wide
                 pending = []
     return blocks
@@ -108,7 +108,7 @@ def describe_steps(steps: AlignedSteps) -> str:
     return " ".join(sentences)
 
 
-def name_block(block: Block) -> str:
+def name_block(block: PlaceBlock) -> str:
     """Return `backward, layer 3 attention`, or the first and the last of several places."""
     names = [place.name for place in block.places if place.name]
     inside = names[0] if len(set(names)) == 1 else f"{names[0]} to {names[-1]}" if names else ""
@@ -174,7 +174,7 @@ def _draw_heading(canvas: Canvas, steps: AlignedSteps, run: int, y: float, width
     return y + 12
 
 
-def _list_brackets(canvas: Canvas, blocks: Sequence[Block], scale: float, width: float) -> list[Bracket]:
+def _list_brackets(canvas: Canvas, blocks: Sequence[PlaceBlock], scale: float, width: float) -> list[Bracket]:
     brackets = []
     for phase, inside in groupby(blocks, key=lambda block: block.phase):
         own = list(inside)
@@ -190,7 +190,7 @@ def _list_brackets(canvas: Canvas, blocks: Sequence[Block], scale: float, width:
     return brackets
 
 
-def _number_layers(canvas: Canvas, blocks: Sequence[Block], scale: float, y: float) -> float:
+def _number_layers(canvas: Canvas, blocks: Sequence[PlaceBlock], scale: float, y: float) -> float:
     """Write the number of each layer above it, as far as they have room. Return the lower edge."""
     free, drawn = -1.0, False
     places = [place for block in blocks for place in block.places]
@@ -210,7 +210,7 @@ def _number_layers(canvas: Canvas, blocks: Sequence[Block], scale: float, y: flo
     return y + (13 if drawn else 0)
 
 
-def _draw_side(canvas: Canvas, block: Block, run: int, left: float, top: float, scale: float, hatch: str) -> None:
+def _draw_side(canvas: Canvas, block: PlaceBlock, run: int, left: float, top: float, scale: float, hatch: str) -> None:
     """Draw what one run does in a block, and a line where it does nothing while the other one does."""
     side, x = block.side(run), left
     for name, time in (*zip(side.classes, side.times_ns, strict=True), ("", side.idle_ns)):
@@ -226,7 +226,7 @@ def _draw_side(canvas: Canvas, block: Block, run: int, left: float, top: float, 
         canvas.line(left, top, left, top + _BAR, canvas.palette.paper, 0.8)
 
 
-def _draw_change(canvas: Canvas, block: Block, left: float, top: float, scale: float) -> None:
+def _draw_change(canvas: Canvas, block: PlaceBlock, left: float, top: float, scale: float) -> None:
     """Draw a segment as long as the change, where the longer of the two goes on alone."""
     change_ns = block.change_ns
     if not change_ns:

@@ -28,7 +28,7 @@ class Bracket:
 
     @classmethod
     def over(cls, lines: tuple[str, ...], left: float, right: float, colours: tuple[str, ...] = ()) -> "Bracket":
-        width = max(width_of(line, _LABEL_SIZE if row else BOLD * _NAME_SIZE) for row, line in enumerate(lines))
+        width = max(width_of(line, _LABEL_SIZE if row else BOLD * _NAME_SIZE) for row, line in enumerate(lines)) + 4
         return cls(lines=lines, width=width, left=left, right=right, x=(left + right) / 2, colours=colours)
 
 

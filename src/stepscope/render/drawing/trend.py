@@ -92,7 +92,7 @@ def place_trend(canvas: Canvas, trend: Trend, width: float) -> Bounds:
         colour = canvas.palette.fill(line.name) if line.name else canvas.palette.plain
         canvas.trace([(places[point.run], y(point.value)) for point in line.points], colour, 1.8)
         for point in line.points:
-            # Several lines need their own colours to be told apart.
+            # Several lines keep their own colours, which distinguish them.
             fill = colour if len(trend.lines) > 1 else _fill(canvas.palette, point.verdict, colour)
             _draw_point(canvas, point, number, places[point.run], y, (colour, fill))
             number += 1

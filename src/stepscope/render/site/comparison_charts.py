@@ -5,7 +5,7 @@ from typing import Any
 from stepscope.findings import OfSeveral
 from stepscope.findings.compared import AlignedMemory, AlignedSteps, PlaceTime, Trend, is_empty
 from stepscope.render.drawing.aligned_memory import describe_memory
-from stepscope.render.drawing.aligned_steps import Block, cut_blocks, describe_steps, name_block
+from stepscope.render.drawing.aligned_steps import PlaceBlock, cut_blocks, describe_steps, name_block
 from stepscope.render.drawing.colours import Palette
 from stepscope.render.drawing.compared import place_compared
 from stepscope.render.drawing.svg import Canvas
@@ -62,7 +62,7 @@ def pack_compared(part: OfSeveral) -> dict[str, Any]:
 # --- steps ----------------------------------------------------------------------------------------------------------
 
 
-def _describe_block(steps: AlignedSteps, block: Block) -> list[str]:
+def _describe_block(steps: AlignedSteps, block: PlaceBlock) -> list[str]:
     lines = [name_block(block) or clean(steps.title)]
     for run, label in enumerate(steps.runs):
         lines.append(f"{clean(label, _MOST_LABEL)}: {_describe_side(block.side(run), steps.idle)}")

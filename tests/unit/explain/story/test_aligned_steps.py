@@ -198,7 +198,7 @@ def test_a_layer_that_one_run_lacks_is_new_or_gone() -> None:
     assert {place.name for place in back.places if place.verdict == "gone"} == {"layer 3 attention", "layer 3 ffn"}
 
 
-def test_lists_of_layers_are_told_apart() -> None:
+def test_lists_of_layers_are_distinguished() -> None:
     tape = Tape()
     with tape.inside("step:0"), tape.inside("phase:forward"):
         for side in ("encoder", "decoder"):

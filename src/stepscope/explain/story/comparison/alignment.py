@@ -1,8 +1,8 @@
 """Which items of two sequences belong together: a longest common subsequence.
 
 The rows of the usual table are kept as bits of one integer each (Hyyrö 2004), so that sequences of thousands of kernels
-take milliseconds. Tried and lost: `difflib`, which looks for the longest run of equal items first. In a step of equal
-layers it joins the first layer of one run to the last layer of the other.
+take milliseconds. Tried and lost: `difflib`, which prefers long runs of equal items. If only the classes of products
+are known, it joins fewer of them, and takes hundreds of times as long.
 """
 
 from collections.abc import Hashable, Sequence

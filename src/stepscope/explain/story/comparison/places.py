@@ -87,13 +87,12 @@ def _name_by_module(profile: Profile) -> pl.DataFrame:
     starts, began = np.array([start for start, _ in profile.step_windows]), swept["start_ns"].to_numpy()
     step_at = np.clip(np.searchsorted(starts, began, side="right") - 1, 0, None)
     return swept.select(
-        *("phase", "class", "short", "is_cast", "start_ns", "end_ns", "own_ns", "wait_ns"),
+        *("phase", "class", "short", "is_cast", "op_row", "start_ns", "end_ns", "own_ns", "wait_ns"),
         layer=named["layer"],
         part=named["part"],
-        operations=_count_operations(profile, swept),
         step_at=pl.Series(step_at, dtype=pl.Int64),
         offset_ns=pl.Series(began - starts[step_at], dtype=pl.Int64),
-    )
+    ).hstack(_describe_products(profile, swept))
 
 
 def _find_part(module: str | None, layer: str | None, depth: int) -> str | None:
@@ -108,19 +107,28 @@ def _find_part(module: str | None, layer: str | None, depth: int) -> str | None:
     return module.removeprefix(layer).lstrip(".").partition(".")[0]
 
 
-def _count_operations(profile: Profile, kernels: pl.DataFrame) -> pl.Series:
-    """The operations of each product, which two runs share whatever their precision; null if they are unknown."""
+def _describe_products(profile: Profile, kernels: pl.DataFrame) -> pl.DataFrame:
+    """The operations of each product and the size that it sums over, which two runs share whatever their precision;
+    null if they are unknown. Without that size, the forward and the two backward products of a layer are alike."""
     calls = pl.DataFrame(
         {"op": kernels["op"]}
         | {name: look_up(profile.recording.ops, name, kernels["op_row"]) for name in ("shapes", "dtypes", "arguments")}
     )
     calls = calls.with_columns(is_anchor=kernels["class"].is_in(_ANCHORS))
     distinct = calls.filter("is_anchor").unique()
-    costs = [cost.operator_cost(op or "", *rest) for op, *rest, _ in distinct.iter_rows()]
-    flops = pl.Series("operations", [one.flops if one else None for one in costs], dtype=pl.Int64)
+    known = [_describe_product(*row[:4]) for row in distinct.iter_rows()]
+    described = pl.DataFrame(known, schema={"operations": pl.Int64, "inner": pl.Int64}, orient="row")
     return calls.join(
-        distinct.with_columns(flops), on=calls.columns, how="left", nulls_equal=True, maintain_order="left"
-    )["operations"]
+        distinct.hstack(described), on=calls.columns, how="left", nulls_equal=True, maintain_order="left"
+    ).select("operations", "inner")
+
+
+def _describe_product(
+    op: str | None, shapes: str | None, dtypes: str | None, arguments: str | None
+) -> tuple[int | None, int | None]:
+    found = cost.operator_cost(op or "", shapes, dtypes, arguments)
+    dims = cost.product_dims(op or "", shapes)
+    return found.flops if found else None, dims[-1] if dims else None
 
 
 def _name_layers(frame: pl.DataFrame) -> pl.DataFrame:
@@ -181,7 +189,7 @@ class _Slots:
 
 def _join_slots(a: pl.DataFrame, b: pl.DataFrame) -> tuple[_Slots, _Slots]:
     """Join the products of both runs by their operations or, if few agree because the sizes differ, by class."""
-    for names in (("class", "operations"), ("class",)):
+    for names in (("class", "operations", "inner"), ("class",)):
         steps = [_list_anchors(frame, names) for frame in (a, b)]
         usual = [_find_usual(each) for each in steps]
         pairs = align(usual[0], usual[1])
@@ -201,8 +209,9 @@ class _StepAnchors:
 
 
 def _list_anchors(frame: pl.DataFrame, names: Sequence[str]) -> list[_StepAnchors]:
-    """The products of each step, in order."""
+    """The products of each step, in order. A product may have several kernels: one operator launches them."""
     rows = frame.with_row_index("row").filter(pl.col("class").is_in(_ANCHORS))
+    rows = rows.filter(pl.col("op_row").is_null() | pl.struct("step_at", "op_row").is_first_distinct())
     steps = rows.partition_by("step_at", maintain_order=True)
     return [
         _StepAnchors(rows=step["row"].to_numpy().astype(np.int64), names=tuple(step.select(names).iter_rows()))
@@ -221,20 +230,24 @@ def _slot(
 ) -> _Slots:
     """`joined` are the places of the joined products in `usual`, the sequence of most steps."""
     numbers = {place: number for number, place in enumerate(joined)}
-    is_anchor = np.zeros(frame.height, bool)
     begins = np.full(frame.height, -1, np.int64)
     anchors: _Ints = np.zeros(0, np.int64)
     for step in steps:
         same = range(len(usual)) if step.names == usual else dict(align(usual, step.names))
         found = [(int(step.rows[same[place]]), number) for place, number in numbers.items() if place in same]
         for row, number in found:
-            is_anchor[row], begins[row] = True, number
+            begins[row] = number
         if step.names == usual:
             anchors = np.array([row for row, _ in found], np.int64)
-    slots = pl.DataFrame({"step": frame["step_at"], "slot": begins}).with_columns(
-        pl.when(pl.col("slot") >= 0).then("slot").forward_fill().over("step").fill_null(-1)
+    slots = pl.DataFrame({"step": frame["step_at"], "op": frame["op_row"], "slot": begins}).with_columns(
+        pl.when(pl.col("slot") >= 0).then("slot")
     )
-    return _Slots(slots=slots["slot"].to_numpy(), is_anchor=is_anchor, anchors=anchors)
+    # All kernels of the operator that launched a joined product belong to it.
+    of_op = pl.when(pl.col("op").is_not_null()).then(pl.col("slot").max().over("step", "op"))
+    slots = slots.with_columns(joined=pl.coalesce("slot", of_op))
+    filled = slots.select(pl.col("joined").forward_fill().over("step").fill_null(-1)).to_series()
+    is_product = slots["joined"].is_not_null().to_numpy()
+    return _Slots(slots=filled.to_numpy(), is_anchor=is_product, anchors=anchors)
 
 
 def _take_names(frame: pl.DataFrame, own: _Slots, namer: pl.DataFrame, slots: _Slots) -> pl.DataFrame:

@@ -21,7 +21,7 @@ from stepscope.findings.compared import Trend, TrendLine, TrendPoint
 from stepscope.units import count_noun, say_list
 
 _MS = 1e6
-_MOST_LINES = 8  # of a trend: more cannot be told apart
+_MOST_LINES = 8  # of a trend: more cannot be distinguished
 _MOST_COLUMNS = 2  # last runs in a table of cases
 _MOST_PARTS = 9  # of a stacked bar; the others are one
 _REST, _IDLE = "the rest", "idle"
@@ -114,7 +114,7 @@ class RunSeries:
 
     @property
     def is_single(self) -> bool:
-        """Whether all runs are of one case."""
+        """Whether there is one case."""
         return len(self.cases) == 1
 
     @property
