@@ -22,7 +22,7 @@ RUNS = ROOT / "bench/results/reports_h200"
 PAGES: dict[str, tuple[tuple[str, ...], int, str]] = {
     "report_small_fp32.png": (("small-fp32",), 1620, ""),
     "report_small_both.png": (("small-fp32", "small-fast"), 1400, ""),
-    "report_flame.png": (("small-fp32",), 1760, "#section-time"),
+    "report_flame.png": (("small-fp32",), 1575, "#section-time"),
 }
 WIDTH, SCALE = 1280, 1.25
 
