@@ -23,11 +23,11 @@ MANY = tuple(
     f"profile_h200/small-{mode}-{how}" for mode in ("train", "inference") for how in ("fp32", "bf16", "compiled")
 )
 SECTION = "section-"
-# The runs of each page, the height of its picture in CSS pixels, and the section or chart that it shows, or else its top.
+# The runs of each page, the height of its picture in CSS pixels, and the section or chart that it shows if not its top.
 PAGES: dict[str, tuple[tuple[str, ...], int, str]] = {
     "report_small_fp32.png": (BOTH[:1], 1620, ""),
     "report_small_both.png": (BOTH, 1400, ""),
-    "report_flame.png": (BOTH[:1], 1760, "section-time"),
+    "report_flame.png": (BOTH[:1], 1575, "section-time"),
     "compare_steps.png": (BOTH, 1200, "changes-steps"),
     "compare_memory.png": (BOTH, 1200, "changes-memory"),
     "compare_trend.png": (MANY, 1200, "trend-step"),
