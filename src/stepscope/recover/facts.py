@@ -56,8 +56,21 @@ class Sighting(msgspec.Struct, frozen=True, kw_only=True):
     registers: int | None = None
     shared_bytes: int | None = None
     counters: Mapping[CounterKey, int] = {}  # only those that were measured
+    tensor_dtypes: Mapping[str, int] = {}  # tensor core operations by dtype of the inputs, if they were counted
+    noise: Mapping[str, float] = {}  # metrics that differ between launches of the same work, such as cycles
+    launch: int | None = None  # its number in the file; launches on a stream have increasing numbers
+    start_ns: int | None = None  # None if the file has no timeline
+    in_graph: bool = False  # kernels of a CUDA graph have one number, and may run at the same time
     # Rows, columns, inner and batch of a GEMM, if the profiler recorded them and the user trusts them.
     told: tuple[int, int, int, int] | None = None
+
+    @property
+    def dtype(self) -> str | None:
+        """The dtype of the inputs. Counters decide: a name can be changed without changing what the kernel did. An fp32
+        kernel may split its inputs into several of fewer bits, for the tensor cores."""
+        most = max(self.tensor_dtypes, key=lambda dtype: self.tensor_dtypes[dtype], default=None)
+        is_counted = most is not None and self.tensor_dtypes[most] > 0
+        return most if is_counted and self.name.dtype != "fp32" else self.name.dtype
 
     @property
     def has_geometry(self) -> bool:

@@ -1,15 +1,15 @@
 """Inconsistent evidence: values that no GPU can have reported, whatever it ran.
 
 The numbers in a file can be edited one by one, but on a GPU they depend on each other: operations on instructions,
-bytes on sectors, time on work, and the work on the kernel's name. Some never repeat: memory traffic and duration vary
-with every launch, so layers with exactly the same values are copies of one layer.
+bytes on sectors, time on work, the work on the kernel's name, and times on the order of launches.
 """
 
 import itertools
 from collections.abc import Iterator, Sequence
 
 from stepscope.hardware import Hardware
-from stepscope.recover.evidence.layout import Complaint, Placement
+from stepscope.recover.claims.repetition import find_copies
+from stepscope.recover.evidence.layout import Complaint
 from stepscope.recover.evidence.order import is_product
 from stepscope.recover.facts import Sighting
 
@@ -20,26 +20,21 @@ _TENSOR_DTYPES = ("bf16", "fp16", "tf32")
 FASTEST = 1.15  # times the data sheet's peak: some GPUs clock higher; the highest measured was 0.85
 _SAME_SHARE = 0.01  # how much operations per instruction may differ between launches of a kernel
 _SECTOR_BYTES = 32
-# How many kernels of a layer must agree in every value before it counts as a copy: with counters, and without.
-_FEWEST_COUNTED, _FEWEST_TIMED = 4, 8
-_COARSEST_NS = 100  # clock resolution; that of a GPU is 32 ns
-_ROUNDING_NS = 2  # how much steps differ after converting ticks to nanoseconds
-_CHANCE = 1e-6  # probability that layers agree by chance, below which they count as copies
-_UNKNOWN_SHARE = 0.5  # of kernels that take the same time in two layers: more than in any genuine run measured
+_CLOCK_ERROR_NS = 1_000  # the longest overlap of consecutive kernels in a genuine trace was 192 ns
+_MOST_SWAPPED = 0.01  # share of kernels that several threads may have launched at the same moment
 
 
-def find_contradictions(
-    sightings: Sequence[Sighting], placement: Placement | None, hardware: Hardware | None
-) -> Iterator[Complaint]:
-    """Yield contradictions. Those with `is_unclear` do not count: with a coarse clock, durations repeat by chance."""
+def find_contradictions(sightings: Sequence[Sighting], hardware: Hardware | None) -> Iterator[Complaint]:
+    yield from _check_numbers(sightings)
+    yield from _check_times(sightings)
     yield from _check_names(sightings)
+    yield from _check_dtypes(sightings)
     yield from _check_instructions(sightings)
     for one in sightings:
         yield from _check_stores(one)
         if hardware is not None:
             yield from _check_speed(one, hardware)
-    if placement is not None:
-        yield from _find_copies(sightings, placement)
+    yield from find_copies(sightings)
 
 
 def _check_names(sightings: Sequence[Sighting]) -> Iterator[Complaint]:
@@ -59,6 +54,21 @@ def _check_names(sightings: Sequence[Sighting]) -> Iterator[Complaint]:
         if is_silent and one.name.dtype in _TENSOR_DTYPES:
             yield Complaint(
                 sighting=one, expected=f"a GEMM in {one.name.dtype}, according to its name", seen="tensor_ops 0"
+            )
+
+
+def _check_dtypes(sightings: Sequence[Sighting]) -> Iterator[Complaint]:
+    """The tensor cores count operations by the dtype of their inputs, whatever the kernel is called."""
+    for one in sightings:
+        counted = {dtype: number for dtype, number in one.tensor_dtypes.items() if number}
+        named = one.name.dtype
+        is_other = one.tensor_dtypes.get(named or "") == 0 or (named == "fp32" and one.name.tensor_cores is False)
+        if counted and is_other and one.name.kernel_class in ("GEMM", "attention"):
+            seen = " and ".join(f"{number:,} operations in {dtype}" for dtype, number in counted.items())
+            yield Complaint(
+                sighting=one,
+                expected=f"operations in {named}, according to its name",
+                seen=f"{seen}, according to the tensor cores",
             )
 
 
@@ -118,52 +128,65 @@ def _too_fast(sighting: Sighting, what: str, least_seconds: float) -> Complaint:
     )
 
 
-def _find_copies(sightings: Sequence[Sighting], placement: Placement) -> Iterator[Complaint]:
-    """Compare the durations and memory traffic of layers, each from one attention to the next."""
-    starts = sorted({(place.pass_number, place.layer): place.sighting.index for place in placement.attentions}.values())
-    layers = [sightings[start:end] for start, end in itertools.pairwise(starts)]
-    is_coarse = find_step_ns(sightings) >= _COARSEST_NS
-    share = _share_alike(layers)
-    known: dict[tuple[object, ...], int] = {}
-    for kernels in layers:
-        counted = all("dram_read_bytes" in one.counters for one in kernels)
-        if len(kernels) < (_FEWEST_COUNTED if counted else _FEWEST_TIMED):
-            continue
-        key = tuple(_varying(one) for one in kernels)
-        start = kernels[0].index
-        if any(one[0] for one in key) and known.setdefault(key, start) != start:
-            by_chance = len(layers) ** 2 * share ** len(kernels)
+# --- Launch order
+
+
+def _check_numbers(sightings: Sequence[Sighting]) -> Iterator[Complaint]:
+    """Every launch has its own number, and launches on a stream have increasing numbers."""
+    numbered = [one for one in sightings if one.launch is not None and not one.in_graph]
+    last: dict[int | None, Sighting] = {}
+    for one in numbered:
+        known = last.setdefault(one.launch, one)
+        if known is not one and not _are_of_a_graph(sightings, known, one):
             yield Complaint(
-                sighting=kernels[0],
-                expected="durations and memory traffic that vary between layers, as on every GPU",
-                seen=f"{len(kernels)} kernels with exactly the same values as those starting at #{known[key]}",
-                is_unclear=not counted and (is_coarse or by_chance > _CHANCE),
+                sighting=one, expected="a different number for every launch", seen=f"{one.launch:,}, as #{known.index}"
             )
+        last[one.launch] = one
+    swapped = [(a, b) for a, b in itertools.pairwise(numbered) if (b.launch or 0) < (a.launch or 0)]
+    has_timeline = any(one.start_ns is not None for one in numbered)
+    if len(swapped) > (_MOST_SWAPPED * len(numbered) if has_timeline else 0):
+        before, after = swapped[0]
+        yield Complaint(
+            sighting=after,
+            expected="launches in the order of their numbers",
+            seen=f"{after.launch:,} after {before.launch:,}",
+        )
 
 
-def find_step_ns(sightings: Sequence[Sighting]) -> int:
-    """Return the clock's resolution: the smallest difference between two durations, or 0 if all are equal."""
-    durations = sorted({one.duration_ns for one in sightings})
-    steps = [after - before for before, after in itertools.pairwise(durations)]
-    return min((step for step in steps if step > _ROUNDING_NS), default=min(steps, default=0))
+def _are_of_a_graph(sightings: Sequence[Sighting], first: Sighting, second: Sighting) -> bool:
+    """Whether only kernels with the same number are between two that share it, and not all are the same kernel. Some
+    profilers do not mark the kernels of a CUDA graph."""
+    between = sightings[first.index : second.index + 1]
+    is_alone = all(one.launch == first.launch for one in between)
+    return is_alone and first.start_ns is not None and len({one.name.name for one in between}) > 1
 
 
-def _share_alike(layers: Sequence[Sequence[Sighting]]) -> float:
-    """Return the share of kernels that take the same time in the next layer. Layers that are entirely equal do not
-    count."""
-    alike, compared = 1, 2
-    for first, second in itertools.pairwise(layers):
-        same = sum(_varying(one) == _varying(other) for one, other in zip(first, second, strict=False))
-        if len(first) == len(second) and same < len(first):
-            alike, compared = alike + same, compared + len(first)
-    return alike / compared if compared > _FEWEST_TIMED else _UNKNOWN_SHARE
+def _check_times(sightings: Sequence[Sighting]) -> Iterator[Complaint]:
+    """A kernel may start before the end of the one before it on its stream, but it cannot end before."""
+    latest: Sighting | None = None
+    for one in sightings:
+        if one.start_ns is None or one.in_graph:
+            continue
+        if latest is not None and min(_end(latest), _end(one)) - one.start_ns > _CLOCK_ERROR_NS and _end(one) <= _end(latest):
+            yield Complaint(
+                sighting=one,
+                expected=f"a kernel that ends after #{latest.index}, which is before it on the same stream",
+                seen=f"one that ends {(_end(latest) - _end(one)) / 1e3:,.2f} µs before",
+            )
+        latest = one if latest is None or _end(one) > _end(latest) else latest
 
 
-def _varying(sighting: Sighting) -> tuple[int | None, ...]:
-    counters = sighting.counters
-    return (
-        sighting.duration_ns,
-        counters.get("write_sectors"),
-        counters.get("dram_read_bytes"),
-        counters.get("dram_write_bytes"),
-    )
+def find_overlap_ns(sightings: Sequence[Sighting]) -> int:
+    """Return how long two kernels of the stream ran at the same time. Kernels can be allowed to start early."""
+    total, end = 0, None
+    for one in sightings:
+        if one.start_ns is None or one.in_graph:
+            continue
+        if end is not None and end - one.start_ns > _CLOCK_ERROR_NS:
+            total += min(end, _end(one)) - one.start_ns
+        end = max(end or _end(one), _end(one))
+    return total
+
+
+def _end(sighting: Sighting) -> int:
+    return (sighting.start_ns or 0) + sighting.duration_ns

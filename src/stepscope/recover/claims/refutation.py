@@ -45,8 +45,7 @@ def refute(file: ClaimedRun, claim: Claim, shape: ClaimedShape) -> Iterator[Refu
     device = hardware.find(file.evidence.device) if file.evidence.device else None
     found += [
         make_refutation(file, one.sighting, what="inconsistent evidence", expected=one.expected, seen=one.seen)
-        for one in find_contradictions(file.run.sightings, file.placement, device)
-        if not one.is_unclear
+        for one in find_contradictions(file.run.sightings, device)
     ]
     yield from found
 
@@ -90,7 +89,7 @@ def _refute_checks(file: ClaimedRun, shape: ClaimedShape) -> Iterator[Refutation
 
 def refute_dtype(file: ClaimedRun, claim: Claim) -> Iterator[Refutation]:
     for one in file.placement.products:
-        seen = one.sighting.name.dtype
+        seen = one.sighting.dtype
         if claim.dtype and seen and seen != claim.dtype and one.role not in OTHER_DTYPE_ROLES:
             yield make_refutation(
                 file,
@@ -98,7 +97,7 @@ def refute_dtype(file: ClaimedRun, claim: Claim) -> Iterator[Refutation]:
                 where=f"pass {one.pass_number}, layer {one.layer}",
                 what="dtype",
                 expected=f"GEMMs in {claim.dtype}",
-                seen=f"{seen}, according to the kernel's name",
+                seen=f"{seen}, according to {'the tensor cores' if any(one.sighting.tensor_dtypes.values()) else 'its name'}",
             )
 
 

@@ -15,7 +15,7 @@ import msgspec
 
 from stepscope.recover.claims.claim import FIELDS, Claim
 from stepscope.recover.claims.claimed_run import ClaimedRun, ClaimedRuns, open_all
-from stepscope.recover.claims.plausibility import find_contradictions, find_step_ns
+from stepscope.recover.claims.plausibility import find_overlap_ns
 from stepscope.recover.claims.refutation import (
     OTHER_DTYPE_ROLES,
     find_other_depths,
@@ -27,6 +27,7 @@ from stepscope.recover.claims.refutation import (
     refute_sizes,
     refute_updates,
 )
+from stepscope.recover.claims.repetition import find_step_ns, has_noise
 from stepscope.recover.claims.unexplained import (
     UnclaimedWork,
     find_unclaimed_products,
@@ -229,7 +230,7 @@ class _Judge:
     def _knows_dtypes(self) -> bool:
         """Whether every GEMM name has a data type. The LM head is ignored: it often uses another precision."""
         products = [one for file in self.files for one in file.placement.products]
-        inside = [one.sighting.name.dtype for one in products if one.role not in OTHER_DTYPE_ROLES]
+        inside = [one.sighting.dtype for one in products if one.role not in OTHER_DTYPE_ROLES]
         return bool(inside) and all(inside)
 
     def _count_misfits(self, file: ClaimedRun) -> int:
@@ -368,10 +369,10 @@ def _note_limits(file: ClaimedRun) -> Iterator[str]:
         yield f"{name}: the number of SMs is unknown, so the grids of persistent kernels only give lower bounds"
     if is_share(file):
         yield f"{name}: collectives run between the layers: sizes that do not fit may be one rank's shard"
-    if any(one.is_unclear for one in find_contradictions(sightings, file.placement, None)):
+    if not has_noise(sightings):
         yield (
-            f"{name}: some layers have equal durations; with a clock resolution of {find_step_ns(sightings):,} ns that "
-            "may be a coincidence, so a copied layer cannot be detected"
+            f"{name}: with a clock resolution of {find_step_ns(sightings):,} ns, durations repeat by chance: copied "
+            "layers cannot be detected"
         )
 
 

@@ -15,13 +15,19 @@ import polars as pl
 from stepscope.cost import product_dims
 from stepscope.explain.kernel_names import decode
 from stepscope.explain.trace.attribution import attribute_kernels
-from stepscope.recording.readers.counter_metrics import CounterKey, canonical_counters
+from stepscope.recording.readers.counter_metrics import (
+    CounterKey,
+    canonical_counters,
+    choose_noisy,
+    tensor_dtype_of,
+)
 from stepscope.recording.store import Recording
 from stepscope.recover.facts import Sighting, Triple
 
 Sizes = tuple[int, int, int, int]
 _MOST_KERNELS = 200_000
 _MOST = 2.0**100  # larger than any count: an overflow in the file
+_NO_TIMELINE = "nsight compute"  # kernels are placed end to end
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,10 +69,11 @@ def gather(recording: Recording, *, file: str = "", use_shapes: bool = False) ->
     if kernels.height > _MOST_KERNELS:
         notes.append(f"only the first {_MOST_KERNELS:,} of {kernels.height:,} kernels were used")
     kernels = kernels.sort("start_ns", "row", maintain_order=True).head(_MOST_KERNELS)
+    told = _told(recording) if use_shapes else {}
     return KernelEvidence(
         source=manifest.source,
         file=file or manifest.file,
-        sightings=tuple(_sightings(kernels, _counters(recording.counters), _told(recording) if use_shapes else {})),
+        sightings=tuple(_sightings(kernels, recording.counters, told, has_timeline=manifest.source != _NO_TIMELINE)),
         exchanges=_find_exchanges(everything, kernels),
         allocations=tuple(recording.allocations["requested_bytes"].drop_nulls().to_list()),
         device=manifest.device,
@@ -113,9 +120,33 @@ def _told(recording: Recording) -> dict[int, Sizes]:
     return told
 
 
+def _tensor_dtypes(table: pl.DataFrame) -> dict[int, dict[str, int]]:
+    """Return tensor core operations by row of the kernel and dtype. Metrics of one dtype overlap, so the largest
+    counts."""
+    dtypes = {metric: dtype for metric in table["metric"].unique() if (dtype := tensor_dtype_of(metric)) is not None}
+    counted: dict[int, dict[str, int]] = {}
+    for kernel, metric, value in _values(table, dtypes):
+        known = counted.setdefault(kernel, {})
+        known[dtypes[metric]] = max(round(value), known.get(dtypes[metric], 0))
+    return counted
+
+
+def _noise(table: pl.DataFrame) -> dict[int, dict[str, float]]:
+    noise: dict[int, dict[str, float]] = {}
+    for kernel, metric, value in _values(table, choose_noisy(table["metric"].unique())):
+        noise.setdefault(kernel, {})[metric] = value
+    return noise
+
+
+def _values(table: pl.DataFrame, metrics: Iterable[str]) -> Iterable[tuple[int, str, float]]:
+    wanted = table.filter(pl.col("metric").is_in(list(metrics)), pl.col("value").is_between(0, _MOST))
+    return wanted.select("kernel", "metric", "value").iter_rows()
+
+
 def _sightings(
-    kernels: pl.DataFrame, counters: dict[int, dict[CounterKey, int]], told: dict[int, Sizes]
+    kernels: pl.DataFrame, table: pl.DataFrame, told: dict[int, Sizes], *, has_timeline: bool
 ) -> Iterable[Sighting]:
+    counters, dtypes, noise = _counters(table), _tensor_dtypes(table), _noise(table)
     for index, row in enumerate(kernels.iter_rows(named=True)):
         sighting = Sighting(
             index=index,
@@ -126,6 +157,11 @@ def _sightings(
             registers=row["registers"],
             shared_bytes=row["shared_bytes"],
             counters=counters.get(row["row"], {}),
+            tensor_dtypes=dtypes.get(row["row"], {}),
+            noise=noise.get(row["row"], {}),
+            launch=row["correlation"],
+            start_ns=row["start_ns"] if has_timeline else None,
+            in_graph=bool(row["graph"]),
             told=told.get(row["row"]),
         )
         operations = count_operations(sighting)
