@@ -65,12 +65,24 @@ class Sighting(msgspec.Struct, frozen=True, kw_only=True):
     told: tuple[int, int, int, int] | None = None
 
     @property
+    def counted_dtype(self) -> str | None:
+        """The dtype in which the tensor cores counted the most operations."""
+        counted = {dtype: number for dtype, number in self.tensor_dtypes.items() if number}
+        return max(counted, key=lambda dtype: counted[dtype], default=None)
+
+    @property
+    def is_misnamed(self) -> bool:
+        """Whether the tensor cores counted another dtype than the name has. An fp32 kernel may split its inputs into
+        several of fewer bits, unless its name says that it does not use tensor cores."""
+        named, counted = self.name.dtype, self.counted_dtype
+        if named is None or counted is None:
+            return False
+        return self.name.tensor_cores is False if named == "fp32" else counted != named
+
+    @property
     def dtype(self) -> str | None:
-        """The dtype of the inputs. Counters decide: a name can be changed without changing what the kernel did. An fp32
-        kernel may split its inputs into several of fewer bits, for the tensor cores."""
-        most = max(self.tensor_dtypes, key=lambda dtype: self.tensor_dtypes[dtype], default=None)
-        is_counted = most is not None and self.tensor_dtypes[most] > 0
-        return most if is_counted and self.name.dtype != "fp32" else self.name.dtype
+        """The dtype of the inputs. Counters decide: a name can be changed without changing what the kernel did."""
+        return self.counted_dtype if self.is_misnamed else self.name.dtype or self.counted_dtype
 
     @property
     def has_geometry(self) -> bool:

@@ -179,8 +179,18 @@ def launch(model: Model, file: str, *, seed: int | None = 0, counted: bool = Tru
     order = [*parts["before"], *parts["layer"] * model.num_layers, *parts["final"], *parts["head"]]
     for part in order:
         made.extend(_scale(part, model, tiles, None if seed is None else choice))
+    # No two launches take the same time.
     numbered = tuple(
-        msgspec.structs.replace(one, index=index, counters=one.counters if counted else {})
+        msgspec.structs.replace(
+            one,
+            index=index,
+            launch=index,
+            start_ns=None,
+            duration_ns=one.duration_ns + index * index % 401,
+            counters=one.counters if counted else {},
+            tensor_dtypes={},
+            noise={},
+        )
         for index, one in enumerate(made)
     )
     return KernelEvidence(source="nsight compute", file="made", sightings=numbered, device_sms=SMS)

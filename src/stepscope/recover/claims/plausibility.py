@@ -50,7 +50,7 @@ def _check_names(sightings: Sequence[Sighting]) -> Iterator[Complaint]:
                 seen=f"tensor_ops {operations:,}",
             )
     for one in products:
-        is_silent = one.counters.get("tensor_ops") == 0 and one.name.dtype in measured
+        is_silent = one.counters.get("tensor_ops") == 0 and (one.name.dtype in measured or one.name.tensor_cores)
         if is_silent and one.name.dtype in _TENSOR_DTYPES:
             yield Complaint(
                 sighting=one, expected=f"a GEMM in {one.name.dtype}, according to its name", seen="tensor_ops 0"
@@ -60,15 +60,11 @@ def _check_names(sightings: Sequence[Sighting]) -> Iterator[Complaint]:
 def _check_dtypes(sightings: Sequence[Sighting]) -> Iterator[Complaint]:
     """The tensor cores count operations by the dtype of their inputs, whatever the kernel is called."""
     for one in sightings:
-        counted = {dtype: number for dtype, number in one.tensor_dtypes.items() if number}
-        named = one.name.dtype
-        is_other = one.tensor_dtypes.get(named or "") == 0 or (named == "fp32" and one.name.tensor_cores is False)
-        if counted and is_other and one.name.kernel_class in ("GEMM", "attention"):
-            seen = " and ".join(f"{number:,} operations in {dtype}" for dtype, number in counted.items())
+        if one.is_misnamed and one.name.kernel_class in ("GEMM", "attention"):
             yield Complaint(
                 sighting=one,
-                expected=f"operations in {named}, according to its name",
-                seen=f"{seen}, according to the tensor cores",
+                expected=f"operations in {one.name.dtype}, according to its name",
+                seen=f"{one.tensor_dtypes[one.counted_dtype or '']:,} in {one.counted_dtype}, according to the counters",
             )
 
 

@@ -97,7 +97,7 @@ def refute_dtype(file: ClaimedRun, claim: Claim) -> Iterator[Refutation]:
                 where=f"pass {one.pass_number}, layer {one.layer}",
                 what="dtype",
                 expected=f"GEMMs in {claim.dtype}",
-                seen=f"{seen}, according to {'the tensor cores' if any(one.sighting.tensor_dtypes.values()) else 'its name'}",
+                seen=f"{seen}, according to {'the counters' if one.sighting.counted_dtype else 'its name'}",
             )
 
 

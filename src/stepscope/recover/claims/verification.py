@@ -228,10 +228,11 @@ class _Judge:
         return _judge_others(value, others), others
 
     def _knows_dtypes(self) -> bool:
-        """Whether every GEMM name has a data type. The LM head is ignored: it often uses another precision."""
+        """Whether the dtype of every GEMM is known. The LM head is ignored: it often uses another precision. An fp32
+        kernel on the tensor cores may compute in a narrower dtype."""
         products = [one for file in self.files for one in file.placement.products]
-        inside = [one.sighting.dtype for one in products if one.role not in OTHER_DTYPE_ROLES]
-        return bool(inside) and all(inside)
+        inside = [one.sighting for one in products if one.role not in OTHER_DTYPE_ROLES]
+        return bool(inside) and all(one.dtype and (one.dtype != "fp32" or not one.counted_dtype) for one in inside)
 
     def _count_misfits(self, file: ClaimedRun) -> int:
         """Count the kernels that would refute the sizes if they could not be one rank's shard."""
