@@ -5,12 +5,15 @@ bytes on sectors, time on work, the work on the kernel's name, and times on the 
 """
 
 import itertools
+import re
 from collections.abc import Iterator, Sequence
 
-from stepscope.hardware import Hardware
+from stepscope.hardware import Hardware, chip_of
+from stepscope.hardware import find as find_hardware
 from stepscope.recover.claims.repetition import find_copies
 from stepscope.recover.evidence.layout import Complaint
 from stepscope.recover.evidence.order import is_product
+from stepscope.recover.evidence.recording import KernelEvidence
 from stepscope.recover.facts import Sighting
 
 # Kernels that are known well enough to say from their names that they do not use tensor cores.
@@ -24,7 +27,13 @@ _CLOCK_ERROR_NS = 1_000  # the longest overlap of consecutive kernels in a genui
 _MOST_SWAPPED = 0.01  # share of kernels that several threads may have launched at the same moment
 
 
-def find_contradictions(sightings: Sequence[Sighting], hardware: Hardware | None) -> Iterator[Complaint]:
+def find_contradictions(evidence: KernelEvidence) -> Iterator[Complaint]:
+    sightings = evidence.sightings
+    hardware = find_hardware(evidence.device) if evidence.device else None
+    for flaw in evidence.flaws:
+        yield Complaint(sighting=sightings[flaw.row], expected=flaw.expected, seen=flaw.seen)
+    if hardware is not None:
+        yield from _check_device(sightings, hardware, evidence.device_sms)
     yield from _check_numbers(sightings)
     yield from _check_times(sightings)
     yield from _check_names(sightings)
@@ -35,6 +44,30 @@ def find_contradictions(sightings: Sequence[Sighting], hardware: Hardware | None
         if hardware is not None:
             yield from _check_speed(one, hardware)
     yield from find_copies(sightings)
+
+
+def _check_device(
+    sightings: Sequence[Sighting], hardware: Hardware, multiprocessors: int | None
+) -> Iterator[Complaint]:
+    """A GPU may be shared, and have fewer multiprocessors, but never more; and it cannot run code for a later one."""
+    chip = chip_of(hardware)
+    if chip is None:
+        return
+    if multiprocessors is not None and multiprocessors > chip.multiprocessors:
+        yield Complaint(
+            sighting=sightings[0],
+            expected=f"at most {chip.multiprocessors} multiprocessors on {hardware.name}",
+            seen=str(multiprocessors),
+        )
+    major, minor = chip.capability
+    for one in sightings:
+        found = re.fullmatch(r"sm_(\d+)[a-z]?", one.name.architecture or "")
+        if found and int(found[1]) > 10 * major + minor:
+            yield Complaint(
+                sighting=one,
+                expected=f"code for compute capability {major}.{minor} or lower, on {hardware.name}",
+                seen=f"{one.name.architecture}, according to its name",
+            )
 
 
 def _check_names(sightings: Sequence[Sighting]) -> Iterator[Complaint]:

@@ -3,7 +3,6 @@
 import re
 from collections.abc import Iterator, Sequence
 
-from stepscope import hardware
 from stepscope.recover.claims.claim import Claim
 from stepscope.recover.claims.claimed_run import ClaimedRun
 from stepscope.recover.claims.plausibility import find_contradictions
@@ -42,10 +41,9 @@ def refute(file: ClaimedRun, claim: Claim, shape: ClaimedShape) -> Iterator[Refu
         found += refute_sizes(file, shape)
     found += refute_dtype(file, claim)
     found += refute_updates(file, claim)
-    device = hardware.find(file.evidence.device) if file.evidence.device else None
     found += [
         make_refutation(file, one.sighting, what="inconsistent evidence", expected=one.expected, seen=one.seen)
-        for one in find_contradictions(file.run.sightings, device)
+        for one in find_contradictions(file.evidence)
     ]
     yield from found
 

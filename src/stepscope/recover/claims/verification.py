@@ -61,6 +61,7 @@ from stepscope.units import count_noun
 _MOST_UNCLAIMED = 0.01
 _MOST_UNKNOWN = 0.01
 _MOST_UNEXPLAINED = 0.05
+_MOST_OVERLAP = 0.01  # of kernels on one stream
 # Kernels in these zones belong to a layer.
 _LAYER_ZONES: tuple[Zone, ...] = ("between", "middle", "feed_forward", "heads", "merge")
 
@@ -312,6 +313,11 @@ class _Judge:
                 yield f"{file.evidence.file}: skipped {passes} with one token per sequence"
             if any(one.is_unclear for one in file.placement.complaints):
                 yield "a layer lacks a GEMM at the end of the evidence or next to a kernel with an unknown name"
+            for gap in file.evidence.gaps:
+                yield f"{file.evidence.file}: {gap}"
+            busy, overlap = sum(one.duration_ns for one in file.run.sightings), find_overlap_ns(file.run.sightings)
+            if overlap > _MOST_OVERLAP * busy:
+                yield f"{file.evidence.file}: kernels of one stream overlap for {overlap / busy:.1%} of the GPU time"
             yield from self._find_untrained(file)
             yield from self._find_cut_passes(file)
 

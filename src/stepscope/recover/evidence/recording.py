@@ -7,7 +7,7 @@ stacks that a profiler recorded are ignored.
 import re
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import msgspec
 import polars as pl
@@ -22,11 +22,14 @@ from stepscope.recording.readers.counter_metrics import (
     tensor_dtype_of,
 )
 from stepscope.recording.store import Recording
+from stepscope.recover.evidence.redundancy import Flaw, find_flaws
 from stepscope.recover.facts import Sighting, Triple
+from stepscope.units import count_noun
 
 Sizes = tuple[int, int, int, int]
 _MOST_KERNELS = 200_000
 _MOST = 2.0**100  # larger than any count: an overflow in the file
+_MOST_UNLAUNCHED = 0.01  # share of kernels without a launch, which profilers may lose
 _NO_TIMELINE = "nsight compute"  # kernels are placed end to end
 
 
@@ -42,6 +45,8 @@ class KernelEvidence:
     device: str = ""  # the driver's name for it
     device_sms: int | None = None
     notes: tuple[str, ...] = ()
+    flaws: tuple[Flaw, ...] = ()  # their rows are indices of sightings
+    gaps: tuple[str, ...] = ()  # what shows that kernels are missing
 
     @property
     def has_counters(self) -> bool:
@@ -70,6 +75,7 @@ def gather(recording: Recording, *, file: str = "", use_shapes: bool = False) ->
         notes.append(f"only the first {_MOST_KERNELS:,} of {kernels.height:,} kernels were used")
     kernels = kernels.sort("start_ns", "row", maintain_order=True).head(_MOST_KERNELS)
     told = _told(recording) if use_shapes else {}
+    indices = {row: index for index, row in enumerate(kernels["row"])}
     return KernelEvidence(
         source=manifest.source,
         file=file or manifest.file,
@@ -79,7 +85,25 @@ def gather(recording: Recording, *, file: str = "", use_shapes: bool = False) ->
         device=manifest.device,
         device_sms=manifest.device_sms,
         notes=tuple(notes),
+        flaws=tuple(replace(flaw, row=indices[flaw.row]) for flaw in find_flaws(kernels, recording.counters)),
+        gaps=tuple(_find_gaps(recording, everything, kernels)),
     )
+
+
+def _find_gaps(recording: Recording, everything: pl.DataFrame, kernels: pl.DataFrame) -> Iterable[str]:
+    """Yield signs of removed or added kernels: numbers that Nsight Compute skipped, launches that nothing made."""
+    numbers = everything.get_column("correlation").drop_nulls().unique()
+    if recording.manifest.source == _NO_TIMELINE and len(numbers):
+        first, last = numbers.min(), numbers.max()
+        assert isinstance(first, int) and isinstance(last, int)
+        if missing := last - first + 1 - len(numbers):
+            yield f"{count_noun(missing, 'kernel is', 'kernels are')} missing: the IDs {first} to {last} have gaps"
+    launches = recording.launches.filter(pl.col("correlation").is_not_null())
+    if launches.height:
+        since = kernels.filter(pl.col("start_ns") >= launches["start_ns"].min())
+        made = since.join(launches, on=["process", "correlation"], how="semi", nulls_equal=True)
+        if since.height - made.height > _MOST_UNLAUNCHED * since.height:
+            yield f"{since.height - made.height:,} of {since.height:,} kernels were not launched in the recording"
 
 
 def _main_stream(kernels: pl.DataFrame, streams: Counter[tuple[int, int, int]]) -> pl.DataFrame:
