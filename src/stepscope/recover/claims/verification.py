@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 import msgspec
 
+from stepscope.recover.claims.allocations import count_feed_forward, find_misfits
 from stepscope.recover.claims.claim import FIELDS, Claim
 from stepscope.recover.claims.claimed_run import ClaimedRun, ClaimedRuns, open_all
 from stepscope.recover.claims.plausibility import find_overlap_ns
@@ -28,6 +29,7 @@ from stepscope.recover.claims.refutation import (
     refute_updates,
 )
 from stepscope.recover.claims.repetition import find_step_ns, has_noise
+from stepscope.recover.claims.tying import TyingEvidence, find_tying
 from stepscope.recover.claims.unexplained import (
     UnclaimedWork,
     find_unclaimed_products,
@@ -48,6 +50,7 @@ from stepscope.recover.claims.verdict import (
     describe_untested,
     explain,
     find_passing,
+    group_fields,
     is_narrowed,
     is_tested,
 )
@@ -71,15 +74,17 @@ def verify(evidence: Sequence[KernelEvidence], claim: Claim, *, unseen: float = 
     file does not show a decoder."""
     runs = open_all([one for one in evidence if one.sightings], claim)
     assert runs.files, "the caller has checked that there are kernels"
-    allocations = [size for one in evidence for size in one.allocations]
-    return _Judge(runs, claim, allocations, unseen).judge()
+    snapshots = [one for one in evidence if one.allocations]
+    tying = find_tying(runs.files, snapshots, claim, runs.shape)
+    return _Judge(runs, claim, snapshots, tying, unseen).judge()
 
 
 @dataclass(slots=True)
 class _Judge:
     runs: ClaimedRuns
     claim: Claim
-    allocations: list[int]
+    snapshots: list[KernelEvidence]
+    tying: TyingEvidence | None
     unseen: float
 
     @property
@@ -92,6 +97,7 @@ class _Judge:
 
     def judge(self) -> Verification:
         refutations = [one for file in self.files for one in refute(file, self.claim, self.shape)]
+        refutations += self._refute_tying()
         works, share, too_much = self._find_work(refutations)
         if self.runs.is_cut:
             refutations = []
@@ -104,6 +110,7 @@ class _Judge:
         return Verification(
             verdict=verdict,
             why=explain(verdict, refutations, missing, fields),
+            **group_fields(fields),
             refuted_by=tuple(refutations),
             fields=fields,
             kernels=sum(len(file.run.sightings) for file in self.files),
@@ -125,6 +132,16 @@ class _Judge:
                 launches[key] = launches.get(key, True) and check.test(self.shape) is not False
         for (what, expected), launches in groups.items():
             yield KernelComparison(what=what, launches=len(launches), agree=sum(launches.values()), expected=expected)
+
+    def _refute_tying(self) -> Iterator[Refutation]:
+        tying = self.tying
+        if tying is None or self.claim.tied in (None, tying.is_tied) or not tying.is_certain:
+            return
+        assert tying.file is not None and tying.sighting is not None
+        claimed = "shares the embedding's weights" if self.claim.tied else "has weights of its own"
+        yield make_refutation(
+            tying.file, tying.sighting, what="tied", expected=f"an LM head that {claimed}", seen=tying.why
+        )
 
     def _find_untrained(self, file: ClaimedRun) -> Iterator[str]:
         """An optimizer that updates fewer parameters than claimed neither contradicts nor supports the claim."""
@@ -221,7 +238,7 @@ class _Judge:
             case "parameters":
                 return self._test_parameters()
             case "tied":
-                return "not tested", ()
+                return ("tested" if self.tying and self.tying.is_tied == value else "not tested"), ()
         assert isinstance(value, int)
         if self.runs.is_cut or any(self._count_misfits(file) for file in self.files):
             return "not tested", ()
@@ -264,6 +281,8 @@ class _Judge:
                 return True
             if name == "dtype" and any(refute_dtype(file, self.claim)):
                 return True
+            if name == "tied" and any(self._refute_tying()):
+                return True
             if name in LAYER_SIZES and not is_share(file):
                 opened = msgspec.structs.replace(self.shape, **{name: None})
                 wrong = [one for one in file.checks if one.test(self.shape) is False]
@@ -297,16 +316,21 @@ class _Judge:
             )
         for name, result in fields.items():
             is_told = misfits and name in LAYER_SIZES
-            if result.verdict == "not tested" and name != "tied" and not is_told:
-                yield f"{name}: {describe_untested(name, result)}"
+            # Whoever claims a published config does not ask about its storage.
+            is_aside = name == "tied" and result.implied
+            if result.verdict == "not tested" and not is_told and not is_aside:
+                yield f"{name}: {self._describe_tying() if name == 'tied' else describe_untested(name, result)}"
         if self.unseen > _MOST_UNKNOWN:
             yield f"{self.unseen:.1%} of the GPU time is in kernels on other streams, which were ignored"
         claimed = [name for name in LAYER_SIZES if name in self.claim.fields]
         if self.shape.core is None and claimed:
             yield "no values for the unclaimed sizes fit the claimed ones"
-        matrices = self._count_matrices()
+        matrices = count_feed_forward(self.snapshots, self.claim)
         if matrices is not None and 0 < matrices[0] < matrices[1]:
             yield "fewer feed-forward matrices were allocated than the claim has: layers may share weights"
+        for one in self.snapshots:
+            for misfit in find_misfits(one, self.claim, self.shape):
+                yield f"{one.file} may be of another run: {misfit}"
         for file in self.files:
             if left_out := len(file.placement.left_out):
                 passes = count_noun(left_out, "pass", "passes")
@@ -320,6 +344,11 @@ class _Judge:
                 yield f"{file.evidence.file}: kernels of one stream overlap for {overlap / busy:.1%} of the GPU time"
             yield from self._find_untrained(file)
             yield from self._find_cut_passes(file)
+
+    def _describe_tying(self) -> str:
+        if self.tying is None:
+            return "only a training step or a memory snapshot shows whether the LM head shares the embedding's weights"
+        return f"{self.tying.why}, which contradicts the claim unless weights are frozen or shared otherwise"
 
     def _find_cut_passes(self, file: ClaimedRun) -> Iterator[str]:
         """Yield why num_layers is open if the evidence has no complete pass."""
@@ -347,7 +376,7 @@ class _Judge:
             passes = len(file.placement.num_layers)
             kind = "training" if file.run.is_training else "forward"
             yield f"{file.evidence.file}: {count_noun(passes, f'{kind} pass', f'{kind} passes')}"
-        if matrices := self._count_matrices():
+        if matrices := count_feed_forward(self.snapshots, self.claim):
             found, needed = matrices
             yield f"allocations with the size of a feed-forward matrix: {found}; the claim has {needed}"
         taken = {
@@ -359,14 +388,6 @@ class _Judge:
             said = ", ".join(f"{name} {value:,}" for name, value in taken.items())
             yield f"not claimed, recovered from the evidence: {said}"
         yield "counters show the shape of the work, not the weights, the data or whether it was useful: docs/verify.md"
-
-    def _count_matrices(self) -> tuple[int, int] | None:
-        """Return the number of allocations with the size of a feed-forward matrix, and how many the claim has."""
-        width, hidden, layers = self.claim.d_model, self.claim.d_ff, self.claim.num_layers
-        if not self.allocations or not width or not hidden or not layers:
-            return None
-        found = max(self.allocations.count(width * hidden * size) for size in (2, 4))
-        return found, layers * (3 if self.claim.gated else 2)
 
 
 def _note_limits(file: ClaimedRun) -> Iterator[str]:

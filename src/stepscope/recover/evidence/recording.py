@@ -35,12 +35,14 @@ _NO_TIMELINE = "nsight compute"  # kernels are placed end to end
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KernelEvidence:
-    """The kernels of one file. `allocations` are the requested sizes in bytes."""
+    """The kernels of one file. `allocations` are the requested sizes in bytes, `held` those that existed all the time.
+    """
 
     source: str
     file: str
     sightings: tuple[Sighting, ...] = ()
     allocations: tuple[int, ...] = ()
+    held: tuple[int, ...] = ()
     exchanges: tuple[int, ...] = ()  # indices of the kernels before which collectives ran, on any stream
     device: str = ""  # the driver's name for it
     device_sms: int | None = None
@@ -51,6 +53,11 @@ class KernelEvidence:
     @property
     def has_counters(self) -> bool:
         return any(sighting.counters for sighting in self.sightings)
+
+    @property
+    def has_history(self) -> bool:
+        """Whether a memory snapshot recorded what the run allocated, and not only what it held at one moment."""
+        return len(self.held) < len(self.allocations)
 
     def exchanges_within(self, passes: Iterable[Sequence[int]]) -> bool:
         """Whether collectives ran between the attention calls of a pass, given by their indices. Models split over GPUs
@@ -75,13 +82,15 @@ def gather(recording: Recording, *, file: str = "", use_shapes: bool = False) ->
         notes.append(f"only the first {_MOST_KERNELS:,} of {kernels.height:,} kernels were used")
     kernels = kernels.sort("start_ns", "row", maintain_order=True).head(_MOST_KERNELS)
     told = _told(recording) if use_shapes else {}
+    allocations = recording.allocations.filter(pl.col("requested_bytes").is_not_null())
     indices = {row: index for index, row in enumerate(kernels["row"])}
     return KernelEvidence(
         source=manifest.source,
         file=file or manifest.file,
         sightings=tuple(_sightings(kernels, recording.counters, told, has_timeline=manifest.source != _NO_TIMELINE)),
         exchanges=_find_exchanges(everything, kernels),
-        allocations=tuple(recording.allocations["requested_bytes"].drop_nulls().to_list()),
+        allocations=tuple(allocations["requested_bytes"]),
+        held=tuple(allocations.filter(pl.col("start_event").is_null(), pl.col("end_event").is_null())["requested_bytes"]),
         device=manifest.device,
         device_sms=manifest.device_sms,
         notes=tuple(notes),
