@@ -4,7 +4,7 @@ A snapshot has no kernels, so nothing in it refutes a claim. But if the sizes of
 not in it, it is a snapshot of another run, and it must not support the claim.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from stepscope.recover.claims.claim import Claim
 from stepscope.recover.evidence.recording import KernelEvidence
@@ -35,26 +35,29 @@ def count_embeddings(evidence: Sequence[KernelEvidence], claim: Claim) -> int | 
 
 def find_misfits(one: KernelEvidence, claim: Claim, shape: ClaimedShape) -> Iterator[str]:
     """Yield why a snapshot may be of another run than the one that is claimed."""
-    present = set(one.allocations)
-
-    def has(*elements: Size, sizes: Sequence[int] = _BYTES) -> bool:
-        return any(number is not None and number * size in present for number in elements for size in sizes)
-
     matrix, embedding = times(shape.d_model, shape.d_ff), times(shape.vocab_size, shape.d_model)
-    weights = (matrix, times(2, matrix), embedding)
-    if None not in weights and not has(*weights):
-        yield "it has no allocation with the size of a claimed weight matrix"
-    elif claim.dtype in _FULL_PRECISION and has(*weights) and not has(*weights, sizes=(4,)):
-        yield f"its weights have 2 bytes per element, but {claim.dtype} is claimed"
-    elif _count_copies(one, claim) == 0:
-        yield "the number of weight matrices that it holds is not a multiple of the claimed number"
-    if one.has_history:
-        activations = (times(shape.tokens, shape.d_model), times(shape.tokens, shape.d_ff))
-        if None not in activations and not has(*activations):
-            yield "it has no allocation with the size of the claimed activations"
-        logits = [times(count_head_rows(shape, way), shape.vocab_size) for way in HEAD_ROWS]
-        if None not in logits and not has(*logits) and (rows := _find_rows(present, shape)):
-            yield f"it has logits for {rows:,} positions, but not for the claimed ones"
+    needed = {"feed-forward": (matrix, times(2, matrix)), "embedding": (embedding,)}
+    weights = set(one.held or one.allocations)
+    sizes = (4,) if claim.dtype in _FULL_PRECISION else _BYTES
+    for name, elements in needed.items():
+        if None not in elements and not _has(weights, elements, sizes):
+            yield f"it holds no {name} matrix of the claimed size and dtype"
+            return
+    if _count_copies(one, claim) == 0:
+        yield "the number of feed-forward matrices that it holds is not a multiple of the claimed number"
+    if not one.has_history:
+        return
+    everything = set(one.allocations)
+    activations = (times(shape.tokens, shape.d_model),)
+    if None not in activations and not _has(everything, activations):
+        yield "it has no allocation for the hidden states of the claimed batch and context"
+    logits = [times(count_head_rows(shape, way), shape.vocab_size) for way in HEAD_ROWS]
+    if None not in logits and not _has(everything, logits) and (rows := _find_rows(everything, shape)):
+        yield f"it has logits for {rows:,} positions, but not for the claimed ones"
+
+
+def _has(present: set[int], elements: Iterable[Size], sizes: Sequence[int] = _BYTES) -> bool:
+    return any(number is not None and number * size in present for number in elements for size in sizes)
 
 
 def _count_held(one: KernelEvidence, elements: Size) -> int:

@@ -328,6 +328,7 @@ class _Judge:
         matrices = count_feed_forward(self.snapshots, self.claim)
         if matrices is not None and 0 < matrices[0] < matrices[1]:
             yield "fewer feed-forward matrices were allocated than the claim has: layers may share weights"
+        yield from _find_differences(self.files, self.claim)
         for one in self.snapshots:
             for misfit in find_misfits(one, self.claim, self.shape):
                 yield f"{one.file} may be of another run: {misfit}"
@@ -388,6 +389,29 @@ class _Judge:
             said = ", ".join(f"{name} {value:,}" for name, value in taken.items())
             yield f"not claimed, recovered from the evidence: {said}"
         yield "counters show the shape of the work, not the weights, the data or whether it was useful: docs/verify.md"
+
+
+def _find_differences(files: Sequence[ClaimedRun], claim: Claim) -> Iterator[str]:
+    """Yield what shows that the files come from different runs. What is claimed was compared with each of them."""
+    inside = [
+        [one.sighting.dtype for one in file.placement.products if one.role not in OTHER_DTYPE_ROLES] for file in files
+    ]
+    depths = [[seen for number, seen in enumerate(file.placement.num_layers, 1) if not _is_open(file, number)] for file in files]
+    shown: dict[str, list[set[str]]] = {
+        "GPU": [{file.evidence.device} - {""} for file in files],
+        "number of multiprocessors": [{str(sms)} if (sms := file.evidence.device_sms) else set() for file in files],
+        "num_layers": [set(map(str, one)) if claim.num_layers is None else set() for one in depths],
+        "dtype": [{dtype for dtype in one if dtype} if claim.dtype is None else set() for one in inside],
+    }
+    for what, values in shown.items():
+        known = [one for one in values if one]
+        if known and not set.intersection(*known):
+            said = " and ".join("/".join(sorted(one)) for one in known)
+            yield f"the files may be of different runs: {what} {said}"
+
+
+def _is_open(file: ClaimedRun, number: int) -> bool:
+    return number in file.placement.unclear or file.placement.is_cut(number)
 
 
 def _note_limits(file: ClaimedRun) -> Iterator[str]:
