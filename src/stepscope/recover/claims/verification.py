@@ -29,6 +29,7 @@ from stepscope.recover.claims.refutation import (
     refute_updates,
 )
 from stepscope.recover.claims.repetition import find_step_ns, has_noise
+from stepscope.recover.claims.roofline import find_idle_share
 from stepscope.recover.claims.tying import TyingEvidence, find_tying
 from stepscope.recover.claims.unexplained import (
     UnclaimedWork,
@@ -346,6 +347,18 @@ class _Judge:
             yield from self._find_untrained(file)
             yield from self._find_cut_passes(file)
 
+    def _note_slowness(self, file: ClaimedRun) -> Iterator[str]:
+        """A slow run never refutes the claim."""
+        slow = None if file.roofline is None else file.roofline.find_slow_pass(file.placement, self.shape)
+        if slow is not None:
+            spent_ns, usual_ns = slow
+            yield (
+                f"{file.evidence.file}: a pass took {spent_ns / 1e6:,.2f} ms, but the claimed work usually takes about "
+                f"{usual_ns / 1e6:,.2f} ms: sizes were padded, or the GPU was shared or slowed down"
+            )
+        if idle := find_idle_share(file.run.sightings):
+            yield f"{file.evidence.file}: no kernel of this stream ran for {idle:.0%} of the time"
+
     def _describe_tying(self) -> str:
         if self.tying is None:
             return "only a training step or a memory snapshot shows whether the LM head shares the embedding's weights"
@@ -369,6 +382,7 @@ class _Judge:
         for file in self.files:
             yield from file.evidence.notes
             yield from _note_limits(file)
+            yield from self._note_slowness(file)
             if not file.evidence.has_counters:
                 yield (
                     f"{file.evidence.file}: no counters, only names, grids and durations; "
