@@ -255,9 +255,9 @@ class _Opened:
             placement = place(self.run, pattern, behind, claim.num_layers, fits)
             placement.leave_out(self.predictor.find_single_steps(placement, shape))
             checks = list(self.predictor.predict(placement))
+            checks = _forgive_cuts(placement, checks, len(self.run.sightings), self._period, shape)
             if self.roofline is not None:
                 checks += self.roofline.predict(placement)
-            checks = _forgive_cuts(placement, checks, len(self.run.sightings), self._period, shape)
             distinct = {check.key: check for check in checks}.values()
             wrong = sum(check.test(shape) is False for check in distinct) + len(placement.complaints)
             score = (wrong, breaks_feed_forward(placement.find_zone("feed_forward")), pattern.count(None))
