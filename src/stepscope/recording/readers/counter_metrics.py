@@ -52,6 +52,7 @@ DURATION = "gpu__time_duration.sum"
 L1_HIT_RATE = "l1tex__t_sector_hit_rate.pct"
 L2_HIT_RATE = "lts__t_sector_hit_rate.pct"
 PASSES = "profiler__replayer_passes"  # added by Nsight Compute
+SECTOR_BYTES = 32
 
 _TENSOR_OPS = (
     ("bf16_dst_fp32", "bf16 inputs, fp32 accumulation"),

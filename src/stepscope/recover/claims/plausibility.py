@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 
 from stepscope.hardware import Hardware, chip_of
 from stepscope.hardware import find as find_hardware
+from stepscope.recording.readers.counter_metrics import SECTOR_BYTES
 from stepscope.recover.claims.repetition import find_copies
 from stepscope.recover.evidence.layout import Complaint
 from stepscope.recover.evidence.order import is_product
@@ -22,7 +23,10 @@ _PLAIN_CLASSES = ("elementwise", "copy", "reduction", "norm", "softmax", "index"
 _TENSOR_DTYPES = ("bf16", "fp16", "tf32")
 FASTEST = 1.15  # times the data sheet's peak: some GPUs clock higher; the highest measured was 0.85
 _SAME_SHARE = 0.01  # how much operations per instruction may differ between launches of a kernel
-_SECTOR_BYTES = 32
+_BINARY_LIBRARIES = ("cuBLAS", "cuBLASLt", "cuDNN", "CUTLASS", "FlashAttention")  # not compiled by the user
+_MOST_REGISTERS = 65_536  # of a multiprocessor
+_SHORTEST_NS = 250  # the shortest kernel measured took 576 ns
+_FEWEST_KINDS = 3  # of kernels, which never all take the same time
 _CLOCK_ERROR_NS = 1_000  # the longest overlap of consecutive kernels in a genuine trace was 192 ns
 _MOST_SWAPPED = 0.01  # share of kernels that several threads may have launched at the same moment
 
@@ -34,6 +38,8 @@ def find_contradictions(evidence: KernelEvidence) -> Iterator[Complaint]:
         yield Complaint(sighting=sightings[flaw.row], expected=flaw.expected, seen=flaw.seen)
     if hardware is not None:
         yield from _check_device(sightings, hardware, evidence.device_sms)
+    yield from _check_resources(sightings)
+    yield from _check_durations(sightings)
     yield from _check_numbers(sightings)
     yield from _check_times(sightings)
     yield from _check_names(sightings)
@@ -68,6 +74,42 @@ def _check_device(
                 expected=f"code for compute capability {major}.{minor} or lower, on {hardware.name}",
                 seen=f"{one.name.architecture}, according to its name",
             )
+
+
+def _check_resources(sightings: Sequence[Sighting]) -> Iterator[Complaint]:
+    """A compiled kernel has the same registers in every launch, and GEMMs and attention the same threads. A compiler
+    may use one name for several kernels."""
+    known: dict[str, Sighting] = {}
+    for one in sightings:
+        threads = one.block[0] * one.block[1] * one.block[2]
+        if (one.registers or 0) * threads > _MOST_REGISTERS:
+            yield Complaint(
+                sighting=one,
+                expected=f"at most {_MOST_REGISTERS:,} registers per block, on any GPU",
+                seen=f"{one.registers} for each of {threads:,} threads",
+            )
+        if one.name.kernel_class not in ("GEMM", "attention") or one.name.library not in _BINARY_LIBRARIES:
+            continue
+        first = known.setdefault(one.name.name, one)
+        values = {"registers": (first.registers, one.registers), "block": (first.block, one.block)}
+        if first.grid == one.grid:
+            values["shared memory"] = (first.shared_bytes, one.shared_bytes)
+        for what, (usual, other) in values.items():
+            if usual != other:
+                yield Complaint(sighting=one, expected=f"{what} {usual}, as in #{first.index}", seen=str(other))
+
+
+def _check_durations(sightings: Sequence[Sighting]) -> Iterator[Complaint]:
+    for one in sightings:
+        if 0 < one.duration_ns < _SHORTEST_NS:
+            yield Complaint(
+                sighting=one, expected=f"at least {_SHORTEST_NS} ns to start and end a kernel", seen=f"{one.duration_ns} ns"
+            )
+    kinds, durations = {one.name.name for one in sightings}, {one.duration_ns for one in sightings}
+    if len(kinds) >= _FEWEST_KINDS and len(durations) == 1 and 0 not in durations:
+        yield Complaint(
+            sighting=sightings[0], expected="different durations of different kernels", seen=f"{durations.pop():,} ns for all"
+        )
 
 
 def _check_names(sightings: Sequence[Sighting]) -> Iterator[Complaint]:
@@ -125,10 +167,10 @@ def _check_instructions(sightings: Sequence[Sighting]) -> Iterator[Complaint]:
 
 def _check_stores(sighting: Sighting) -> Iterator[Complaint]:
     stored, sectors = sighting.counters.get("store_bytes"), sighting.counters.get("write_sectors")
-    if stored and sectors is not None and sectors * _SECTOR_BYTES < stored:
+    if stored and sectors is not None and sectors * SECTOR_BYTES < stored:
         yield Complaint(
             sighting=sighting,
-            expected=f"at least {-(-stored // _SECTOR_BYTES):,} sectors for {stored:,} stored bytes",
+            expected=f"at least {-(-stored // SECTOR_BYTES):,} sectors for {stored:,} stored bytes",
             seen=f"write_sectors {sectors:,}",
         )
 

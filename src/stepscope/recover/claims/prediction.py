@@ -7,6 +7,7 @@ any check failing, it was not tested, however well the claim fits.
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
+from stepscope.recording.readers.counter_metrics import SECTOR_BYTES
 from stepscope.recover.evidence.layout import KernelPlace, Placement
 from stepscope.recover.evidence.order import Role, Zone, adds_parts, is_norm
 from stepscope.recover.facts import Attention, Fact, Gather, Product, Rows, Sighting, Window, find_window
@@ -14,6 +15,7 @@ from stepscope.recover.families import Platform, read_facts
 from stepscope.recover.families.grids import join_choices
 from stepscope.recover.shape import HEAD_ROWS, ClaimedShape, ProductShape, Size, count_head_rows, product_sizes, times
 
+_NARROWEST = 2  # bytes of an element
 _NORM_ZONES: tuple[Zone, ...] = ("between", "middle", "final")
 _WITH_TOKENS = ("index", "embedding", "norm")
 ROLE_WORDS: dict[Role, str] = {
@@ -127,6 +129,8 @@ class Predictor:
         for place in placement.products:
             if (check := self._check_product(place, place.sighting)) is not None:
                 yield check
+            if (check := self._check_written(place)) is not None:
+                yield check
             following = parts.get(place.sighting.index + 1)
             if following is not None and (check := self._check_product(place, following.sighting)) is not None:
                 yield check
@@ -144,6 +148,27 @@ class Predictor:
             suggest=lambda shape: _suggest(role, shape, product),
             seen=describe_launch(sighting),
             key=(role, self.identify(sighting)),
+        )
+
+    def _check_written(self, place: KernelPlace) -> ShapeCheck | None:
+        """Every element of the result is written to the L2 cache. Kernels of a compiler may write something else."""
+        role, sectors = place.role, place.sighting.counters.get("write_sectors")
+        if role is None or sectors is None or place.sighting.name.library == "Inductor":
+            return None
+        most = sectors * SECTOR_BYTES // _NARROWEST
+
+        def test(shape: ClaimedShape) -> bool | None:
+            counts = (times(rows, columns, batch) for rows, columns, _, batch in product_sizes(role, shape))
+            return _any_of(None if count is None else count <= most for count in counts)
+
+        return ShapeCheck(
+            sighting=place.sighting,
+            what=f"{ROLE_WORDS[role]} result",
+            where=describe_place(place),
+            test=test,
+            expect=lambda shape: _describe_product(role, shape),
+            seen=f"write_sectors {sectors:,}, enough for at most {most:,} elements",
+            key=("written", role, sectors),
         )
 
     def check_anchor(self, sighting: Sighting, where: str) -> Iterator[ShapeCheck]:

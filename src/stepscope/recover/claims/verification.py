@@ -28,6 +28,7 @@ from stepscope.recover.claims.refutation import (
     refute_sizes,
     refute_updates,
 )
+from stepscope.recover.claims.regularity import find_irregularities, is_whole
 from stepscope.recover.claims.repetition import find_step_ns, has_noise
 from stepscope.recover.claims.roofline import find_idle_share
 from stepscope.recover.claims.tying import TyingEvidence, find_tying
@@ -165,7 +166,9 @@ class _Judge:
             counts = summarise("count", odd)
             works += [*multiplying, *unknown, *counts]
             time = sum(one.duration_ns for one in file.run.sightings)
-            if is_too_much(multiplying, time, _MOST_UNCLAIMED) and not is_share(file):
+            if is_too_much(multiplying, time, _MOST_UNCLAIMED) and is_share(file):
+                missing.append("GEMMs that the claim does not explain take more than 1% of the GPU time")
+            elif is_too_much(multiplying, time, _MOST_UNCLAIMED):
                 first = min(extra, key=lambda one: one[0].index)[0]
                 spent = sum(work.duration_ns for work in multiplying) / time
                 refutations.append(
@@ -231,7 +234,7 @@ class _Judge:
             return ("refuted" if self._is_disputed(name) else "not refuted"), ()
         match name:
             case "num_layers":
-                return "tested", ()
+                return ("tested" if all(map(self._has_whole_pass, self.files)) else "not tested"), ()
             case "dtype":
                 return ("tested" if self._knows_dtypes() else "not tested"), ()
             case "gated":
@@ -316,7 +319,7 @@ class _Judge:
                 "layers: this may be one rank's shard"
             )
         for name, result in fields.items():
-            is_told = misfits and name in LAYER_SIZES
+            is_told = name == "num_layers" or (misfits and name in LAYER_SIZES)
             # Whoever claims a published config does not ask about its storage.
             is_aside = name == "tied" and result.implied
             if result.verdict == "not tested" and not is_told and not is_aside:
@@ -344,6 +347,8 @@ class _Judge:
             busy, overlap = sum(one.duration_ns for one in file.run.sightings), find_overlap_ns(file.run.sightings)
             if overlap > _MOST_OVERLAP * busy:
                 yield f"{file.evidence.file}: kernels of one stream overlap for {overlap / busy:.1%} of the GPU time"
+            for text in find_irregularities(file.evidence, file.placement):
+                yield f"{file.evidence.file}: {text}"
             yield from self._find_untrained(file)
             yield from self._find_cut_passes(file)
 
@@ -364,13 +369,18 @@ class _Judge:
             return "only a training step or a memory snapshot shows whether the LM head shares the embedding's weights"
         return f"{self.tying.why}, which contradicts the claim unless weights are frozen or shared otherwise"
 
+    def _has_whole_pass(self, file: ClaimedRun) -> bool:
+        """Whether a pass that is certainly complete has the claimed layers."""
+        depths = enumerate(file.placement.num_layers, start=1)
+        return any(seen == self.claim.num_layers and is_whole(file.placement, number) for number, seen in depths)
+
     def _find_cut_passes(self, file: ClaimedRun) -> Iterator[str]:
         """Yield why num_layers is open if the evidence has no complete pass."""
         layers, depths = self.claim.num_layers, file.placement.num_layers
-        if layers is None or layers in depths:
+        if layers is None or self._has_whole_pass(file):
             return
         for number, seen in enumerate(depths, start=1):
-            if seen < layers:
+            if seen <= layers:
                 yield f"num_layers: {file.evidence.file} has only part of pass {number} ({count_noun(seen, 'layer')})"
             else:
                 yield (
@@ -410,7 +420,10 @@ def _find_differences(files: Sequence[ClaimedRun], claim: Claim) -> Iterator[str
     inside = [
         [one.sighting.dtype for one in file.placement.products if one.role not in OTHER_DTYPE_ROLES] for file in files
     ]
-    depths = [[seen for number, seen in enumerate(file.placement.num_layers, 1) if not _is_open(file, number)] for file in files]
+    depths = [
+        [seen for number, seen in enumerate(file.placement.num_layers, 1) if is_whole(file.placement, number)]
+        for file in files
+    ]
     shown: dict[str, list[set[str]]] = {
         "GPU": [{file.evidence.device} - {""} for file in files],
         "number of multiprocessors": [{str(sms)} if (sms := file.evidence.device_sms) else set() for file in files],
@@ -422,10 +435,6 @@ def _find_differences(files: Sequence[ClaimedRun], claim: Claim) -> Iterator[str
         if known and not set.intersection(*known):
             said = " and ".join("/".join(sorted(one)) for one in known)
             yield f"the files may be of different runs: {what} {said}"
-
-
-def _is_open(file: ClaimedRun, number: int) -> bool:
-    return number in file.placement.unclear or file.placement.is_cut(number)
 
 
 def _note_limits(file: ClaimedRun) -> Iterator[str]:

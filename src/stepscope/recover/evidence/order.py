@@ -175,3 +175,8 @@ def adds_parts(sighting: Sighting) -> bool:
 def is_lookup(sighting: Sighting) -> bool:
     name = sighting.name
     return name.direction != "backward" and (name.kernel_class == "embedding" or "gather by index" in name.operation)
+
+
+def begins_pass(sighting: Sighting) -> bool:
+    """Whether this looks up embeddings. In later layers, compiled kernels may do so again."""
+    return is_lookup(sighting) or "embedding" in sighting.name.fused

@@ -29,6 +29,7 @@ from stepscope.units import count_noun
 Sizes = tuple[int, int, int, int]
 _MOST_KERNELS = 200_000
 _MOST = 2.0**100  # larger than any count: an overflow in the file
+_MOST_UNTIMED = 0.01  # share of kernels without a duration
 _MOST_UNLAUNCHED = 0.01  # share of kernels without a launch, which profilers may lose
 _NO_TIMELINE = "nsight compute"  # kernels are placed end to end
 
@@ -48,7 +49,7 @@ class KernelEvidence:
     device_sms: int | None = None
     notes: tuple[str, ...] = ()
     flaws: tuple[Flaw, ...] = ()  # their rows are indices of sightings
-    gaps: tuple[str, ...] = ()  # what shows that kernels are missing
+    gaps: tuple[str, ...] = ()  # what is missing from the file
 
     @property
     def has_counters(self) -> bool:
@@ -100,13 +101,21 @@ def gather(recording: Recording, *, file: str = "", use_shapes: bool = False) ->
 
 
 def _find_gaps(recording: Recording, everything: pl.DataFrame, kernels: pl.DataFrame) -> Iterable[str]:
-    """Yield signs of removed or added kernels: numbers that Nsight Compute skipped, launches that nothing made."""
+    """Yield what is missing: kernels whose numbers Nsight Compute skipped, durations, counters, and launches."""
     numbers = everything.get_column("correlation").drop_nulls().unique()
     if recording.manifest.source == _NO_TIMELINE and len(numbers):
         first, last = numbers.min(), numbers.max()
         assert isinstance(first, int) and isinstance(last, int)
         if missing := last - first + 1 - len(numbers):
             yield f"{count_noun(missing, 'kernel is', 'kernels are')} missing: the IDs {first} to {last} have gaps"
+    timeless = kernels.filter(pl.col("end_ns") <= pl.col("start_ns")).height
+    if timeless > _MOST_UNTIMED * kernels.height:
+        yield f"{timeless:,} of {kernels.height:,} kernels have no duration, so the share of any work is unknown"
+    counted = recording.counters.filter(pl.col("kernel").is_in(kernels["row"].implode()))
+    metrics = counted.group_by("kernel").agg(pl.col("metric").n_unique())["metric"]
+    if counted.height and (metrics.max() != metrics.min() or len(metrics) < kernels.height):
+        fewer = kernels.height - (metrics == metrics.max()).sum()
+        yield f"{fewer:,} of {kernels.height:,} kernels lack counters that the others have"
     launches = recording.launches.filter(pl.col("correlation").is_not_null())
     if launches.height:
         since = kernels.filter(pl.col("start_ns") >= launches["start_ns"].min())

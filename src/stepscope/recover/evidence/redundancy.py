@@ -17,6 +17,18 @@ _RELATIVE = 1e-9
 _FEWEST_LIKE = 3  # launches that must agree on the number of units before another one contradicts them
 _DEVICE_NAME = "device__attribute_display_name"
 _PER_DEVICE = ("device__attribute_multiprocessor_count", "launch__sm_count")
+_OF_OCCUPANCY = (
+    "block_size",
+    "registers_per_thread",
+    "occupancy_limit_registers",
+    "shared_mem_per_block",
+    "shared_mem_per_block_driver",
+    "shared_mem_per_block_static",
+    "shared_mem_per_block_dynamic",
+)
+# A multiprocessor has this many registers for four schedulers, and allocates them to warps in units.
+_REGISTERS, _SCHEDULERS, _WARP, _REGISTER_UNIT = 65_536, 4, 32, 256
+_MOST_IRREGULAR = 0.1  # share of launches that break a rule, above which it does not apply to this GPU
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,8 +43,8 @@ class Flaw:
 def find_flaws(kernels: pl.DataFrame, counters: pl.DataFrame) -> list[Flaw]:
     """Return the flaws of these kernels, which have their position in the table in the column `row`."""
     counters = counters.filter(pl.col("kernel").is_in(kernels["row"].implode()))
-    found = [*_check_devices(counters), *_check_launches(kernels, counters), *_check_statistics(counters)]
-    return sorted(found, key=lambda flaw: flaw.row)
+    found = [*_check_devices(counters), *_check_launches(kernels, counters), *_check_occupancy(counters)]
+    return sorted([*found, *_check_statistics(counters)], key=lambda flaw: flaw.row)
 
 
 def _check_devices(counters: pl.DataFrame) -> Iterator[Flaw]:
@@ -61,6 +73,30 @@ def _check_launches(kernels: pl.DataFrame, counters: pl.DataFrame) -> Iterator[F
             rows.filter(pl.col("follows") != pl.col("value")).select("kernel", "follows", "value").iter_rows()
         ):
             yield Flaw(row=kernel, expected=f"{metric} {follows:,} for its grid and block", seen=f"{seen:,.0f}")
+
+
+def _check_occupancy(counters: pl.DataFrame) -> Iterator[Flaw]:
+    """Registers and shared memory also decide how many blocks fit on a multiprocessor. Rules that a GPU may not follow
+    are only used if nearly all launches do."""
+    column = {name: pl.col(f"launch__{name}") for name in _OF_OCCUPANCY}
+    said = counters.filter(pl.col("metric").is_in([f"launch__{name}" for name in _OF_OCCUPANCY]))
+    wide = said.pivot(on="metric", index="kernel", values="value", aggregate_function="first")
+    if len(wide.columns) <= len(_OF_OCCUPANCY):
+        return
+    warps = (column["block_size"] / _WARP).ceil()
+    each = (column["registers_per_thread"] * _WARP / _REGISTER_UNIT).ceil() * _REGISTER_UNIT
+    shared = column["shared_mem_per_block_driver"] + column["shared_mem_per_block_static"]
+    rules = {
+        "occupancy_limit_registers": (_REGISTERS / each / _SCHEDULERS).floor() * _SCHEDULERS // warps,
+        "shared_mem_per_block": shared + column["shared_mem_per_block_dynamic"],
+    }
+    for name, follows in rules.items():
+        rows = wide.select("kernel", follows.alias("follows"), column[name].alias("seen")).drop_nulls()
+        wrong = rows.filter(pl.col("follows") != pl.col("seen"))
+        if wrong.height <= _MOST_IRREGULAR * rows.height:
+            for kernel, expected, seen in wrong.iter_rows():
+                what = "registers" if "registers" in name else "shared memory"
+                yield Flaw(row=kernel, expected=f"launch__{name} {expected:,.0f} for its {what}", seen=f"{seen:,.0f}")
 
 
 def _product(columns: list[str]) -> pl.Expr:

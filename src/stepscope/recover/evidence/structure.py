@@ -17,6 +17,7 @@ from stepscope.recover.evidence.order import (
     NoTransformerError,
     Role,
     Zone,
+    begins_pass,
     breaks_feed_forward,
     find_zone,
     is_attention,
@@ -135,12 +136,8 @@ def _read_pass(order: KernelOrder, layers: Sequence[Anchor], end_before: int, *,
     after that belong to the layer, for example rotary positions. `end_before` is the index of the attention before
     this pass."""
     readings = tuple(_read_roles(order, layers, end_before, is_whole=is_whole))
-    has_start = any(_begins(one) for reading in readings for one in reading.zones["before"])
+    has_start = any(begins_pass(one) for reading in readings for one in reading.zones["before"])
     return _Pass(layers=layers, readings=readings, has_start=has_start)
-
-
-def _begins(sighting: Sighting) -> bool:
-    return is_lookup(sighting) or "embedding" in sighting.name.fused
 
 
 def _completeness(one: _Pass) -> tuple[bool, bool, bool]:
@@ -268,7 +265,7 @@ def _find_start(order: KernelOrder, end_before: int, begin: int) -> int:
     """Return the start of a pass whose layers begin here: its first lookup after the end of the pass before."""
     if end_before < 0:
         return 0
-    return next((one.index for one in order.sightings[end_before + 1 : begin] if _begins(one)), begin)
+    return next((one.index for one in order.sightings[end_before + 1 : begin] if begins_pass(one)), begin)
 
 
 def _find_end(order: KernelOrder, head: int) -> int:
