@@ -20,6 +20,7 @@ from pathlib import Path
 import msgspec
 
 from attack.crew import work_through
+from attack.documents import kind_of
 from attack.scoreboard import (
     Results,
     class_table,
@@ -86,7 +87,7 @@ def run(tasks: Sequence[Task], jobs: int) -> Iterator[Trial]:
         if isinstance(result, list):
             yield from result
         else:
-            yield Trial(what=what, file=path.name, kind="", outcome=result, seconds=_PATIENCE * MOST_SECONDS)
+            yield Trial(what=what, file=path.name, kind=kind_of(path), outcome=result, seconds=_PATIENCE * MOST_SECONDS)
 
 
 def save(tasks: Sequence[Task], folder: Path) -> None:

@@ -3,150 +3,39 @@
     python bench/collect_evidence.py traces --out OUT [NAME ...]                 on a GPU: traces, snapshots, truth.json
     $(python bench/collect_evidence.py counters --print --csv CSV [NAME ...])    one forward pass each, under ncu
     python bench/collect_evidence.py split --csv CSV --out OUT [NAME ...]        the CSV, split at spin kernels
+    python bench/collect_evidence.py variants --out OUT [--seconds 400]          all of it, for models of other kinds
+    python bench/collect_evidence.py variants --out OUT --device cpu             a rehearsal without a GPU: no kernels
 
-All runs have random weights and random tokens. ncu writes its CSV when it ends: give it a few runs at a time.
+The models are in `evidence_runs.py`. All have random weights and random tokens. ncu writes its CSV when it ends: give
+it a few runs at a time. `variants` runs ncu once for each model, which takes about a minute, and starts none after the
+given time: with 400 s it ends within eight minutes.
 """
 
 import argparse
 import gzip
-import importlib
 import json
 import shlex
+import subprocess
 import sys
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
+from evidence_runs import RUNS, VARIANTS, Run, build, load
 from stepscope.recording.readers.counter_metrics import FEW
 
 COUNTED_LAYERS = 2
 WITH_SHAPES = "llama_bf16"  # whose traces keep everything that the profiler wrote
-
-
-@dataclass(frozen=True, kw_only=True)
-class Run:
-    family: str  # gpt2, llama, neox, qwen2, qwen3, builtin
-    num_layers: int
-    d_model: int
-    num_heads: int
-    num_kv_heads: int
-    d_head: int
-    d_ff: int
-    vocab_size: int
-    batch: int
-    context: int
-    dtype: str = "bf16"  # fp32, tf32, fp16, bf16, or autocast: bf16 GEMMs with fp32 weights
-    attention: str = "sdpa"  # naive, sdpa, efficient, flash, cudnn, ours
-    compile: bool = False
-    modes: tuple[str, ...] = ("forward",)  # forward, train: the modes that are traced
-    snapshot: bool = False
-    held_out: bool = False
-
-
-def _load(name: str) -> Any:
-    """Runs on the measuring machine; untyped, like most of these libraries."""
-    return importlib.import_module(name)
-
-
-def _run(family: str, shape: str, batch: int, context: int, **more: Any) -> Run:
-    """`shape`: num_layers, d_model, num_heads, num_kv_heads, head_dim, d_ff, vocab_size."""
-    layers, width, heads, kv, head, ff, vocabulary = map(int, shape.split())
-    return Run(
-        family=family, num_layers=layers, d_model=width, num_heads=heads, num_kv_heads=kv, d_head=head, d_ff=ff,
-        vocab_size=vocabulary, batch=batch, context=context, **more,
-    )  # fmt: skip
-
-
-BOTH = ("forward", "train")
-RUNS = {
-    "gpt2_fp32_efficient": _run("gpt2", "3 768 12 12 64 3072 50257", 1, 128, dtype="fp32", modes=BOTH, snapshot=True),
-    "gpt2_bf16_odd": _run("gpt2", "4 640 10 10 64 2560 32003", 3, 200, modes=BOTH),
-    "gpt2_fp16_naive": _run("gpt2", "3 384 6 6 64 1536 50304", 2, 256, dtype="fp16", attention="naive"),
-    "gpt2_tf32": _run("gpt2", "2 1024 16 16 64 4096 50257", 2, 512, dtype="tf32", attention="efficient"),
-    "gpt2_compiled": _run("gpt2", "4 768 12 12 64 3072 50257", 4, 256, compile=True, modes=BOTH),
-    "gpt2_head80": _run("gpt2", "3 1200 15 15 80 4800 20011", 2, 384, attention="flash"),
-    "llama_bf16": _run("llama", "3 1024 16 4 64 2816 32000", 2, 512, modes=BOTH, snapshot=True),
-    "llama_fp16_naive": _run("llama", "2 768 12 4 64 2048 32000", 2, 192, dtype="fp16", attention="naive"),
-    "llama_compiled": _run("llama", "4 2048 32 8 64 5632 32000", 2, 1024, compile=True, modes=BOTH),
-    "llama_fp32": _run("llama", "2 512 8 2 64 1408 16001", 3, 160, dtype="fp32", modes=BOTH),
-    "llama_ours": _run("llama", "2 1280 10 5 128 3456 32064", 1, 768, attention="ours"),
-    "qwen2_bf16": _run("qwen2", "2 896 14 2 64 4864 151936", 1, 384),
-    "qwen3_cudnn": _run("qwen3", "2 1024 16 8 128 3072 151936", 2, 256, attention="cudnn"),
-    "neox_fp16": _run("neox", "3 512 8 8 64 2048 50304", 4, 128, dtype="fp16", modes=BOTH),
-    "neox_compiled": _run("neox", "3 1024 8 8 128 4096 50304", 2, 256, dtype="fp32", compile=True),
-    "builtin_autocast": _run(
-        "builtin", "3 768 12 12 64 3072 10000", 4, 256, dtype="autocast", attention="naive", modes=BOTH
-    ),
-    "builtin_fp32": _run("builtin", "4 512 16 16 32 1344 10000", 8, 64, dtype="fp32", attention="naive", modes=BOTH),
-    "builtin_hopper": _run("builtin", "2 1024 8 8 128 2752 32000", 2, 1024, attention="ours", dtype="autocast"),
-    # Held out: not looked at while the kernel models were made.
-    "held_gpt2": _run("gpt2", "5 1280 20 20 64 5120 40478", 2, 320, attention="flash", modes=BOTH, held_out=True),
-    "held_llama": _run("llama", "3 1536 12 3 128 4224 49152", 3, 448, dtype="fp16", held_out=True),
-    "held_qwen2": _run("qwen2", "4 1152 9 3 128 3008 60001", 2, 300, compile=True, held_out=True),
-    "held_neox": _run(
-        "neox", "3 640 10 10 64 2400 33001", 2, 224, dtype="fp32", attention="naive", modes=BOTH, held_out=True
-    ),
-    # Held out later: collected after the first four had been looked at.
-    "held_smol": _run("llama", "2 960 15 5 64 2560 49152", 1, 1000, held_out=True),
-    "held_gpt2_fp16": _run("gpt2", "3 512 8 8 64 2048 12345", 5, 96, dtype="fp16", modes=BOTH, held_out=True),
-}  # fmt: skip
-
-
-def build(run: Run) -> Any:
-    torch = _load("torch")
-
-    if run.family == "builtin":
-        return _build_builtin(run).cuda()
-    hf = _load("transformers")
-
-    # What the config's names mean is not derived twice: each family has its own.
-    if run.family == "gpt2":
-        config = hf.GPT2Config(
-            n_layer=run.num_layers, n_embd=run.d_model, n_head=run.num_heads, n_inner=run.d_ff,
-            vocab_size=run.vocab_size, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0,
-        )  # fmt: skip
-    else:
-        common = {
-            "num_hidden_layers": run.num_layers, "hidden_size": run.d_model, "num_attention_heads": run.num_heads,
-            "intermediate_size": run.d_ff, "vocab_size": run.vocab_size, "max_position_embeddings": 2048,
-        }  # fmt: skip
-        grouped = {**common, "num_key_value_heads": run.num_kv_heads, "head_dim": run.d_head}
-        makers: dict[str, Callable[[], Any]] = {
-            "neox": lambda: hf.GPTNeoXConfig(**common),
-            "llama": lambda: hf.LlamaConfig(**grouped),
-            "qwen2": lambda: hf.Qwen2Config(**grouped),
-            "qwen3": lambda: hf.Qwen3Config(**grouped),
-        }
-        config = makers[run.family]()
-    implementation = {"naive": "eager"}.get(run.attention, "sdpa")
-    if run.attention == "ours":
-        from stepscope.kernels.attention.transformers import register
-
-        implementation = register("auto")
-    model = hf.AutoModelForCausalLM.from_config(config, attn_implementation=implementation)
-    kinds = {"fp16": torch.float16, "bf16": torch.bfloat16}
-    return model.to(device="cuda", dtype=kinds.get(run.dtype, torch.float32))
-
-
-def _build_builtin(run: Run) -> Any:
-    from stepscope.spec import ModelShape, Workload
-    from stepscope.step.builtin import build_model, choose_operations
-
-    shape = ModelShape(
-        num_layers=run.num_layers, d_model=run.d_model, num_heads=run.num_heads, num_kv_heads=run.num_kv_heads,
-        d_ff=run.d_ff, vocab=run.vocab_size,
-    )  # fmt: skip
-    attention = {"ours": "flash"}.get(run.attention, run.attention)
-    workload = Workload(model=shape, batch=run.batch, context=run.context, attention=attention)  # type: ignore[arg-type]
-    return build_model(workload, shape, choose_operations(workload))
+ALL = {**RUNS, **VARIANTS}
 
 
 @contextmanager
 def arithmetic(run: Run) -> Iterator[None]:
-    torch = _load("torch")
-    attention = _load("torch.nn.attention")
+    torch = load("torch")
+    attention = load("torch.nn.attention")
 
     torch.set_float32_matmul_precision("high" if run.dtype == "tf32" else "highest")
     backends = {
@@ -165,26 +54,26 @@ def arithmetic(run: Run) -> Iterator[None]:
 class Subject:
     """One model with its batch, ready for a pass or a step."""
 
-    def __init__(self, run: Run) -> None:
-        torch = _load("torch")
+    def __init__(self, run: Run, device: str = "cuda") -> None:
+        torch = load("torch")
 
         torch.manual_seed(0)
         self.run = run
-        self.model = build(run)
+        self.model = build(run, device)
         self.called = torch.compile(self.model) if run.compile else self.model
-        self.tokens = torch.randint(run.vocab_size, (run.batch, run.context), device="cuda")
+        self.tokens = torch.randint(run.vocab_size, (run.batch, run.context), device=device)
         self.parameters = sum(parameter.numel() for parameter in self.model.parameters())
         self.optimizer: Any = None
 
     def forward(self) -> None:
-        torch = _load("torch")
+        torch = load("torch")
 
         self.model.eval()
         with torch.no_grad(), arithmetic(self.run):
             self._logits()
 
     def train(self) -> None:
-        torch = _load("torch")
+        torch = load("torch")
 
         self.model.train()
         self.optimizer = self.optimizer or torch.optim.AdamW(self.model.parameters(), lr=1e-4)
@@ -200,18 +89,21 @@ class Subject:
     def _logits(self) -> Any:
         if self.run.family == "builtin":
             return self.called(self.tokens)
-        return self.called(input_ids=self.tokens, use_cache=False).logits
+        given = {"input_ids": self.tokens, "use_cache": False}
+        if self.run.decoder_layers:
+            given["decoder_input_ids"] = self.tokens[:, : self.run.decoder_context]
+        return self.called(**given).logits
 
 
-def collect_traces(names: list[str], out: Path) -> None:
-    torch = _load("torch")
-    transformers = _load("transformers")
+def collect_traces(names: list[str], out: Path, device: str = "cuda") -> None:
+    torch = load("torch")
+    transformers = load("transformers")
 
     truths = {}
     for name in names:
-        run = RUNS[name]
+        run = ALL[name]
         sys.stderr.write(f"{name}\n")
-        subject = Subject(run)
+        subject = Subject(run, device)
         for mode in run.modes:
             _trace(subject, mode, out / f"{name}.{mode}.json.gz")
             if name != WITH_SHAPES:
@@ -223,7 +115,7 @@ def collect_traces(names: list[str], out: Path) -> None:
             "counted_layers": _counted(run).num_layers,
             "parameters": subject.parameters,
             "versions": {"torch": torch.__version__, "transformers": transformers.__version__},
-            "gpu": torch.cuda.get_device_name(),
+            "gpu": torch.cuda.get_device_name() if device == "cuda" else "",
         }
         (out / "truth.json").write_text(json.dumps(truths, indent=1) + "\n")
         del subject
@@ -231,24 +123,26 @@ def collect_traces(names: list[str], out: Path) -> None:
 
 
 def _trace(subject: Subject, mode: str, path: Path) -> None:
-    torch = _load("torch")
-    profiler = _load("torch.profiler")
+    torch = load("torch")
+    profiler = load("torch.profiler")
 
     work = getattr(subject, mode)
-    for _ in range(3):
+    on_gpu = subject.tokens.is_cuda
+    for _ in range(3 if on_gpu else 1):
         work()
-    torch.cuda.synchronize()
-    with profiler.profile(
-        activities=[profiler.ProfilerActivity.CPU, profiler.ProfilerActivity.CUDA], record_shapes=True
-    ) as recorder:
+    if on_gpu:
+        torch.cuda.synchronize()
+    activities = [profiler.ProfilerActivity.CPU, *([profiler.ProfilerActivity.CUDA] if on_gpu else [])]
+    with profiler.profile(activities=activities, record_shapes=True) as recorder:
         for _ in range(2 if mode == "train" else 1):
             work()
-        torch.cuda.synchronize()
+        if on_gpu:
+            torch.cuda.synchronize()
     recorder.export_chrome_trace(str(path))
 
 
 def _snapshot(subject: Subject, path: Path) -> None:
-    torch = _load("torch")
+    torch = load("torch")
 
     torch.cuda.memory._record_memory_history(max_entries=100_000, stacks="python", context=None)
     subject.train()
@@ -272,10 +166,10 @@ def slim(path: Path) -> None:
 
 def collect_counters(names: list[str]) -> None:
     """Run this under ncu, with `--profile-from-start off`."""
-    torch = _load("torch")
+    torch = load("torch")
 
     for name in names:
-        subject = Subject(_counted(RUNS[name]))
+        subject = Subject(_counted(ALL[name]))
         subject.forward()
         subject.forward()
         torch.cuda.synchronize()
@@ -315,15 +209,38 @@ def ncu_command(names: list[str], log: str) -> list[str]:
     ]  # fmt: skip
 
 
+def collect_variants(names: list[str], out: Path, device: str, seconds: float) -> None:
+    """Collect traces of all models, then counters of one model after the other while there is time."""
+    began = time.monotonic()
+    collect_traces(names, out, device)
+    sys.stderr.write(f"traces after {time.monotonic() - began:.0f} s\n")
+    for name in names:
+        log = out / f"{name}.log.csv"
+        command = ncu_command([name], str(log))
+        if device != "cuda":
+            sys.stderr.write(f"{shlex.join(command)}\n")
+            continue
+        if time.monotonic() - began > seconds:
+            sys.stderr.write(f"no time for {name}\n")
+            continue
+        done = subprocess.run(command, check=False)
+        if done.returncode == 0:
+            split(log, out, [name])
+            log.unlink()
+        sys.stderr.write(f"{name}: ncu exited with {done.returncode} after {time.monotonic() - began:.0f} s\n")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("what", choices=("traces", "counters", "split"))
+    parser.add_argument("what", choices=("traces", "counters", "split", "variants"))
     parser.add_argument("--print", action="store_true", help="print the ncu command line without running it")
     parser.add_argument("--csv", type=Path, default=Path("counters.csv"))
     parser.add_argument("--out", type=Path, default=Path("evidence"))
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="for variants")
+    parser.add_argument("--seconds", type=float, default=400, help="for variants: start no ncu after this time")
     parser.add_argument("names", nargs="*", default=[])
     asked = parser.parse_intermixed_args()
-    names = asked.names or list(RUNS)
+    names = asked.names or list(VARIANTS if asked.what == "variants" else RUNS)
     if asked.what == "counters":
         if asked.print:
             print(shlex.join(ncu_command(names, str(asked.csv))))
@@ -333,6 +250,8 @@ def main() -> None:
     asked.out.mkdir(parents=True, exist_ok=True)
     if asked.what == "traces":
         collect_traces(names, asked.out)
+    elif asked.what == "variants":
+        collect_variants(names, asked.out, asked.device, asked.seconds)
     else:
         split(asked.csv, asked.out, names)
 

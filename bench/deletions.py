@@ -20,7 +20,7 @@ from typing import Literal, get_args
 import msgspec
 
 from attack.crew import work_through
-from attack.documents import Document, Launch, read_document
+from attack.documents import Document, Launch, kind_of, read_document
 from attack.forgery import renumber
 from attack.subject import TRUTHS, find_files
 from attacks import commit
@@ -119,7 +119,7 @@ def run(tasks: Sequence[Task], jobs: int) -> Iterator[Deletion]:
             yield from result
         else:
             for place in task.places:
-                yield Deletion(file=task.path.name, kind="", way=task.way, place=place, failure=result)
+                yield Deletion(file=task.path.name, kind=kind_of(task.path), way=task.way, place=place, failure=result)
 
 
 def summarise(found: Sequence[Deletion]) -> Table:

@@ -19,7 +19,8 @@ from stepscope.findings import Cell, Column, Table
 from stepscope.recording.readers.formats import open_recording
 from stepscope.recover.evidence.recording import gather
 from stepscope.recover.shape import SIZES
-from stepscope.recover.solve.recovery import Field, Recovery, recover
+from stepscope.recover.solve.recovery import Field, Recovery
+from stepscope.recover.solve.variants import recover_any
 from stepscope.render.formats import Format
 from stepscope.render.tables import render
 
@@ -60,7 +61,7 @@ def judge_parameters(answer: Recovery, truth: int | None) -> str:
 def examine(path: Path, truths: Mapping[str, Any]) -> tuple[Cell, ...]:
     truth = truth_of(path, truths)
     began = time.perf_counter()
-    answer = recover([gather(open_recording(path))])
+    answer = recover_any([gather(open_recording(path))])
     seconds = time.perf_counter() - began
     kind = "counters" if ".csv" in path.name else "trace, " + path.name.split(".")[1]
     name = path.name.partition(".")[0]

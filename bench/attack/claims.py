@@ -5,7 +5,7 @@ from typing import Any
 
 from attack.documents import read_document
 from attack.forgery import COUNTERS, FORWARD, TRACES, Family, redraw, renumber
-from attack.layers import copied_each_renumbered
+from attack.layers import copied_each_renumbered, is_close
 from attack.names import other_dtype_in_counters
 from attack.subject import Forged, Subject
 from recovery import FIXTURES
@@ -107,7 +107,11 @@ def claim_parameters(subject: Subject) -> Forged:
     return _claim(subject, parameters=3 * subject.truth["parameters"] // 2)
 
 
-@CLAIMS.add("1,000 parameters more than there are.", kinds=TRACES)
+@CLAIMS.add(
+    "1,000 parameters more than there are.",
+    kinds=TRACES,
+    undetectable="an optimizer's grid shows its parameters to within blocks of 65,536; what passes is listed",
+)
 def claim_parameters_nearly(subject: Subject) -> Forged:
     return _claim(subject, parameters=subject.truth["parameters"] + 1000)
 
@@ -147,9 +151,11 @@ def snapshot_of_another_run(subject: Subject) -> Forged:
 
 
 @OTHER_FILES.add("A memory snapshot of another run, whose vocab_size is claimed.")
-def vocab_size_of_another_snapshot(subject: Subject) -> Forged:
+def vocab_size_of_another_snapshot(subject: Subject) -> Forged | None:
     name = _snapshots(subject)[0]
     vocab_size = {"gpt2_fp32_efficient": 50257, "llama_bf16": 32000}[name]
+    if is_close(vocab_size, subject.truth["vocab_size"]):
+        return None
     forged = snapshot_of_another_run(subject)
     return Forged(files=forged.files, claim={**forged.claim, "vocab_size": vocab_size})
 

@@ -29,6 +29,12 @@ READS, WRITES = "dram__bytes_read", "dram__bytes_write"
 VARYING = (SECTORS, READS, WRITES)  # differ between launches of the same kernel
 
 
+def kind_of(path: Path) -> Kind:
+    if ".csv" in path.name:
+        return "counters"
+    return "training trace" if ".train." in path.name else "forward trace"
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Launch:
     """A kernel in a file. `number` is the ID of a row in a CSV, or the correlation of an event in a trace."""
@@ -74,9 +80,7 @@ class Document:
 
     @property
     def kind(self) -> Kind:
-        if ".csv" in self.path.name:
-            return "counters"
-        return "training trace" if ".train." in self.path.name else "forward trace"
+        return kind_of(self.path)
 
     @property
     def file(self) -> str:

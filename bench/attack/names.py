@@ -92,8 +92,23 @@ def other_library(subject: Subject) -> Forged:
     return subject.edit_all(lambda one: replace(one, name=name) if is_gemm(one) else one, **claimed)
 
 
-@RENAMED.add("The names of attention kernels have twice the head size, and half of the heads are claimed.")
-def larger_heads(subject: Subject) -> Forged | None:
+@RENAMED.add(
+    "The names of attention kernels have twice the head size, and half of the heads are claimed.", kinds=COUNTERS
+)
+def larger_heads_in_counters(subject: Subject) -> Forged | None:
+    return _widen_heads(subject)
+
+
+@RENAMED.add(
+    "The names of attention kernels have twice the head size, and half of the heads are claimed.",
+    kinds=TRACES,
+    undetectable="a persistent attention kernel has the same grid for all sizes; other traces refute it",
+)
+def larger_heads_in_trace(subject: Subject) -> Forged | None:
+    return _widen_heads(subject)
+
+
+def _widen_heads(subject: Subject) -> Forged | None:
     heads, kv_heads, width = (subject.truth[name] for name in ("num_heads", "num_kv_heads", "d_head"))
     if heads % 2 or kv_heads % 2:
         return None
@@ -133,7 +148,9 @@ def _dummy(subject: Subject, seed: str) -> Launch:
 
 
 @BUSYWORK.add("Every layer has one more GEMM.")
-def gemm_in_each_layer(subject: Subject) -> Forged:
+def gemm_in_each_layer(subject: Subject) -> Forged | None:
+    if "gated" not in subject.claim:
+        return None  # a layer with one more GEMM may have a gate, and nothing else is claimed
     name = subject.launches[subject.longest_product].name
     kernels: list[Launch] = []
     for index, one in enumerate(subject.launches):

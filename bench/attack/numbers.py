@@ -108,7 +108,10 @@ def doubled_counters(subject: Subject) -> Forged:
     return subject.edit_all(lambda one: one.scale(2, *_ALL_COUNTERS).slow_down(2), batch=2 * subject.truth["batch"])
 
 
-@SCALED.add("All counters, times and grids are twice as large, and twice the batch is claimed.")
+@SCALED.add(
+    "All counters, times and grids are twice as large, and twice the batch is claimed.",
+    undetectable="if whole tiles double, this is the file of a run with twice the batch; elsewhere it is refuted",
+)
 def doubled_everything(subject: Subject) -> Forged:
     def double(one: Launch) -> Launch:
         x, y, z = one.grid
@@ -312,10 +315,10 @@ def largest_counters(subject: Subject) -> Forged:
     return Forged(files=((document.file, document.write()),), claim=claim)
 
 
-@LARGE.add("The layers are pasted again until the file has 20,000 kernels.", exhausts=True)
+@LARGE.add("The layers are pasted again until the file has 5,000 kernels.", exhausts=True)
 def many_layers(subject: Subject) -> Forged:
     region = subject.forward
-    copies = 20_000 // (region.period * region.layers)
+    copies = 5_000 // (region.period * region.layers)
     block = subject.launches[region.start : region.end]
     kernels = [*subject.launches[: region.end], *(one for _ in range(copies) for one in block)]
     layers = subject.truth["num_layers"] + copies * region.layers

@@ -71,7 +71,9 @@ def dropped_every_second_gemm(subject: Subject) -> Forged:
 
 @DROPPED.add("The LM head is left out, and vocab_size is claimed.")
 def dropped_head(subject: Subject) -> Forged:
-    return subject.forge(renumber(_without(subject, subject.head)), vocab_size=subject.truth["vocab_size"])
+    head = subject.launches[subject.head]
+    kept = [one for one in subject.launches if (one.name, one.grid) != (head.name, head.grid)]
+    return subject.forge(renumber(kept), vocab_size=subject.truth["vocab_size"])
 
 
 @DROPPED.add("A layer is left out and not claimed; the numbers and times have a gap.", kinds=FORWARD)

@@ -11,6 +11,7 @@ from attack.trial import FORGERIES, HONEST, Outcome, Trial
 from stepscope.findings import Cell, Column, Table
 from stepscope.render.formats import Format
 from stepscope.render.tables import render
+from stepscope.units import count_noun
 
 _FAILURES: tuple[Outcome, ...] = ("crashed", "too slow", "too large")
 _COUNTS = (
@@ -111,14 +112,16 @@ def honest_table(results: Results) -> Table:
 
 
 def list_failures(trials: Iterable[Trial]) -> str:
-    """Return one line per trial, with the command that repeats it."""
-    lines = [
-        f"{one.outcome:11}  {one.what} on {one.file} ({one.seconds:.1f} s, {one.peak_bytes / 1e6:,.0f} MB)\n"
-        f"             python bench/attacks.py --only '{one.what}' --file {one.file}\n"
-        f"             {one.why.splitlines()[-1] if one.why else ''}"
-        for one in trials
-    ]
-    return "\n".join(lines)
+    """Return what passed on which files, with a command that repeats it and the reason of the first."""
+    groups: dict[tuple[str, str], list[Trial]] = {}
+    for one in trials:
+        groups.setdefault((one.what, one.outcome), []).append(one)
+    return "\n".join(
+        f"- {what}: {outcome} on {count_noun(len(ones), 'file')}: {', '.join(one.file for one in ones)}\n"
+        f"  python bench/attacks.py --only '{what}' --file {ones[0].file}\n"
+        f"  {ones[0].why.strip().splitlines()[-1] if ones[0].why else ''}"
+        for (what, outcome), ones in groups.items()
+    )
 
 
 # --- Docs

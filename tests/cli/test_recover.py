@@ -38,9 +38,13 @@ def test_undecided_evidence_exits_with_three(tmp_path: Path) -> None:
     done = stepscope(tmp_path, "recover", "no.csv")
     assert done.returncode == 3
     assert "cannot tell" in done.stdout
-    compiled = stepscope(tmp_path, "recover", str(EVIDENCE / "llama_compiled.forward.json.gz"))
-    assert compiled.returncode == 3
-    assert "to narrow this down: add counters" in compiled.stdout
+
+
+def test_a_compiled_trace_says_what_would_decide(tmp_path: Path) -> None:
+    done = stepscope(tmp_path, "recover", str(EVIDENCE / "llama_compiled.forward.json.gz"))
+    assert done.returncode == 0, done.stderr
+    assert "2 of 11 fields certain" in done.stdout
+    assert "to narrow this down: add counters" in done.stdout
 
 
 def test_a_truncated_csv_has_no_certain_num_layers(tmp_path: Path) -> None:

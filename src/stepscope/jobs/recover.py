@@ -11,8 +11,9 @@ from stepscope.recording.readers.formats import open_recording
 from stepscope.recording.store import Recording, is_recording
 from stepscope.recover.evidence.order import NoTransformerError
 from stepscope.recover.evidence.recording import KernelEvidence, gather
-from stepscope.recover.solve.recovery import Recovery, recover
+from stepscope.recover.solve.recovery import Recovery
 from stepscope.recover.solve.recovery_tables import answer_page
+from stepscope.recover.solve.variants import recover_any
 
 
 class Undecided(msgspec.Struct, frozen=True, kw_only=True):
@@ -43,9 +44,10 @@ def recover_files(paths: Sequence[Path], *, use_shapes: bool = False) -> tuple[R
     expected = "expected a profiler trace of a GPU run, or Nsight Compute counters"
     _, evidence, device = read_evidence(paths, expected=expected, use_shapes=use_shapes)
     try:
-        return recover(evidence), device
+        return recover_any(evidence), device
     except NoTransformerError as error:
-        return Undecided(reason=str(error), notes=tuple(note for one in evidence for note in one.notes)), device
+        notes = (*error.known, *(note for one in evidence for note in one.notes))
+        return Undecided(reason=str(error), notes=notes), device
 
 
 def describe(result: Recovery | Undecided, paths: Sequence[Path]) -> Iterator[str | Table]:

@@ -58,7 +58,7 @@ class Sighting(msgspec.Struct, frozen=True, kw_only=True):
     counters: Mapping[CounterKey, int] = {}  # only those that were measured
     tensor_dtypes: Mapping[str, int] = {}  # tensor core operations by dtype of the inputs, if they were counted
     noise: Mapping[str, float] = {}  # metrics that differ between launches of the same work, such as cycles
-    launch: int | None = None  # its number in the file; launches on a stream have increasing numbers
+    launch: int | None = None  # its number among all calls to the driver, or its ID in Nsight Compute; both increase
     start_ns: int | None = None  # None if the file has no timeline
     in_graph: bool = False  # kernels of a CUDA graph have one number, and may run at the same time
     # Rows, columns, inner and batch of a GEMM, if the profiler recorded them and the user trusts them.
@@ -115,6 +115,12 @@ class Update(msgspec.Struct, frozen=True, kw_only=True):
 
     elements: Window
     tensors: Window | None = None
+
+
+class Groups(msgspec.Struct, frozen=True, kw_only=True):
+    """Kernels that divide rows into groups, such as tokens by expert: the number of groups."""
+
+    count: Window
 
 
 # --- GEMMs
@@ -289,4 +295,4 @@ def fits_pairs(problem: AttentionSizes, pairs: int, query_tile: int, key_tile: i
     return any(pairs == count_tile_pairs(problem, query_tile, key_tile, skips=skips) for skips in choices)
 
 
-Fact = Elements | Rows | Gather | Product | Attention | Update
+Fact = Elements | Rows | Gather | Product | Attention | Update | Groups

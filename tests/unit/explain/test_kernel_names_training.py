@@ -340,3 +340,21 @@ def test_an_epilogue_is_not_a_gemm_that_tensor_cores_would_speed_up() -> None:
     found = decode("void cublasLt::epilogue::impl::globalKernel<8, 32, float, float, float, true, true, 1>(int, int)")
     assert (found.library, found.tensor_cores) == ("cuBLASLt", None)
     assert describe(found).notes == ()
+
+
+def test_grouped_gemms_of_pytorch_have_a_tile() -> None:
+    cluster = "cute::tuple<cute::C<2>, cute::C<1>, cute::C<1> >"
+    tile = "cute::tuple<cute::C<128>, cute::C<256>, cute::C<64> >"
+    for spelled in (tile, tile.replace("C<", "C<(int)").replace(" >", ">")):
+        name = decode(
+            "void cutlass::device_kernel<at::cuda::detail::enable_3x_kernel_for_sm9x<cutlass::gemm::kernel::GemmUniversal<"
+            "cutlass::gemm::GroupProblemShape<cute::tuple<int, int, int> >, cutlass::gemm::collective::CollectiveMma<"
+            f"cutlass::gemm::MainloopSm90ArrayTmaGmmaWarpSpecialized<4, {cluster}, cutlass::gemm::KernelPtrArray>, "
+            f"{spelled}, cutlass::bfloat16_t, cute::tuple<long, cute::C<1> >*> > > >(x)"
+        )
+        assert (name.kernel_class, name.operation, name.tile, name.dtype) == (
+            "GEMM",
+            "grouped GEMM",
+            (128, 256, 64),
+            "bf16",
+        )

@@ -7,7 +7,7 @@ recording, which a test checks. The rules are implemented here independently of 
 
 import random
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import cache
 from math import ceil
@@ -22,6 +22,7 @@ from stepscope.recover.facts import Sighting, Triple
 from tests.unit.recover.evidence_runs import read_evidence, truth_of
 
 SMS = 132
+_LIKE = Sighting(index=0, name=decode("nvjet"), grid=(1, 1, 1), block=(384, 1, 1))
 _BYTES = {"bf16": 2, "fp16": 2, "fp32": 4}
 # Tiles (columns by rows) and clusters from nvjet names.
 _NVJET = (
@@ -170,15 +171,37 @@ def _norm_length(kernels: tuple[Sighting, ...]) -> int:
     return len(kernels) - (adds[0] + 1 if adds else 0)
 
 
+Change = Callable[[str, list[Sighting]], Iterable[Sighting]]  # from a part's role and kernels to those that run instead
+
+
 def launch(model: Model, file: str, *, seed: int | None = 0, counted: bool = True) -> KernelEvidence:
     """Return the run. `seed` chooses the GEMM tiles; None keeps those of the recording."""
+    return collect(launch_parts(model, file, ("before", "layers", "final", "head"), seed=seed), counted=counted)
+
+
+def launch_parts(
+    model: Model, file: str, names: Iterable[str], *, seed: int | None = 0, change: Change = lambda _, made: made
+) -> list[Sighting]:
+    """Return the kernels of these parts of a run: before, layers, attention (the first half of each), final, head."""
     parts = _template(file)
-    choice = random.Random(seed)
+    found = {**parts, "layers": parts["layer"] * model.num_layers, "attention": _attention_half(parts["layer"])}
+    choice = None if seed is None else random.Random(seed)
     tiles: dict[str, str] = {}
-    made: list[Sighting] = []
-    order = [*parts["before"], *parts["layer"] * model.num_layers, *parts["final"], *parts["head"]]
-    for part in order:
-        made.extend(_scale(part, model, tiles, None if seed is None else choice))
+    return [
+        one
+        for name in names
+        for part in found[name]
+        for one in change(part.role, list(_scale(part, model, tiles, choice)))
+    ]
+
+
+def _attention_half(layer: list[_Part]) -> list[_Part]:
+    """Return the parts up to the sum with the residual stream after the output projection."""
+    output = next(place for place, part in enumerate(layer) if part.role == "output")
+    return layer[: output + 2]
+
+
+def collect(made: Iterable[Sighting], *, counted: bool = True) -> KernelEvidence:
     # No two launches take the same time.
     numbered = tuple(
         msgspec.structs.replace(
@@ -203,7 +226,7 @@ def _scale(part: _Part, model: Model, tiles: dict[str, str], choice: random.Rand
     elif sizes := _product_sizes(model).get(part.role):
         if part.role not in tiles:
             tiles[part.role] = one.name.name if choice is None else _choose(part.role, model, choice)
-        yield _multiply(tiles[part.role], *sizes, one)
+        yield multiply(tiles[part.role], *sizes, one)
     elif part.role == "norm":
         each = _BYTES[model.dtype]
         yield _again(one, (model.tokens, 1, 1), one.block, model.tokens * (model.d_model * each + 8))
@@ -235,7 +258,7 @@ def _choose(role: str, model: Model, choice: random.Random) -> str:
     return _ALIGNED_ODD if columns % 8 or inner % 8 else choice.choice(_NVJET)
 
 
-def _multiply(name: str, rows: int, columns: int, inner: int, like: Sighting) -> Sighting:
+def multiply(name: str, rows: int, columns: int, inner: int, like: Sighting = _LIKE) -> Sighting:
     decoded = decode(name)
     tile = decoded.tile or (0, 0)
     if found := _NVJET_PARTS.search(name):

@@ -157,9 +157,11 @@ BASES: tuple[tuple[re.Pattern[str], KernelClass, str, Direction | None], ...] = 
     ),
     (r"embedding", "embedding", "embedding", None),
     (r"indexing_backward_kernel\w*", "index", "add up gradients by index", "backward"),
+    (r"indexFunc\w*", "index", "add by index", None),
+    (r"prepare_grouped_gemm_data|populate_cublas_grouped_args\w*", "index", "prepare a grouped GEMM", None),
     (
         r"index_?[sS]elect\w*|vectorized_gather_kernel|_?gather_kernel|index_elementwise_kernel|index_copy"
-        r"|index_fill|indexFunc\w*|indexCopy\w*|indexFill\w*|\btake_|\bput_",
+        r"|index_fill|indexCopy\w*|indexFill\w*|\btake_|\bput_",
         "index",
         "gather by index",
         None,
@@ -221,9 +223,9 @@ BASES: tuple[tuple[re.Pattern[str], KernelClass, str, Direction | None], ...] = 
     (r"softmax\w*backward|SoftMax\w*Backward|masked_softmax\w*backward", "softmax", "softmax backward", "backward"),
     (r"softmax|SoftMax|host_softmax|transform_bias_rescale_qkv\w*", "softmax", "softmax forward", "forward"),
     (r"gemm|_mm_kernel|tinygemm\w*|int4_mm|int8mm|bmm|addmm|dot_kernel", "GEMM", "GEMM", None),
+    (r"[hH]istogram\w*|bincount", "reduction", "histogram", None),
     (
-        r"reduce_kernel|reduction|norm_reduce|cdist|pdist|histogram|kernelHistogram\w*|bincount"
-        r"|logcumsumexp|aminmax|trace|searchsorted",
+        r"reduce_kernel|reduction|norm_reduce|cdist|pdist|logcumsumexp|aminmax|trace|searchsorted",
         "reduction",
         "reduction",
         None,

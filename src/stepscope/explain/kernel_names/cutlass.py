@@ -21,6 +21,9 @@ from stepscope.explain.kernel_names.vocabulary import (
 _GENERATED = re.compile(r"(cutlass(?:3x)?_\w+)")
 _WRAPPER = re.compile(r"(?:Kernel2?|device_kernel|GemmKernel)$")
 _SHAPE = re.compile(r"GemmShape(?:<|, )(\d+), (\d+), (\d+)")
+_SIZE = r"cute::C<(?:\(int\))?(\d+)>"
+# CUTLASS 3: a tuple of three sizes before the element type. Before the schedule, it is the cluster.
+_TILE = re.compile(rf"cute::tuple<{_SIZE}, {_SIZE}, {_SIZE} ?>, (?:cutlass::\w+_t|float)\b")
 _ARCHITECTURE = re.compile(r"\bSm(\d{2,3})\b")
 _CONVOLUTIONS: dict[str, tuple[str, Direction]] = {
     "fprop": ("convolution forward", "forward"),
@@ -79,7 +82,7 @@ def _decode_template(anatomy: Anatomy) -> KernelName:
     kernel_class, operation, direction = _classify(text)
     tile: tuple[int, ...] | None = None
     parts = []
-    if shape := _SHAPE.search(text):
+    if shape := _SHAPE.search(text) or _TILE.search(text):
         tile = (int(shape[1][:6]), int(shape[2][:6]), int(shape[3][:6]))
         parts.append(part(shape[0], f"each thread block computes a {tile[0]}×{tile[1]} tile, {tile[2]} deep"))
     architecture = _ARCHITECTURE.search(text)
@@ -118,7 +121,7 @@ def _classify(text: str) -> tuple[KernelClass, str, Direction | None]:
             return "convolution", "adds up the partial results of a split convolution", None
         return "GEMM", "adds up the partial results of a split GEMM", None
     if "gemm" in lower or "collectivemma" in lower or "collective_mma" in lower:
-        return "GEMM", "grouped GEMM" if "grouped" in lower else "GEMM", None
+        return "GEMM", "grouped GEMM" if "grouped" in lower or "groupproblem" in lower else "GEMM", None
     return "other", "CUTLASS kernel of unknown kind", None
 
 

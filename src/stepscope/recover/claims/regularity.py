@@ -4,17 +4,14 @@ A program runs the same kernels in every layer, and the driver numbers its calls
 if those that remain fit the claim. None of this refutes a claim: programs may have a reason to treat a layer differently.
 """
 
-import itertools
 from collections import Counter
 from collections.abc import Iterator, Sequence
 
+from stepscope.recover.evidence.completeness import look, skips_launches
 from stepscope.recover.evidence.layout import Placement
 from stepscope.recover.evidence.recording import KernelEvidence
 from stepscope.recover.facts import Sighting
 from stepscope.units import count_noun
-
-# The share of a layer's numbers that a single launch may skip. The most in a genuine run was 0.4, in a compiled one.
-_MOST_SKIPPED = 0.8
 
 Span = tuple[int, int]  # indices of the first and the last kernel
 
@@ -25,8 +22,7 @@ def find_irregularities(evidence: KernelEvidence, placement: Placement) -> Itera
     if not any(one.name.library == "Inductor" for one in sightings):
         yield from _compare_layers(sightings, spans)
     yield from _compare_heads(placement)
-    if any(one.start_ns is not None for one in sightings):
-        yield from _find_skipped(sightings, placement, spans)
+    yield from _find_skipped(sightings, placement, spans)
 
 
 def is_whole(placement: Placement, pass_number: int) -> bool:
@@ -55,7 +51,7 @@ def _compare_layers(sightings: Sequence[Sighting], spans: dict[tuple[int, int], 
         if (number, layer + 1) in spans
     }
     for parts in (inside, between):
-        kernels = {place: tuple((one.name.name, one.grid, one.block) for one in part) for place, part in parts.items()}
+        kernels = {place: tuple(map(look, part)) for place, part in parts.items()}
         if len(set(kernels.values())) > 1:
             usual = Counter(kernels.values()).most_common(1)[0][0]
             number, layer = next(place for place, one in kernels.items() if one != usual)
@@ -80,28 +76,10 @@ def _compare_heads(placement: Placement) -> Iterator[str]:
 def _find_skipped(
     sightings: Sequence[Sighting], placement: Placement, spans: dict[tuple[int, int], Span]
 ) -> Iterator[str]:
-    """Find launches between which the driver counted as many calls as there are in a layer."""
-    starts = {place: sightings[first].launch for place, (first, _) in spans.items()}
-    sizes = [
-        after - before
-        for (number, layer), before in starts.items()
-        if before is not None and (after := starts.get((number, layer + 1))) is not None
-    ]
-    ends = {one.pass_number: one.sighting.index for one in placement.products if one.role == "head"}
-    if not sizes:
-        return
-    for number in range(1, len(placement.num_layers) + 1):
+    heads = {one.pass_number: one.sighting.index for one in placement.products if one.role == "head"}
+    for number, layers in enumerate(placement.num_layers, start=1):
         inside = [span for (one, _), span in spans.items() if one == number]
-        if not inside:
-            continue
-        first = min(start for start, _ in inside)
-        last = ends.get(number, max(end for _, end in inside))
-        for before, after in itertools.pairwise(sightings[first : last + 1]):
-            if before.launch is not None and after.launch is not None and not after.in_graph:
-                step = after.launch - before.launch
-                if step > _MOST_SKIPPED * min(sizes):
-                    yield (
-                        f"{step:,} calls of the driver are between #{before.index} and #{after.index}, and a layer has "
-                        f"{min(sizes):,}: kernels may have been left out"
-                    )
-                    return
+        if inside:
+            first, last = min(start for start, _ in inside), max(end for _, end in inside)
+            if skips_launches(sightings[first : heads.get(number, last) + 1], layers):
+                yield f"in pass {number}, as many launches are missing between two kernels as a layer has"

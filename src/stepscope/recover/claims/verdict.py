@@ -175,8 +175,10 @@ class Verification(msgspec.Struct, frozen=True, kw_only=True):
     notes: tuple[str, ...]
 
 
-def undecided(claim: Claim, reason: str, evidence: Sequence[KernelEvidence]) -> Verification:
-    """Return the result for evidence that does not show a decoder."""
+def undecided(
+    claim: Claim, reason: str, evidence: Sequence[KernelEvidence], *, known: tuple[str, ...] = ()
+) -> Verification:
+    """Return the result for evidence that does not show a plain decoder. `known` is what it shows instead."""
     fields = {
         name: FieldResult(claimed=value, verdict="not claimed" if value is None else "not tested")
         for name in FIELDS
@@ -195,7 +197,7 @@ def undecided(claim: Claim, reason: str, evidence: Sequence[KernelEvidence]) -> 
         unexplained=(),
         unexplained_share=0.0,
         missing=(reason,),
-        notes=tuple(note for one in evidence for note in one.notes),
+        notes=(*known, *(note for one in evidence for note in one.notes)),
     )
 
 

@@ -60,6 +60,7 @@ from stepscope.recover.evidence.order import Zone
 from stepscope.recover.evidence.recording import KernelEvidence
 from stepscope.recover.facts import Sighting
 from stepscope.recover.shape import HEAD_ROWS, LAYER_SIZES, ClaimedShape
+from stepscope.recover.solve.variants import refuse_variants
 from stepscope.units import count_noun
 
 # Shares of GPU time. Below the first, an unclaimed GEMM is an implementation detail.
@@ -73,7 +74,8 @@ _LAYER_ZONES: tuple[Zone, ...] = ("between", "middle", "feed_forward", "heads", 
 
 def verify(evidence: Sequence[KernelEvidence], claim: Claim, *, unseen: float = 0.0) -> Verification:
     """Return the verdict. `unseen` is the share of GPU time that is not in the evidence. Raises NoTransformerError if a
-    file does not show a decoder."""
+    file does not show a decoder, or more than a plain one."""
+    refuse_variants(evidence)
     runs = open_all([one for one in evidence if one.sightings], claim)
     assert runs.files, "the caller has checked that there are kernels"
     snapshots = [one for one in evidence if one.allocations]
@@ -342,6 +344,8 @@ class _Judge:
                 yield f"{file.evidence.file}: skipped {passes} with one token per sequence"
             if any(one.is_unclear for one in file.placement.complaints):
                 yield "a layer lacks a GEMM at the end of the evidence or next to a kernel with an unknown name"
+            if file.evidence.is_incomplete:
+                yield f"{file.evidence.file}: kernels of the run are missing from the file"
             for gap in file.evidence.gaps:
                 yield f"{file.evidence.file}: {gap}"
             busy, overlap = sum(one.duration_ns for one in file.run.sightings), find_overlap_ns(file.run.sightings)

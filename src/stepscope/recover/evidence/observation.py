@@ -4,6 +4,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import partial
 
+import msgspec
+
 from stepscope.recover.evidence.order import Role, Zone
 from stepscope.recover.evidence.structure import RoleReading, Structure
 from stepscope.recover.facts import Attention, Elements, Fact, Gather, Product, Rows, Sighting, Window, equals, exactly
@@ -36,11 +38,13 @@ class Observation:
     attentions: tuple[Attention, ...]
     softmaxes: tuple[Seen, ...]
     lookups: tuple[Gather, ...]
+    is_assumed: bool = False  # block sizes of compiled kernels are those of Inductor's rules
 
 
 def observe(structure: Structure, reading: RoleReading, device_sms: int | None) -> Observation:
     kernels = [*reading.products.values(), *(one for zone in reading.zones.values() for one in zone)]
-    platform = find_platform(kernels, device_sms)
+    is_assumed = not any(one.counters for one in kernels) and any(one.name.library == "Inductor" for one in kernels)
+    platform = msgspec.structs.replace(find_platform(kernels, device_sms), usual=is_assumed)
     products = {role: _read_product(one, platform) for role, one in reading.products.items()}
     attentions = [*_distinct(structure.attentions), *_distinct(structure.backward_attentions)]
     return Observation(
@@ -51,6 +55,7 @@ def observe(structure: Structure, reading: RoleReading, device_sms: int | None) 
         attentions=tuple(fact for one in attentions if isinstance(fact := read_fact(one, platform), Attention)),
         softmaxes=_see_all(structure.softmaxes, platform),
         lookups=tuple(fact for one in reading.zones["before"] if isinstance(fact := read_fact(one, platform), Gather)),
+        is_assumed=is_assumed,
     )
 
 

@@ -48,7 +48,12 @@ Anchor = tuple[Sighting, ...]  # the kernels of one attention call
 
 
 class NoTransformerError(Exception):
-    """The kernels are not those of a decoder that can be recognized. The message says what is missing."""
+    """The kernels are not those of a decoder that can be recognized. The message says what is missing or what was seen
+    instead, `known` what they show nevertheless."""
+
+    def __init__(self, message: str, *, known: tuple[str, ...] = ()) -> None:
+        super().__init__(message)
+        self.known = known
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,11 +113,15 @@ def _merge_anchors(anchors: Sequence[Sighting], sightings: Sequence[Sighting]) -
 
 
 def layer_roles(*, is_fused: bool) -> list[tuple[tuple[Role, ...], tuple[Role, ...]]]:
-    """Return every order of a layer's GEMMs: those after its attention, and those before it."""
-    return [
-        ((*(() if is_fused else ("values",)), *behind), (*ahead, *(() if is_fused else ("scores",))))
-        for ahead, behind in itertools.product(_PROJECTIONS, _BEHIND)
+    """Return every order of a layer's GEMMs: those after its attention, and those before it. If attention is not fused,
+    a compiler may compute values only after the softmax."""
+    orders = list(itertools.product(_BEHIND, _PROJECTIONS))
+    if is_fused:
+        return orders
+    written: list[tuple[tuple[Role, ...], tuple[Role, ...]]] = [
+        (("values", *behind), (*ahead, "scores")) for behind, ahead in orders
     ]
+    return written + [(("value", "values", *behind), ("query", "key", "scores")) for behind in _BEHIND]
 
 
 def find_zone(before: Role | None, behind: Role | None) -> Zone:
@@ -175,8 +184,3 @@ def adds_parts(sighting: Sighting) -> bool:
 def is_lookup(sighting: Sighting) -> bool:
     name = sighting.name
     return name.direction != "backward" and (name.kernel_class == "embedding" or "gather by index" in name.operation)
-
-
-def begins_pass(sighting: Sighting) -> bool:
-    """Whether this looks up embeddings. In later layers, compiled kernels may do so again."""
-    return is_lookup(sighting) or "embedding" in sighting.name.fused

@@ -21,17 +21,20 @@ from stepscope.recording.readers.counter_metrics import (
     choose_noisy,
     tensor_dtype_of,
 )
+from stepscope.recording.readers.ncu import has_lost_rows
 from stepscope.recording.store import Recording
+from stepscope.recording.tables import KERNEL_LAUNCHES
 from stepscope.recover.evidence.redundancy import Flaw, find_flaws
 from stepscope.recover.facts import Sighting, Triple
 from stepscope.units import count_noun
 
 Sizes = tuple[int, int, int, int]
+# Its rows have consecutive IDs, which the reader checks, but no times: kernels are placed end to end.
+_NSIGHT_COMPUTE = "nsight compute"
 _MOST_KERNELS = 200_000
 _MOST = 2.0**100  # larger than any count: an overflow in the file
 _MOST_UNTIMED = 0.01  # share of kernels without a duration
 _MOST_UNLAUNCHED = 0.01  # share of kernels without a launch, which profilers may lose
-_NO_TIMELINE = "nsight compute"  # kernels are placed end to end
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,9 +50,10 @@ class KernelEvidence:
     exchanges: tuple[int, ...] = ()  # indices of the kernels before which collectives ran, on any stream
     device: str = ""  # the driver's name for it
     device_sms: int | None = None
+    is_incomplete: bool = False  # some kernels of the run are known to be missing
     notes: tuple[str, ...] = ()
     flaws: tuple[Flaw, ...] = ()  # their rows are indices of sightings
-    gaps: tuple[str, ...] = ()  # what is missing from the file
+    gaps: tuple[str, ...] = ()  # what is missing from the file, besides kernels
 
     @property
     def has_counters(self) -> bool:
@@ -59,6 +63,11 @@ class KernelEvidence:
     def has_history(self) -> bool:
         """Whether a memory snapshot recorded what the run allocated, and not only what it held at one moment."""
         return len(self.held) < len(self.allocations)
+
+    @property
+    def is_numbered(self) -> bool:
+        """Whether a kernel that is missing between others leaves a gap: Nsight Compute and profilers number them."""
+        return self.source == _NSIGHT_COMPUTE or all(one.launch is not None for one in self.sightings)
 
     def exchanges_within(self, passes: Iterable[Sequence[int]]) -> bool:
         """Whether collectives ran between the attention calls of a pass, given by their indices. Models split over GPUs
@@ -79,6 +88,9 @@ def gather(recording: Recording, *, file: str = "", use_shapes: bool = False) ->
         notes.append(
             f"{len(streams)} streams: only the busiest was used ({kernels.height:,} of {streams.total():,} kernels)"
         )
+    lost = _count_lost(recording)
+    if lost:
+        notes.append(f"{count_noun(lost, 'kernel')} missing: launched, but not in the file")
     if kernels.height > _MOST_KERNELS:
         notes.append(f"only the first {_MOST_KERNELS:,} of {kernels.height:,} kernels were used")
     kernels = kernels.sort("start_ns", "row", maintain_order=True).head(_MOST_KERNELS)
@@ -88,26 +100,21 @@ def gather(recording: Recording, *, file: str = "", use_shapes: bool = False) ->
     return KernelEvidence(
         source=manifest.source,
         file=file or manifest.file,
-        sightings=tuple(_sightings(kernels, recording.counters, told, has_timeline=manifest.source != _NO_TIMELINE)),
+        sightings=tuple(_sightings(kernels, recording.counters, told, has_timeline=manifest.source != _NSIGHT_COMPUTE)),
         exchanges=_find_exchanges(everything, kernels),
         allocations=tuple(allocations["requested_bytes"]),
         held=tuple(allocations.filter(pl.col("start_event").is_null(), pl.col("end_event").is_null())["requested_bytes"]),
         device=manifest.device,
         device_sms=manifest.device_sms,
+        is_incomplete=lost > 0 or has_lost_rows(manifest.notes),
         notes=tuple(notes),
         flaws=tuple(replace(flaw, row=indices[flaw.row]) for flaw in find_flaws(kernels, recording.counters)),
-        gaps=tuple(_find_gaps(recording, everything, kernels)),
+        gaps=tuple(_find_gaps(recording, kernels)),
     )
 
 
-def _find_gaps(recording: Recording, everything: pl.DataFrame, kernels: pl.DataFrame) -> Iterable[str]:
-    """Yield what is missing: kernels whose numbers Nsight Compute skipped, durations, counters, and launches."""
-    numbers = everything.get_column("correlation").drop_nulls().unique()
-    if recording.manifest.source == _NO_TIMELINE and len(numbers):
-        first, last = numbers.min(), numbers.max()
-        assert isinstance(first, int) and isinstance(last, int)
-        if missing := last - first + 1 - len(numbers):
-            yield f"{count_noun(missing, 'kernel is', 'kernels are')} missing: the IDs {first} to {last} have gaps"
+def _find_gaps(recording: Recording, kernels: pl.DataFrame) -> Iterable[str]:
+    """Yield what is missing: durations, counters, and the launches of kernels."""
     timeless = kernels.filter(pl.col("end_ns") <= pl.col("start_ns")).height
     if timeless > _MOST_UNTIMED * kernels.height:
         yield f"{timeless:,} of {kernels.height:,} kernels have no duration, so the share of any work is unknown"
@@ -129,6 +136,17 @@ def _main_stream(kernels: pl.DataFrame, streams: Counter[tuple[int, int, int]]) 
     return kernels.filter(
         pl.col("process").eq_missing(process), pl.col("device").eq_missing(device), pl.col("stream").eq_missing(stream)
     )
+
+
+def _count_lost(recording: Recording) -> int:
+    """Return how many kernels were launched between others but are not in the file. A CUDA graph is captured with
+    launches that run nothing, so they are not counted then."""
+    launches = recording.launches.filter(pl.col("name").str.contains(KERNEL_LAUNCHES)).sort("start_ns")
+    known = launches["correlation"].is_in(recording.kernels["correlation"].implode()).fill_null(value=True)
+    found = known.arg_true()
+    if recording.kernels["graph"].any() or not len(found):
+        return 0
+    return int((~known[found[0] : found[-1]]).sum())
 
 
 def _find_exchanges(everything: pl.DataFrame, kernels: pl.DataFrame) -> tuple[int, ...]:

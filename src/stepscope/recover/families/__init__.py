@@ -10,26 +10,24 @@ from collections.abc import Callable, Iterable
 import msgspec
 
 from stepscope.recover.facts import Fact, Sighting
-from stepscope.recover.families.elementwise import (
-    is_recent,
-    read_compiled,
-    read_concatenation,
-    read_elementwise,
-)
+from stepscope.recover.families.compiled import read_compiled
+from stepscope.recover.families.elementwise import is_recent, read_concatenation, read_elementwise
 from stepscope.recover.families.fused_attention import read_attention
 from stepscope.recover.families.grids import PROCESSORS, UNKNOWN, join_choices
 from stepscope.recover.families.optimizers import read_update
 from stepscope.recover.families.products import read_product
 from stepscope.recover.families.reductions import read_reduction, read_scan
+from stepscope.recover.families.routing import read_routing
 from stepscope.recover.families.rowwise import read_lookup, read_norm, read_softmax
 
 
 class Platform(msgspec.Struct, frozen=True, kw_only=True):
-    """What launched the kernels: the number of SMs, which persistent kernels fill, and whether PyTorch is known to be
-    2.7 or later (`elementwise.is_recent`)."""
+    """What launched the kernels: the number of SMs, which persistent kernels fill; whether PyTorch is known to be 2.7
+    or later (`elementwise.is_recent`); and whether to assume that compiled kernels follow Inductor's rules."""
 
     processors: int = PROCESSORS
     recent: bool = False
+    usual: bool = False
 
 
 Reader = Callable[[Sighting, Platform], tuple[Fact, ...]]
@@ -42,9 +40,10 @@ FAMILIES: dict[str, Reader] = {
     "concatenation": lambda sighting, _: _only(read_concatenation(sighting)),
     "optimizers": lambda sighting, _: _only(read_update(sighting)),
     "softmax": lambda sighting, _: read_softmax(sighting),
+    "routing": lambda sighting, _: _only(read_routing(sighting)),
     "reductions": lambda sighting, _: read_reduction(sighting),
     "running sums": lambda sighting, _: read_scan(sighting),
-    "compiled": lambda sighting, _: read_compiled(sighting),
+    "compiled": lambda sighting, platform: read_compiled(sighting, usual=platform.usual),
 }
 _H200 = Platform()
 

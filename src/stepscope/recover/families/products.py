@@ -132,6 +132,7 @@ _DEPTHS = (8, 64)  # the smallest and largest K step, if the name does not show 
 _WIDEST_CLUSTER = 4
 # The longest tile in any direction: an upper bound for the padding of a kernel with unknown tiles.
 _LONGEST_TILE = 512
+GROUPED = "grouped GEMM"
 _TMA_BYTES = 16  # TMA requires rows in multiples of this
 _DTYPE_BYTES = {"fp64": 8, "fp32": 4, "tf32": 4, "bf16": 2, "fp16": 2, "fp8": 1}
 
@@ -139,7 +140,7 @@ _DTYPE_BYTES = {"fp64": 8, "fp32": 4, "tf32": 4, "bf16": 2, "fp16": 2, "fp8": 1}
 def read_product(sighting: Sighting, processors: int) -> Product | None:
     """Return what a GEMM kernel allows. `processors` is the number of SMs."""
     text = sighting.name.name
-    if sighting.name.kernel_class != "GEMM":
+    if sighting.name.kernel_class != "GEMM" or sighting.name.operation == GROUPED:
         return None
     if found := _SUM_OF_PARTS.search(text):
         return _read_sum_of_parts(sighting, Tiling(rows=int(found[2]), columns=int(found[1])))

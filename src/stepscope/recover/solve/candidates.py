@@ -49,6 +49,7 @@ _ASKING = 300
 _KEEPING = 24
 # In no model do num_heads · d_head and d_model differ by more than this factor.
 _WIDEST_HEADS = 16
+_OUT: tuple[Role, ...] = ("output", "down")
 _INTO_HEADS: tuple[Role, ...] = ("query", "key", "value", "key_value", "query_key_value")
 
 
@@ -164,6 +165,9 @@ def find_tokens(observation: Observation, effort: Effort) -> list[int]:
     divisors of exact element counts that they allow."""
     rows = [list(seen.counts) for zone in _NORM_ZONES for seen in observation.zones.get(zone, ()) if _is_norm(seen)]
     rows += [[lookup.rows] for lookup in observation.lookups[:1]]
+    if observation.is_assumed:  # the first norm, with the lookup in the same kernel
+        first = [seen for seen in observation.zones.get("before", ()) if seen.sighting.name.kernel_class == "norm"]
+        rows += [list(seen.counts) for seen in first if seen.is_rows]
     if not rows:
         rows = [list(seen.counts) for seen in observation.zones.get("final", ()) if _is_norm(seen)]
     least = min(rows, key=_total, default=None)
@@ -211,7 +215,8 @@ def _find_widths(observation: Observation, tokens: int, effort: Effort) -> list[
         Window(max(2, -(-window.low // tokens)), window.high // tokens) for one in counted for window in one.counts
     ]
     ranges = [window for window in map(_clip, ranges) if 0 < window.size <= MOST_WIDTHS]
-    if not ranges:
+    # A compiler merges the kernels next to norms with the norms. What is left there are often casts of weights.
+    if not ranges or (observation.is_assumed and fixed):
         ranges = [window for windows in fixed for window in windows if window.size <= MOST_WIDTHS]
     if not ranges:
         ranges = [
@@ -221,6 +226,9 @@ def _find_widths(observation: Observation, tokens: int, effort: Effort) -> list[
             for size in ((2,) if observation.structure.dtype in HALF else (4,))
         ]
     widths = _keep_inside(list_numbers(map(_clip, ranges), Window(0, WIDEST)), fixed)
+    if observation.is_assumed:
+        # Hundreds of widths fit the rules. A compiler pads matrices with a width that its GEMMs cannot read.
+        widths = widths[widths % _find_step(observation) == 0]
     if not effort.afford((1 + len(counted)) * len(widths)):
         return []
     scores = count_each((tokens * widths,), counted, len(widths))
@@ -238,6 +246,12 @@ def _find_widths(observation: Observation, tokens: int, effort: Effort) -> list[
     return found
 
 
+def _find_step(observation: Observation) -> int:
+    """Return what the columns of GEMMs with d_model columns are usually a multiple of."""
+    products = (observation.products.get(role) for role in _OUT)
+    return max((product.usual_multiples[1] for product in products if product is not None), default=1)
+
+
 def _clip(window: Window) -> Window:
     return Window(window.low, min(WIDEST, window.high), window.step)
 
@@ -252,7 +266,7 @@ def _has_products(observation: Observation, tokens: int, width: int) -> bool:
     ) and all(
         find_window(product, rows=tokens, columns=width) is not None
         for role, product in observation.products.items()
-        if role in ("output", "down")
+        if role in _OUT
     )
 
 

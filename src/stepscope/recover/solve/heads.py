@@ -10,7 +10,7 @@ from heapq import nsmallest
 
 import numpy as np
 
-from stepscope.recover.evidence.observation import Observation
+from stepscope.recover.evidence.observation import Observation, Seen
 from stepscope.recover.facts import Attention, Product, Window, find_window
 from stepscope.recover.shape import Cores, divisors
 from stepscope.recover.solve.priors import Effort, surprise_of_heads
@@ -140,15 +140,21 @@ def _find_written(observation: Observation, tokens: int, queries: Window, effort
             continue
         for batch in divisors(tokens):
             context = tokens // batch
-            if any(
-                seen.widths and not any(context in window for window in seen.widths) for seen in observation.softmaxes
-            ):
+            if not all(_fits_softmax(seen, tokens * heads, context) for seen in observation.softmaxes):
                 continue
             if not effort.afford(_ASKING * _LARGEST_HEAD // 8):
                 return
             for size in _written_sizes(scores, values, batch * heads, context):
                 if queries.low <= heads * size <= queries.high:
                     yield batch, heads, size
+
+
+def _fits_softmax(seen: Seen, rows: int, width: int) -> bool:
+    """Whether one of the kernel's possibilities has this many rows of this width. Without widths, rows were checked."""
+    return not seen.widths or any(
+        width in widths and (rows in count or not seen.is_rows)
+        for count, widths in zip(seen.counts, seen.widths, strict=True)
+    )
 
 
 def _written_sizes(scores: Product | None, values: Product | None, sequences: int, context: int) -> Iterator[int]:

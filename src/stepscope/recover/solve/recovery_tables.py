@@ -23,10 +23,12 @@ def answer_page(answer: Recovery, *, files: str) -> Page:
 
 def _headline(answer: Recovery, files: str) -> str:
     kind = f"{answer.family} Transformer" if answer.family else "Transformer"
-    certain = [name for name in FIELDS if answer.fields[name].certain]
-    lines = [f"{files}: {kind}, {len(certain)} of {len(FIELDS)} fields certain"]
+    certain = [name for name, field in answer.fields.items() if field.certain]
+    lines = [f"{files}: {kind}, {len(certain)} of {len(answer.fields)} fields certain"]
+    if answer.variant:
+        lines.append(answer.variant)
     if answer.candidates:
-        lines.insert(1, _spell_model(answer.candidates[0]))
+        lines.append(_spell_model(answer.candidates[0]))
     if answer.counts:
         fits, explains = (
             ("one set of sizes fits", ", and explains")
@@ -48,7 +50,7 @@ def _spell_model(best: Candidate) -> str:
 
 
 def fields_table(answer: Recovery) -> Table:
-    rows = tuple(_row(name, answer.fields[name]) for name in FIELDS)
+    rows = tuple(_row(name, field) for name, field in answer.fields.items())
     decide = tuple(f"to narrow this down: {one}" for one in answer.would_decide)
     return Table(
         title="Recovered fields",

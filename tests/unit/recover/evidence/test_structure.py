@@ -1,6 +1,9 @@
 """Layers and roles, and evidence that does not show any."""
 
+import gzip
+import json
 from dataclasses import replace
+from pathlib import Path
 
 import msgspec
 import polars as pl
@@ -180,7 +183,44 @@ def test_layers_with_different_kernels_make_no_size_certain() -> None:
         msgspec.structs.replace(one, grid=(one.grid[0] // 2, 1, 1)) if one.index == attentions[0] + 4 else one
         for one in evidence.sightings
     ]
-    assert not find_structure(evidence.sightings).layers_differ
+    assert find_structure(evidence.sightings).doubts == ()
     twice = with_kernels(evidence, [*evidence.sightings, *changed])
-    assert find_structure(twice.sightings).layers_differ
+    (doubt,) = find_structure(twice.sightings).doubts
+    assert "kernels other than GEMMs" in doubt.text
     assert not recover([twice]).fields["num_heads"].certain
+
+
+BUILTIN = Path(__file__).parents[4] / "bench" / "results" / "profile_h200"
+
+
+@pytest.mark.parametrize("mode", ["inference", "train"])
+def test_a_compiler_can_compute_values_after_the_softmax(mode: str) -> None:
+    structure = find_structure(gather(open_recording(BUILTIN / f"small-{mode}-compiled")).sightings)
+    orders = [tuple(sorted(one.products, key=lambda role: one.products[role].index)) for one in structure.readings]
+    first = ("value", "values") if mode == "inference" else ("values",)
+    assert (*first, "output", "gate", "up", "down", "query", "key") in [order[: len(first) + 6] for order in orders]
+    assert (structure.num_layers, structure.has_start) == (12, True)
+
+
+def test_the_next_pass_is_not_what_follows_the_lm_head() -> None:
+    """Three passes of a forward: casts of weights in the next pass have nothing to do with the vocabulary."""
+    answer = recover([gather(open_recording(BUILTIN / "small-inference-bf16"))])
+    assert (answer.fields["vocab_size"].value, answer.fields["d_ff"].value) == (None, 3072)
+    assert answer.fields["vocab_size"].low is not None
+    assert answer.fields["vocab_size"].low <= 10_000
+
+
+@pytest.mark.parametrize("file", ["llama_bf16.forward.json.gz", "llama_bf16.train.json.gz"])
+def test_a_replayed_graph_needs_no_launches(file: str, tmp_path: Path) -> None:
+    """All kernels of a CUDA graph belong to one launch, and the CPU knows no operator for any of them."""
+    trace = json.loads(gzip.decompress((FOLDER / file).read_bytes()))
+    kernels = [event for event in trace["traceEvents"] if event.get("cat") == "kernel"]
+    launch = {"ph": "X", "cat": "cuda_runtime", "name": "cudaGraphLaunch", "pid": 1, "tid": 1, "ts": 0, "dur": 5}
+    for node, event in enumerate(kernels):
+        event["args"] = {**event["args"], "correlation": 1, "External id": 0, "graph node id": node}
+    whole = {**trace, "traceEvents": [{**launch, "args": {"correlation": 1}}, *kernels]}
+    (tmp_path / "graph.json").write_text(json.dumps(whole))
+    bare = {**trace, "traceEvents": kernels}
+    (tmp_path / "bare.json").write_text(json.dumps(bare))
+    for name in ("graph.json", "bare.json"):
+        assert recover([gather(open_recording(tmp_path / name))]).fields == recovered(file).fields

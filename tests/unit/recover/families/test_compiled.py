@@ -2,7 +2,7 @@ import pytest
 
 from stepscope.recover.facts import Elements, Rows, Window, exactly
 from stepscope.recover.families import read_fact
-from stepscope.recover.families.elementwise import read_compiled
+from stepscope.recover.families.compiled import read_compiled
 from tests.unit.recover.families.launches import seen
 
 ACTIVATION = "triton_poi_fused_add_mul_pow_tanh_view_4"
@@ -95,3 +95,49 @@ def test_common_block_sizes_come_first() -> None:
     choices = read_compiled(seen(ACTIVATION, (10,), (128,)))
     highs = [choice.count.high // 10 for choice in choices if isinstance(choice, Elements)]
     assert highs == [1024, 512, 256, 128, 1, 2, 4, 8, 16, 32, 64, 2048, 4096]
+
+
+# Kernels of recorded runs, with the grids that autotuning chose in a trace and under Nsight Compute.
+@pytest.mark.parametrize(
+    ("name", "grid", "threads", "count"),
+    [
+        (ACTIVATION, 3072, 128, 4 * 256 * 3072),
+        (ACTIVATION, 6144, 256, 4 * 256 * 3072),
+        ("triton_poi_fused__unsafe_view_mul_silu_9", 3525, 256, 600 * 3008),
+        ("triton_poi_fused__unsafe_view_mul_silu_9", 1763, 128, 600 * 3008),
+        ("triton_poi_fused_mm_t_8", 37698, 128, 768 * 50264),
+        ("triton_poi_fused_add_arange_0", 2, 128, 256),
+        ("triton_poi_fused_ones_triu_3", 256, 128, 256 * 256),
+    ],
+)
+def test_rules_leave_few_elements(name: str, grid: int, threads: int, count: int) -> None:
+    choices = read_compiled(seen(name, (grid,), (threads,)), usual=True)
+    assert any(count in choice.count for choice in choices if isinstance(choice, Elements))
+    assert len(choices) == (1 if grid > 256 else len(choices)) <= 4
+
+
+@pytest.mark.parametrize(
+    ("name", "grid", "threads", "rows", "width"),
+    [
+        (NORM, 1024, 32, 1024, 768),
+        (NORM, 512, 256, 512, 1024),
+        (LOOPED_NORM, 1024, 512, 2048, 2048),
+        (LOOPED_NORM, 300, 512, 600, 1152),
+        (LOOPED_NORM, 512, 256, 1024, 768),
+        ("triton_per_fused__to_copy_amax_div_exp_masked_fill_sub_sum_view_4", 3072, 32, 4 * 12 * 256, 256),
+    ],
+)
+def test_rules_leave_few_rows(name: str, grid: int, threads: int, rows: int, width: int) -> None:
+    choices = [one for one in read_compiled(seen(name, (grid,), (threads,)), usual=True) if isinstance(one, Rows)]
+    assert any(rows in one.rows and one.width is not None and width in one.width for one in choices)
+    assert len(choices) <= 3
+
+
+def test_rules_do_not_apply_to_other_reductions() -> None:
+    launch = seen("triton_red_fused_add_mul_pow_sum_view_6", (1021,), (256,))
+    assert read_compiled(launch, usual=True) == read_compiled(launch)
+
+
+def test_a_block_size_without_a_rule_leaves_all_choices() -> None:
+    launch = seen(ACTIVATION, (3072,), (64,))
+    assert read_compiled(launch, usual=True) == read_compiled(launch)
