@@ -6,7 +6,7 @@ is listed but does not refute the claim.
 """
 
 import itertools
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Literal
 
 import msgspec
@@ -94,8 +94,6 @@ def find_unclaimed_products(
     for one in placement.backward:
         if not _is_of_backward(one, roles, predictor, shape) and not _is_rotary(one, predictor, shape):
             yield one, "a GEMM that is not a gradient of the claimed layers"
-    for one in _find_surplus(placement, predictor, shape):
-        yield one, "a GEMM in addition to the gradients of the claimed layers"
     placed = {place.sighting.index for place in (*placement.products, *placement.attentions)}
     placed |= {one.sighting.index for one in placement.intruders}
     placed |= {one.index for one in (*placement.extras, *placement.backward, *placement.recomputed)}
@@ -108,15 +106,18 @@ def find_unclaimed_products(
             yield one, f"uses tensor cores, but is not a GEMM according to its name ({one.name.operation})"
 
 
-def _find_surplus(placement: Placement, predictor: Predictor, shape: ClaimedShape) -> list[Sighting]:
-    """Return the GEMMs of training steps beyond two gradients of every GEMM, and its recomputation. Those before the
-    backward pass are the likeliest. In a partial pass, GEMMs are missing."""
+def find_surplus(
+    run: SegmentedOrder, placement: Placement, predictor: Predictor, shape: ClaimedShape
+) -> Sequence[Sighting]:
+    """Return GEMMs of training steps beyond two gradients of every GEMM. Those before the backward pass are the
+    likeliest. Not in partial passes, nor where layers are recomputed, which compilers do with parts of a layer."""
     passes = range(1, len(placement.num_layers) + 1)
-    if not placement.backward or any(placement.is_cut(number) or number in placement.unclear for number in passes):
-        return []
+    is_partial = any(placement.is_cut(number) or number in placement.unclear for number in passes)
+    is_compiled = any(one.name.library == "Inductor" for one in run.sightings)
+    if not placement.backward or placement.recomputed or is_partial or is_compiled:
+        return ()
     gradients = [one for one in (*placement.extras, *placement.backward) if not _is_rotary(one, predictor, shape)]
-    expected = (3 if placement.recomputed else 2) * len(placement.products)
-    return gradients[: max(0, len(gradients) - expected)]
+    return gradients[: max(0, len(gradients) - 2 * len(placement.products))]
 
 
 def find_unknown(run: SegmentedOrder) -> Iterator[tuple[Sighting, str]]:

@@ -34,6 +34,7 @@ from stepscope.recover.claims.roofline import find_idle_share
 from stepscope.recover.claims.tying import TyingEvidence, find_tying
 from stepscope.recover.claims.unexplained import (
     UnclaimedWork,
+    find_surplus,
     find_unclaimed_products,
     find_unknown,
     is_explained,
@@ -182,6 +183,9 @@ class _Judge:
                         seen=f"{len(extra)}, taking {spent:.1%} of the GPU time",
                     )
                 )
+            surplus = find_surplus(file.run, file.placement, file.predictor, self.shape)
+            if sum(one.duration_ns for one in surplus) > _MOST_UNCLAIMED * time:
+                missing.append(f"training has {count_noun(len(surplus), 'GEMM')} more than two gradients of every GEMM")
             strange = [one for one in file.placement.others if one.zone in _LAYER_ZONES and is_unknown(one.sighting)]
             if strange:
                 missing.append(f"kernels with unknown names inside the layers: {len(strange)}")
