@@ -84,7 +84,7 @@ def hidden_layer_with_gap(subject: Subject) -> Forged:
 @DROPPED.add(
     "A layer is left out and not claimed; the numbers and times were closed up.",
     kinds=FORWARD,
-    undetectable="the file is that of a shallower model; only whoever recorded it knows what is missing",
+    undetectable="the file is that of a shallower model; only the author knows what is missing",
 )
 def hidden_layer_renumbered(subject: Subject) -> Forged:
     return subject.forge(renumber(_without_layer(subject)), num_layers=subject.truth["num_layers"] - 1)

@@ -22,7 +22,7 @@ _LOOKED_UP = frozenset({"embedding", "index_select"})  # operators in a compiled
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Doubt:
+class StructureDoubt:
     """A reason why there may be more layers, or why what one layer shows may be wrong."""
 
     text: str
@@ -48,7 +48,7 @@ def doubt_ends(
     behind: Sequence[Hashable],
     ahead: Sequence[Hashable],
     follows_pass: bool,
-) -> Iterator[Doubt]:
+) -> Iterator[StructureDoubt]:
     """Compare the ends of a pass with a layer. `first` are the GEMMs before its first attention and `last` those after
     its last one; `behind` and `ahead` are the GEMMs of a layer after and before its attention."""
     of_sizes = not is_confirmed(layers)
@@ -58,35 +58,39 @@ def doubt_ends(
         end = next((place for place in reversed(range(end)) if first[place] == key), -1)
         used.append(end)
     if end < 0 and of_sizes:
-        yield Doubt(text="the first layer does not have the GEMMs of the other", of_sizes=True)
+        yield StructureDoubt(text="the first layer does not have the GEMMs of the other", of_sizes=True)
     others = [key for place, key in enumerate(first) if place not in used]
     if follows_pass and others[: len(behind)] == [*behind]:  # of the pass before, followed by its LM head
         others = others[len(behind) :] or others
     if not {*others}.isdisjoint((*behind, *ahead)):
-        yield Doubt(text="more GEMMs of a layer come before the first attention", of_layers=True, of_sizes=of_sizes)
+        yield StructureDoubt(
+            text="more GEMMs of a layer come before the first attention", of_layers=True, of_sizes=of_sizes
+        )
     rest = last[len(behind) :][: len(ahead)]  # the file may end with the first of them, which is not an LM head then
     if rest and [*rest] == [*ahead[: len(rest)]]:
-        yield Doubt(text="what follows the last layer may be the start of another", of_layers=True, of_sizes=True)
+        yield StructureDoubt(
+            text="what follows the last layer may be the start of another", of_layers=True, of_sizes=True
+        )
 
 
 def doubt_layers(
     order: KernelOrder, passes: Sequence[Sequence[Anchor]], shown: Sequence[Anchor], within: range
-) -> Iterator[Doubt]:
+) -> Iterator[StructureDoubt]:
     """Compare the layers with each other. `shown` is the pass that is analyzed, and `within` are its kernels."""
     if len(shown) == 1:
-        yield Doubt(text="a single layer: no other confirms which of its kernels is which", of_sizes=True)
+        yield StructureDoubt(text="a single layer: no other confirms which of its kernels is which", of_sizes=True)
     if _differ(order, passes):
-        yield Doubt(
+        yield StructureDoubt(
             text="layers or passes differ in kernels other than GEMMs: what one layer shows may not apply to all",
             of_sizes=True,
         )
     if _continues(order, shown[-1][-1].index):
-        yield Doubt(text="attention follows without the start of a pass", of_layers=True, of_sizes=True)
+        yield StructureDoubt(text="attention follows without the start of a pass", of_layers=True, of_sizes=True)
     backward = _count_backward(order, passes, shown)
     if backward > len(shown):
-        yield Doubt(text=f"the backward pass has {count_noun(backward, 'layer')}", of_layers=True)
+        yield StructureDoubt(text=f"the backward pass has {count_noun(backward, 'layer')}", of_layers=True)
     if skips_launches(order.sightings[within.start : within.stop], len(shown)):
-        yield Doubt(text="between two kernels, as many launches are missing as a layer has", of_layers=True)
+        yield StructureDoubt(text="between two kernels, as many launches are missing as a layer has", of_layers=True)
 
 
 def _differ(order: KernelOrder, passes: Sequence[Sequence[Anchor]]) -> bool:

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import get_args
 
-from stepscope.recover.evidence.completeness import Doubt, doubt_ends, doubt_layers, find_lookup
+from stepscope.recover.evidence.completeness import StructureDoubt, doubt_ends, doubt_layers, find_lookup
 from stepscope.recover.evidence.order import (
     KERNELS_AFTER_HEAD,
     Anchor,
@@ -40,7 +40,7 @@ class RoleReading:
 
     products: dict[Role, Sighting]
     zones: dict[Zone, tuple[Sighting, ...]]
-    doubts: tuple[Doubt, ...] = ()
+    doubts: tuple[StructureDoubt, ...] = ()
 
     @property
     def is_gated(self) -> bool:
@@ -62,7 +62,7 @@ class Structure:
     layer_indices: tuple[tuple[int, ...], ...] = ()  # the indices of the attention calls, per pass
     # Every attention is followed by the same kernels as the last one: passes of one layer would look the same.
     may_be_one_layer: bool = False
-    doubts: tuple[Doubt, ...] = ()  # for all readings
+    doubts: tuple[StructureDoubt, ...] = ()  # for all readings
     has_start: bool = False  # an embedding lookup precedes the analyzed pass: its first layer is in the file
 
     @property
@@ -90,13 +90,13 @@ def find_structure(sightings: Sequence[Sighting]) -> Structure:
     )
 
 
-def _doubt(order: KernelOrder, passes: Sequence[Sequence[Anchor]], shown: "_Pass") -> Iterator[Doubt]:
+def _doubt(order: KernelOrder, passes: Sequence[Sequence[Anchor]], shown: "_Pass") -> Iterator[StructureDoubt]:
     zones, products = shown.readings[0].zones, shown.readings[0].products
     start = min((one.index for one in zones["before"]), default=shown.layers[0][0].index)
     end = products["head"].index if "head" in products else shown.layers[-1][-1].index
     yield from doubt_layers(order, passes, shown.layers, range(start, end + 1))
     if order.is_fused and _has_others(order, passes):
-        yield Doubt(text="there is attention outside these layers", of_layers=True)
+        yield StructureDoubt(text="there is attention outside these layers", of_layers=True)
 
 
 def _symbols(gap: Sequence[Sighting]) -> tuple[object, ...]:

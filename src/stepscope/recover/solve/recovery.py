@@ -12,7 +12,7 @@ import msgspec
 import numpy as np
 
 from stepscope.recording.readers.ncu import CUT_SHORT
-from stepscope.recover.evidence.completeness import Doubt
+from stepscope.recover.evidence.completeness import StructureDoubt
 from stepscope.recover.evidence.order import NoTransformerError
 from stepscope.recover.evidence.recording import KernelEvidence
 from stepscope.recover.evidence.structure import Structure
@@ -46,7 +46,7 @@ _MOST_CANDIDATES = 24
 _MOST_ALTERNATIVES = 64
 _SMALLEST_VOCABULARY = 4096  # of an LM head; classifiers and poolers have fewer outputs
 _PADDING = 8  # the compiler pads a vocabulary to a multiple of this
-_LOST = Doubt(text="kernels of this run are missing from the file", of_layers=True, of_sizes=True)
+_LOST = StructureDoubt(text="kernels of this run are missing from the file", of_layers=True, of_sizes=True)
 
 
 class Field(msgspec.Struct, frozen=True, kw_only=True):
@@ -259,7 +259,7 @@ def _vocabulary_field(fitted: FittedReading) -> Field:
     return msgspec.structs.replace(found, certain=False, alternatives=others)
 
 
-def _find_doubts(found: FileFit, likely: Sequence[FittedReading]) -> list[Doubt]:
+def _find_doubts(found: FileFit, likely: Sequence[FittedReading]) -> list[StructureDoubt]:
     """Return the doubts of the file and of these interpretations, or of all if none has sizes."""
     readings = [one.solution.observation.reading for one in likely] or found.structure.readings
     lost = [_LOST] if found.evidence.is_incomplete else []
