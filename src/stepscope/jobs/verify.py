@@ -129,6 +129,7 @@ def describe(verified: Verified, paths: Sequence[Path]) -> Iterator[str | Table]
     """Yield text and tables in the order to print them."""
     answer = verified.verification
     yield f"{', '.join(path.name for path in paths)}: {answer.verdict.value}\n  {answer.why}\n"
+    yield f"  {_list_fields(answer)}\n"
     yield (
         f"  {count_noun(answer.kernels, 'kernel')}: {answer.kernels_compared:,} compared with exact predictions, "
         f"{answer.kernels_counted:,} compared by element count\n"
@@ -149,6 +150,15 @@ def describe(verified: Verified, paths: Sequence[Path]) -> Iterator[str | Table]
             yield "\n"
         is_last = number == len(tables) - 1
         yield msgspec.structs.replace(table, notes=(*table.notes, *answer.notes)) if is_last else table
+
+
+def _list_fields(answer: Verification) -> str:
+    """Return what the verdict is about: the claimed fields by how they were tested."""
+    verdicts: dict[str, list[str]] = {one: [] for one in ("refuted", "not refuted", "tested", "narrowed", "not tested")}
+    for name, result in answer.fields.items():
+        if result.verdict in verdicts:
+            verdicts[result.verdict].append(f"{name} (implied)" if result.implied else name)
+    return "; ".join(f"{verdict}: {', '.join(names)}" for verdict, names in verdicts.items() if names)
 
 
 def _describe_challenge(challenge: Challenge, answer: Verification) -> str:

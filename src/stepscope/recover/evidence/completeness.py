@@ -89,7 +89,7 @@ def doubt_layers(
     backward = _count_backward(order, passes, shown)
     if backward > len(shown):
         yield StructureDoubt(text=f"the backward pass has {count_noun(backward, 'layer')}", of_layers=True)
-    if _skips_launches(order.sightings[within.start : within.stop], len(shown)):
+    if skips_launches(order.sightings[within.start : within.stop], len(shown)):
         yield StructureDoubt(text="between two kernels, as many launches are missing as a layer has", of_layers=True)
 
 
@@ -123,7 +123,7 @@ def _count_backward(order: KernelOrder, passes: Sequence[Sequence[Anchor]], show
     return max(calls.values(), default=0)
 
 
-def _skips_launches(kernels: Sequence[Sighting], num_layers: int) -> bool:
+def skips_launches(kernels: Sequence[Sighting], num_layers: int) -> bool:
     """Whether the launch numbers of a pass skip those of most of a layer, between two kernels that otherwise follow
     each other closely or are together only once."""
     numbers = [one.launch for one in kernels if one.launch is not None]

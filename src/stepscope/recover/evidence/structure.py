@@ -82,7 +82,7 @@ def find_structure(sightings: Sequence[Sighting]) -> Structure:
         backward_attentions=tuple(one for one in sightings if is_attention(one, backward=True)),
         softmaxes=() if order.is_fused else tuple(kernel for anchor in shown.layers for kernel in anchor),
         readings=shown.readings,
-        dtype=shown.readings[0].products["output"].name.dtype,
+        dtype=shown.readings[0].products["output"].dtype,
         layer_indices=tuple(tuple(anchor[0].index for anchor in one) for one in passes),
         may_be_one_layer=_may_be_one_layer(order, shown),
         has_start=shown.has_start,
