@@ -104,7 +104,9 @@ _SUBPARTITION = re.compile(r"^smsp__")
 _TENSOR_SOURCE = re.compile(r"^sm__ops_path_tensor_src_(?P<dtype>[a-z]+\d+)\w*\.sum$")
 # Metrics that differ between launches of the same work: cycles, and traffic behind the L1 cache. Of several statistics
 # of a metric, the first one is enough.
-_NOISY = re.compile(r"^(?P<base>\w*__cycles_\w+|dram__(?:bytes|sectors)\w*|lts__t_(?:sectors|requests)\w*)\.(?P<what>\w+)$")
+_NOISY = re.compile(
+    r"^(?P<base>\w*__cycles_\w+|dram__(?:bytes|sectors)\w*|lts__t_(?:sectors|requests)\w*)\.(?P<what>\w+)$"
+)
 _STATISTICS = ("sum", "avg", "max")
 _SCALES = {"Kbyte": 10**3, "Mbyte": 10**6, "Gbyte": 10**9, "Tbyte": 10**12}
 

@@ -15,7 +15,7 @@ import msgspec
 from stepscope import hardware
 from stepscope.recover.claims.claim import Claim
 from stepscope.recover.claims.prediction import Predictor, ShapeCheck
-from stepscope.recover.claims.roofline import Roofline
+from stepscope.recover.claims.roofline import WorkLimits
 from stepscope.recover.claims.unexplained import find_counts
 from stepscope.recover.evidence.layout import (
     MOST_EXTRAS,
@@ -49,7 +49,7 @@ class ClaimedRun:
     evidence: KernelEvidence
     run: SegmentedOrder
     predictor: Predictor
-    roofline: Roofline | None
+    roofline: WorkLimits | None
     placement: Placement
     checks: list[ShapeCheck]
     wrong: int
@@ -200,7 +200,7 @@ class _Opened:
         self.platform = find_platform(evidence.sightings, evidence.device_sms)
         device = hardware.find(evidence.device) if evidence.device else None
         self.predictor = Predictor(self.platform)
-        self.roofline = None if device is None else Roofline(device)
+        self.roofline = None if device is None else WorkLimits(device)
         self._period = _find_period([self.predictor.identify(one) for one in evidence.sightings])
         self._left = _MOST_LAID_OUT
         self.is_cut = False  # some interpretations were not arranged

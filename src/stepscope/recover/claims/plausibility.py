@@ -103,12 +103,16 @@ def _check_durations(sightings: Sequence[Sighting]) -> Iterator[Complaint]:
     for one in sightings:
         if 0 < one.duration_ns < _SHORTEST_NS:
             yield Complaint(
-                sighting=one, expected=f"at least {_SHORTEST_NS} ns to start and end a kernel", seen=f"{one.duration_ns} ns"
+                sighting=one,
+                expected=f"at least {_SHORTEST_NS} ns to start and end a kernel",
+                seen=f"{one.duration_ns} ns",
             )
     kinds, durations = {one.name.name for one in sightings}, {one.duration_ns for one in sightings}
     if len(kinds) >= _FEWEST_KINDS and len(durations) == 1 and 0 not in durations:
         yield Complaint(
-            sighting=sightings[0], expected="different durations of different kernels", seen=f"{durations.pop():,} ns for all"
+            sighting=sightings[0],
+            expected="different durations of different kernels",
+            seen=f"{durations.pop():,} ns for all",
         )
 
 
@@ -238,7 +242,11 @@ def _check_times(sightings: Sequence[Sighting]) -> Iterator[Complaint]:
     for one in sightings:
         if one.start_ns is None or one.in_graph:
             continue
-        if latest is not None and min(_end(latest), _end(one)) - one.start_ns > _CLOCK_ERROR_NS and _end(one) <= _end(latest):
+        if (
+            latest is not None
+            and min(_end(latest), _end(one)) - one.start_ns > _CLOCK_ERROR_NS
+            and _end(one) <= _end(latest)
+        ):
             yield Complaint(
                 sighting=one,
                 expected=f"a kernel that ends after #{latest.index}, which is before it on the same stream",

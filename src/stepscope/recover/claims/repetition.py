@@ -138,7 +138,7 @@ def _compare(keys: Ints) -> Iterator[tuple[int, Flags]]:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Run:
+class _RepeatedStretch:
     """Kernels that agree with those at a distance before them."""
 
     metric: str
@@ -165,7 +165,7 @@ def _find_runs(sightings: Sequence[Sighting], keys: Ints, metrics: Sequence[_Met
         )
 
 
-def _scan(keys: Ints, metric: _Metric) -> list[_Run]:
+def _scan(keys: Ints, metric: _Metric) -> list[_RepeatedStretch]:
     kernels = int(keys.max()) + 1
     agreed, compared = np.zeros(kernels), np.zeros(kernels)
     places: list[tuple[int, int, int]] = []
@@ -184,7 +184,7 @@ def _scan(keys: Ints, metric: _Metric) -> list[_Run]:
     surprise = -np.log(_estimate(agreed, compared))[keys] * metric.is_informative
     total = np.concatenate(([0.0], np.cumsum(surprise)))
     return [
-        _Run(
+        _RepeatedStretch(
             metric=metric.name,
             start=start,
             length=length,

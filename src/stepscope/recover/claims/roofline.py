@@ -43,7 +43,7 @@ Needs = Callable[[ClaimedShape], Work | None]  # None: a size that it depends on
 
 
 @dataclass(frozen=True, slots=True)
-class Roofline:
+class WorkLimits:
     """Checks of durations on one GPU."""
 
     hardware: Hardware

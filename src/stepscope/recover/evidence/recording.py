@@ -39,8 +39,7 @@ _MOST_UNLAUNCHED = 0.01  # share of kernels without a launch, which profilers ma
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KernelEvidence:
-    """The kernels of one file. `allocations` are the requested sizes in bytes, `held` those that existed all the time.
-    """
+    """The kernels of one file. `allocations` are the requested sizes in bytes, `held` those that existed all the time."""
 
     source: str
     file: str
@@ -103,7 +102,9 @@ def gather(recording: Recording, *, file: str = "", use_shapes: bool = False) ->
         sightings=tuple(_sightings(kernels, recording.counters, told, has_timeline=manifest.source != _NSIGHT_COMPUTE)),
         exchanges=_find_exchanges(everything, kernels),
         allocations=tuple(allocations["requested_bytes"]),
-        held=tuple(allocations.filter(pl.col("start_event").is_null(), pl.col("end_event").is_null())["requested_bytes"]),
+        held=tuple(
+            allocations.filter(pl.col("start_event").is_null(), pl.col("end_event").is_null())["requested_bytes"]
+        ),
         device=manifest.device,
         device_sms=manifest.device_sms,
         is_incomplete=lost > 0 or has_lost_rows(manifest.notes),

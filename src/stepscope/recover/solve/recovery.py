@@ -291,12 +291,16 @@ def _dtype_field(structure: Structure) -> Field:
     """Certain if all projections use the same type. The LM head and attention scores may use another."""
     products = structure.readings[0].products
     inside = [one for role, one in products.items() if role not in ("head", "scores", "values")]
-    source = "the operations of the tensor cores" if products["output"].counted_dtype else "the names of the GEMM kernels"
+    source = (
+        "the operations of the tensor cores" if products["output"].counted_dtype else "the names of the GEMM kernels"
+    )
     said = (f"from {source}: {products['output'].name.short}",) if structure.dtype else ()
     is_agreed = {one.dtype for one in inside} == {structure.dtype} != {None}
     if misnamed := next((one for one in inside if one.is_misnamed), None):
         unsure = f"#{misnamed.index} is named {misnamed.name.dtype} but computed in {misnamed.counted_dtype}"
-        return Field(value=structure.dtype, certain=False, evidence=(*said, f"the evidence contradicts itself: {unsure}"))
+        return Field(
+            value=structure.dtype, certain=False, evidence=(*said, f"the evidence contradicts itself: {unsure}")
+        )
     return Field(value=structure.dtype, certain=is_agreed, evidence=said)
 
 
