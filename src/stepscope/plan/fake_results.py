@@ -127,7 +127,7 @@ def _describe_result(
         is_source=False,
         shape=tuple(result.shape),
         strides=result.stride(),
-        offset=result.storage_offset(),
+        offset=int(result.storage_offset()),
         dtype=result.dtype,
         device=result.fake_device,
         attributes=dict(vars(result)),

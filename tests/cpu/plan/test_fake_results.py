@@ -42,7 +42,7 @@ def describe(made: object, inputs: list[Tensor]) -> list[object]:
 
 
 def _storage(tensor: Tensor) -> int:
-    return tensor.untyped_storage()._cdata
+    return int(tensor.untyped_storage()._cdata)
 
 
 def make_inputs() -> tuple[FakeTensorMode, Tensor, Tensor]:

@@ -287,7 +287,9 @@ def multiply(name: str, rows: int, columns: int, inner: int, like: Sighting = _L
 
 
 def _product(name: object, grid: Triple, like: Sighting, counters: dict[str, int]) -> Sighting:
-    return msgspec.structs.replace(like, name=name, grid=grid, counters=counters, told=None)
+    return msgspec.structs.replace(
+        like, name=name, grid=grid, registers=None, shared_bytes=None, counters=counters, told=None
+    )
 
 
 def _attend(one: Sighting, model: Model) -> Sighting:

@@ -225,7 +225,7 @@ def _lay_out(rows: pl.DataFrame, counters: pl.DataFrame) -> tuple[pl.DataFrame, 
         .alias(what)
         for what in ("Grid", "Block")
     )
-    # There are no launches to match: the ID shows which rows are missing, repeated or moved.
+    # Without launches to match, the ID shows which rows are missing, repeated or moved.
     numbers = {"process": "Process ID", "device": "Device", "stream": "Stream", "correlation": "ID"}
     frame = rows.select(
         pl.col("Kernel Name").str.head(_NAME_BYTES).alias("name"),

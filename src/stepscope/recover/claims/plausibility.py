@@ -143,7 +143,7 @@ def _check_dtypes(sightings: Sequence[Sighting]) -> Iterator[Complaint]:
             yield Complaint(
                 sighting=one,
                 expected=f"operations in {one.name.dtype}, according to its name",
-                seen=f"{one.tensor_dtypes[one.counted_dtype or '']:,} in {one.counted_dtype}, according to the counters",
+                seen=f"{one.tensor_dtypes[one.counted_dtype or '']:,} in {one.counted_dtype}, by the counters",
             )
 
 

@@ -1,7 +1,8 @@
 """Regular runs: layers are alike, passes are complete, and nothing is missing between launches.
 
-A program runs the same kernels in every layer, and the driver numbers its calls. So kernels that were left out show, even
-if those that remain fit the claim. None of this refutes a claim: programs may have a reason to treat a layer differently.
+A program runs the same kernels in every layer, and the driver numbers its calls. So kernels that were left out show,
+even if those that remain fit the claim. None of this refutes a claim: programs may have a reason to treat a layer
+differently.
 """
 
 from collections import Counter

@@ -142,7 +142,8 @@ class _Judge:
         tying = self.tying
         if tying is None or self.claim.tied in (None, tying.is_tied) or not tying.is_certain:
             return
-        assert tying.file is not None and tying.sighting is not None
+        assert tying.file is not None
+        assert tying.sighting is not None
         claimed = "shares the embedding's weights" if self.claim.tied else "has weights of its own"
         yield make_refutation(
             tying.file, tying.sighting, what="tied", expected=f"an LM head that {claimed}", seen=tying.why

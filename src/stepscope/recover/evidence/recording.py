@@ -39,7 +39,7 @@ _MOST_UNLAUNCHED = 0.01  # share of kernels without a launch, which profilers ma
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KernelEvidence:
-    """The kernels of one file. `allocations` are the requested sizes in bytes, `held` those that existed all the time."""
+    """The kernels of one file. `allocations` are the requested sizes in bytes, `held` those of the whole time."""
 
     source: str
     file: str

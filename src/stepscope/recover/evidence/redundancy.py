@@ -54,7 +54,7 @@ def _check_devices(counters: pl.DataFrame) -> Iterator[Flaw]:
         "kernel", "metric", pl.col("value").cast(pl.Int64, strict=False).cast(pl.String).alias("said")
     )
     for (metric,), rows in pl.concat([names, sizes]).group_by("metric", maintain_order=True):
-        usual = rows["said"].drop_nulls().mode(maintain_order=True).first()
+        usual = str(rows["said"].drop_nulls().mode(maintain_order=True).first())
         for kernel, said in rows.filter(pl.col("said") != pl.lit(usual)).select("kernel", "said").iter_rows():
             yield Flaw(row=kernel, expected=f"{metric} {usual}, as in the other kernels of its stream", seen=str(said))
 

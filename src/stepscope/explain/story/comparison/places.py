@@ -20,10 +20,10 @@ from numpy.typing import NDArray
 
 from stepscope import cost
 from stepscope.explain.story.comparison.alignment import align
-from stepscope.explain.story.sections.step_picture import order_phases, sweep_step
+from stepscope.explain.story.sections.step_picture import sweep_step
 from stepscope.explain.trace.attribution.modules import label_layers
 from stepscope.explain.trace.attribution.nesting import look_up
-from stepscope.explain.trace.profile import UNKNOWN, Profile
+from stepscope.explain.trace.profile import UNKNOWN, Profile, order_phases
 
 PLACE = ("phase", "layer", "part")
 Key = tuple[str, str, str]  # the values of `PLACE`; a layer or part is empty outside layers, or if it is unknown

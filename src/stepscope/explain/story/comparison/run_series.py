@@ -14,7 +14,7 @@ from stepscope.explain.story.comparison.changes import DECIDES_WORK
 from stepscope.explain.story.comparison.run_figures import RunFigures
 from stepscope.explain.story.comparison.step_verdict import are_comparable, judge_steps, say_doubt
 from stepscope.explain.story.phrases import say_started
-from stepscope.explain.story.sections.step_picture import order_phases
+from stepscope.explain.trace.profile import order_phases
 from stepscope.explain.trace.run_labels import label_runs
 from stepscope.findings import Bars, Cell, Column, Quantity, Table
 from stepscope.findings.compared import Trend, TrendLine, TrendPoint
