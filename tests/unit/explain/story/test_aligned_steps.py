@@ -127,6 +127,27 @@ def test_unprofiled_idle_time_is_spread_over_the_places() -> None:
     assert all(side.idle_ns for place in steps.places for side in place.sides)
 
 
+def uneven(times: Sequence[tuple[int, int]]) -> Profile:
+    """One step per pair: a kernel, and a pause before the next one."""
+    tape = Tape()
+    for step, (ns, pause) in enumerate(times):
+        with tape.inside(f"step:{step}"), tape.inside("phase:forward"):
+            for part in ("attention", "ffn"):
+                with tape.inside(f"module:blocks.0.{part}"), tape.operator("aten::mm"):
+                    tape.kernel(GEMM, ns)
+                tape.now += pause
+            tape.synchronise()
+    return tape.profile()
+
+
+@given(st.lists(st.tuples(st.integers(40, 60), st.integers(0, 60)), min_size=2, max_size=3))
+@settings(max_examples=20, deadline=None)
+def test_fractions_of_nanoseconds_add_up(times: list[tuple[int, int]]) -> None:
+    """Means over two or three steps have halves and thirds, and busy and idle time are rounded apart."""
+    a, b = uneven(times), uneven([(50, 20), (51, 20)])
+    require_sums(align_steps(a, b, AB), a, b)
+
+
 @given(plans(), plans())
 @settings(max_examples=10, deadline=None)
 def test_places_of_random_recordings_add_up(one: Plan, other: Plan) -> None:

@@ -59,11 +59,10 @@ class CasePoint:
 
     @property
     def ratio(self) -> float | None:
-        """The step as a multiple of the baseline's; None if one is unknown, or they are not the same work."""
+        """The step as a multiple of the baseline's; None if one is unknown."""
         if self.base is None or self.base.step is None or self.figures.step is None:
             return None
-        same = self.base.work == self.figures.work
-        return self.figures.step.step_ns / self.base.step.step_ns if same else None
+        return self.figures.step.step_ns / self.base.step.step_ns
 
     @cached_property
     def verdict(self) -> str:
