@@ -63,6 +63,38 @@ _CARDS: tuple[tuple[str, Hardware], ...] = (
 )
 
 
+class Chip(msgspec.Struct, frozen=True):
+    """The chip on a card of NVIDIA."""
+
+    capability: tuple[int, int]
+    multiprocessors: int
+
+
+_CHIPS: dict[str, Chip] = {
+    "V100 PCIe": Chip((7, 0), 80),
+    "V100 SXM2": Chip((7, 0), 80),
+    "A100 PCIe 80GB": Chip((8, 0), 108),
+    "A100 SXM 80GB": Chip((8, 0), 108),
+    "A100 40GB": Chip((8, 0), 108),
+    "H100 PCIe": Chip((9, 0), 114),
+    "H100 NVL": Chip((9, 0), 132),
+    "H100 SXM": Chip((9, 0), 132),
+    "H200 NVL": Chip((9, 0), 132),
+    "H200 SXM": Chip((9, 0), 132),
+    "B200": Chip((10, 0), 148),
+    "L40S": Chip((8, 9), 142),
+    "T4": Chip((7, 5), 40),
+    "RTX 2080 Ti": Chip((7, 5), 68),
+    "RTX 3090": Chip((8, 6), 82),
+    "RTX 4090D": Chip((8, 9), 114),
+    "RTX 4090": Chip((8, 9), 128),
+}
+
+
+def chip_of(card: Hardware) -> Chip | None:
+    return _CHIPS.get(card.name)
+
+
 def find(driver_name: str) -> Hardware | None:
     """Return the limits of the device that the driver calls `driver_name`, None if it is not in the list."""
     for pattern, card in _CARDS:

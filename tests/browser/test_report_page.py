@@ -151,14 +151,6 @@ def test_lines_of_code_in_a_card_wrap(open_page: Open) -> None:
     assert box.evaluate("(box) => box.scrollWidth <= box.clientWidth")
 
 
-def test_layers_are_in_model_order(open_page: Open) -> None:
-    kernels = [
-        replace(kernel, layer=kernel.layer and f"blocks.{at % 12}") for at, kernel in enumerate(kernels_of_step())
-    ]
-    page = open_breakdown(open_page, break_down([kernels], [WALL_NS]))
-    assert bars_of(page, "layer") == [*(f"blocks.{number}" for number in range(12)), "outside layers"]
-
-
 def test_overlapping_kernels_are_not_shares_of_the_step(open_page: Open) -> None:
     page = open_breakdown(open_page, break_down([kernels_of_step()], [5_000_000]))
     assert page.inner_text(".told") == "all kernels take 8.03 ms in a step of 5.00 ms"
@@ -236,8 +228,9 @@ def test_kernel_table_is_one_tab_stop(open_page: Open) -> None:
 def test_unknown_dimensions_are_named_and_not_shown(open_page: Open) -> None:
     nowhere = [replace(kernel, layer="unknown", module="") for kernel in kernels_of_step()]
     page = open_breakdown(open_page, break_down([nowhere], [WALL_NS]))
-    assert page.locator(".dimension h4").all_text_contents() == ["Class", "Phase"]
-    assert page.inner_text(".dimensions + .help") == "Not in this recording: layer, module."
+    assert page.locator(".dimension h4").all_text_contents() == ["Class", "Phase", "Operator"]
+    assert page.inner_text(".help.unknown") == "Not in this recording: module."
+    assert page.locator(".modules").count() == 0
 
 
 def test_selecting_a_kernel_shows_its_details(open_page: Open) -> None:
@@ -254,14 +247,14 @@ def test_selecting_a_kernel_shows_its_details(open_page: Open) -> None:
 
 
 def test_button_shows_all_bars_of_a_dimension(open_page: Open) -> None:
-    page = open_page(one_run(), width=1440)
-    show(page, "figure.breakdown")
-    before = len(bars_of(page, "module"))
-    button = page.locator("[data-dimension=module] .quiet")
-    assert button.inner_text() == "Show all 111"
+    kernels = [replace(kernel, kind=f"class {at}") for at, kernel in enumerate(kernels_of_step()[:30])]
+    page = open_breakdown(open_page, break_down([kernels], [WALL_NS]), width=1440)
+    before = len(bars_of(page, "class"))
+    button = page.locator("[data-dimension=class] .quiet")
+    assert button.inner_text() == "Show all 30"
     button.click()
-    assert before == 12
-    assert len(bars_of(page, "module")) == 111
+    assert before == 8
+    assert len(bars_of(page, "class")) == 30
     assert button.inner_text() == "Show fewer"
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from stepscope.errors import Exit
+from stepscope.jobs.signing import gpus_of_this_machine
 from tests.cli.command import stepscope
 
 EVIDENCE = Path(__file__).parents[1] / "fixtures" / "evidence"
@@ -136,6 +137,71 @@ def test_incompatible_flags_are_rejected(tmp_path: Path, flags: list[str]) -> No
     done = stepscope(tmp_path, "verify", *flags)
     assert done.returncode == Exit.BAD_INPUT
     assert "hint:" in done.stderr
+
+
+CHALLENGE = ["--nonce", "5f0c21", "--max-tokens", "8192"]
+
+
+def test_a_challenge_is_printed_and_checked(tmp_path: Path) -> None:
+    asked = stepscope(tmp_path, "verify", *CHALLENGE, "--format", "json")
+    assert asked.returncode == Exit.OK, asked.stderr
+    shown = {row["what"]: row["value"] for row in json.loads(asked.stdout)["rows"]}
+    assert (shown["batch"], shown["context"]) == ("8", "960")
+    assert "--batch 8 --context 960" in asked.stderr
+    claim = write_claim(tmp_path, batch=None, context=None)
+    done = stepscope(tmp_path, "verify", COUNTERS, "--claim", claim, *CHALLENGE)
+    assert done.returncode == Exit.GATE_FAILED, done.stdout + done.stderr
+    assert "expected 7,680 rows of 640 elements; got 600 or 200 rows" in done.stdout
+    assert "challenge 5f0c21: batch 8, context 960" in done.stdout
+
+
+def test_a_signed_report_answers_a_challenge_or_not(tmp_path: Path) -> None:
+    assert stepscope(tmp_path, "key", "new", "lab.key").returncode == Exit.OK
+    claim = write_claim(tmp_path, batch=None, context=None)
+    sign = ["verify", COUNTERS, "--claim", claim, "--sign", "lab.key", "--out"]
+    answered = stepscope(tmp_path, *sign, "answered.json", *CHALLENGE)
+    assert answered.returncode == Exit.GATE_FAILED, answered.stderr
+    plain = stepscope(tmp_path, *sign, "plain.json", "--nonce", "5f0c21", "--batch", "3", "--context", "200")
+    assert plain.returncode == Exit.OK, plain.stderr
+    check = ["verify", "--public-key", "lab.key.pub", "--signed"]
+    assert stepscope(tmp_path, *check, "answered.json", *CHALLENGE).returncode == Exit.OK
+    assert stepscope(tmp_path, *check, "plain.json", "--nonce", "5f0c21").returncode == Exit.OK
+    refused = stepscope(tmp_path, *check, "plain.json", *CHALLENGE)
+    assert refused.returncode == Exit.GATE_FAILED
+    assert "does not answer a challenge" in refused.stdout
+    assert stepscope(tmp_path, *check, "answered.json", *CHALLENGE, "--max-context", "512").returncode == 1
+
+
+@pytest.mark.parametrize(
+    ("flags", "says"),
+    [
+        (["--max-tokens", "8192"], "`--max-tokens` requires `--nonce`"),
+        (["--nonce", "a", "--max-context", "512"], "`--max-context` requires `--max-tokens`"),
+        (["--nonce", "a b", "--max-tokens", "8192"], "invalid nonce"),
+        (["--nonce", "a", "--max-tokens", "8"], "`--max-tokens 8` is out of range"),
+        ([*CHALLENGE, "--replay", "2"], "evidence and `--claim` are required"),
+        ([*CHALLENGE, "--sign", "lab.key"], "evidence and `--claim` are required"),
+        ([COUNTERS, "--claim", "claim.json", *CHALLENGE], "the claim has batch `3`, and the nonce asks for `8`"),
+        ([COUNTERS, "--claim", "claim.json", "--replay", "2"], "cannot be built for `--replay`"),
+        (["--signed", "r.json", "--public-key", "k", "--replay", "2"], "`--replay` cannot be used with `--signed`"),
+    ],
+)
+def test_a_bad_challenge_or_replay_is_rejected(tmp_path: Path, flags: list[str], says: str) -> None:
+    write_claim(tmp_path)
+    done = stepscope(tmp_path, "verify", *flags)
+    assert done.returncode == Exit.BAD_INPUT, done.stdout
+    assert says in done.stderr
+
+
+@pytest.mark.skipif(bool(gpus_of_this_machine()), reason="there is a GPU here")
+def test_a_replay_without_a_gpu_ends_at_once(tmp_path: Path) -> None:
+    config = {"model_type": "gpt2", "n_layer": 2, "n_embd": 640, "n_head": 10, "vocab_size": 32003}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    sizes = ["--batch", "3", "--context", "200", "--dtype", "bf16"]
+    done = stepscope(tmp_path, "verify", "missing.csv", "--claim", "config.json", *sizes, "--replay", "2")
+    assert done.returncode == Exit.BAD_INPUT
+    assert "`--replay` requires a GPU, which this machine does not have" in done.stderr
+    assert "hint: remove --replay" in done.stderr
 
 
 def test_control_sequences_in_kernel_names_are_not_printed(tmp_path: Path) -> None:

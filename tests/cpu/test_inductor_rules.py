@@ -10,6 +10,7 @@ from stepscope.explain.kernel_names import decode
 from stepscope.recover.facts import Elements, Rows, Sighting
 from stepscope.recover.families.compiled import read_compiled
 
+HEURISTICS: Any = triton_heuristics  # without types
 _NORM = "triton_{}_fused_add_native_layer_norm_view_7"
 _LONGEST_KEPT = 1024  # longer rows are reduced in a loop
 
@@ -40,7 +41,7 @@ def _launch(name: str, size: int, config: Any) -> Sighting:
 @pytest.mark.parametrize("count", [100, 1000, 5000, 32_768, 40_000, 70_000, 131_073, 999_999, 3_145_728, 12_345_677])
 def test_pointwise_kernels(count: int) -> None:
     sizes = {"x": _round(count)}
-    configs = triton_heuristics.pointwise(sizes, _meta(9), inductor_meta={}, return_configs=True)
+    configs = HEURISTICS.pointwise(sizes, _meta(9), inductor_meta={}, return_configs=True)
     for config in configs:
         launch = _launch("triton_poi_fused_add_mul_4", count, config)
         choices = read_compiled(launch, usual=True)
@@ -52,11 +53,11 @@ def test_pointwise_kernels(count: int) -> None:
 @pytest.mark.parametrize("rows", [37, 128, 600, 1024, 1025, 4096, 10_000])
 @pytest.mark.parametrize("width", [256, 300, 512, 640, 768, 1024, 1152, 2048, 2560, 4096, 8192])
 def test_reductions_along_rows(monkeypatch: pytest.MonkeyPatch, major: int, rows: int, width: int) -> None:
-    monkeypatch.setattr(triton_heuristics.torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(HEURISTICS.torch.cuda, "is_available", lambda: True)
     sizes, meta = {"x": _round(rows), "r0_": _round(width)}, _meta(major)
     hint = {"reduction_hint": ReductionHint.INNER}
-    looped = triton_heuristics._reduction_configs(size_hints=dict(sizes), inductor_meta=dict(hint), triton_meta=meta)
-    kept = triton_heuristics._persistent_reduction_configs(dict(sizes), ReductionHint.INNER, {}, meta)
+    looped = HEURISTICS._reduction_configs(size_hints=dict(sizes), inductor_meta=dict(hint), triton_meta=meta)
+    kept = HEURISTICS._persistent_reduction_configs(dict(sizes), ReductionHint.INNER, {}, meta)
     kinds = [("red", looped), *([("per", kept)] if width <= _LONGEST_KEPT else [])]
     for kind, configs in kinds:
         for config in configs:

@@ -2,12 +2,13 @@
 
 from collections.abc import Callable, Sequence
 
+import msgspec
+
 from stepscope.errors import StepscopeError
 from stepscope.jobs.plan import assemble
 from stepscope.jobs.plan_target import Target, choose_gpu
 from stepscope.recording.rows.memory_summary import CategoryBytes, ModuleBytes
 from stepscope.recording.rows.plan_result import (
-    ALONE,
     FitResult,
     Limit,
     PlannedPhase,
@@ -126,14 +127,13 @@ class Formula:
     def simulations(self) -> int:
         return len(set(self.asked))
 
-    def predict_all(
-        self, workloads: Sequence[Workload], ranks: PlannedRanks = ALONE
-    ) -> list[PlanResult | StepscopeError]:
-        if ranks is ALONE:
-            self.asked += workloads
-        else:
-            self.shared.append(ranks)
+    def predict_all(self, workloads: Sequence[Workload]) -> list[PlanResult | StepscopeError]:
+        self.asked += workloads
         return [self._answer(one) for one in workloads]
+
+    def predict_shares(self, workload: Workload, choices: Sequence[PlannedRanks]) -> list[PlanResult | StepscopeError]:
+        self.shared += choices
+        return [self._answer(msgspec.structs.replace(workload, batch=workload.batch * one.count)) for one in choices]
 
     def _answer(self, one: Workload) -> PlanResult | StepscopeError:
         if self._refuses(one):

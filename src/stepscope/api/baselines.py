@@ -115,8 +115,7 @@ def read_sources(sources: Sequence[Path]) -> tuple[tuple[BaselineRun, ...], RunC
 
 
 def read_source(path: Path) -> Measured:
-    results = path / RESULTS_NAME if path.is_dir() and (path / RESULTS_NAME).is_file() else path
-    if _is_results(results):
+    if (results := find_results(path)) is not None:
         return _read_results(results)
     run = load(path, cache=False)
     conditions = _conditions_of(run.ranks[0].opened[0].recording.manifest, len(run.opened))
@@ -200,13 +199,15 @@ def _digest(opened: Sequence[Opened]) -> str:
 # --- Results of `stepscope bench` -------------------------------------------------------------------------------------
 
 
-def _is_results(path: Path) -> bool:
+def find_results(path: Path) -> Path | None:
+    """The results file of `stepscope bench` at this path or in this directory; None if there is none."""
+    results = path / RESULTS_NAME if path.is_dir() and (path / RESULTS_NAME).is_file() else path
     start = b'{"schema":"' + bench.SCHEMA.encode() + b'"'
     try:
-        with path.open("rb") as file:
-            return path.is_file() and file.read(len(start)) == start
+        with results.open("rb") as file:
+            return results if results.is_file() and file.read(len(start)) == start else None
     except OSError:  # `load` says what is wrong with it
-        return False
+        return None
 
 
 def _read_results(path: Path) -> Measured:

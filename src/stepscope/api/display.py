@@ -25,6 +25,7 @@ RunPart = Literal[
     "phases",
     "kernels",
     "modules",
+    "tree",
     "layers",
     "ops",
     "ranges",

@@ -1,6 +1,6 @@
 """The input files of a report: what each one is, and which run it belongs to.
 
-Traces define the runs: one run, two runs to compare, or the ranks of one run. The directory of an earlier report is a
+Traces define the runs: one run, runs to compare, or the ranks of one run. The directory of an earlier report is a
 run of its own, and so is a run loaded in Python. Every other file goes to the first run that has no file of its kind
 yet. Ambiguous input is an error that says what to type.
 """
@@ -32,11 +32,14 @@ from stepscope.recording.rows.precision_report import read_report
 from stepscope.recording.rows.results_file import read_rows
 from stepscope.recording.store import is_recording
 from stepscope.spec import Case, with_precision
+from stepscope.units import count_noun
 
 R = TypeVar("R", bound=CaseRow)
 Kind = Literal["data", "time", "memory", "bench rows", "memory rows", "attention rows", "precision", "optimisation"]
 
-_MOST_RUNS = 2
+_PAIR = 2  # runs that are compared in depth
+_MOST_RUNS = 100
+_MOST_IN_MEMORY = 8  # recordings
 _SNIFFED = 4096
 _SCHEMA = re.compile(rb'\s*\{\s*"schema"\s*:\s*"([^"]{1,60})"')
 _KINDS: dict[str, Kind] = {
@@ -64,7 +67,7 @@ _NAMES: dict[Kind, tuple[str, str]] = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Given:
+class Given:
     """An input file and its kind."""
 
     path: Path
@@ -74,22 +77,40 @@ class _Given:
 
 
 @dataclass(kw_only=True)
-class _RunFiles:
+class RunFiles:
     """The files of one run."""
 
-    data: _Given | None = None
-    recordings: list[_Given] = field(default_factory=list)
-    others: dict[str, _Given] = field(default_factory=dict)  # by stage
+    data: Given | None = None
+    recordings: list[Given] = field(default_factory=list)
+    others: dict[str, Given] = field(default_factory=dict)  # by stage
+
+    @property
+    def files(self) -> list[Given]:
+        return [*([self.data] if self.data else []), *self.recordings, *self.others.values()]
+
+    @property
+    def path(self) -> Path:
+        """That of its first file."""
+        return self.files[0].path
+
+
+def open_sources(sources: Sequence[Path | Run], *, cached: bool) -> list[Given]:
+    """Find out what each file is. Of many recordings, only the manifests stay in memory."""
+    _refuse_twice([source for source in sources if isinstance(source, Path)])
+    parts = [part for source in sources for part in _list_parts(source)]
+    return [_look_at(part, cached=cached, keeps=len(parts) <= _MOST_IN_MEMORY) for part in parts]
 
 
 def read_runs(sources: Sequence[Path | Run], *, command: str, cached: bool) -> list[Materials]:
-    """Read files and loaded runs into the materials of one run, or of two runs to compare."""
-    _refuse_twice([source for source in sources if isinstance(source, Path)])
-    sources = [part for source in sources for part in _list_parts(source)]
-    runs = _sort([_look_at(source, cached=cached) for source in sources])
-    named = [replace(_read_run(run), command=command) for run in runs]
+    """Read files and loaded runs into the materials of each run."""
+    return name_runs(sort_files(open_sources(sources, cached=cached)), command=command)
+
+
+def name_runs(runs: Sequence[RunFiles], *, command: str) -> list[Materials]:
+    """Read the files of all runs. Names that are not unique become paths."""
+    named = [replace(read_run(run), command=command) for run in runs]
     if len({one.name for one in named}) < len(named):
-        named = [replace(one, name=str(_first(run).path)) for one, run in zip(named, runs, strict=True)]
+        named = [replace(one, name=str(run.path)) for one, run in zip(named, runs, strict=True)]
     return named
 
 
@@ -113,16 +134,16 @@ def _refuse_twice(paths: Sequence[Path]) -> None:
 # --- Kinds of files -------------------------------------------------------------------------------------------------
 
 
-def _look_at(source: Path | Run, *, cached: bool) -> _Given:
+def _look_at(source: Path | Run, *, cached: bool, keeps: bool) -> Given:
     if isinstance(source, Run):
         return replace(_give(source), is_whole=True)
     path = source
     if is_data(path):
-        return _Given(path=path, kind="data")
+        return Given(path=path, kind="data")
     if path.is_dir() and (path / RESULTS_NAME).is_file():
         path = path / RESULTS_NAME
     if kind := _find_kind(path):
-        return _Given(path=path, kind=kind)
+        return Given(path=path, kind=kind)
     if expand_ranks([path]) != [path]:
         return replace(_give(load(path, cache=cached)), path=path, is_whole=True)
     try:
@@ -131,11 +152,11 @@ def _look_at(source: Path | Run, *, cached: bool) -> _Given:
         raise _also_taken(error) from None
     if not opened.manifest.file:
         opened = opened.named(path.name)
-    return _give(Run([opened]))
+    return _give(Run([opened if keeps else replace(opened, loaded=None, cached=cached)]))
 
 
-def _give(run: Run) -> _Given:
-    return _Given(path=run.files[0], kind="memory" if run.is_of_memory else "time", run=run)
+def _give(run: Run) -> Given:
+    return Given(path=run.files[0], kind="memory" if run.is_of_memory else "time", run=run)
 
 
 def _also_taken(error: StepscopeError) -> StepscopeError:
@@ -169,86 +190,94 @@ def _find_kind(path: Path) -> Kind | None:
 # --- Assigning files to runs ----------------------------------------------------------------------------------------
 
 
-def _sort(given: Sequence[_Given]) -> list[_RunFiles]:
+def sort_files(given: Sequence[Given]) -> list[RunFiles]:
+    """Assign the files to runs. Raises StepscopeError if that is ambiguous."""
     runs = _make_runs(given)
-    for one in given:
-        if one.kind in ("data", "time"):
-            continue
+    others = [one for one in given if one.kind not in ("data", "time")]
+    has_runs = any(run.data or run.recordings for run in runs)
+    if len(runs) > _PAIR:
+        _require_one_each(runs, others)
+    for one in others:
         name, stage = _NAMES[one.kind]
         free = [run for run in runs if stage not in run.others and not _has(run, stage)]
-        if not free and len(runs) < _MOST_RUNS and not any(run.data or run.recordings for run in runs):
-            free = [_RunFiles()]
+        if not free and len(runs) < _MOST_RUNS and not has_runs:
+            free = [RunFiles()]
             runs += free
         if not free:
             raise StepscopeError(
                 f"too many files: `{one.path}` is another {name}",
                 detail="the run already has one" if len(runs) == 1 else f"all {len(runs)} runs already have one",
-                hint="pass one file of each kind per run, for one run or two",
+                hint="pass one file of each kind per run",
             )
         free[0].others[stage] = one
     return runs
 
 
-def _make_runs(given: Sequence[_Given]) -> list[_RunFiles]:
+def _require_one_each(runs: Sequence[RunFiles], others: Sequence[Given]) -> None:
+    """Of several runs, which one a single file belongs to would be a guess."""
+    for stage in dict.fromkeys(_NAMES[one.kind][1] for one in others):
+        found = [one for one in others if _NAMES[one.kind][1] == stage]
+        lacking = [run for run in runs if not _has(run, stage)]
+        if len(found) != len(lacking):
+            raise StepscopeError(
+                f"cannot tell which run `{found[0].path}` belongs to",
+                detail=f"{len(runs)} runs, and {count_noun(len(found), 'file')} of this kind",
+                hint="pass one file of each kind per run, or only the runs",
+            )
+
+
+def _make_runs(given: Sequence[Given]) -> list[RunFiles]:
     """One run per trace and report directory, in the order given; traces of all ranks are one run."""
     recordings = [one for one in given if one.kind == "time"]
     folders = [one for one in given if one.kind == "data"]
     if _are_ranks(recordings) and not folders:
-        return [_RunFiles(recordings=recordings)]
+        return [RunFiles(recordings=recordings)]
     runs = [
-        _RunFiles(data=one) if one.kind == "data" else _RunFiles(recordings=[one])
+        RunFiles(data=one) if one.kind == "data" else RunFiles(recordings=[one])
         for one in given
         if one.kind in ("data", "time")
     ]
-    if len(runs) > _MOST_RUNS:
+    opened = _open_all(recordings)
+    if len(runs) > _PAIR and opened and all((one.manifest.world_size or 1) > 1 for one in opened):
         raise StepscopeError(
-            f"got {len(runs)} runs; expected one, or two to compare",
-            detail=f"these are not the ranks of one run: {describe_ranks(_open_all(recordings))}" if recordings else "",
-            hint="stepscope report A B, or the traces of all ranks of one run",
+            f"got {len(runs)} traces of ranks that are not the ranks of one run",
+            detail=describe_ranks(opened),
+            hint="pass the directory of each run, with the traces of all its ranks",
         )
-    return runs or [_RunFiles()]
+    if len(runs) > _MOST_RUNS:
+        raise StepscopeError(f"got {len(runs)} runs; expected at most {_MOST_RUNS}")
+    return runs or [RunFiles()]
 
 
-def _are_ranks(recordings: Sequence[_Given]) -> bool:
+def _are_ranks(recordings: Sequence[Given]) -> bool:
     is_split = len(recordings) > 1 and not any(one.is_whole for one in recordings)
     return is_split and are_ranks([one.manifest for one in _open_all(recordings)])
 
 
-def _open_all(recordings: Sequence[_Given]) -> list[Opened]:
+def _open_all(recordings: Sequence[Given]) -> list[Opened]:
     return [replace(one.run.opened[0], path=one.path) for one in recordings if one.run is not None]
 
 
-def _has(run: _RunFiles, stage: str) -> bool:
+def _has(run: RunFiles, stage: str) -> bool:
     return run.data is not None and stage in read_state(run.data.path).done
-
-
-def _first(run: _RunFiles) -> _Given:
-    return next(_all(run))
-
-
-def _all(run: _RunFiles) -> Iterator[_Given]:
-    if run.data is not None:
-        yield run.data
-    yield from run.recordings
-    yield from run.others.values()
 
 
 # --- Reading a run --------------------------------------------------------------------------------------------------
 
 
-def _read_run(run: _RunFiles) -> Materials:
-    materials = _read_data(run.data.path) if run.data else Materials(name=_name(_first(run)))
+def read_run(run: RunFiles) -> Materials:
+    materials = _read_data(run.data.path) if run.data else Materials(name=_name(run.files[0]))
     if run.recordings:
         ranks = _sort_runs(run.recordings)
         profile = ranks[0].require_kernels()
         activities = tuple(activity for one in ranks for activity in one.activities) if len(ranks) > 1 else ()
         materials = replace(materials, profile=profile, ranks=activities)
     # In this order: a recording determines which case of a results file belongs to the run.
-    readers: dict[str, Callable[[_Given, Materials], Materials]] = {
+    readers: dict[str, Callable[[Given, Materials], Materials]] = {
         "memory": _add_memory,
         "bench": _add_bench,
         "precision": lambda one, to: replace(to, precision=read_report(one.path)),
-        "attention": lambda one, to: replace(to, attention=_ok_rows(read_rows(one.path, AttentionRow)[0], one.path)),
+        "attention": lambda one, to: replace(to, attention=ok_rows(read_rows(one.path, AttentionRow)[0], one.path)),
         "optimise": lambda one, to: replace(to, optimisation=optimisation.read_optimisation(one.path)),
     }
     for stage, read in readers.items():
@@ -260,7 +289,7 @@ def _read_run(run: _RunFiles) -> Materials:
     return replace(materials, absent=absent)
 
 
-def _check_device(one: _Given, before: Materials, after: Materials) -> None:
+def _check_device(one: Given, before: Materials, after: Materials) -> None:
     """Raise StepscopeError if the files of a run come from different devices, whose figures must not be mixed."""
     known = set(_devices(before))
     added = next((device for device in _devices(after) if device not in known), None)
@@ -283,7 +312,7 @@ def _devices(materials: Materials) -> Iterator[str]:
             yield document.environment.driver_name
 
 
-def _sort_runs(recordings: Sequence[_Given]) -> list[Run]:
+def _sort_runs(recordings: Sequence[Given]) -> list[Run]:
     """The ranks of the recordings, in order."""
     ranks = [rank for one in recordings if one.run is not None for rank in one.run.ranks]
     return sorted(ranks, key=lambda one: one.rank or 0)
@@ -308,7 +337,7 @@ def _read_data(folder: Path) -> Materials:
     return materials
 
 
-def _add_memory(one: _Given, materials: Materials) -> Materials:
+def _add_memory(one: Given, materials: Materials) -> Materials:
     if one.run is not None:
         return replace(materials, memory=one.run.memory)
     results = MemoryResults.read(one.path)
@@ -316,22 +345,24 @@ def _add_memory(one: _Given, materials: Materials) -> Materials:
     return replace(materials, memory=results.run(results.rows.index(row)).memory)
 
 
-def _add_bench(one: _Given, materials: Materials) -> Materials:
+def _add_bench(one: Given, materials: Materials) -> Materials:
     """The row of the run, followed by those that differ from it only in precision."""
-    rows = _ok_rows(read_rows(one.path, BenchRow)[0], one.path)
+    rows = ok_rows(read_rows(one.path, BenchRow)[0], one.path)
     case = find_case(materials)
-    if case is None and len({_in_fp32(row.case) for row in rows}) == 1:
+    if case is None and len({in_fp32(row.case) for row in rows}) == 1:
         case = rows[0].case
     chosen = _choose_row(rows, one.path, case)
-    others = [row for row in rows if row is not chosen and _in_fp32(row.case) == _in_fp32(chosen.case)]
+    others = [row for row in rows if row is not chosen and in_fp32(row.case) == in_fp32(chosen.case)]
     return replace(materials, bench=(chosen, *others))
 
 
-def _in_fp32(case: Case) -> Case:
+def in_fp32(case: Case) -> Case:
+    """The case that all precisions of it share."""
     return msgspec.structs.replace(case, workload=with_precision(case.workload, "fp32"))
 
 
-def _ok_rows(rows: Sequence[Any], path: Path) -> tuple[Any, ...]:
+def ok_rows(rows: Sequence[Any], path: Path) -> tuple[Any, ...]:
+    """The rows of cases that finished; there must be one."""
     done = tuple(row for row in rows if row.status == "ok")
     if not done:
         raise StepscopeError(f"`{path}` has no successful cases", detail=f"{rows[0].status}: {rows[0].reason}")
@@ -340,7 +371,7 @@ def _ok_rows(rows: Sequence[Any], path: Path) -> tuple[Any, ...]:
 
 def _choose_row(rows: Sequence[R], path: Path, case: Case | None) -> R:
     """The row of the run: the one with its workload if that is known, or else the only row."""
-    done: tuple[R, ...] = _ok_rows(rows, path)
+    done: tuple[R, ...] = ok_rows(rows, path)
     fitting = [row for row in done if case is None or row.case.workload == case.workload]
     if len(fitting) == 1 or (fitting and case is not None):
         return fitting[-1]
@@ -362,5 +393,5 @@ def _list_cases(rows: Sequence[CaseRow]) -> str:
     return "; ".join(shown) + (f" and {len(rows) - 3} more" if len(rows) > 3 else "")
 
 
-def _name(one: _Given) -> str:
+def _name(one: Given) -> str:
     return one.path.name if one.run is None or len(one.run.ranks) > 1 else one.run.name

@@ -92,9 +92,9 @@ def questions(path: RunPath) -> ToolAnswer:
 def table(
     path: RunPath, name: Annotated[RunPart, Field(description="Which table.")] = "classes", top: Rows = 20
 ) -> ToolAnswer:
-    """One table of a run; for several ranks, one per rank. Of a trace: classes, phases, kernels, modules, layers, ops,
-    ranges, steps, streams, roofline, counters, findings, ranks, collectives. Of a memory snapshot: categories, phases,
-    steps, modules, layers, largest, freed, leaks, saved."""
+    """One table of a run; for several ranks, one per rank. Of a trace: classes, phases, kernels, modules, tree (modules
+    with alike layers folded), layers, ops, ranges, steps, streams, roofline, counters, findings, ranks, collectives. Of
+    a memory snapshot: categories, phases, steps, modules, layers, largest, freed, leaks, saved."""
     run = _open(path)
     tables = run.tables(name, top=top)
     return _answer("\n".join(map(_as_text, tables)), [run], {"tables": [_as_document(one) for one in tables]})

@@ -1,16 +1,17 @@
-"""`stepscope.report`: an HTML page about one run, or about two runs compared."""
+"""`stepscope.report`: an HTML page about one run, or about several runs compared."""
 
 import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from os import PathLike
 from pathlib import Path
+from typing import get_args
 
 from stepscope.api.arguments import require_choices
 from stepscope.api.display import StrPath, write_frame
-from stepscope.api.inputs import read_runs
 from stepscope.api.measure import make_grid, name_command
 from stepscope.api.run import Run
+from stepscope.api.series_inputs import Order, read_sources
 from stepscope.errors import StepscopeError
 from stepscope.findings import STAGES, Report
 from stepscope.jobs.report.run import Ending, ReportJob, Watcher, check_page, tell_runs, write_page
@@ -71,6 +72,8 @@ def report(
     *,
     force: bool = False,
     cache: bool = True,
+    baseline: StrPath | None = None,
+    order: Order = "given",
     data: StrPath | None = None,
     without: Sequence[str] = (),
     optimise: bool = False,
@@ -81,8 +84,11 @@ def report(
     """Write an HTML page with everything known about a run.
 
     `source` is a run, or a file that `stepscope report` reads. Several files of one run make one page; two runs are
-    compared. A `Workload` is measured first: `bench`, `profile`, `memory`, `precision`, `attention` and `plan` run in
-    this order, except those in `without`; with `optimise`, changes that may make the step faster are tried as well.
+    compared in depth, and more as a table and a trend: with the first one unless `baseline` names another, in the given
+    `order` or by the time they were recorded.
+
+    A `Workload` is measured first: `bench`, `profile`, `memory`, `precision`, `attention` and `plan` run in this order,
+    except those in `without`; with `optimise`, changes that may make the step faster are tried as well.
     Results are saved in `data` (default: `runs/report/CASE`), and the same call resumes from there unless `fresh` is
     set.
 
@@ -115,8 +121,10 @@ def report(
         check_page(path, force=force, inputs=[one for one in sources if isinstance(one, Path)])
     files = [str(path) for one in sources for path in (one.files if isinstance(one, Run) else [one])]
     typed = shlex.join(words if command else [*words, *files])
-    runs = read_runs(sources, command=typed, cached=cache)
-    return ReportPage(report=tell_runs(runs) if path is None else write_page(path, runs), path=path)
+    require_choices("order", [order], get_args(Order))
+    chosen = None if baseline is None else Path(baseline)
+    runs = read_sources(sources, command=typed, cached=cache, baseline=chosen, order=order)
+    return ReportPage(report=tell_runs(runs, typed) if path is None else write_page(path, runs, typed), path=path)
 
 
 def _measure(

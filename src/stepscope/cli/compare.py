@@ -1,4 +1,4 @@
-"""`stepscope compare`: what changed between two recordings, or since a baseline."""
+"""`stepscope compare`: what changed between recordings, or since a baseline."""
 
 import shlex
 from pathlib import Path
@@ -21,13 +21,14 @@ By = Literal["phase", "class", "module", "kernel"]
 
 def compare(
     recordings: Annotated[
-        list[Path], typer.Argument(metavar="A B", help="Two recordings, or runs to compare with --baseline.")
+        list[Path],
+        typer.Argument(metavar="A B…", help="Recordings or bench results, or runs to compare with --baseline."),
     ],
     by: Annotated[By, typer.Option("--by", help="What to break the step down by.")] = "class",
     fail_on: Annotated[
         str | None,
         typer.Option(
-            "--fail-on", metavar="PERCENT", help="Exit with status 1 if B's step is slower by more than this."
+            "--fail-on", metavar="PERCENT", help="Exit with status 1 if another step is slower than A's by more."
         ),
     ] = None,
     baseline: Annotated[
@@ -57,11 +58,13 @@ def compare(
     """Show what changed between two recordings, the largest change first, and which changes are noise.
 
     A and B are directories that `stepscope profile` saved, or traces from PyTorch's profiler or Nsight Systems. Of two
-    directories with a trace per rank, the first rank that both have is compared.
+    directories with a trace per rank, the first rank that both have is compared. More than two runs, and results of
+    `stepscope bench`, are a table, each compared with the first.
 
     With --baseline, the recordings are repeated runs, compared with a baseline that `stepscope baseline save` made.
     Results of `stepscope bench` work too.
     """
+    from stepscope.api.baselines import find_results
     from stepscope.api.run import load
     from stepscope.explain.trace.compare import parse_percent
 
@@ -85,11 +88,14 @@ def compare(
     gated = {"--metric": metric, "--summary": summary, "--junit": junit, "--allow-different": allow_different}
     for flag in (name for name, value in gated.items() if value):
         raise StepscopeError(f"`{flag}` needs a baseline", hint=f"--baseline NAME {flag} …")
-    if len(recordings) != 2:
+    if len(recordings) < 2:
         raise StepscopeError(
-            f"got {len(recordings)} recordings; expected two",
+            f"got {len(recordings)} recording; expected at least two",
             hint="stepscope compare A B, or stepscope compare --baseline NAME RUN...",
         )
+    if len(recordings) > 2 or all(find_results(one) is not None for one in recordings):
+        _compare_many(recordings, by, limit, format_, detail=detail)
+        return
     a, b = recordings
     comparison = load(a, cache=False).compare(load(b, cache=False), by=by)
     show_tables([comparison.table], format_, detail=detail)
@@ -99,6 +105,33 @@ def compare(
             raise typer.Exit(Exit.GATE_FAILED)
     elif by != "kernel":
         say(f"next: stepscope compare {shlex.quote(str(a))} {shlex.quote(str(b))} --by kernel")
+
+
+def _compare_many(recordings: list[Path], by: By, limit: float | None, format_: Format, *, detail: bool) -> None:
+    from stepscope.api.series_inputs import read_series
+    from stepscope.explain.story.comparison.run_series import find_slower, tabulate_parts, tabulate_runs
+
+    if by not in ("class", "phase"):
+        raise StepscopeError(
+            f"more than two runs have no times by {by}",
+            detail="expected class or phase",
+            hint=f"stepscope compare A B --by {by}",
+        )
+    series = read_series(recordings)
+    tables = (tabulate_runs(series), tabulate_parts(series, by))
+    show_tables([table for table in tables if table is not None], format_, detail=detail)
+    if limit is None:
+        say(f"next: {shlex.join(['stepscope', 'report', *map(str, recordings)])}")
+        return
+    slower = find_slower(series, limit)
+    for point in slower:
+        name = ", ".join(filter(None, (series.labels[point.run], point.case.name)))
+        say(f"FAIL: {name} {(point.ratio or 1.0) * 100 - 100:+.2f}%, limit +{limit * 100:g}%")
+    if slower:
+        raise typer.Exit(Exit.GATE_FAILED)
+    say(
+        f"pass: no step is slower than that of {series.labels[series.baseline]} by more than {limit * 100:g}% and noise"
+    )
 
 
 def _report(result: "GateResult", summary: Path | None, junit: Path | None, format_: Format, *, detail: bool) -> None:

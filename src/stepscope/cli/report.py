@@ -3,7 +3,7 @@
 import shlex
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
@@ -17,6 +17,8 @@ from stepscope.units import count_noun
 if TYPE_CHECKING:
     from stepscope.api.report import ReportPage
 
+Order = Literal["given", "time"]
+
 
 @takes_grid
 def report(
@@ -24,8 +26,8 @@ def report(
         list[Path] | None,
         typer.Argument(
             metavar="FILE…",
-            help="Recordings, traces, results or directories of earlier reports to show instead of measuring. Two runs "
-            "are compared.",
+            help="Recordings, traces, results or directories of earlier reports to show instead of measuring. Several "
+            "runs are compared.",
         ),
     ] = None,
     *,
@@ -38,6 +40,11 @@ def report(
     export: Annotated[
         Path | None, typer.Option(metavar="DIR", help="Also write all figures and tables as files, for a paper.")
     ] = None,
+    baseline: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="The run that others are compared with.  [default: the first]"),
+    ] = None,
+    order: Annotated[Order, typer.Option(help="Runs as given, or by the time they were recorded.")] = "given",
     without: Annotated[
         str | None,
         typer.Option(metavar="STAGE,…", help=f"Skip stages: {', '.join(STAGES)}."),
@@ -63,8 +70,10 @@ def report(
     if files:
         _refuse_flags({"--data": data, "--without": without, "--optimise": optimise, "--fresh": fresh})
         refuse_settings(grid, "a report on existing files does not measure anything")
-        _read(files, out, export, force=force, cached=cache)
+        _read(files, out, export, force=force, cache=cache, baseline=baseline, order=order)
     else:
+        if baseline is not None or order != "given":
+            raise StepscopeError("`--baseline` and `--order` need several runs", hint="stepscope report A B C")
         _run(grid, out, export, data=data, without=without, optimise=optimise, fresh=fresh, force=force)
 
 
@@ -77,15 +86,17 @@ def _refuse_flags(flags: dict[str, object]) -> None:
         )
 
 
-def _read(files: list[Path], out: Path, export: Path | None, *, force: bool, cached: bool) -> None:
+def _read(files: list[Path], out: Path, export: Path | None, **how: Any) -> None:
     from stepscope.api.report import report as make_report
 
-    page = make_report(files, out, force=force, cache=cached, command=_words())
+    page = make_report(files, out, command=_words(), **how)
     next_ = f"{shlex.join(_words())} --export figures" if export is None else "stepscope report --help"
+    if len(page.report.runs) > 2 and page.report.commands:
+        next_ = page.report.commands[-1].text  # two of the runs in depth
     _end(page, export, next_=next_)
 
 
-def _run(grid: Grid, out: Path, export: Path | None, *, data: Path | None, without: str | None, **how: bool) -> None:
+def _run(grid: Grid, out: Path, export: Path | None, *, data: Path | None, without: str | None, **how: Any) -> None:
     from stepscope.api.report import NothingMeasuredError
     from stepscope.api.report import report as make_report
     from stepscope.cli.report_progress import watching

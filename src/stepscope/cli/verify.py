@@ -1,16 +1,21 @@
 """`stepscope verify`: check a claim about a model against a run."""
 
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from stepscope.cli.options import FormatFlag
-from stepscope.cli.output import say, show, show_parts, show_tables
+from stepscope.cli.output import say, show, show_parts, show_tables, showing_stages
 from stepscope.errors import Exit, StepscopeError
 from stepscope.render.formats import Format
+
+if TYPE_CHECKING:
+    from stepscope.jobs.verify import Verified
+    from stepscope.recover.reports.challenge import Challenge
 
 
 def verify(
@@ -44,6 +49,28 @@ def verify(
         str | None,
         typer.Option("--nonce", help="With --sign: the nonce the verifier sent; with --signed: the nonce to expect."),
     ] = None,
+    max_tokens: Annotated[
+        int | None,
+        typer.Option(
+            "--max-tokens",
+            metavar="N",
+            help="With --nonce: a challenge. Batch and context follow from the nonce, with at most N tokens. Without "
+            "EVIDENCE, print them.",
+        ),
+    ] = None,
+    max_context: Annotated[
+        int | None,
+        typer.Option("--max-context", metavar="N", help="With --max-tokens: the longest context.  [default: 1024]"),
+    ] = None,
+    replay: Annotated[
+        int | None,
+        typer.Option(
+            "--replay",
+            metavar="N",
+            min=2,
+            help="Run N layers of the claimed model on this machine's GPU, and compare every kernel with them.",
+        ),
+    ] = None,
     weights: Annotated[
         Path | None,
         typer.Option("--weights", metavar="PATH", help="With --sign: include the SHA-256 of these weights."),
@@ -69,15 +96,19 @@ def verify(
     Exit 0: consistent. Exit 1: refuted, naming the kernel. Exit 3: cannot tell, naming what is missing.
     """
     from stepscope.jobs import verify as job
-    from stepscope.jobs.signing import make_report, read_flags, sign_to_file
+    from stepscope.jobs.signing import make_report, read_challenge, read_flags, sign_to_file
     from stepscope.recover.reports.signed_report import hash_files
 
     files = evidence or []
+    challenge = read_challenge(nonce, max_tokens=max_tokens, max_context=max_context)
     if signed is not None:
         given = {"--claim": claim, "--sign": sign, "--weights": weights, "--gpu-uuid": gpu_uuid, "--out": out}
-        more = {"--batch": batch, "--context": context, "--dtype": dtype, "--force": force or None}
+        more = {"--batch": batch, "--context": context, "--dtype": dtype, "--force": force or None, "--replay": replay}
         _check_signed_flags(public_key, {**given, **more})
-        print_signed(signed, public_key or "", files, nonce=nonce, format_=format_)
+        print_signed(signed, public_key or "", files, nonce=nonce, format_=format_, challenge=challenge)
+        return
+    if challenge is not None and not any((files, claim, sign, out, weights, gpu_uuid, public_key, replay)):
+        _print_challenge(challenge, format_)
         return
     if claim is None or not files:
         raise StepscopeError(
@@ -88,10 +119,17 @@ def verify(
     if public_key is not None:
         raise StepscopeError("`--public-key` requires `--signed`", hint="add --signed REPORT")
     signing = read_flags(
-        sign, nonce=nonce, weights=weights, gpu_uuid=gpu_uuid, out=out, force=force, inputs=[*files, claim]
+        sign,
+        nonce=nonce if sign is not None or challenge is None else None,
+        weights=weights,
+        gpu_uuid=gpu_uuid,
+        out=out,
+        force=force,
+        inputs=[*files, claim],
     )
     seen = hash_files(files) if signing is not None else ()
-    verified = job.verify_files(files, claim, batch=batch, context=context, dtype=dtype)
+    check = partial(job.verify_files, files, claim, batch=batch, context=context, dtype=dtype, challenge=challenge)
+    verified = check() if replay is None else _replay(replay, check)
     if format_ is Format.JSON:
         show(job.encode(verified))
     else:
@@ -104,6 +142,25 @@ def verify(
     else:
         say(f"next: stepscope recover {shlex.join(map(str, files))}")
     raise typer.Exit(job.exit_code(verified))
+
+
+def _print_challenge(challenge: "Challenge", format_: Format) -> None:
+    from stepscope.recover.reports.challenge import challenge_table
+
+    show_tables([challenge_table(challenge)], format_)
+    sizes = f"--batch {challenge.batch} --context {challenge.context}"
+    say(f"next: stepscope profile --counters --hf config.json --precision bf16 {sizes} --out evidence")
+
+
+def _replay(layers: int, check: "Callable[..., Verified]") -> "Verified":
+    from stepscope.jobs.replay import LocalGpu, Replayer
+
+    try:
+        with showing_stages() as on_stage, LocalGpu(on_stage) as machine:
+            return check(replayer=Replayer(layers=layers, machine=machine))
+    except KeyboardInterrupt:
+        say("interrupted: nothing was signed; without --replay, the comparison takes seconds")
+        raise
 
 
 def _check_signed_flags(public_key: str | None, given: Mapping[str, object]) -> None:
@@ -121,12 +178,18 @@ def _check_signed_flags(public_key: str | None, given: Mapping[str, object]) -> 
 
 
 def print_signed(
-    report: Path, public_key: str, evidence: Sequence[Path], *, nonce: str | None, format_: Format
+    report: Path,
+    public_key: str,
+    evidence: Sequence[Path],
+    *,
+    nonce: str | None,
+    format_: Format,
+    challenge: "Challenge | None" = None,
 ) -> None:
     """Check `--signed REPORT --public-key KEY [EVIDENCE...]`. Exit with 1 if the report or a file was changed."""
     from stepscope.jobs.signing import examination_table, examine_signed
 
-    examination = examine_signed(report, public_key, evidence, nonce=nonce)
+    examination = examine_signed(report, public_key, evidence, nonce=nonce, challenge=challenge)
     show_tables([examination_table(examination)], format_)
     if examination.exit is not Exit.OK:
         raise typer.Exit(examination.exit)

@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 
 _ALIKE = 0.5  # of the submodules of two layers: the first or the last one may lack some
+_MOST_COMPARED = 50  # kinds of siblings that each one is compared with: a model has a few
 Submodules = frozenset[str]
 
 
@@ -46,9 +47,10 @@ def _find_alike(siblings: Sequence[str], inside: Mapping[str, Submodules], kinds
         yield from siblings if is_complete and len({kinds.get(path, "") for path in siblings}) == 1 else ()
         return
     known = Counter(inside[path] for path in siblings)
+    common = [one for one, _ in known.most_common(_MOST_COMPARED)]
     for path in have_submodules:
         mine = inside[path]
-        others = (other for other in known if other != mine)
+        others = (other for other in common if other != mine)
         if len(siblings) == 1 or known[mine] > 1 or any(_overlap(mine, other) >= _ALIKE for other in others):
             yield path
 
@@ -58,12 +60,14 @@ def _overlap(one: Submodules, other: Submodules) -> float:
 
 
 def _list_submodules(paths: Mapping[str, str]) -> dict[str, Submodules]:
-    """Return the names below each path, for the given paths and those above them."""
+    """Return the names below each path, for the given paths and those above them. Numbers in them do not count: layers
+    are alike whichever of their experts run."""
     found: dict[str, set[str]] = {}
     for path in paths:
         parts = path.split(".")
+        names = ["*" if part.isdecimal() else part for part in parts]
         for depth in range(1, len(parts) + 1):
             below = found.setdefault(".".join(parts[:depth]), set())
             if depth < len(parts):
-                below.add(".".join(parts[depth:]))
+                below.add(".".join(names[depth:]))
     return {path: frozenset(below) for path, below in found.items()}

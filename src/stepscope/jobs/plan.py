@@ -4,12 +4,16 @@ Every step is simulated in a process of its own, forked from one that has import
 believe in a GPU, which must not happen to a process that does anything else.
 """
 
+import math
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from queue import Empty, SimpleQueue
 from types import TracebackType
 from typing import Self
+
+import msgspec
 
 import stepscope
 from stepscope import cost
@@ -24,7 +28,7 @@ from stepscope.jobs.workers.messages import PredictStep, StepPredicted
 from stepscope.jobs.workers.process import Died, OnStage, Workers, require_torch
 from stepscope.recording.rows.bench import PredictedCase
 from stepscope.recording.rows.plan_result import ALONE, PlannedRanks, PlanResult, StepPrediction, judge_fit
-from stepscope.spec import Case, Grid, HuggingFace, Timing, Workload, flag_of
+from stepscope.spec import Case, Factory, Grid, HuggingFace, SpecError, Timing, Workload, flag_of
 from stepscope.units import say_bytes
 
 _WITHOUT_EFFECT = {
@@ -32,6 +36,7 @@ _WITHOUT_EFFECT = {
     "warmup": "a simulated step needs no warm-up",
     "memory_limit": "--memory says how much there is",
 }
+Answers = list[PlanResult | StepscopeError]
 _MODULES = ("stepscope.plan.prediction",)
 _MOST_AT_ONCE = 4
 
@@ -54,9 +59,9 @@ class Planner:
         self._began_s = time.monotonic()
         # Threads that live as long as their processes: Linux kills those whose thread has ended.
         self._threads = ThreadPoolExecutor(min(at_once, _MOST_AT_ONCE))
-        self._idle: list[Workers] = []
+        self._idle: SimpleQueue[Workers] = SimpleQueue()
         self._all: list[Workers] = []
-        self._known: dict[tuple[Workload, PlannedRanks], PlanResult | StepscopeError] = {}
+        self._known: dict[tuple[Workload, tuple[PlannedRanks, ...]], Answers] = {}
 
     @property
     def simulations(self) -> int:
@@ -74,48 +79,82 @@ class Planner:
         self._threads.shutdown()
 
     def predict(self, workload: Workload, ranks: PlannedRanks = ALONE) -> PlanResult:
-        """Raise StepscopeError if the workload cannot be simulated."""
-        (found,) = self.predict_all([workload], ranks)
+        """Predict a step whose batch is shared by `ranks`. Raise StepscopeError if it cannot be simulated."""
+        (found,) = self.predict_shares(_share(workload, ranks), [ranks])
         if isinstance(found, StepscopeError):
             raise found
         return found
 
-    def predict_all(
-        self, workloads: Sequence[Workload], ranks: PlannedRanks = ALONE
-    ) -> list[PlanResult | StepscopeError]:
+    def predict_all(self, workloads: Sequence[Workload]) -> Answers:
         """The predictions, or why there is none, in the order of the workloads. Raise StepscopeError if the process of
         one died, which says nothing about its workload."""
-        wanted = [(one, ranks) for one in workloads]
+        return [answer for answers in self._predict([(one, (ALONE,)) for one in workloads]) for answer in answers]
+
+    def predict_shares(self, workload: Workload, choices: Sequence[PlannedRanks]) -> Answers:
+        """The same if each of several GPUs has the batch of the workload, from one simulation for all choices."""
+        (answers,) = self._predict([(workload, tuple(choices))])
+        return answers
+
+    def _predict(self, wanted: Sequence[tuple[Workload, tuple[PlannedRanks, ...]]]) -> list[Answers]:
         missing = [one for one in dict.fromkeys(wanted) if one not in self._known]
         self._known |= dict(zip(missing, self._threads.map(self._simulate, missing), strict=True))
         return [self._known[one] for one in wanted]
 
-    def _simulate(self, wanted: tuple[Workload, PlannedRanks]) -> PlanResult | StepscopeError:
-        workload, ranks = wanted
+    def _simulate(self, wanted: tuple[Workload, tuple[PlannedRanks, ...]]) -> Answers:
+        workload, choices = wanted
         left_s = None if self._limit_s is None else self._limit_s + self._began_s - time.monotonic()
         if left_s is not None and left_s <= 0:
-            return OutOfTimeError(f"not simulated within {self._limit_s:g} s")
-        workers = self._idle.pop() if self._idle else self._start(workload)
+            return [OutOfTimeError(f"not simulated within {self._limit_s:g} s")] * len(choices)
+        workers = self._take(workload)
         case = Case(workload=workload, timing=Timing())
-        ended = workers.run(ask_for(case, self.target, ranks), on_stage=self._on_stage, timeout_s=left_s)
-        self._idle.append(workers)
+        ended = workers.run(ask_for(case, self.target, choices), on_stage=self._on_stage, timeout_s=left_s)
+        self._idle.put(workers)
         if isinstance(ended.answer, StepPredicted):
-            return assemble(ended.answer.prediction, self.target)
+            return [assemble(one, self.target) for one in ended.answer.predictions]
         if isinstance(ended.answer, Died) and ended.answer.status == "timeout":
-            return OutOfTimeError(f"not simulated within {self._limit_s:g} s")
+            return [OutOfTimeError(f"not simulated within {self._limit_s:g} s")] * len(choices)
         failure = explain_failure(ended, case, "predicted")
         if isinstance(ended.answer, Died):
             raise failure
-        return failure
+        return [failure] * len(choices)
+
+    def _take(self, workload: Workload) -> Workers:
+        """Processes that nobody uses."""
+        try:
+            return self._idle.get_nowait()
+        except Empty:
+            return self._start(workload)
 
     def _start(self, workload: Workload) -> Workers:
-        more = ("transformers.modeling_utils",) if isinstance(workload.model, HuggingFace) else ()
-        workers = Workers((*_MODULES, *more))
+        more = ("transformers.modeling_utils",) if _needs_transformers(workload) else ()
+        # Threads of libraries would only wait for each other: simulated tensors have no values to compute.
+        workers = Workers((*_MODULES, *more), is_serial=True)
         self._all.append(workers)
         return workers
 
 
-def ask_for(case: Case, target: Target, ranks: PlannedRanks = ALONE) -> PredictStep:
+def _needs_transformers(workload: Workload) -> bool:
+    """Whether a model is one of `transformers`, whose import takes as long as a simulation. A process that has it
+    imported without need is only larger."""
+    model = workload.model
+    if not isinstance(model, Factory):
+        return isinstance(model, HuggingFace)
+    file = Path(model.target.rpartition(":")[0])
+    return file.is_file() and b"transformers" in file.read_bytes()
+
+
+def _share(workload: Workload, ranks: PlannedRanks) -> Workload:
+    """The workload of one rank."""
+    if workload.batch % ranks.count:
+        raise SpecError(
+            f"batch `{workload.batch}` cannot be split evenly over {ranks.count} ranks",
+            detail="every rank gets the same number of sequences",
+            hint=f"--batch {math.ceil(workload.batch / ranks.count) * ranks.count}",
+        )
+    return msgspec.structs.replace(workload, batch=workload.batch // ranks.count)
+
+
+def ask_for(case: Case, target: Target, ranks: tuple[PlannedRanks, ...] = (ALONE,)) -> PredictStep:
     return PredictStep(case=case, gpu=target.accelerator, calibration=target.calibration, ranks=ranks)
 
 
@@ -175,7 +214,8 @@ def predict_here(planned: PlannedCase[Case], workers: Workers) -> tuple[Predicte
     answer = workers.run(ask_for(planned.case, target)).answer
     if not isinstance(answer, StepPredicted):
         return None, ""
-    result = assemble(answer.prediction, target)
+    (prediction,) = answer.predictions
+    result = assemble(prediction, target)
     predicted = PredictedCase(
         peak_allocated_bytes=result.peak_allocated_bytes,
         reserved_bytes=result.reserved_bytes,

@@ -14,7 +14,7 @@ import msgspec
 
 from stepscope.errors import StepscopeError
 from stepscope.explain.commands import write_command
-from stepscope.recording.rows.plan_result import ALONE, FitResult, Limit, PlannedRanks, PlanResult, Proposal
+from stepscope.recording.rows.plan_result import FitResult, Limit, PlannedRanks, PlanResult, Proposal
 from stepscope.spec import ModelShape, Scalar, Workload
 
 Changes = dict[str, Scalar]
@@ -40,8 +40,10 @@ class PlanSource(Protocol):
     @property
     def simulations(self) -> int: ...
 
-    def predict_all(
-        self, workloads: Sequence[Workload], ranks: PlannedRanks = ALONE
+    def predict_all(self, workloads: Sequence[Workload]) -> list[PlanResult | StepscopeError]: ...
+
+    def predict_shares(
+        self, workload: Workload, choices: Sequence[PlannedRanks]
     ) -> list[PlanResult | StepscopeError]: ...
 
 
@@ -51,18 +53,16 @@ def find_fit(workload: Workload, planner: PlanSource, command: str) -> FitResult
     if isinstance(start, StepscopeError):
         raise start
     workload = start.workload
-    proposals = [propose("as it is", {}, workload, start)]
     singles = list(list_changes(workload))
-    proposals += try_changes(singles, workload, planner)
+    proposals = [propose("as it is", {}, workload, start)]
+    if start.can_fit:
+        proposals += try_changes(singles, workload, planner)
+        proposals += [] if start.fits else _try_combined(singles, workload, planner)
+        limits = find_limits(_settings_of(workload), start, planner)
+    else:  # one GPU is not enough, whatever changes
+        limits = tuple(Limit(setting=one, value=None, beyond=None, command="") for one in _settings_of(workload))
     if not start.fits:
-        combined: list[Proposal] = []
-        for pair in take_pairs(combine(singles)):
-            combined += try_changes(pair, workload, planner)
-            if sum(one.fits for one in combined) >= _ENOUGH:
-                break
-        proposals += combined
-        proposals += _try_sharded(workload, planner)
-    limits = tuple(find_limit(setting, start, planner) for setting in _settings_of(workload))
+        proposals += _try_several_gpus(singles, workload, planner, is_urgent=not any(one.fits for one in proposals))
     return FitResult(
         gpu=start.gpu,
         command=command,
@@ -118,18 +118,25 @@ def combine(singles: Sequence[tuple[str, Changes]]) -> Iterator[tuple[str, Chang
     splits = [one for one in singles if "grad_accumulation" in one[1]]
     if len(free) > 1:
         yield _join(free)
-    for split in splits if free else ():
-        yield _join([*free, split])
-    for checkpoint in checkpoints:
-        if free:
-            yield _join([*free, checkpoint])
-        if splits:
-            yield _join([*free, checkpoint, splits[-1]])
+    if free:
+        for pair in itertools.zip_longest(checkpoints, splits):
+            yield from (_join([*free, one]) for one in pair if one is not None)
+    for checkpoint in checkpoints if splits else ():
+        yield _join([*free, checkpoint, splits[-1]])
 
 
 def _join(parts: Iterable[tuple[str, Changes]]) -> tuple[str, Changes]:
     titles, changes = zip(*parts, strict=True)
     return " + ".join(titles), {name: value for one in changes for name, value in one.items()}
+
+
+def _try_combined(singles: Sequence[tuple[str, Changes]], workload: Workload, planner: PlanSource) -> list[Proposal]:
+    found: list[Proposal] = []
+    for pair in take_pairs(combine(singles)):
+        found += try_changes(pair, workload, planner)
+        if sum(one.fits for one in found) >= _ENOUGH:
+            break
+    return found
 
 
 def take_pairs(items: Iterator[tuple[str, Changes]]) -> Iterator[list[tuple[str, Changes]]]:
@@ -146,18 +153,36 @@ def try_changes(tried: Sequence[tuple[str, Changes]], workload: Workload, planne
     ]
 
 
-def _try_sharded(workload: Workload, planner: PlanSource) -> Iterator[Proposal]:
-    """The step on several GPUs, each with the batch that the one has now. More GPUs than needed are not tried."""
+def _try_several_gpus(
+    singles: Sequence[tuple[str, Changes]], workload: Workload, planner: PlanSource, *, is_urgent: bool
+) -> list[Proposal]:
+    """The step on several GPUs, as it is. If nothing else fits, also with the changes that cost little time, and with a
+    checkpoint for every block."""
     if workload.mode != "train":
-        return
-    for ranks in SHARDED:
-        whole = msgspec.structs.replace(workload, batch=workload.batch * ranks.count)
-        (found,) = planner.predict_all([whole], ranks)
+        return []
+    free = [one for one in singles if not {"checkpoint", "grad_accumulation"} & one[1].keys()]
+    checkpoints = [one for one in singles if "checkpoint" in one[1]]
+    more = [parts for parts in (free, [*free, *checkpoints[-1:]]) if parts] if is_urgent else []
+    found: list[Proposal] = []
+    for parts in ([], *more):
+        found += _try_sharded(parts, workload, planner)
+        if any(one.fits for one in found):
+            break
+    return found
+
+
+def _try_sharded(parts: Sequence[tuple[str, Changes]], workload: Workload, planner: PlanSource) -> Iterator[Proposal]:
+    """The step on several GPUs, each with the batch that the one has now, up to the fewest that FSDP needs."""
+    title, changes = _join(parts) if parts else ("", {})
+    share = msgspec.structs.replace(workload, **changes)
+    for ranks, found in zip(SHARDED, planner.predict_shares(share, SHARDED), strict=True):
+        whole = msgspec.structs.replace(share, batch=share.batch * ranks.count)
         name = "FSDP" if ranks.strategy == "fsdp" else "optimizer state sharded"
-        changes: Changes = {"ranks": ranks.count, "strategy": ranks.strategy, "batch": whole.batch}
+        name = f"{title} + {name}" if title else name
+        asked: Changes = {**changes, "ranks": ranks.count, "strategy": ranks.strategy, "batch": whole.batch}
         verb = "train" if isinstance(workload.model, ModelShape) else "plan"  # what others have wrappers for, in a loop
         command = f"{write_command(verb, whole)}{ranks.flags}"
-        yield propose(f"{name} over {ranks.count} GPUs", changes, whole, found, command)
+        yield propose(f"{name} over {ranks.count} GPUs", asked, whole, found, command)
         if ranks.strategy == "fsdp" and isinstance(found, PlanResult) and found.fits:
             return
 
@@ -184,20 +209,23 @@ def propose(
 
 
 def rank(proposals: Sequence[Proposal]) -> list[Proposal]:
-    """What fits first, the fastest first; then what comes closest to fitting; what cannot be simulated last."""
+    """What fits first, the fewest GPUs and then the fastest first; then what comes closest to fitting; what cannot be
+    simulated last."""
 
-    def place(proposal: Proposal) -> tuple[int, float, int]:
+    def place(proposal: Proposal) -> tuple[int, int, float, int]:
         if proposal.refused:
-            return 2, 0.0, 0
+            return 2, 0, 0.0, 0
         left = -(proposal.margin_bytes or 0)
-        return (0, float(proposal.step_ns or 0), left) if proposal.fits else (1, float(left), 0)
+        if not proposal.fits:
+            return 1, 0, float(left), 0
+        return 0, proposal.num_gpus, float(proposal.step_ns or 0), left
 
     return sorted(proposals, key=place)
 
 
 def mark_front(proposals: Sequence[Proposal]) -> list[Proposal]:
-    """The proposals, with those marked that no other beats in memory and in time."""
-    known = [one for one in proposals if one.step_ns is not None and one.reserved_bytes is not None]
+    """The proposals, with those marked that no other for one GPU beats in memory and in time."""
+    known = [one for one in proposals if one.step_ns and one.reserved_bytes and one.num_gpus == 1]
     costs = {id(one): (one.reserved_bytes or (0, 0))[1] for one in known}
 
     def is_beaten(one: Proposal) -> bool:
@@ -217,17 +245,23 @@ def _settings_of(workload: Workload) -> tuple[Setting, ...]:
     return ("batch", "context") if workload.context else ("batch",)
 
 
-def find_limit(setting: Setting, start: PlanResult, planner: PlanSource) -> Limit:
-    """The largest value that fits, by simulating it and the next one. Raise OutOfTimeError if there is no time to."""
-    return _LimitSearch(setting, start, planner).run()
+def find_limits(settings: Sequence[Setting], start: PlanResult, planner: PlanSource) -> tuple[Limit, ...]:
+    """The largest values that fit, each by simulating it and the next one, all settings at the same time. Raise
+    OutOfTimeError if there is no time to."""
+    searches = [_LimitSearch(setting, start) for setting in settings]
+    while chosen := [(one, value) for one in searches if (value := one.choose()) is not None]:
+        results = planner.predict_all([one.change(value) for one, value in chosen])
+        for (one, value), found in zip(chosen, results, strict=True):
+            one.look_at(value, found)
+    return tuple(one.describe() for one in searches)
 
 
 class _LimitSearch:
     """Narrows the gap between the largest value that is known to fit and the smallest that is known not to. Values are
     multiples of `unit`."""
 
-    def __init__(self, setting: Setting, start: PlanResult, planner: PlanSource) -> None:
-        self._setting, self._start, self._planner = setting, start, planner
+    def __init__(self, setting: Setting, start: PlanResult) -> None:
+        self._setting, self._start = setting, start
         workload = start.workload
         here = workload.batch if setting == "batch" else workload.context
         self._unit = workload.passes if setting == "batch" else _unit_of(here)
@@ -236,11 +270,6 @@ class _LimitSearch:
         self._creeps = False  # whether the last step was small
         self._width: int | None = None  # between what fits and what does not, before the last simulation
 
-    def run(self) -> Limit:
-        while len(self._points) <= _MOST_SIMULATED and (following := self._choose()) is not None:
-            self._look_at(following)
-        return self._describe()
-
     def _low(self) -> int:
         return max((value for value, found in self._points.items() if found.fits), default=0)
 
@@ -248,11 +277,12 @@ class _LimitSearch:
         beyond = [value for value, found in self._points.items() if not found.fits]
         return min([*beyond, *([self._refused] if self._refused else [])], default=None)
 
-    def _choose(self) -> int | None:
+    def choose(self) -> int | None:
         """The next value to simulate, None if there is nothing between what fits and what does not. Below the limit,
         everything reserved fits; above it, not even what is allocated. In between, PyTorch returns cached memory."""
         low, high = self._low(), self._high()
-        if high is not None and high - low <= max(self._unit, low // _COARSE):
+        is_found = high is not None and high - low <= max(self._unit, low // _COARSE)
+        if is_found or len(self._points) > _MOST_SIMULATED:
             return None
         halves = high is None or self._width is None or high - low <= self._width / 2
         self._width = None if high is None else high - low
@@ -279,9 +309,10 @@ class _LimitSearch:
             return value / 2 if missing > 0 else 4.0 * value
         return solve_curve([(value, missing) for missing, value in left])
 
-    def _look_at(self, value: int) -> None:
-        changed = msgspec.structs.replace(self._start.workload, **{self._setting: value})
-        (found,) = self._planner.predict_all([changed])
+    def change(self, value: int) -> Workload:
+        return msgspec.structs.replace(self._start.workload, **{self._setting: value})
+
+    def look_at(self, value: int, found: PlanResult | StepscopeError) -> None:
         if isinstance(found, OutOfTimeError):
             raise found
         if isinstance(found, StepscopeError):
@@ -289,7 +320,7 @@ class _LimitSearch:
         else:
             self._points[value] = found
 
-    def _describe(self) -> Limit:
+    def describe(self) -> Limit:
         low, high = self._low(), self._high()
         if low == 0:
             return Limit(setting=self._setting, value=None, beyond=high, command="")

@@ -14,6 +14,7 @@ import msgspec
 from stepscope import __version__
 from stepscope.errors import Exit, StepscopeError
 from stepscope.findings import Column, Table
+from stepscope.recover.reports.challenge import MAX_CONTEXT, Challenge, derive_challenge
 from stepscope.recover.reports.keys import load_private_key, public_path
 from stepscope.recover.reports.signed_report import (
     Gpu,
@@ -53,12 +54,14 @@ class Signing(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Examination(msgspec.Struct, frozen=True, kw_only=True):
-    """The result of checking a signed report. `expected_nonce` is the nonce the verifier sent, or None."""
+    """The result of checking a signed report. `expected_nonce` is the nonce the verifier sent, or None; `unanswered`
+    says why the report does not answer the challenge that follows from it."""
 
     signature: SignatureCheck
     mismatches: tuple[Mismatch, ...] = ()
     rehashed: int = 0  # how many files and directories were hashed again
     expected_nonce: str | None = None
+    unanswered: str = ""
 
     @property
     def is_replayed(self) -> bool:
@@ -68,7 +71,7 @@ class Examination(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def exit(self) -> Exit:
         is_good = self.signature.verdict is SignatureVerdict.GOOD and not self.mismatches and not self.is_replayed
-        return Exit.OK if is_good else Exit.GATE_FAILED
+        return Exit.OK if is_good and not self.unanswered else Exit.GATE_FAILED
 
 
 def read_flags(
@@ -95,6 +98,22 @@ def read_flags(
         if value is not None:
             raise StepscopeError(f"`{flag}` requires `--sign`", hint="run stepscope key new, then add --sign KEY")
     return None
+
+
+def read_challenge(nonce: str | None, *, max_tokens: int | None, max_context: int | None) -> Challenge | None:
+    """Return the task that follows from a nonce and limits, or None without limits."""
+    if max_tokens is None:
+        if max_context is not None:
+            raise StepscopeError("`--max-context` requires `--max-tokens`", hint="add --max-tokens 8192")
+        return None
+    if nonce is None:
+        raise StepscopeError(
+            "`--max-tokens` requires `--nonce`",
+            detail="batch and context follow from a nonce that the verifier chose",
+            hint="the verifier can create one with openssl rand -hex 16",
+        )
+    longest = MAX_CONTEXT if max_context is None else max_context
+    return derive_challenge(nonce, max_tokens=max_tokens, max_context=longest)
 
 
 def _check_place(report: Path, inputs: Sequence[Path], *, force: bool) -> None:
@@ -149,16 +168,24 @@ def sign_to_file(report: SignedReport, signing: Signing, path: Path, *, force: b
 
 
 def examine_signed(
-    path: Path, public_key: Path | str, evidence: Sequence[Path] = (), *, nonce: str | None = None
+    path: Path,
+    public_key: Path | str,
+    evidence: Sequence[Path] = (),
+    *,
+    nonce: str | None = None,
+    challenge: Challenge | None = None,
 ) -> Examination:
-    """Check the signature, the nonce, and whether `evidence` are the files that were signed."""
+    """Check the signature, the nonce, whether the run was the one that `challenge` asks for, and whether `evidence` are
+    the files that were signed."""
     signature = check_signed(path, public_key)
     mismatches = [] if signature.report is None else check_evidence(signature.report, evidence)
+    report = signature.report
     return Examination(
         signature=signature,
         mismatches=tuple(mismatches),
         rehashed=0 if signature.report is None else len(evidence),
         expected_nonce=nonce,
+        unanswered=challenge.find_problem(report.statement) if challenge is not None and report is not None else "",
     )
 
 
@@ -175,6 +202,8 @@ def examination_table(examination: Examination) -> Table:
             rows.append(("files checked", "identical to the signed ones"))
         if examination.is_replayed:
             rows.append(("expected nonce", f"{examination.expected_nonce}: this report answers a different request"))
+        if examination.unanswered:
+            rows.append(("challenge", examination.unanswered))
     return Table(
         title="Signed report",
         columns=(Column(key="what", label="item"), Column(key="found", label="value")),

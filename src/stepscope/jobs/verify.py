@@ -2,20 +2,27 @@
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import msgspec
 import polars as pl
 
-from stepscope.errors import Exit
+from stepscope.errors import Exit, StepscopeError
 from stepscope.findings import Column, Table
 from stepscope.jobs.recover import read_evidence
 from stepscope.recording.store import Recording
-from stepscope.recover.claims.claim import read_claim
+from stepscope.recover.claims.claim import Claim, read_claim
 from stepscope.recover.claims.verdict import ClaimVerdict, Verification, describe_interval, undecided
 from stepscope.recover.claims.verification import verify
 from stepscope.recover.evidence.order import NoTransformerError
 from stepscope.recover.evidence.recording import KernelEvidence
+from stepscope.recover.replay.outcome import ReplayResult, ReplayVerdict
+from stepscope.recover.replay.tables import replay_tables
+from stepscope.recover.reports.challenge import Challenge, count_passing
 from stepscope.units import count_noun
+
+if TYPE_CHECKING:  # loads what runs a model, which few calls need
+    from stepscope.jobs.replay import Replayer
 
 _EXITS = {
     ClaimVerdict.CONSISTENT: Exit.OK,
@@ -26,10 +33,13 @@ _MOST_ROWS = 10
 
 
 class Verified(msgspec.Struct, frozen=True, kw_only=True):
-    """The result, and the GPU's name according to the evidence."""
+    """The result, and the GPU's name according to the evidence. With `challenge`, the claimed batch and context follow
+    from it. `replays` are part of the verdict."""
 
     verification: Verification
     device: str = ""
+    challenge: Challenge | None = None
+    replays: tuple[ReplayResult, ...] = ()
 
 
 def verify_files(
@@ -39,16 +49,52 @@ def verify_files(
     batch: int | None = None,
     context: int | None = None,
     dtype: str | None = None,
+    challenge: Challenge | None = None,
+    replayer: "Replayer | None" = None,
 ) -> Verified:
     """Raises StepscopeError for an invalid claim, and for evidence that cannot be read or has no GPU kernels."""
     claimed = read_claim(claim, batch=batch, context=context, dtype=dtype)
+    if challenge is not None:
+        claimed = _set_task(claimed, challenge)
+    if replayer is not None:
+        replayer.check(claimed)
     expected = "expected a profiler trace of a GPU run, or Nsight Compute counters"
     recordings, evidence, device = read_evidence(paths, expected=expected)
     try:
         answer = verify(evidence, claimed, unseen=_unseen_share(recordings, evidence))
     except NoTransformerError as error:
         answer = undecided(claimed, str(error), evidence, known=error.known)
-    return Verified(verification=answer, device=device)
+    replays: tuple[ReplayResult, ...] = ()
+    if replayer is not None and (answer.verdict is ClaimVerdict.REFUTED or not answer.kernels_compared):
+        answer = msgspec.structs.replace(answer, notes=(*answer.notes, "not replayed: it would not change the verdict"))
+    elif replayer is not None:
+        replays = replayer.run(claimed, claim, recordings, evidence)
+    return Verified(verification=_combine(answer, replays), device=device, challenge=challenge, replays=replays)
+
+
+def _set_task(claim: Claim, challenge: Challenge) -> Claim:
+    """Return the claim with the batch and context that follow from the nonce."""
+    for name in ("batch", "context"):
+        value, asked = getattr(claim, name), getattr(challenge, name)
+        if value not in (None, asked):
+            raise StepscopeError(
+                f"the claim has {name} `{value}`, and the nonce asks for `{asked}`",
+                detail="with a challenge, batch and context follow from the nonce",
+                hint="remove batch and context from the claim",
+            )
+    return msgspec.structs.replace(claim, batch=challenge.batch, context=challenge.context)
+
+
+def _combine(answer: Verification, replays: Sequence[ReplayResult]) -> Verification:
+    """Return the answer with what the replays add to it: a refutation counts most, then a doubt."""
+    refuted = [f"replay: {one.why}" for one in replays if one.verdict is ReplayVerdict.REFUTED]
+    if refuted:
+        return msgspec.structs.replace(answer, verdict=ClaimVerdict.REFUTED, why=refuted[0], missing=())
+    unclear = [f"replay: {one.why}" for one in replays if one.verdict is ReplayVerdict.UNDECIDED]
+    if not unclear:
+        return answer
+    missing = (*answer.missing, *unclear)
+    return msgspec.structs.replace(answer, verdict=ClaimVerdict.UNDECIDED, why="; ".join(missing), missing=missing)
 
 
 def _unseen_share(recordings: Sequence[Recording], evidence: Sequence[KernelEvidence]) -> float:
@@ -64,6 +110,10 @@ def _unseen_share(recordings: Sequence[Recording], evidence: Sequence[KernelEvid
 def state(verified: Verified) -> dict[str, object]:
     """Return the result as JSON-compatible values, as printed and signed."""
     plain: dict[str, object] = msgspec.to_builtins(verified.verification)
+    if verified.challenge is not None:
+        plain["challenge"] = msgspec.to_builtins(verified.challenge)
+    if verified.replays:
+        plain["replays"] = msgspec.to_builtins(verified.replays)
     return plain
 
 
@@ -79,20 +129,45 @@ def describe(verified: Verified, paths: Sequence[Path]) -> Iterator[str | Table]
     """Yield text and tables in the order to print them."""
     answer = verified.verification
     yield f"{', '.join(path.name for path in paths)}: {answer.verdict.value}\n  {answer.why}\n"
+    yield f"  {_list_fields(answer)}\n"
     yield (
         f"  {count_noun(answer.kernels, 'kernel')}: {answer.kernels_compared:,} compared with exact predictions, "
-        f"{answer.kernels_counted:,} compared by element count\n\n"
+        f"{answer.kernels_counted:,} compared by element count\n"
     )
+    if verified.challenge is not None:
+        yield f"  {_describe_challenge(verified.challenge, answer)}\n"
+    for one in verified.replays:
+        yield f"  replay: {one.verdict.value}: {one.why}\n" if one.verdict is ReplayVerdict.AGREES else ""
+    yield "\n"
     tables = [_fields_table(answer), _comparison_table(answer)]
     if answer.refuted_by:
         tables.append(_refutation_table(answer))
     if answer.unexplained:
         tables.append(_work_table(answer))
+    tables += [table for one in verified.replays for table in replay_tables(one)]
     for number, table in enumerate(tables):
         if number:
             yield "\n"
         is_last = number == len(tables) - 1
         yield msgspec.structs.replace(table, notes=(*table.notes, *answer.notes)) if is_last else table
+
+
+def _list_fields(answer: Verification) -> str:
+    """Return what the verdict is about: the claimed fields by how they were tested."""
+    verdicts: dict[str, list[str]] = {one: [] for one in ("refuted", "not refuted", "tested", "narrowed", "not tested")}
+    for name, result in answer.fields.items():
+        if result.verdict in verdicts:
+            verdicts[result.verdict].append(f"{name} (implied)" if result.implied else name)
+    return "; ".join(f"{verdict}: {', '.join(names)}" for verdict, names in verdicts.items() if names)
+
+
+def _describe_challenge(challenge: Challenge, answer: Verification) -> str:
+    task = f"challenge {challenge.nonce}: batch {challenge.batch}, context {challenge.context}"
+    if answer.verdict is ClaimVerdict.REFUTED:
+        return f"{task}, one of {challenge.shapes:,} shapes"
+    batches, contexts = (answer.fields[name].passes_too for name in ("batch", "context"))
+    others = count_passing(challenge, batches=batches, contexts=contexts)
+    return f"{task}, one of {challenge.shapes:,} shapes, of which {others:,} others would pass"
 
 
 def _fields_table(answer: Verification) -> Table:

@@ -12,7 +12,7 @@ profiler, and `start_trace`, from which events are kept.
 
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Literal
 
@@ -20,10 +20,12 @@ import torch
 from torch.profiler import ProfilerActivity
 from torch.profiler.profiler import _KinetoProfile
 
+from stepscope.measure.compiled_code import CompiledCode, noting_compiled_code
 from stepscope.measure.memory.limits import limit_memory
 from stepscope.measure.soundness import MachineWatch, doubt_numbers, doubt_samples
 from stepscope.measure.timing import Samples, settle_heap, time_in_turns, time_steps, wait_for
 from stepscope.recording.rows.bench import RAW_TRACE_NAME, Doubt, RecordedRun
+from stepscope.recording.rows.compiled_code import LOSS_MODULE, CompiledGraph, save_graphs
 from stepscope.spec import Case
 from stepscope.step import Step, build
 from stepscope.step.annotation import annotated, check_functions
@@ -54,7 +56,8 @@ def record(
     """Write the trace as `RAW_TRACE_NAME` to `folder_raw`. The process cannot be reused: one case, one process."""
     on_stage("importing")
     check_functions(functions, case.workload)
-    step = prepare(case, device, on_stage)
+    with noting_compiled_code() if case.workload.hides_modules else nullcontext() as code:
+        step = prepare(case, device, on_stage)
     on_stage("timing")
     plain, doubts = time_plainly(step, case)
     on_stage("starting the profiler")
@@ -69,6 +72,8 @@ def record(
         time_steps(step, record_steps)
     on_stage("writing the trace")
     profiler.export_chrome_trace(str(folder_raw / RAW_TRACE_NAME))
+    graphs = _name_graphs(code, step) if code is not None else ()
+    save_graphs(folder_raw, graphs)
     return RecordedRun(
         clock="cuda events" if device.type == "cuda" else "host",
         phases_ns={name: tuple(values) for name, values in plain.phases_ns.items()},
@@ -79,8 +84,14 @@ def record(
         sizes=step.sizes,
         optimizer=step.optimizer_name,
         doubts=doubts,
-        notes=describe_gaps(step, annotation.uncalled),
+        notes=describe_gaps(step, annotation.uncalled, graphs=graphs),
     )
+
+
+def _name_graphs(code: CompiledCode, step: Step) -> tuple[CompiledGraph, ...]:
+    """A step that is traced as a whole includes the loss, which is in no module."""
+    outside = LOSS_MODULE if step.workload.is_program else None
+    return code.graphs((name for name, _ in step.module.named_modules()), outside=outside)
 
 
 def prepare(case: Case, device: torch.device, on_stage: OnStage) -> Step:
@@ -141,10 +152,15 @@ def keeping_events(profiler: _KinetoProfile, warm_up: Callable[[], None] = lambd
         profiler.stop_trace()
 
 
-def describe_gaps(step: Step, uncalled: Sequence[str] | set[str]) -> tuple[str, ...]:
-    """What a recording lacks, in sentences: ranges, or settings that the step could not follow."""
+def describe_gaps(
+    step: Step, uncalled: Sequence[str] | set[str], *, graphs: Sequence[CompiledGraph] = ()
+) -> tuple[str, ...]:
+    """What a recording lacks, in sentences: ranges, or settings that the step could not follow. `graphs` have the
+    modules of compiled code."""
     notes = [f"`{target}` was not annotated: nothing with that name ran" for target in sorted(uncalled)]
-    if step.workload.is_program:
+    if graphs:
+        notes.append("compiled: a kernel that computes parts of several modules counts for the one with most of them")
+    elif step.workload.is_program:
         notes.append("traced or captured as a whole: only the step and its phases are annotated")
     elif step.workload.compile:
         notes.append("compiled: only the step, its phases and the whole model are annotated")

@@ -13,7 +13,7 @@ from typing import Literal
 import msgspec
 
 from stepscope.errors import StepscopeError
-from stepscope.hardware import Hardware, known
+from stepscope.hardware import Hardware, chip_of, known
 from stepscope.units import MIB
 
 CONTEXT_BYTES = 770 * MIB  # 751 to 769 MiB on an H200 with PyTorch 2.11, once cuBLAS and cuDNN are loaded
@@ -52,44 +52,24 @@ class Accelerator(msgspec.Struct, frozen=True, kw_only=True):
         return CONTEXT_BYTES
 
 
-# Compute capability and number of multiprocessors, by the name in `hardware`.
-_CHIPS: dict[str, tuple[tuple[int, int], int]] = {
-    "V100 PCIe": ((7, 0), 80),
-    "V100 SXM2": ((7, 0), 80),
-    "A100 PCIe 80GB": ((8, 0), 108),
-    "A100 SXM 80GB": ((8, 0), 108),
-    "A100 40GB": ((8, 0), 108),
-    "H100 PCIe": ((9, 0), 114),
-    "H100 NVL": ((9, 0), 132),
-    "H100 SXM": ((9, 0), 132),
-    "H200 NVL": ((9, 0), 132),
-    "H200 SXM": ((9, 0), 132),
-    "B200": ((10, 0), 148),
-    "L40S": ((8, 9), 142),
-    "T4": ((7, 5), 40),
-    "RTX 2080 Ti": ((7, 5), 68),
-    "RTX 3090": ((8, 6), 82),
-    "RTX 4090D": ((8, 9), 114),
-    "RTX 4090": ((8, 9), 128),
-}
 _HALF_OCCUPANCY = {(7, 5): 1024, (8, 6): 1536, (8, 9): 1536}  # threads per multiprocessor, where not 2048
 
 
 def accelerator_of(card: Hardware) -> Accelerator:
     """The GPU of a line in `hardware`. StepscopeError for one whose allocator and kernels are not modelled."""
-    if card.name not in _CHIPS or card.memory_bytes is None:
+    chip = chip_of(card)
+    if chip is None or card.memory_bytes is None:
         raise StepscopeError(
             f"memory on `{card.name}` cannot be predicted",
-            detail=f"expected one of {', '.join(one.name for one in known() if one.name in _CHIPS)}",
+            detail=f"expected one of {', '.join(one.name for one in known() if chip_of(one))}",
             hint="--gpu H200",
         )
-    capability, multiprocessors = _CHIPS[card.name]
     return Accelerator(
         name=card.name,
-        capability=capability,
-        multiprocessors=multiprocessors,
+        capability=chip.capability,
+        multiprocessors=chip.multiprocessors,
         memory_bytes=card.memory_bytes,
-        threads_per_multiprocessor=_HALF_OCCUPANCY.get(capability, 2048),
+        threads_per_multiprocessor=_HALF_OCCUPANCY.get(chip.capability, 2048),
     )
 
 

@@ -12,7 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
-from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
+from torch.utils._pytree import tree_map, tree_map_only
+
+from stepscope.plan.operation import find_tensors
 
 aten = torch.ops.aten
 MOST_INTEGERS, MOST_FLOATS = 1 << 22, 1 << 16  # elements of a tensor whose values are kept
@@ -49,7 +51,7 @@ class KnownValues:
         """The value of a tensor on the CPU, None if it is unknown."""
         if not isinstance(tensor, FakeTensor):
             return tensor
-        value: Tensor | None = getattr(tensor, _NAME, None)
+        value: Tensor | None = vars(tensor).get(_NAME)
         if value is None or tensor.untyped_storage()._cdata in self._spoiled:
             return tensor.constant
         return value
@@ -80,7 +82,7 @@ class KnownValues:
             self._spoil(func, args, kwargs)
             return
         computed, result = self.compute(func, args, kwargs, inputs)
-        values = [one for one in tree_leaves(result) if isinstance(one, Tensor)]
+        values = find_tensors(result)
         if computed and len(values) == len(outputs):
             for tensor, value in zip(outputs, values, strict=True):
                 self.set(tensor, value)
@@ -109,7 +111,7 @@ class KnownValues:
 
     def _spoil(self, func: Any, args: Any, kwargs: Any) -> None:
         for tensor in _written(func, args, kwargs):
-            if isinstance(tensor, FakeTensor) and hasattr(tensor, _NAME):
+            if isinstance(tensor, FakeTensor) and _NAME in vars(tensor):
                 self._spoiled.add(tensor.untyped_storage()._cdata)
 
 
@@ -130,4 +132,4 @@ def _written_arguments(func: Any) -> tuple[tuple[int, str], ...]:
 def _written(func: Any, args: Any, kwargs: Any) -> Iterator[Tensor]:
     for place, name in _written_arguments(func):
         value = args[place] if place < len(args) else kwargs.get(name)
-        yield from (one for one in tree_leaves(value) if isinstance(one, Tensor))
+        yield from find_tensors(value)

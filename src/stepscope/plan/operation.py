@@ -30,6 +30,15 @@ class Operation(msgspec.Struct, frozen=True):
     arguments: dict[str, Argument]
 
 
+def find_tensors(value: object) -> list[Tensor]:
+    """All tensors of an argument or a result, in order, also those in lists."""
+    if isinstance(value, Tensor):
+        return [value]
+    if isinstance(value, list | tuple):
+        return [tensor for one in value for tensor in find_tensors(one)]
+    return find_tensors(list(value.values())) if isinstance(value, dict) else []
+
+
 def facts_of(tensor: Tensor, storage: int) -> TensorFacts:
     return TensorFacts(tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."), tensor.is_contiguous(), storage)
 

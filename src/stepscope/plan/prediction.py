@@ -1,6 +1,5 @@
 """What `stepscope plan` says about one workload, computed in a worker from simulated steps."""
 
-import math
 import time
 from collections.abc import Callable, Sequence
 from itertools import groupby
@@ -14,7 +13,7 @@ from stepscope.plan.assumptions import Accelerator
 from stepscope.plan.places import BUILD, FORWARD
 from stepscope.plan.ranks import RankMemory
 from stepscope.plan.replayed_memory import ReplayedMemory, TimelinePoint
-from stepscope.plan.simulation import Simulation, simulate_workload
+from stepscope.plan.simulation import Simulation, simulate_workload, without_collector
 from stepscope.plan.step_time import NotCalibratedError, PredictedStep, predict_step
 from stepscope.plan.step_time.rank_time import time_ranks
 from stepscope.recording.memory.labels import CATEGORIES
@@ -30,7 +29,7 @@ from stepscope.recording.rows.plan_result import (
     PlannedTimeline,
     StepPrediction,
 )
-from stepscope.spec import ModelShape, SpecError, Workload
+from stepscope.spec import ModelShape, Workload
 
 STEPS = 3
 OUTSIDE = "(no module)"
@@ -41,18 +40,32 @@ def predict_workload(
     workload: Workload,
     gpu: Accelerator,
     calibration: Calibration | None = None,
-    ranks: PlannedRanks = ALONE,
+    choices: Sequence[PlannedRanks] = (ALONE,),
     *,
     on_stage: Callable[[str], None] = lambda _: None,
+) -> tuple[StepPrediction, ...]:
+    """The memory of a step on `gpu`, and its time if there is a table of times. `choices` are numbers of GPUs that each
+    have the batch of the workload; the memory is that of one of them. All of them need one simulation."""
+    with without_collector():
+        started = time.monotonic()
+        on_stage("simulating")
+        simulation = simulate_workload(workload, gpu, STEPS)
+        on_stage("predicting the time")
+        timed, remarks = _time(simulation, workload, calibration)
+        took_s = time.monotonic() - started
+        return tuple(_describe(simulation, workload, timed, remarks, ranks, took_s) for ranks in choices)
+
+
+def _describe(
+    simulation: Simulation,
+    workload: Workload,
+    timed: PredictedStep | None,
+    remarks: Sequence[str],
+    ranks: PlannedRanks,
+    simulated_s: float,
 ) -> StepPrediction:
-    """The memory of a step on `gpu`, and its time if there is a table of times. With several ranks, the memory is that
-    of one, which has its share of the batch."""
-    started = time.monotonic()
-    on_stage("simulating")
-    simulation = simulate_workload(_share(workload, ranks), gpu, STEPS)
     rank = _divide(simulation, ranks)
-    on_stage("predicting the time")
-    timed, remarks = _time(simulation, workload, calibration)
+    workload = msgspec.structs.replace(workload, batch=workload.batch * ranks.count)
     described, links = _describe_time(timed, simulation, workload, ranks) if timed else (None, [])
     memory = rank.memory
     return StepPrediction(
@@ -62,7 +75,7 @@ def predict_workload(
         peak_allocated_bytes=memory.peak_allocated_bytes,
         peak_requested_bytes=memory.peak_requested_bytes,
         reserved_bytes=memory.reserved_bytes,
-        context_bytes=gpu.context_bytes,
+        context_bytes=simulation.gpu.context_bytes,
         workspace_bytes=memory.workspace_bytes,
         categories=memory.categories,
         phases=_phases(memory, timed),
@@ -75,19 +88,8 @@ def predict_workload(
         has_tokens=bool(workload.context),
         forward_flops=_forward_flops(workload, timed, ranks),
         versions={"torch": str(torch.__version__)},
-        simulated_s=time.monotonic() - started,
+        simulated_s=simulated_s,
     )
-
-
-def _share(workload: Workload, ranks: PlannedRanks) -> Workload:
-    """The workload of one rank."""
-    if workload.batch % ranks.count:
-        raise SpecError(
-            f"batch `{workload.batch}` cannot be split evenly over {ranks.count} ranks",
-            detail="every rank gets the same number of sequences",
-            hint=f"--batch {math.ceil(workload.batch / ranks.count) * ranks.count}",
-        )
-    return msgspec.structs.replace(workload, batch=workload.batch // ranks.count)
 
 
 def _divide(simulation: Simulation, ranks: PlannedRanks) -> Simulation | RankMemory:

@@ -69,7 +69,6 @@ def pretended_gpu(gpu: Accelerator) -> Iterator[Noticed]:
         _skip_loss_scale_checks(undo)
         _skip_launches(noticed, undo)
         _watch_compiler(noticed, undo)
-        _trust_tensors(undo)
         yield noticed
 
 
@@ -244,15 +243,13 @@ def _watch_compiler(noticed: Noticed, undo: ExitStack) -> None:
     replace_attribute(convert_frame.CatchErrorsWrapper, "__call__", look_and_note, undo)
 
 
-def _trust_tensors(undo: ExitStack) -> None:
-    """`transformers` takes fake tensors for a trace, and makes a mask that it skips in a real step."""
-    if "transformers" in sys.modules or _has_transformers():
-        from transformers.utils import import_utils
+@contextmanager
+def trusted_tensors() -> Iterator[None]:
+    """`transformers` takes fake tensors for a trace, and makes a mask that it skips in a real step. A model that needs
+    it has imported it by the time that it exists."""
+    with ExitStack() as undo:
+        if "transformers" in sys.modules:
+            from transformers.utils import import_utils
 
-        replace_attribute(import_utils, "is_fake_tensor", lambda _tensor: False, undo)
-
-
-def _has_transformers() -> bool:
-    from importlib.util import find_spec
-
-    return find_spec("transformers") is not None
+            replace_attribute(import_utils, "is_fake_tensor", lambda _tensor: False, undo)
+        yield

@@ -39,7 +39,8 @@ class RankMemory:
 
     def fits(self, memory_bytes: int | None = None) -> bool:
         gpu = self._simulation.gpu
-        return fits(self._events, (gpu.memory_bytes if memory_bytes is None else memory_bytes) - gpu.context_bytes)
+        total = gpu.memory_bytes if memory_bytes is None else memory_bytes
+        return fits(self._events, self.memory, total - gpu.context_bytes)
 
 
 def find_layers(parameters: Sequence[ParameterSize]) -> list[LayerSize]:

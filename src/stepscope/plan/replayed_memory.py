@@ -119,9 +119,10 @@ def _name_requests(step: Sequence[MemoryEvent], requests: Sequence[Request]) -> 
 
 
 def replay_memory(events: StepEvents, requests: Sequence[Request]) -> ReplayedMemory:
+    everything = events.all
     models = [AllocatorModel(placement) for placement in PLACEMENTS[1:]]
     for model in models:
-        model.follow(events.all)
+        model.follow(everything)
     main = _PeakReplay(events, requests)
     models.append(main.model)
     allocated, reserved = (
@@ -146,11 +147,15 @@ def replay_memory(events: StepEvents, requests: Sequence[Request]) -> ReplayedMe
     )
 
 
-def fits(events: StepEvents, capacity: int) -> bool:
-    """Whether all steps fit into `capacity` bytes of the allocator, in whatever order CUDA returns addresses."""
+def fits(events: StepEvents, memory: ReplayedMemory, capacity: int) -> bool:
+    """Whether all steps fit into `capacity` bytes of the allocator, in whatever order CUDA returns addresses. `memory`
+    is what they take if there is enough."""
+    if memory.reserved_bytes[1] <= capacity:
+        return True
+    everything = events.all
     for placement in PLACEMENTS:
         try:
-            AllocatorModel(placement, capacity=capacity).follow(events.all)
+            AllocatorModel(placement, capacity=capacity).follow(everything)
         except OutOfSpaceError:
             return False
     return True
@@ -164,6 +169,7 @@ class _PeakReplay:
         self.phases: dict[str, int] = {}
         self._events, self._requests = events, requests
         self._peak = 0  # position of the event
+        self._taken: dict[int, int] = {}  # bytes of the block of each request
         self._points: list[TimelinePoint] = []
         self._position = 0
         for event in (*events.before, *(event for step in events.steps[:-1] for event in step)):
@@ -173,11 +179,15 @@ class _PeakReplay:
 
     def at_peak(self) -> tuple[Counter[str], Counter[str]]:
         """Bytes by category and by module at the peak."""
-        model = AllocatorModel(PLACEMENTS[0])
-        model.follow(self._events.all[: self._peak + 1])
+        held: dict[int, int] = {}
+        for number, requested in self._events.all[: self._peak + 1]:
+            if requested:
+                held[number] = self._taken[number]
+            else:
+                del held[number]
         categories: Counter[str] = Counter()
         modules: Counter[str] = Counter()
-        for number, (_, size, _) in model.blocks.items():
+        for number, size in held.items():
             request = self._request(number)
             categories[request.owner.category] += size
             modules[request.owner.module or request.module] += size
@@ -197,6 +207,7 @@ class _PeakReplay:
         if event.bytes:
             before = model.peak_allocated_bytes
             model.request(*event)
+            self._taken[event.number] = model.blocks[event.number][1]
             if model.peak_allocated_bytes > before:
                 self._peak = self._position
             phase = self._request(event.number).phase

@@ -25,7 +25,7 @@ from stepscope.plan.kernel_memory import UNKNOWN_WORKSPACES
 from stepscope.plan.operation import Operation, TensorFacts
 from stepscope.plan.owners import MemoryOwners, find_owner
 from stepscope.plan.places import FORWARD, LOSS, ProgramPlaces
-from stepscope.plan.pretended_gpu import GpuFakeMode, Noticed, pretended_gpu
+from stepscope.plan.pretended_gpu import GpuFakeMode, Noticed, pretended_gpu, trusted_tensors
 from stepscope.plan.refusals import refusing
 from stepscope.plan.replayed_memory import ReplayedMemory, Request, StepEvents, fits, repeat_steps, replay_memory
 from stepscope.plan.tracking import Tracker
@@ -68,7 +68,7 @@ class Simulation(msgspec.Struct, kw_only=True):
     def fits(self, memory_bytes: int | None = None) -> bool:
         """Whether all steps and the CUDA context fit into a GPU, or into a memory of this size."""
         total = self.gpu.memory_bytes if memory_bytes is None else memory_bytes
-        return fits(self.events, total - self.gpu.context_bytes)
+        return fits(self.events, self.memory, total - self.gpu.context_bytes)
 
 
 def simulate_workload(workload: Workload, gpu: Accelerator, steps: int = 3) -> Simulation:
@@ -143,7 +143,8 @@ class _Run:
             self.places.begin_step(number)
             self._starts.append(len(self.tracker.events))
             self.tracker.keeps_operations = number == min(steps, SIMULATED) - 1
-            run()
+            with trusted_tensors():
+                run()
             self.owners.note()
         self._end = len(self.tracker.events)  # what is freed from here on is freed by the end of the program
 
@@ -179,7 +180,7 @@ def _simulate(prepare: Callable[[ProgramPlaces], Callable[[], None]], gpu: Accel
     fake_cuda.enable()
     run = _Run(gpu)
     with (
-        _without_collector(),
+        without_collector(),
         refusing(),
         pretended_gpu(gpu) as noticed,
         run.mode,
@@ -232,11 +233,13 @@ def _state_assumptions(gpu: Accelerator, tracker: Tracker, noticed: Noticed) -> 
 
 
 @contextmanager
-def _without_collector() -> Iterator[None]:
+def without_collector() -> Iterator[None]:
     """Without Python's garbage collector, which would free tensors in reference cycles at moments of its own."""
+    was_enabled = gc.isenabled()
     gc.collect()
     gc.disable()
     try:
         yield
     finally:
-        gc.enable()
+        if was_enabled:
+            gc.enable()

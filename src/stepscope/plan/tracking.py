@@ -29,13 +29,14 @@ from torch._subclasses.fake_tensor import (
     unset_fake_temporarily,
 )
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_map_only
 
 from stepscope.plan.assumptions import Accelerator
+from stepscope.plan.fake_results import FakeResults
 from stepscope.plan.grouped_gemm import multiply_groups
 from stepscope.plan.kernel_memory import on_cpu, temporary_bytes, uses_cublas
 from stepscope.plan.known_values import KnownValues
-from stepscope.plan.operation import Operation, facts_of, scalars_of
+from stepscope.plan.operation import Operation, facts_of, find_tensors, scalars_of
 from stepscope.plan.places import ProgramPlaces
 from stepscope.plan.refusals import NotSimulatedError
 from stepscope.recording.memory.allocator_model import MemoryEvent
@@ -44,6 +45,7 @@ aten = torch.ops.aten
 REAL_ELEMENTS = 1 << 20  # larger tensors on the CPU are fake
 WORKSPACE = "workspace"
 CPU = -1
+_DEVICE = torch.ops.prim.device.default  # `tensor.device`, which asks the dispatcher; more often than anything else
 # Operators that autograd runs in place on ordinary tensors, if nobody else holds the first operand, or if it made that
 # itself.
 _IN_PLACE = frozenset(
@@ -89,9 +91,10 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.reads_values = False  # whether an optimizer asked for a norm or the like, and got 1
         self._gpu, self._places, self._mode = gpu, places, mode
         self._values = KnownValues()
+        self._results = FakeResults(mode)
         self._numbers: dict[int, int] = {}  # address of a live storage to its number
         self._handles: set[bool] = set()  # threads with a workspace: whether it is autograd's
-        self._sum: tuple[int, int] | None = None  # first operand and result of an addition by autograd's engine
+        self._sum: tuple[int, int, int] | None = None  # of autograd's engine: first operand, result and its address
 
     def number_of(self, tensor: Tensor) -> int:
         """The number of a tensor's memory on the GPU; -1 if it is elsewhere."""
@@ -100,16 +103,16 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        if func is _DEVICE:
+            return _device_of(args[0])
         # PyTorch keeps this per thread and sets it in the one that enters a mode. Autograd has another, in which a list
         # as an index would be copied to the GPU without asking the mode.
         torch._C._set_only_lift_cpu_tensors(True)  # noqa: FBT003  # it takes no keyword
-        if func is torch.ops.prim.device.default:  # `tensor.device`, which asks the dispatcher
-            return _device_of(args[0])
         if func is aten._pin_memory.default:  # memory of the CPU, which the GPU can read
             return args[0]
         kwargs = kwargs or {}
         self._sum = None
-        inputs = [one for one in tree_leaves((args, kwargs)) if isinstance(one, Tensor)]
+        inputs = find_tensors(args) + find_tensors(kwargs)
         # `torch.tensor` moves what it gets to its device without asking the mode again, so that must be fake.
         if func is not aten.lift_fresh.default and _is_small_on_cpu(inputs, args, kwargs):
             with unset_fake_temporarily():
@@ -118,14 +121,14 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
             args, kwargs = tree_map_only(Tensor, self._mode.from_tensor, (args, kwargs))
         numbers = [self.number_of(one) for one in inputs] if self.keeps_operations else []
         result = self._run(func, args, kwargs, inputs)
-        outputs = [one for one in tree_leaves(result) if isinstance(one, Tensor)]
+        outputs = find_tensors(result)
         self._values.follow(func, args, kwargs, inputs, outputs)
         if all(_device_of(one).type != "cuda" for one in (*inputs, *outputs)):
             return result
         made = self._add_outputs(func, inputs, outputs)
         self._add_temporaries(func, args, kwargs, outputs)
         if made and func in _IN_PLACE and _is_engine():
-            self._watch_sum(inputs, made[0])
+            self._watch_sum(inputs, made[0], outputs[0])
         if self.keeps_operations:
             self._keep(func, args, kwargs, inputs, numbers, outputs)
         return result
@@ -136,7 +139,7 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if isinstance(func, HigherOrderOperator):
             raise NotSimulatedError(f"the operator `{func._name}` runs other functions, which is not simulated")
         try:
-            return func(*args, **kwargs)
+            return self._results.run(func, args, kwargs)
         except UnsupportedOperatorException:
             if func._schema.returns:
                 raise
@@ -203,23 +206,20 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return
         self.events.append(MemoryEvent(number, 0))
 
-    def _watch_sum(self, inputs: list[Tensor], made: int) -> None:
+    def _watch_sum(self, inputs: list[Tensor], made: int, result: Tensor) -> None:
         first = self.number_of(inputs[0])
         if inputs[0]._is_view():  # it holds its base, so the memory has two owners
             return
         if first != CPU and len(inputs) > 1 and self.allocations[first].bytes == self.allocations[made].bytes:
-            self._sum = (first, made)
+            self._sum = (first, made, result.untyped_storage()._cdata)
 
-    def _replace_sum(self, first: int, made: int) -> bool:
+    def _replace_sum(self, first: int, made: int, address: int) -> bool:
         """Let the result of an addition have the memory of its first operand, which nobody else holds."""
         self._sum = None
-        if self.events[-1].number != made:
-            return False
-        key = next((key for key, number in self._numbers.items() if number == made), None)
-        if key is None:
+        if self.events[-1].number != made or self._numbers.get(address) != made:
             return False
         self.events.pop()
-        self._numbers[key] = first
+        self._numbers[address] = first
         return True
 
     def _keep(

@@ -61,7 +61,7 @@ KERNELS = {
     "process": _NUMBER,
     "device": ColumnRule(pl.Int32, least=-1, absent=0),  # -1 is the CPU
     "stream": ColumnRule(pl.Int64, absent=0),
-    "correlation": _NUMBER,  # matches the launch in the same process
+    "correlation": _NUMBER,  # matches the launch in the same process; the ID in a file of Nsight Compute
     "graph": ColumnRule(pl.Boolean),  # launched by a CUDA graph
     "bytes": _BYTES,  # of a copy, or of a collective's message
     # Of a collective: its name in the framework, its process group, and the number of ranks in it.

@@ -56,8 +56,33 @@ class Sighting(msgspec.Struct, frozen=True, kw_only=True):
     registers: int | None = None
     shared_bytes: int | None = None
     counters: Mapping[CounterKey, int] = {}  # only those that were measured
+    tensor_dtypes: Mapping[str, int] = {}  # tensor core operations by dtype of the inputs, if they were counted
+    noise: Mapping[str, float] = {}  # metrics that differ between launches of the same work, such as cycles
+    launch: int | None = None  # its number among all calls to the driver, or its ID in Nsight Compute; both increase
+    start_ns: int | None = None  # None if the file has no timeline
+    in_graph: bool = False  # kernels of a CUDA graph have one number, and may run at the same time
     # Rows, columns, inner and batch of a GEMM, if the profiler recorded them and the user trusts them.
     told: tuple[int, int, int, int] | None = None
+
+    @property
+    def counted_dtype(self) -> str | None:
+        """The dtype in which the tensor cores counted the most operations."""
+        counted = {dtype: number for dtype, number in self.tensor_dtypes.items() if number}
+        return max(counted, key=lambda dtype: counted[dtype], default=None)
+
+    @property
+    def is_misnamed(self) -> bool:
+        """Whether the tensor cores counted another dtype than the name has. An fp32 kernel may split its inputs into
+        several of fewer bits, unless its name says that it does not use tensor cores."""
+        named, counted = self.name.dtype, self.counted_dtype
+        if named is None or counted is None:
+            return False
+        return self.name.tensor_cores is False if named == "fp32" else counted != named
+
+    @property
+    def dtype(self) -> str | None:
+        """The dtype of the inputs. Counters decide: a name can be changed without changing what the kernel did."""
+        return self.counted_dtype if self.is_misnamed else self.name.dtype or self.counted_dtype
 
     @property
     def has_geometry(self) -> bool:

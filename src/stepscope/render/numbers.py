@@ -168,15 +168,16 @@ def format_value(kind: Quantity, value: Cell) -> str:
 def format_effect(line: MemoryLine) -> tuple[str, ...]:
     """Return what a change saves and adds, and where that is from: `−7.64 GiB`, `+32.0 ms`, `predicted`. The time of a
     finding has its code: `−2.33 GiB`, `measured`, `−54.0 ms (finding SS005)`."""
-    saved = () if line.saving_bytes is None else (_with_sign("bytes", -line.saving_bytes),)
-    added = () if line.adds_ns is None else (_with_sign("ms", line.adds_ns / 1e6),)
+    saved = () if line.saving_bytes is None else (format_change("bytes", -line.saving_bytes),)
+    added = () if line.adds_ns is None else (format_change("ms", line.adds_ns / 1e6),)
     source = ("measured",) if line.is_measured else ("predicted",)
     if line.finding:
         return (*saved, *source, f"{added[0]} (finding {line.finding})" if added else f"time: finding {line.finding}")
     return (*saved, *added, *source)
 
 
-def _with_sign(kind: Quantity, value: float) -> str:
+def format_change(kind: Quantity, value: float) -> str:
+    """Return a difference with its sign and unit."""
     return f"{'−' if value < 0 else '+'}{format_value(kind, abs(value))}"
 
 

@@ -23,6 +23,7 @@ from stepscope.findings import (
     Column,
     Figure,
     MemoryCard,
+    OfSeveral,
     Part,
     Questions,
     Report,
@@ -99,7 +100,7 @@ def tidy(value: Any, most: int = COPYABLE) -> Any:
         # Columns of numbers are not checked: there are millions of them.
         return tuple(tidy(item, most) for item in value) if _holds_text(value) else value
     if isinstance(value, msgspec.Struct):
-        limit = NAME if isinstance(value, Figure | Bars | Roofline | StepPicture | Timeline) else most
+        limit = NAME if isinstance(value, Figure | Bars | Roofline | StepPicture | Timeline | OfSeveral) else most
         fields = {name: getattr(value, name) for name in value.__struct_fields__ if name not in _KEPT}
         return msgspec.structs.replace(value, **{name: tidy(field, limit) for name, field in fields.items()})
     return value

@@ -27,6 +27,7 @@ from stepscope.render.numbers import Lane, Sheet, format_effect, format_value, l
 
 _GAP = "  "
 _ON_A_PAGE = 3  # findings
+_PAIR = 2  # runs that are compared in depth; more have no findings
 _LEAST_TEXT = 24  # the least width of a text column
 _MOST_REMARKS = 9  # more distinct texts than this are names rather than remarks, and stay in their rows
 _PLAIN_NUMBER = re.compile(r"(-?[\d,]+)((?:\.\d+)?[%×]?\??)")
@@ -278,7 +279,8 @@ def summarize_report(report: Report) -> tuple[str, ...]:
     page says, with the same digits."""
     quality = f"quality: {VERDICTS[report.soundness.verdict].lower()}. {report.soundness.sentence}"
     memory = [_summarize_memory(report.memory_card)] if report.memory_card is not None else []
-    lines = (report.sentence, _summarize_step(report), _summarize_findings(report.advice), *memory, quality)
+    findings = [_summarize_findings(report.advice)] if len(report.runs) <= _PAIR else []
+    lines = (report.sentence, _summarize_step(report), *findings, *memory, quality)
     return tuple(map(one_line, lines))
 
 

@@ -165,10 +165,16 @@ def test_files_from_another_device_are_rejected(tmp_path: Path) -> None:
     assert run.attention
 
 
-def test_three_runs_are_rejected(tmp_path: Path) -> None:
-    error = refuse(*(record(tmp_path / name) for name in "abc"))
-    assert error.message.startswith("got 3 runs")
-    assert "a: no rank" in error.detail
+def test_traces_of_ranks_of_several_runs_are_rejected(tmp_path: Path) -> None:
+    error = refuse(*(record(tmp_path / name, rank=0, world_size=2) for name in "abc"))
+    assert error.message == "got 3 traces of ranks that are not the ranks of one run"
+    assert error.detail.startswith("a: rank 0 of 2")
+
+
+def test_a_file_for_one_of_many_runs_is_rejected(tmp_path: Path) -> None:
+    error = refuse(*(record(tmp_path / name) for name in "abc"), MEMORY)
+    assert error.message == f"cannot tell which run `{MEMORY}` belongs to"
+    assert error.detail == "3 runs, and 1 file of this kind"
 
 
 def test_a_second_file_of_a_kind_needs_a_second_run(tmp_path: Path) -> None:

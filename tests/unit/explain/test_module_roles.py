@@ -30,6 +30,17 @@ def test_a_layer_may_lack_a_submodule() -> None:
     assert roles("h.0.up", "h.0.down", "h.1.up", "h.1.down", "h.2.up")[-1] == "h.*.up"
 
 
+def test_layers_are_alike_whichever_experts_run() -> None:
+    experts = ((0, 1, 2), (5, 6, 7), (8, 1, 9))
+    paths = [f"h.{layer}.experts.{one}.up" for layer, own in enumerate(experts) for one in own]
+    assert set(roles(*paths)) == {"h.*.experts.*.up"}
+
+
+def test_many_different_siblings_are_compared_in_reasonable_time() -> None:
+    paths = [f"h.{number}.part{number}" for number in range(5_000)]
+    assert roles(*paths) == paths
+
+
 def test_parts_of_a_sequential_are_not_layers_of_a_trace() -> None:
     timeline = Timeline()
     with timeline.step():

@@ -116,7 +116,12 @@ def test_search_says_what_is_the_largest_if_it_fits() -> None:
 
 
 def test_search_says_if_nothing_fits() -> None:
-    assert say_fit(search(1)) == "Nothing that was tried fits into 1 GB."
+    found = search(1)
+    said = "Nothing that was tried fits into 1 GB."
+    assert say_fit(found).endswith(f"parameters, gradients and optimizer state alone take 12 GiB. {said}")
+    small = tuple(msgspec.structs.replace(one, bytes=1) for one in found.start.categories)
+    start = msgspec.structs.replace(found.start, categories=small)
+    assert say_fit(msgspec.structs.replace(found, start=start)) == said
     assert all(row[1] is None for row in limits_table(search(1)).rows)
 
 
@@ -133,7 +138,9 @@ def test_front_is_drawn_through_its_points() -> None:
     figure = fit_figure(found)
     front = [point for point in figure.points if point.series == "front"]
     assert len(front) == sum(one.on_front for one in found.proposals) > 1
-    assert "checkpoint every block" in draw_part(figure)
+    (limit,) = {point.x for point in figure.points if point.series == "memory: 80 GB"}
+    assert limit == 80e9 / GIB
+    assert "checkpoint 1" in draw_part(figure)
 
 
 def test_several_gpus_are_named_with_their_communication() -> None:

@@ -53,7 +53,7 @@ class Machine:
             case PredictStep(case=case, gpu=gpu) if self.can_predict:
                 allocated = self.gib * GIB * case.workload.batch
                 prediction = predict(case.workload, allocated=allocated, memory=gpu.memory_bytes)
-                return Ended(answer=StepPredicted(prediction=prediction), log=b"")
+                return Ended(answer=StepPredicted(predictions=(prediction,)), log=b"")
             case PredictStep():
                 return Ended(answer=Failed(message="needs a value", bad_input=True), log=b"")
             case MeasureStep(case=case):

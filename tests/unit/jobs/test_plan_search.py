@@ -1,11 +1,13 @@
 """`stepscope plan --fit`: everything that is called fitting was simulated exactly so, with few simulations."""
 
+from collections.abc import Sequence
+
 import msgspec
 import pytest
 
 from stepscope.errors import StepscopeError
-from stepscope.jobs.plan_search import find_fit, find_limit, list_changes, mark_front, rank
-from stepscope.recording.rows.plan_result import PlanResult, Proposal, Verdict
+from stepscope.jobs.plan_search import Setting, find_fit, find_limits, list_changes, mark_front, rank
+from stepscope.recording.rows.plan_result import Limit, PlanResult, Proposal, Verdict
 from stepscope.spec import Workload
 from stepscope.units import GIB, MIB
 from tests.unit.plans import Formula, workload
@@ -21,10 +23,15 @@ def start_of(planner: Formula, **settings: int | str) -> PlanResult:
     return start
 
 
+def search_limit(setting: Setting, start: PlanResult, planner: Formula) -> Limit:
+    (limit,) = find_limits((setting,), start, planner)
+    return limit
+
+
 @pytest.mark.parametrize("batch", [1, 4, 64, 500])
 def test_largest_batch_is_found_with_few_simulations_from_anywhere(batch: int) -> None:
     planner = Formula(24 * 10**9, by_batch)
-    limit = find_limit("batch", start_of(planner, batch=batch), planner)
+    limit = search_limit("batch", start_of(planner, batch=batch), planner)
     fitting = (24 * 10**9 - GIB - 512 * MIB) // (300 * MIB)
     assert (limit.value, limit.beyond) == (fitting, fitting + 1)
     assert planner.simulations <= 5
@@ -32,7 +39,7 @@ def test_largest_batch_is_found_with_few_simulations_from_anywhere(batch: int) -
 
 def test_both_sides_of_a_limit_were_simulated() -> None:
     planner = Formula(24 * 10**9, lambda one: GIB + 17 * MIB * one.batch + 90_000 * one.batch**2)
-    limit = find_limit("batch", start_of(planner, batch=2), planner)
+    limit = search_limit("batch", start_of(planner, batch=2), planner)
     asked = {one.batch for one in planner.asked}
     assert {limit.value, limit.beyond} <= asked
     assert limit.beyond == (limit.value or 0) + 1
@@ -41,7 +48,7 @@ def test_both_sides_of_a_limit_were_simulated() -> None:
 
 def test_quadratic_memory_of_a_context_converges() -> None:
     planner = Formula(24 * 10**9, lambda one: GIB + 2**20 * one.context + 2048 * one.context**2)
-    limit = find_limit("context", start_of(planner), planner)
+    limit = search_limit("context", start_of(planner), planner)
     assert limit.value is not None
     assert limit.beyond is not None
     assert limit.beyond - limit.value == 32
@@ -50,7 +57,7 @@ def test_quadratic_memory_of_a_context_converges() -> None:
 
 def test_batch_stays_a_multiple_of_the_micro_batches() -> None:
     planner = Formula(24 * 10**9, by_batch)
-    limit = find_limit("batch", start_of(planner, batch=8, grad_accumulation=4), planner)
+    limit = search_limit("batch", start_of(planner, batch=8, grad_accumulation=4), planner)
     assert limit.value is not None
     assert limit.value % 4 == 0
     assert all(one.batch % 4 == 0 for one in planner.asked)
@@ -58,13 +65,13 @@ def test_batch_stays_a_multiple_of_the_micro_batches() -> None:
 
 def test_nothing_fits_if_the_smallest_batch_does_not() -> None:
     planner = Formula(10**9, by_batch)
-    limit = find_limit("batch", start_of(planner), planner)
+    limit = search_limit("batch", start_of(planner), planner)
     assert (limit.value, limit.beyond, limit.command) == (None, 1, "")
 
 
 def test_a_model_without_more_positions_is_the_limit() -> None:
     planner = Formula(24 * 10**9, lambda one: GIB + MIB * one.context, refuses=lambda one: one.context > 1024)
-    limit = find_limit("context", start_of(planner), planner)
+    limit = search_limit("context", start_of(planner), planner)
     assert limit.value == 1024
     assert limit.is_cap
 
@@ -153,7 +160,7 @@ def test_what_fits_only_because_cached_memory_is_given_back_is_found() -> None:
             return msgspec.structs.replace(found, reserved_bytes=(reserved, reserved))
 
     planner = Releasing(24 * 10**9, lambda one: GIB + 30 * MIB * one.batch)
-    limit = find_limit("batch", start_of(planner), planner)
+    limit = search_limit("batch", start_of(planner), planner)
     fitting = (24 * 10**9 - GIB - 512 * MIB) // (30 * MIB)
     assert (limit.value, limit.beyond) == (fitting, fitting + 1)
 
@@ -163,14 +170,44 @@ def test_step_that_does_not_fit_is_tried_on_as_many_gpus_as_needed() -> None:
     found = find_fit(workload(batch=4), planner, "stepscope plan")
     assert not found.start.fits
     tried = [(ranks.strategy, ranks.count) for ranks in planner.shared]
-    assert tried == [("bucketed", 8), ("fsdp", 2), ("fsdp", 4), ("fsdp", 8)]
+    assert tried[:4] == [("bucketed", 8), ("fsdp", 2), ("fsdp", 4), ("fsdp", 8)]
     sharded = next(one for one in found.proposals if one.title == "FSDP over 4 GPUs")
     assert "stepscope train" in sharded.command
     assert sharded.command.endswith("--ranks 4 --strategy fsdp")
     assert "--batch 16" in sharded.command
 
 
-def test_more_gpus_than_needed_are_not_tried() -> None:
+def test_more_gpus_than_needed_are_not_proposed() -> None:
     planner = Formula(24 * 10**9, lambda one: 30 * GIB if one.batch == 4 else GIB)
-    find_fit(workload(batch=4), planner, "stepscope plan")
-    assert [ranks.count for ranks in planner.shared] == [8, 2]
+    found = find_fit(workload(batch=4), planner, "stepscope plan")
+    assert {one.changes["ranks"] for one in found.proposals if "ranks" in one.changes} == {2, 8}
+
+
+def test_nothing_is_tried_on_one_gpu_that_cannot_hold_the_parameters() -> None:
+    planner = Formula(24 * 10**9, lambda one: 48 * GIB if one.attention == "naive" or one.batch < 16 else 20 * GIB)
+    found = find_fit(workload(batch=4), planner, "stepscope plan")
+    assert planner.asked == [found.start.workload]
+    assert all(one.value is one.beyond is None for one in found.limits)
+    assert found.fitting[0].title == "bf16 + flash attention + fused AdamW + FSDP over 4 GPUs"
+    assert "--attention flash" in found.fitting[0].command
+
+
+def test_what_fits_on_one_gpu_comes_before_what_needs_several() -> None:
+    several = msgspec.structs.replace(proposal("several", 2, 5), changes={"ranks": 2})
+    made = [several, proposal("one", 4, 30), proposal("smaller", 3, 40)]
+    assert [one.title for one in rank(made)] == ["one", "smaller", "several"]
+    assert [one.title for one in mark_front(made) if one.on_front] == ["one", "smaller"]
+
+
+def test_limits_are_searched_for_at_the_same_time() -> None:
+    class Counting(Formula):
+        def predict_all(self, workloads: Sequence[Workload]) -> list[PlanResult | StepscopeError]:
+            together.append(len(workloads))
+            return super().predict_all(workloads)
+
+    together: list[int] = []
+    planner = Counting(24 * 10**9, lambda one: GIB + 100_000 * one.batch * one.context)
+    batch, context = find_limits(("batch", "context"), start_of(planner, batch=4), planner)
+    assert together[1] == 2, "after the start, one of each"
+    assert batch == search_limit("batch", start_of(planner, batch=4), planner)
+    assert context == search_limit("context", start_of(planner, batch=4), planner)

@@ -18,7 +18,7 @@ from stepscope.jobs.report import plan_stage
 from stepscope.jobs.report.plan_stage import PlanStage, choose_changes, find_target, search
 from stepscope.jobs.report.stage import StageWork, UnavailableError
 from stepscope.jobs.workers.process import Died, Ended, Workers
-from stepscope.recording.rows.plan_result import ALONE, PlannedRanks, PlanResult
+from stepscope.recording.rows.plan_result import PlanResult
 from stepscope.spec import Scalar, Workload, build_case
 from stepscope.units import GIB
 from tests.unit.jobs.test_report_job import NoWorkers
@@ -63,13 +63,11 @@ class Late(Formula):
         super().__init__(141 * 10**9, memory_of)
         self.most = most
 
-    def predict_all(
-        self, workloads: Sequence[Workload], ranks: PlannedRanks = ALONE
-    ) -> list[PlanResult | StepscopeError]:
+    def predict_all(self, workloads: Sequence[Workload]) -> list[PlanResult | StepscopeError]:
         found: list[PlanResult | StepscopeError] = []
         for one in workloads:
             in_time = self.simulations < self.most
-            found += super().predict_all([one], ranks) if in_time else [OutOfTimeError("not simulated within 60 s")]
+            found += super().predict_all([one]) if in_time else [OutOfTimeError("not simulated within 60 s")]
         return found
 
 

@@ -92,7 +92,7 @@ def test_kernels_are_placed_end_to_end(path: Path, pack: Any) -> None:
         "process": 485,
         "device": 0,
         "stream": 7,
-        "correlation": None,
+        "correlation": 0,
         "graph": None,
         "bytes": None,
         "collective": None,

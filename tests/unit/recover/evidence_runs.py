@@ -40,5 +40,8 @@ def truth_of(file: str) -> dict[str, Any]:
 
 
 def with_kernels(evidence: KernelEvidence, sightings: Iterable[Sighting]) -> KernelEvidence:
-    numbered = tuple(msgspec.structs.replace(one, index=index) for index, one in enumerate(sightings))
-    return replace(evidence, sightings=numbered)
+    """Return the evidence of a run that launched these kernels in this order, without their times."""
+    numbered = (
+        msgspec.structs.replace(one, index=index, launch=index, start_ns=None) for index, one in enumerate(sightings)
+    )
+    return replace(evidence, sightings=tuple(numbered))

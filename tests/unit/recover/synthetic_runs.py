@@ -202,8 +202,18 @@ def _attention_half(layer: list[_Part]) -> list[_Part]:
 
 
 def collect(made: Iterable[Sighting], *, counted: bool = True) -> KernelEvidence:
+    # No two launches take the same time.
     numbered = tuple(
-        msgspec.structs.replace(one, index=index, counters=one.counters if counted else {})
+        msgspec.structs.replace(
+            one,
+            index=index,
+            launch=index,
+            start_ns=None,
+            duration_ns=one.duration_ns + index * index % 401,
+            counters=one.counters if counted else {},
+            tensor_dtypes={},
+            noise={},
+        )
         for index, one in enumerate(made)
     )
     return KernelEvidence(source="nsight compute", file="made", sightings=numbered, device_sms=SMS)
@@ -277,7 +287,9 @@ def multiply(name: str, rows: int, columns: int, inner: int, like: Sighting = _L
 
 
 def _product(name: object, grid: Triple, like: Sighting, counters: dict[str, int]) -> Sighting:
-    return msgspec.structs.replace(like, name=name, grid=grid, counters=counters, told=None)
+    return msgspec.structs.replace(
+        like, name=name, grid=grid, registers=None, shared_bytes=None, counters=counters, told=None
+    )
 
 
 def _attend(one: Sighting, model: Model) -> Sighting:

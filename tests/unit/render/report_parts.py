@@ -4,6 +4,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from stepscope.explain.trace.module_tree import fold_modules, plant_tree
 from stepscope.findings import (
     Advice,
     Axis,
@@ -62,6 +63,9 @@ _LAYER = (
 )
 
 
+_OPERATORS = {"GEMM": "aten::mm", "attention": "aten::_flash_attention", "copy": "aten::copy_"}
+
+
 def kernels_of_step() -> list[Kernel]:
     """Forward, loss, backward and AdamW of a small GPT, in the order they run."""
     forward, backward = [], []
@@ -91,8 +95,8 @@ def break_down(runs: Sequence[Sequence[Kernel]], walls_ns: Sequence[float]) -> B
     readers: dict[str, tuple[str, Callable[[Kernel], str]]] = {
         "class": ("Class", lambda kernel: kernel.kind),
         "phase": ("Phase", lambda kernel: kernel.phase),
-        "layer": ("Layer", lambda kernel: kernel.layer or "outside layers"),
         "module": ("Module", lambda kernel: kernel.module or "unknown"),
+        "op": ("Operator", lambda kernel: _OPERATORS.get(kernel.kind, "aten::add")),
         "kernel": ("Kernel", lambda kernel: kernel.name),
     }
     values: dict[str, dict[str, int]] = {key: {} for key in readers}
@@ -115,7 +119,7 @@ def break_down(runs: Sequence[Sequence[Kernel]], walls_ns: Sequence[float]) -> B
             tuple(row[run][which] if row[run][1] else None for row in rows.values()) for run in range(len(runs))
         )
 
-    names = values["kernel"]
+    names, modules = values["kernel"], tuple(values["module"])
     details = tuple(f"{name}: what its name says\n{_FULL.format(name, 'int')}" for name in names)
     busy = [sum(kernel.length_ns * kernel.count for kernel in kernels) for kernels in runs]
     return Breakdown(
@@ -132,6 +136,9 @@ def break_down(runs: Sequence[Sequence[Kernel]], walls_ns: Sequence[float]) -> B
         longest_ns=spread(3),
         walls_ns=tuple(walls_ns),
         idles_ns=tuple(max(0.0, wall - own) for wall, own in zip(walls_ns, busy, strict=True)),
+        tree=plant_tree(modules, fold_modules(dict.fromkeys(modules, ""))),
+        lines=("model.py:31 forward",),
+        sources=tuple(0 if at else -1 for at in range(len(rows))),
         notes=("Times are a mean of 3 steps.", "Layer norm is counted to the block it stands in."),
     )
 

@@ -1,7 +1,7 @@
 """Whole reports of invented runs: what pages and exports are tried on.
 
-`one_run`, `two_runs`, `partial`, `empty`, `huge` (many kernels, many rows) and `hostile`, in which every text was
-written by somebody who wants out of the page.
+`one_run`, `two_runs`, `many_runs`, `partial`, `empty`, `huge` (many kernels, many rows) and `hostile`, in which every
+text was written by somebody who wants out of the page.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -30,6 +30,8 @@ from stepscope.findings import (
     Table,
     Timeline,
 )
+from stepscope.findings.compared import AlignedMemory, AlignedSteps, Trend
+from tests.unit.render.comparison_samples import aligned_memory, aligned_steps, trend_of_cases, trend_of_steps
 from tests.unit.render.report_parts import (
     COMMAND,
     WALL_NS,
@@ -157,7 +159,13 @@ def two_runs() -> Report:
         title="Questions", runs=runs, parts=(asked, msgspec.structs.replace(asked, questions=asked.questions[:2]))
     )
     sections = (
-        _section("changes", "What changed", Exhibit(key="changes", part=changes)),
+        _section(
+            "changes",
+            "What changed",
+            Exhibit(key="changes-steps", part=aligned_steps()),
+            Exhibit(key="changes", part=changes),
+            Exhibit(key="changes-memory", part=aligned_memory()),
+        ),
         _section("timeline", "Timeline", Exhibit(key="step-timeline", part=lanes)),
         _section("time", "Time", Exhibit(key="breakdown", part=break_down([before, after], [141.6e6, WALL_NS]))),
         _section("roofline", "Roofline", Exhibit(key="roofline", part=draw_roofline(runs))),
@@ -172,6 +180,21 @@ def two_runs() -> Report:
         facts=tell_facts(before=True),
         picture=picture_steps([before, after], [141.6e6, WALL_NS]),
         sections=sections,
+    )
+
+
+def many_runs() -> Report:
+    """Five runs compared with the first."""
+    trends = (trend_of_steps(), trend_of_cases())
+    exhibits = tuple(Exhibit(key=f"trend-{number}", part=trend) for number, trend in enumerate(trends))
+    return msgspec.structs.replace(
+        one_run(),
+        title="small: 5 runs",
+        runs=trends[0].runs,
+        sentence="5 runs: the fourth one is the fastest, 48.0 ms per step.",
+        picture=None,
+        advice=None,
+        sections=(_section("runs", "Runs compared", *exhibits),),
     )
 
 
@@ -194,6 +217,9 @@ def empty() -> Report:
         msgspec.structs.replace(categories_table(), rows=()),
         Questions(title="Questions", questions=()),
         Timeline(title="", subtitle="", x=Axis(label=""), y=Axis(label=""), times=(), areas=()),
+        AlignedSteps(title="", runs=("A", "B"), places=()),
+        AlignedMemory(title="", runs=("A", "B"), categories=(), stretches=(), heights=((), ())),
+        Trend(title="", label="", kind="ms", runs=(), lines=(), baseline=0),
     )
     exhibits = tuple(Exhibit(key=f"part-{number}", part=part) for number, part in enumerate(parts))
     return Report(
@@ -222,15 +248,16 @@ def huge() -> Report:
 
 
 def hostile() -> Report:
-    """`one_run` and `two_runs` with every text replaced, except keys, units and kinds."""
-    one, two = one_run(), two_runs()
+    """`one_run`, `two_runs` and `many_runs` with every text replaced, except keys, units and kinds."""
+    one = one_run()
     sections = one.sections + tuple(
         msgspec.structs.replace(
             section,
-            key=f"{section.key}-of-two",
-            exhibits=tuple(Exhibit(key=f"{e.key}-of-two", part=e.part) for e in section.exhibits),
+            key=f"{section.key}-of-others",
+            exhibits=tuple(Exhibit(key=f"{e.key}-of-others", part=e.part) for e in section.exhibits),
         )
-        for section in two.sections
+        for other in (two_runs(), many_runs())
+        for section in other.sections
     )
     report = msgspec.structs.replace(one, sections=sections, is_partial=True)
     spoilt = _spoil(report, cycle(HOSTILE))

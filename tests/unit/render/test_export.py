@@ -37,8 +37,8 @@ FIGURES = {
     "step-timeline",
     "breakdown-class",
     "breakdown-phase",
-    "breakdown-layer",
     "breakdown-module",
+    "breakdown-op",
     "roofline",
     "memory-timeline",
     "attention",
@@ -49,8 +49,8 @@ TABLES = {
     "findings",
     "breakdown-class",
     "breakdown-phase",
-    "breakdown-layer",
     "breakdown-module",
+    "breakdown-op",
     "breakdown-kernel",
     "memory-categories",
     "memory-largest",
@@ -187,14 +187,12 @@ def test_breakdown_of_two_runs_shows_the_change() -> None:
     assert (row["ms_a"], row["ms_b"], row["change_ms"]) == (3.0, 6.0, 3.0)
 
 
-def test_layers_are_sorted_by_number_and_modules_by_time() -> None:
+def test_bars_of_modules_are_sorted_by_time_and_fold_alike_layers() -> None:
     bars = {one.key: one.bars for one in chart_dimensions(break_down([kernels_of_step()], [6e7]))}
-    layers = bars["layer"].labels
-    assert layers[:3] == ("layers.0", "layers.1", "layers.2")
-    assert layers[10:] == ("layers.10", "layers.11", "outside layers")
-    times = bars["module"].values[0]
+    labels, times = bars["module"].labels, bars["module"].values[0]
+    assert "12 × layers.*.attention.qkv" in labels
     assert list(times) == sorted(times, key=lambda time: -(time or 0))
-    assert any("others, each shorter" in note for note in bars["module"].notes)
+    assert sum(time or 0 for time in times) == pytest.approx(sum(time or 0 for time in bars["class"].values[0]))
 
 
 def test_short_kernels_are_as_high_as_their_share_of_the_time() -> None:
@@ -220,7 +218,7 @@ def test_undrawable_points_are_noted() -> None:
 
 def test_empty_report_still_has_figures_and_tables() -> None:
     drawings, listings = collect(tidy(report_samples.empty()))
-    assert len(drawings) == 6
+    assert len(drawings) == 9
     for drawing in drawings:
         assert ElementTree.fromstring(drawing.draw()).tag.endswith("}svg")
     assert len(listings) == 9

@@ -31,7 +31,7 @@ from stepscope.render.formats import COPYABLE, clean, hide_private
 from stepscope.render.site import write_site
 from stepscope.render.site.packing import pack_breakdown
 from tests.unit.render.report_parts import ask, break_down, categories_table, draw_attention, kernels_of_step
-from tests.unit.render.report_samples import HOSTILE, empty, hostile, huge, one_run, partial, two_runs
+from tests.unit.render.report_samples import HOSTILE, empty, hostile, huge, many_runs, one_run, partial, two_runs
 
 _VOID = {"meta", "input", "br"}
 # The attributes allowed on our pages: none that run code, style or fetch.
@@ -85,7 +85,7 @@ def visible(page: str) -> str:
     return re.sub(r"\s+", " ", unescape(re.sub(r"<[^>]*>", " ", body)))
 
 
-@pytest.mark.parametrize("sample", [one_run, two_runs, partial, empty, huge, hostile])
+@pytest.mark.parametrize("sample", [one_run, two_runs, many_runs, partial, empty, huge, hostile])
 def test_page_is_well_formed_and_has_no_inline_code(sample: Any) -> None:
     reader = Reader(write_site(sample()))
     assert [tag for tag, _ in reader.tags].count("script") == 2
@@ -169,7 +169,7 @@ def test_data_round_trips() -> None:
     packed = data["exhibits"]["breakdown"]
     part = next(section for section in report.sections if section.key == "time").exhibits[0].part
     assert packed["times"][0] == [round(time) for time in part.times_ns[0]]  # type: ignore[union-attr]
-    assert [dimension["key"] for dimension in packed["dimensions"]] == ["class", "phase", "layer", "module", "kernel"]
+    assert [dimension["key"] for dimension in packed["dimensions"]] == ["class", "phase", "module", "op", "kernel"]
     assert list(zip(*packed["places"], strict=True)) == list(part.places)  # type: ignore[union-attr]
 
 

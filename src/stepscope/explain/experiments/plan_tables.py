@@ -241,10 +241,15 @@ def say_fit(found: FitResult) -> str:
         limits = [f"{one.setting} {one.value}" for one in found.limits if one.value]
         return f"Largest that fits: {', '.join(limits)}." if limits else "It fits as it is."
     best = next((one for one in found.proposals if one.fits), None)
-    if best is None:
-        return f"Nothing that was tried fits into {found.gpu.memory_bytes / 1e9:.4g} GB."
-    time = f", {say_time(best.step_ns)} per step" if best.step_ns else ""
-    return f"Fits with {best.title}: {say_bytes(best.peak_allocated_bytes or 0)} allocated{time}."
+    memory = f"{found.gpu.memory_bytes / 1e9:.4g} GB"
+    words = f"Nothing that was tried fits into {memory}."
+    if best is not None:
+        time = f", {say_time(best.step_ns)} per step" if best.step_ns else ""
+        words = f"Fits with {best.title}: {say_bytes(best.peak_allocated_bytes or 0)} allocated{time}."
+    if found.start.can_fit:
+        return words
+    kept = say_bytes(found.start.kept_bytes)
+    return f"One GPU is not enough: parameters, gradients and optimizer state alone take {kept}. {words}"
 
 
 def limits_table(found: FitResult) -> Table:
@@ -283,7 +288,7 @@ def _limit_row(limit: Limit) -> tuple[Cell, ...]:
 def proposals_table(found: FitResult) -> Table:
     start = found.start
     return Table(
-        title="Changes, those that fit first, the fastest first",
+        title="Changes, those that fit first: the fewest GPUs, then the fastest",
         columns=(
             Column(key="change", label="change"),
             _FITS,
@@ -299,7 +304,8 @@ def proposals_table(found: FitResult) -> Table:
         rows=tuple(_proposal_row(one, start) for one in found.proposals),
         notes=(
             f"Every line was simulated as it is; {found.simulations} simulations in all.",
-            "front: nothing else in the table needs both less memory and less time.",
+            "front: nothing else for one GPU needs both less memory and less time.",
+            *(f"Not simulated: {one.title}: {one.refused}." for one in found.proposals if one.refused),
             *found.notes,
         ),
     )
@@ -307,7 +313,7 @@ def proposals_table(found: FitResult) -> Table:
 
 def _proposal_row(proposal: Proposal, start: PlanResult) -> tuple[Cell, ...]:
     if proposal.refused:
-        return (proposal.title, proposal.refused, *[None] * 7, None, None)
+        return (proposal.title, "not simulated", *[None] * 7, None, None)
     peak, step = proposal.peak_allocated_bytes, proposal.step_ns
     return (
         proposal.title,
@@ -324,21 +330,36 @@ def _proposal_row(proposal: Proposal, start: PlanResult) -> tuple[Cell, ...]:
 
 
 def fit_figure(found: FitResult) -> Figure:
-    """Memory against time: a mark for everything that was simulated, and a line along the front."""
+    """Memory against time: a mark for everything that was simulated, a line along the front, and one where the memory
+    of the GPU ends."""
+    context = found.start.context_bytes
     drawn = [
-        (one, Point(panel="", series=_name_mark(one), x=one.reserved_bytes[1] / GIB, y=one.step_ns / 1e6))
+        (one, Point(panel="", series=_name_mark(one), x=(high + context) / GIB, y=one.step_ns / 1e6))
         for one in found.proposals
-        if one.reserved_bytes and one.step_ns
+        if (high := (one.reserved_bytes or (0, 0))[1]) and one.step_ns
     ]
     front = [msgspec.structs.replace(point, series="front") for one, point in drawn if one.on_front]
+    memory = found.gpu.memory_bytes
+    highest = max((point.y for _, point in drawn), default=0.0)
+    limit = [
+        Point(panel="", series=f"memory: {memory / 1e9:.4g} GB", x=memory / GIB, y=height) for height in (0.0, highest)
+    ]
     return Figure(
         title="Predicted memory and time",
         subtitle=f"{say_workload(found.start)}; {found.simulations} simulations",
-        x=Axis(label="reserved memory, high end", unit="GiB"),
+        x=Axis(label="memory with the CUDA context, high end", unit="GiB"),
         y=Axis(label="step time", unit="ms"),
-        points=(*front, *(point for _, point in drawn)),
+        points=(*limit, *front, *(point for _, point in drawn)),
     )
 
 
 def _name_mark(proposal: Proposal) -> str:
-    return proposal.title if proposal.fits else f"{proposal.title} ({proposal.verdict})"
+    """What changes, short enough for a legend."""
+    changes = proposal.changes
+    words = [str(changes[name]) for name in ("precision", "attention") if name in changes]
+    words += ["fused"] if "optimizer" in changes else []
+    words += [f"checkpoint {changes['checkpoint']}"] if "checkpoint" in changes else []
+    words += [f"{changes['grad_accumulation']} passes"] if "grad_accumulation" in changes else []
+    if "ranks" in changes:
+        words.append(f"{changes['ranks']} × {'FSDP' if changes['strategy'] == 'fsdp' else 'sharded optimizer'}")
+    return " + ".join(words) or proposal.title

@@ -18,6 +18,7 @@ from stepscope.findings import Area, Axis, Piece, Stretch, Timeline
 from stepscope.recording.rows.memory_summary import Allocation
 
 By = Literal["category", "module"]
+Instants = np.ndarray[Any, np.dtype[np.int64]]  # events
 MOST_SLICES = 4096
 MOST_PIECES = 2000
 _STACK_LINES = 8
@@ -32,7 +33,7 @@ def memory_timeline(
     instants = _instants(profile, start, end)
     first = int(instants[0]) if len(instants) else start
     allocations = _in_view(profile.allocations, first, end).with_columns(area=_area(by))
-    names = _area_names(allocations, by)
+    areas = _stack_areas(allocations, instants, by)
     times = _times_ms(profile, instants)
     return Timeline(
         title=title or "Memory over time",
@@ -40,15 +41,26 @@ def memory_timeline(
         x=Axis(label="CPU time of allocations", unit="ms"),
         y=Axis(label="allocated memory", unit="bytes"),
         times=tuple(times),
-        areas=tuple(Area(name=name, values=_heights(allocations, name, instants)) for name in names),
+        areas=areas,
         stretches=_stretches(profile, instants, start, end),
-        pieces=_pieces(profile, allocations, names, instants),
+        pieces=_pieces(profile, allocations, [area.name for area in areas], instants),
         line=_reserved_line(profile, instants),
         notes=_notes(profile, instants, start, end, step),
     )
 
 
-def _instants(profile: MemoryProfile, start: int, end: int) -> np.ndarray[Any, np.dtype[np.int64]]:
+def stack_categories(profile: MemoryProfile, instants: Instants) -> tuple[Area, ...]:
+    """The categories from bottom to top, each with its bytes after the given events, which must be in order. They add
+    up to the allocated memory."""
+    return _stack_areas(profile.allocations.with_columns(area=_area("category")), instants, "category")
+
+
+def _stack_areas(allocations: pl.DataFrame, instants: Instants, by: By) -> tuple[Area, ...]:
+    names = _area_names(allocations, by)
+    return tuple(Area(name=name, values=_heights(allocations, name, instants)) for name in names)
+
+
+def _instants(profile: MemoryProfile, start: int, end: int) -> Instants:
     """The event at the highest point of each slice. For the first slice this can be the event just before it, which is
     the peak if a step only frees memory; before the first event it is -1."""
     totals: Bytes = profile.totals
@@ -62,7 +74,7 @@ def _instants(profile: MemoryProfile, start: int, end: int) -> np.ndarray[Any, n
     return instants
 
 
-def _reserved_line(profile: MemoryProfile, instants: np.ndarray[Any, Any]) -> Area | None:
+def _reserved_line(profile: MemoryProfile, instants: Instants) -> Area | None:
     if profile.reserved is None:
         return None
     known = profile.reserved[np.maximum(instants, 0)]  # before the first event, use the value after it
@@ -98,7 +110,7 @@ def _module_order(name: str) -> tuple[int, int, str]:
     return (1, int(number), "") if number.isdecimal() else (2, 0, name)
 
 
-def _heights(allocations: pl.DataFrame, name: str, instants: np.ndarray[Any, Any]) -> tuple[int, ...]:
+def _heights(allocations: pl.DataFrame, name: str, instants: Instants) -> tuple[int, ...]:
     rows = allocations.filter(pl.col("area") == name)
     first, last = _slices(rows, instants)
     changes = np.zeros(len(instants) + 1, dtype=np.int64)
@@ -107,7 +119,7 @@ def _heights(allocations: pl.DataFrame, name: str, instants: np.ndarray[Any, Any
     return tuple(int(value) for value in np.cumsum(changes)[: len(instants)])
 
 
-def _slices(rows: pl.DataFrame, instants: np.ndarray[Any, Any]) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
+def _slices(rows: pl.DataFrame, instants: Instants) -> tuple[Instants, Instants]:
     """The first and the last slice (exclusive) in which each allocation is alive."""
     first = np.searchsorted(instants, rows["start_event"].fill_null(-1).to_numpy(), side="left")
     forever = np.iinfo(np.int64).max
@@ -116,7 +128,7 @@ def _slices(rows: pl.DataFrame, instants: np.ndarray[Any, Any]) -> tuple[np.ndar
 
 
 def _pieces(
-    profile: MemoryProfile, allocations: pl.DataFrame, names: list[str], instants: np.ndarray[Any, Any]
+    profile: MemoryProfile, allocations: pl.DataFrame, names: list[str], instants: Instants
 ) -> tuple[Piece, ...]:
     first, last = _slices(allocations, instants)
     shown = allocations.with_columns(first=pl.Series(first), last=pl.Series(last)).filter(
@@ -165,7 +177,7 @@ def _detail(one: Allocation) -> tuple[str, ...]:
     return tuple(line for line in (kept, say_shape(one), allocated, *frames) if line)
 
 
-def _times_ms(profile: MemoryProfile, instants: np.ndarray[Any, Any]) -> list[float]:
+def _times_ms(profile: MemoryProfile, instants: Instants) -> list[float]:
     """The time of each event, or its number if the snapshot has no timestamps."""
     known = profile.allocations.select("start_event", "start_ns").drop_nulls()
     ended = profile.allocations.select(start_event="end_event", start_ns="end_ns").drop_nulls()
@@ -177,7 +189,7 @@ def _times_ms(profile: MemoryProfile, instants: np.ndarray[Any, Any]) -> list[fl
     return [float(value) for value in times - times[0]] if len(times) else []
 
 
-def _stretches(profile: MemoryProfile, instants: np.ndarray[Any, Any], start: int, end: int) -> tuple[Stretch, ...]:
+def _stretches(profile: MemoryProfile, instants: Instants, start: int, end: int) -> tuple[Stretch, ...]:
     stretches = []
     spans = profile.recording.spans.filter(pl.col("phase").is_not_null() & (pl.col("phase") != "loss"))
     for row in spans.iter_rows(named=True):
@@ -196,9 +208,7 @@ def _subtitle(profile: MemoryProfile, step: int | None) -> str:
     return f"{what}{which}; {manifest.device}" if manifest.device else f"{what}{which}"
 
 
-def _notes(
-    profile: MemoryProfile, instants: np.ndarray[Any, Any], start: int, end: int, step: int | None
-) -> tuple[str, ...]:
+def _notes(profile: MemoryProfile, instants: Instants, start: int, end: int, step: int | None) -> tuple[str, ...]:
     # The CPU allocates ahead of the GPU, so phases take other times here than in a picture of the step.
     notes = ["time is that of the CPU when it allocates and frees, not of kernels"]
     if step is not None and step == profile.last_plain_step != profile.steps[-1]:

@@ -18,7 +18,7 @@ from stepscope.explain.story.bounds import Shares
 from stepscope.explain.story.commands import find_case, find_strangers
 from stepscope.explain.story.phrases import name_step, say_started
 from stepscope.explain.story.script import find_loop, find_model_class, name_script, say_passes
-from stepscope.explain.story.sections.environment_facts import find_environment
+from stepscope.explain.story.sections.environment_facts import find_environment, find_started
 from stepscope.explain.story.sources import Materials
 from stepscope.explain.trace.profile import kernel_word
 from stepscope.explain.trace.roofline import measure_use
@@ -65,6 +65,14 @@ class Opening:
         if memory is None or (timed is not None and "memory" in find_strangers(self.materials)):
             return timed
         return memory.peak_bytes
+
+    @property
+    def is_of_process(self) -> bool:
+        """Whether the peak counts all memory of the process rather than what an allocator handed out."""
+        row, memory = self.materials.timed_row, self.materials.memory
+        if row is None or row.measurement is None or (memory is not None and memory.peak_bytes == self.peak_bytes):
+            return False
+        return row.measurement.peak_kind == "rss above start"
 
     @cached_property
     def parameters(self) -> int | None:
@@ -128,26 +136,22 @@ def _title_script(materials: Materials) -> str:
 
 def subtitle_of(materials: Materials) -> str:
     """The rank if there are several, the device, the PyTorch version and the start time, as far as they are known."""
-    device, torch, started = "", "", ""
+    device, torch = "", ""
     for one in (materials.profile, materials.memory):
         if one is not None:
             manifest = one.recording.manifest
             facts = manifest.memory
             device = device or manifest.device or (facts.device if facts else "")
             torch = torch or find_torch(manifest)
-            started = started or manifest.started
     environment = find_environment(materials)
     rank = f"{name_rank(materials)} of {len(materials.ranks)} recorded ranks" if len(materials.ranks) > 1 else ""
     if environment is not None:
         device, torch = environment.driver_name, environment.torch
-    for row in (*materials.bench[:1], *materials.attention[:1]):
-        started = started or row.started
-    started = started or (materials.precision.started if materials.precision else "")
     words = [
         rank,
         device,
         f"PyTorch {torch}" if torch else "",
-        say_started(started),
+        say_started(find_started(materials)),
     ]
     return SEPARATOR.join(word for word in words if word)
 
@@ -338,13 +342,12 @@ def _say_samples(materials: Materials) -> str:
 def _memory(opening: Opening) -> Fact | None:
     if opening.peak_bytes is None:
         return None
-    memory, row = opening.materials.memory, opening.materials.timed_row
+    memory = opening.materials.memory
     if memory is not None and memory.peak_bytes == opening.peak_bytes:
         _, phase = memory.place_of(memory.peak_event)
         note = f"allocated, in {phase}" if phase else "allocated"
     else:
-        of_process = row is not None and row.measurement is not None and row.measurement.peak_kind == "rss above start"
-        note = "growth of the process since it started" if of_process else "allocated"
+        note = "growth of the process since it started" if opening.is_of_process else "allocated"
     return Fact(key="memory", label="peak memory", value=opening.peak_bytes, kind="bytes", note=note)
 
 

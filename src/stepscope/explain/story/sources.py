@@ -40,6 +40,17 @@ TimedBy = Literal["bench", "unprofiled", "profiled"]
 _Described = TypeVar("_Described", BenchRow, AttentionRow, Manifest)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepTimes:
+    """A step time, the samples behind it (none if they were not kept), and what measured it. `has_overhead` if a
+    profiler may have made it longer."""
+
+    step_ns: float
+    samples: tuple[Fraction, ...]
+    timed_by: TimedBy
+    has_overhead: bool = False
+
+
 @dataclass(frozen=True, kw_only=True)
 class Materials:
     """`bench` starts with the row of the run itself; other rows are variants, such as other precisions. `ranks` has all
@@ -116,6 +127,18 @@ class Materials:
         row = self.timed_row
         return tuple(map(Fraction, row.measurement.step_ns)) if row and row.measurement else ()
 
+    @property
+    def step_times(self) -> StepTimes | None:
+        """What comparisons with other runs need; None if no step is known."""
+        if self.step_ns is None:
+            return None
+        return StepTimes(
+            step_ns=self.step_ns,
+            samples=self.step_samples,
+            timed_by=self.timed_by,
+            has_overhead=self.clock is not None and self.clock.has_overhead,
+        )
+
     @cached_property
     def loop(self) -> LoopTime | None:
         """The time of the training loop; None for a run of stepscope's own, which has a step without one."""
@@ -177,8 +200,9 @@ def _with_best(one: _Described, measured: Sequence[Hardware]) -> _Described:
 
 def is_same_run(case: Case, other: Case) -> bool:
     """Whether two cases are equal apart from device and seed."""
-    return _plain(case) == _plain(other)
+    return plain_workload(case) == plain_workload(other)
 
 
-def _plain(case: Case) -> Workload:
+def plain_workload(case: Case) -> Workload:
+    """What identifies a case on any device."""
     return msgspec.structs.replace(case.workload, device="auto", seed=0)

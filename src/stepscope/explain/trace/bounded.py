@@ -41,7 +41,7 @@ from stepscope.recording.windows import (
 NOTE = "read in bounded memory: the breakdown is complete; findings, questions and single kernels are not available"
 CUT_NOTE = "the kernels of the last operators are missing, so idle time is too high"
 # The tables that are available in this mode.
-PARTS = ("classes", "phases", "kernels", "modules", "layers", "ops", "ranges", "streams")
+PARTS = ("classes", "phases", "kernels", "modules", "tree", "layers", "ops", "ranges", "streams")
 _ON_A_PAGE = 6
 _GROUPED = ("name", "kind", "launched", "op", "module", "phase", "user_range", "forward_range")
 _ON_DEVICE = ("start_ns", "end_ns", "process", "device", "stream", "step", "launch_ns")

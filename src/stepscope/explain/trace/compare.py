@@ -27,7 +27,7 @@ from stepscope.explain.trace.accounting import Ints, account
 from stepscope.explain.trace.clock import Clock
 from stepscope.explain.trace.comparability import compare_circumstances
 from stepscope.explain.trace.profile import UNKNOWN, Profile
-from stepscope.explain.trace.run_labels import BEFORE_AND_AFTER, identify, label_runs
+from stepscope.explain.trace.run_labels import BEFORE_AND_AFTER, identify, label_pair
 from stepscope.findings import Cell, Column, Table
 from stepscope.units import count_noun, say_time
 
@@ -89,7 +89,7 @@ def compare(
     names: tuple[str, str] = BEFORE_AND_AFTER,
     labels: tuple[str, str] | None = None,
 ) -> ProfileComparison:
-    labels = labels or label_runs(identify(a, names[0]), identify(b, names[1]))
+    labels = labels or label_pair(identify(a, names[0]), identify(b, names[1]))
     one, other = (_take_apart(profile, by) for profile in (a, b))
     steps = round(a.clock.step_ns), round(b.clock.step_ns)
     wall = ComparisonRow(group="step", name=WALL, a_ns=steps[0], b_ns=steps[1], verdict=judge_steps(a.clock, b.clock))

@@ -3,6 +3,7 @@ comparisons are all computed from it."""
 
 import hashlib
 import shlex
+from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 from fractions import Fraction
@@ -26,6 +27,19 @@ from stepscope.recording.store import Recording
 from stepscope.units import count_noun
 
 UNKNOWN = "unknown"
+# The phases in the order of a step.
+_PHASES = (
+    "warm-up",
+    "input",
+    "forward",
+    "loss",
+    "backward",
+    "clipping",
+    "optimizer",
+    "scheduler",
+    "logging",
+    "checkpoint",
+)
 _WORTH_KEEPING = 20_000  # kernels; attributing fewer is faster than reading a file
 
 
@@ -230,6 +244,11 @@ def code_digest() -> str:
     """Return a digest of the code in `explain`: results cached by another version are not used."""
     files = sorted(Path(__file__).parents[1].rglob("*.py"))
     return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()[:12]
+
+
+def order_phases(phases: Iterable[str]) -> list[str]:
+    """Return phases in the order of a step; others by name, and unknown ones last."""
+    return sorted(phases, key=lambda one: (_PHASES.index(one) if one in _PHASES else len(_PHASES), one == UNKNOWN, one))
 
 
 def device_word(profile: Profile) -> str:

@@ -8,7 +8,8 @@ import polars as pl
 from stepscope.explain.experiments.cases import describe_case
 from stepscope.explain.trace.loop.loop_tables import loop_table, syncs_table
 from stepscope.explain.trace.loop.source_lines import main_sources
-from stepscope.explain.trace.profile import Profile, shares_by_launch
+from stepscope.explain.trace.module_tree import SMALLER, ModuleNode, add_up_modules, choose_nodes
+from stepscope.explain.trace.profile import Profile, order_phases, shares_by_launch
 from stepscope.explain.trace.ranges_table import ranges_table
 from stepscope.explain.trace.summary import KernelTime, kernel_times
 from stepscope.findings import Cell, Column, Finding, Table, joint_saving
@@ -17,6 +18,7 @@ from stepscope.units import count_noun
 
 _MS = 1e6
 _US = 1e3
+_INSIDE = "· "  # a module inside another; renderers drop spaces
 # The columns that all tables of kernel time share.
 _TIMES = (
     Column(key="kernel_ms", label="kernels ms", kind="ms"),
@@ -176,6 +178,59 @@ def modules_table(profile: Profile, *, top: int | None = None) -> Table:
     return _grouped(profile, "module", ("module", "layer"), top)
 
 
+def tree_table(profile: Profile, *, top: int | None = None) -> Table:
+    """Return the modules as a tree, with alike layers folded. What a module runs itself is a row `(self)` inside it, so
+    rows of one depth add up."""
+    root = add_up_modules(profile.kernels)
+    phases = order_phases(root.phases)
+    nodes = choose_nodes(root, top)
+    hidden = [node for node in nodes if node.label == SMALLER]
+    return Table(
+        title="Time by module, alike layers folded",
+        columns=(
+            Column(key="tree", label="module"),
+            *_TIMES,
+            Column(key="each_ms", label="each ms", kind="ms"),
+            Column(key="min_ms", label="min ms", kind="ms"),
+            Column(key="max_ms", label="max ms", kind="ms"),
+            *(Column(key=f"{phase}_ms", label=f"{phase} ms", kind="ms") for phase in phases),
+            Column(key="module", label="path", detail=True),
+            Column(key="depth", label="depth", kind="count", detail=True),
+            Column(key="copies", label="copies", kind="count", detail=True),
+            Column(key="shortest", label="shortest", detail=True),
+            Column(key="longest", label="longest", detail=True),
+        ),
+        rows=tuple(_tree_row(profile, node, phases) for node in nodes),
+        notes=(
+            scope(profile),
+            "each, min and max: of the modules in one row",
+            *((f"{SMALLER}: --top {len(choose_nodes(root))} shows all rows",) if hidden else ()),
+        ),
+    )
+
+
+def _tree_row(profile: Profile, node: ModuleNode, phases: Sequence[str]) -> tuple[Cell, ...]:
+    copies = len(node.copies)
+    label = f"{_INSIDE * node.depth}{f'{copies} × ' if copies > 1 else ''}{node.label}"
+    ranked = sorted(node.copies, key=lambda single: (node.copies[single], single)) if copies > 1 else []
+    spread: tuple[float | None, ...] = (None, None, None)
+    if ranked:
+        times_ns = (node.time_ns / copies, node.copies[ranked[0]], node.copies[ranked[-1]])
+        spread = tuple(_per_step(profile, time_ns) for time_ns in times_ns)
+    return (
+        label,
+        _per_step(profile, node.time_ns),
+        node.time_ns / max(1, profile.gpu_time_ns),
+        node.count / profile.num_steps,
+        *spread,
+        *(_per_step(profile, node.phases[phase]) if phase in node.phases else None for phase in phases),
+        node.path,
+        node.depth,
+        copies or None,
+        *((ranked[0], ranked[-1]) if ranked else (None, None)),
+    )
+
+
 def layers_table(profile: Profile, *, top: int | None = None) -> Table:
     return _grouped(profile, "layer", ("layer", "phase"), top)
 
@@ -323,6 +378,7 @@ _WHOLE: dict[str, Callable[[Profile], Table]] = {
 _RANKED = {
     "kernels": kernels_table,
     "modules": modules_table,
+    "tree": tree_table,
     "layers": layers_table,
     "ops": ops_table,
     "ranges": ranges_table,

@@ -1,8 +1,8 @@
-"""Labels for the two runs of a comparison: what differs between them (`bf16 + flash` and `fp32 + naive`), else the
-names of their files or directories, else `before` and `after`.
+"""Labels for the runs of a comparison: what differs between them (`bf16 + flash` and `fp32 + naive`), else the names of
+their files or directories, else `before` and `after`, or a number.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from stepscope.explain.model_names import Model, name_model
@@ -45,7 +45,7 @@ _OFF = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunIdentity:
-    """What can name one side of a comparison. `name` is a path, the name of a file, or any other description."""
+    """What can name one run of a comparison. `name` is a path, the name of a file, or any other description."""
 
     name: str
     case: Case | None = None
@@ -63,57 +63,82 @@ def find_torch(manifest: Manifest) -> str:
     return manifest.environment.torch if manifest.environment else manifest.versions.get("torch", "")
 
 
-def label_runs(a: RunIdentity, b: RunIdentity) -> tuple[str, str]:
+def label_pair(a: RunIdentity, b: RunIdentity) -> tuple[str, str]:
     """Two different labels of at most `MOST_LABEL` characters."""
-    for one, other in _candidates(a, b):
-        labels = _shorten(one), _shorten(other)
-        if all(labels) and labels[0] != labels[1]:
+    one, other = label_runs([a, b])
+    return one, other
+
+
+def label_runs(runs: Sequence[RunIdentity], most: int = MOST_LABEL) -> tuple[str, ...]:
+    """Different labels of at most `most` characters, one per run."""
+    for words in _join_candidates(list(_candidates(runs))):
+        labels = tuple(_shorten(one, most) for one in words)
+        if all(labels) and len(set(labels)) == len(labels):
             return labels
-    return BEFORE_AND_AFTER
+    return BEFORE_AND_AFTER if len(runs) == 2 else tuple(f"run {number}" for number in range(1, len(runs) + 1))
 
 
-def _candidates(a: RunIdentity, b: RunIdentity) -> Iterator[tuple[list[str], list[str]]]:
-    """Words for both sides, the best first."""
-    names = _differing_names(a.name, b.name)
-    if a.case is not None and b.case is not None:
-        yield _differing_settings(a.case.workload, b.case.workload)
-        yield [a.device], [b.device]
-        if a.torch and b.torch:
-            yield [f"PyTorch {a.torch}"], [f"PyTorch {b.torch}"]
-    elif a.case is not None:
-        yield [name_model(a.case.workload.model)], [names[1]]
-    elif b.case is not None:
-        yield [names[0]], [name_model(b.case.workload.model)]
-    yield [names[0]], [names[1]]
-    yield [a.name], [b.name]
+def _join_candidates(candidates: Sequence[list[list[str]]]) -> Iterator[list[list[str]]]:
+    """The candidates; of more than two runs, those that tell some of them apart also together with a later one:
+    repeated runs among others have their settings and a name."""
+    for at, words in enumerate(candidates):
+        yield words
+        if len(words) > 2 and any(one != words[0] for one in words):
+            for others in candidates[at + 1 :]:
+                yield [[*one, *more] for one, more in zip(words, others, strict=True)]
 
 
-def _differing_settings(a: Workload, b: Workload) -> tuple[list[str], list[str]]:
-    sides: tuple[list[str], list[str]] = ([], [])
-    if a.model != b.model:
-        for side, words in zip(sides, _differing_models(a.model, b.model), strict=True):
-            side.extend(words)
-    differing = [name for name in _ORDER if getattr(a, name) != getattr(b, name)]
-    for side, workload in zip(sides, (a, b), strict=True):
+def _candidates(runs: Sequence[RunIdentity]) -> Iterator[list[list[str]]]:
+    """Words for every run, the best first."""
+    names = _differing_names([run.name for run in runs])
+    cases = [run.case for run in runs if run.case is not None]
+    if len(cases) == len(runs):
+        yield _differing_settings([case.workload for case in cases])
+        yield [[run.device] for run in runs]
+        if all(run.torch for run in runs):
+            yield [[f"PyTorch {run.torch}"] for run in runs]
+    elif cases:
+        yield [
+            [name_model(run.case.workload.model) if run.case is not None else name]
+            for run, name in zip(runs, names, strict=True)
+        ]
+    yield [[name] for name in names]
+    yield [[run.name] for run in runs]
+
+
+def _differing_settings(workloads: Sequence[Workload]) -> list[list[str]]:
+    sides = _differing_models([workload.model for workload in workloads])
+    differing = [name for name in _ORDER if len({getattr(workload, name) for workload in workloads}) > 1]
+    for side, workload in zip(sides, workloads, strict=True):
         side.extend(word for name in differing if (word := _say(name, workload)))
         if not side:
             side.extend(_OFF[name] for name in differing if name in _OFF)
     return sides
 
 
-def _differing_models(a: Model, b: Model) -> tuple[list[str], list[str]]:
-    """The names, or the sizes and arguments that differ where both models have one name."""
-    if isinstance(a, ModelShape) and isinstance(b, ModelShape):
-        if a.name in SIZES and b.name in SIZES and a.name != b.name:
-            return [a.name], [b.name]
-        fields = [name for name in a.__struct_fields__ if getattr(a, name) != getattr(b, name)]
-        return [f"{name} {getattr(a, name)}" for name in fields], [f"{name} {getattr(b, name)}" for name in fields]
-    if name_model(a) != name_model(b) or isinstance(a, ModelShape) or isinstance(b, ModelShape):
-        return [name_model(a)], [name_model(b)]
-    left, right = dict(a.arguments), dict(b.arguments)
-    names = [name for name in dict.fromkeys((*left, *right)) if left.get(name) != right.get(name)]
-    one, other = ([f"{name} {given[name]}" for name in names if name in given] for given in (left, right))
-    return one or [name_model(a)], other or [name_model(b)]
+def _differing_models(models: Sequence[Model]) -> list[list[str]]:
+    """The names, or the sizes and arguments that differ where all models have one name; nothing for equal models."""
+    if all(model == models[0] for model in models):
+        return [[] for _ in models]
+    shapes = [model for model in models if isinstance(model, ModelShape)]
+    if len(shapes) == len(models):
+        if all(shape.name in SIZES for shape in shapes) and len({one.name for one in shapes}) == len(set(shapes)):
+            return [[shape.name] for shape in shapes]
+        fields = [name for name in shapes[0].__struct_fields__ if len({getattr(one, name) for one in shapes}) > 1]
+        return [[f"{name} {getattr(shape, name)}" for name in fields] for shape in shapes]
+    names = [name_model(model) for model in models]
+    given = [dict(model.arguments) for model in models if not isinstance(model, ModelShape)]
+    if len(set(names)) > 1 or len(given) < len(models):
+        return [[name] for name in names]
+    differing = [
+        name
+        for name in dict.fromkeys(name for one in given for name in one)
+        if any(one.get(name) != given[0].get(name) for one in given)
+    ]
+    return [
+        [f"{name} {one[name]}" for name in differing if name in one] or [model]
+        for one, model in zip(given, names, strict=True)
+    ]
 
 
 def _say(name: str, workload: Workload) -> str:
@@ -138,19 +163,19 @@ def _say(name: str, workload: Workload) -> str:
             return f"{name} {value}"
 
 
-def _differing_names(a: str, b: str) -> tuple[str, str]:
-    """The last parts of two paths that differ: `before` and `after` of `before/profile` and `after/profile`."""
-    one, other = (name.replace("\\", "/").rstrip("/").split("/") for name in (a, b))
-    while len(one) > 1 and len(other) > 1 and one[-1] == other[-1]:
-        one, other = one[:-1], other[:-1]
-    return one[-1], other[-1]
+def _differing_names(names: Sequence[str]) -> list[str]:
+    """The last parts of paths that differ: `before` and `after` of `before/profile` and `after/profile`."""
+    paths = [name.replace("\\", "/").rstrip("/").split("/") for name in names]
+    while all(len(path) > 1 for path in paths) and len({path[-1] for path in paths}) == 1:
+        paths = [path[:-1] for path in paths]
+    return [path[-1] for path in paths]
 
 
-def _shorten(words: list[str]) -> str:
+def _shorten(words: list[str], most: int) -> str:
     """Leave out the last words, then the middle of the only one."""
     label = " + ".join(words)
     kept = words
-    while len(label) > MOST_LABEL and len(kept) > 1:
+    while len(label) > most and len(kept) > 1:
         kept = kept[:-1]
         label = f"{' + '.join(kept)} + …"
-    return clip(label, MOST_LABEL)
+    return clip(label, most)

@@ -2,6 +2,7 @@
 
 import inspect
 import operator
+from collections.abc import Sequence
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -119,6 +120,12 @@ def before_casts(node: fx.Node) -> fx.Node:
 def replace_node(old: fx.Node, new: fx.Node) -> None:
     new.meta = dict(old.meta)
     old.replace_all_uses_with(new)
+
+
+def keep_modules(new: fx.Node, replaced: Sequence[fx.Node]) -> None:
+    """Let a node be in the modules that all the nodes it replaces are in, so that a recorder knows whose it is."""
+    stacks = [node.meta.get("nn_module_stack") or {} for node in replaced]
+    new.meta["nn_module_stack"] = {key: stacks[0][key] for key in stacks[0] if all(key in one for one in stacks)}
 
 
 def reads_slice(node: object, source: fx.Node, wanted: slice) -> bool:

@@ -21,6 +21,7 @@ from stepscope.fast.rewrites.nodes import (
     find_regions,
     is_call,
     is_changed_in_place,
+    keep_modules,
     only_user,
     operands,
     other_factor,
@@ -160,6 +161,7 @@ def _replace(
         with graph.inserting_before(norm.source):
             kernel = add_layer_norm if is_layer_norm else add_rms_norm
             both = graph.call_function(kernel, (*added, *own), options)
+            keep_modules(both, (norm.last,))
             total, result = (graph.call_function(operator.getitem, (both, place)) for place in (0, 1))
         replace_node(norm.source, total)
         renamed[norm.source] = total

@@ -18,6 +18,7 @@ from stepscope.fast.rewrites.nodes import (
     SILU,
     SUBTRACTIONS,
     is_call,
+    keep_modules,
     only_user,
     operands,
     other_factor,
@@ -136,6 +137,7 @@ def _fuse_heads(graph: fx.Graph, split: fx.Node, parts: list[fx.Node], dtype: to
             "interleaved": first.interleaved,
         }
         tensors = graph.call_function(rope_packed, (operands(split)[0], cos, sin), counts)
+        keep_modules(tensors, (first.last, second.last))
         for number, old in enumerate((first.last, second.last, v)):
             replace_node(old, graph.call_function(operator.getitem, (tensors, number)))
     return True

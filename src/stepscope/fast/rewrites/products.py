@@ -8,7 +8,15 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from stepscope.fast.rewrites.nodes import LINEAR, PRODUCTS, Region, find_regions, is_changed_in_place, operands
+from stepscope.fast.rewrites.nodes import (
+    LINEAR,
+    PRODUCTS,
+    Region,
+    find_regions,
+    is_changed_in_place,
+    keep_modules,
+    operands,
+)
 from stepscope.fast.weights import WorkingWeights
 
 NewLeaf = Callable[[tuple[nn.Parameter, ...]], Tensor]
@@ -103,6 +111,8 @@ def _merge(
     with graph.inserting_before(group[0]):
         product = graph.call_function(LINEAR, (group[0].args[0], *merged))
         parts = graph.call_function(torch.split, (product, sizes, -1))
+        for new in (product, parts):
+            keep_modules(new, group)
         for number, node in enumerate(group):
             part = graph.call_function(operator.getitem, (parts, number))
             part.meta = dict(node.meta)

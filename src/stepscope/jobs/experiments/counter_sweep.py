@@ -304,7 +304,7 @@ def _describe(
     recording: "Recording", planned: Planned, counted: NcuCounted, *, command: str, started: datetime
 ) -> "Recording":
     """Add what the CSV does not contain: the case, its environment, and the theoretical FLOPs of its operators."""
-    versions = versions_of(planned.environment)
+    versions = versions_of(planned.environment, planned.case.workload)
     if planned.source is not None:
         versions[_MODEL_SOURCE] = planned.source
     return describe_run(

@@ -8,6 +8,7 @@ import os
 from collections.abc import Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
+from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
@@ -21,7 +22,8 @@ from stepscope.jobs.experiments.sweep import Planned, PlannedCase, judge, look_a
 from stepscope.jobs.workers.messages import Failed, Record, StepsRecorded
 from stepscope.jobs.workers.process import Ended, InputRefusedError, OnStage, Workers, require_torch
 from stepscope.recording.rows.bench import RAW_TRACE_NAME, Environment, RecordedRun
-from stepscope.spec import Case, Grid, Workload, grid_from_flags
+from stepscope.recording.rows.compiled_code import load_graphs
+from stepscope.spec import Case, Grid, HuggingFace, Workload, grid_from_flags
 
 if TYPE_CHECKING:  # these load polars, which a bad flag should not have to wait for
     import polars as pl
@@ -77,10 +79,12 @@ class ProfileJob(_RecordingJob, frozen=True, kw_only=True):
             if not isinstance(ended.answer, StepsRecorded):
                 raise explain_failure(ended, planned.case, "recorded")
             on_stage("reading the trace")
+            from stepscope.recording.compiled_code import name_modules
             from stepscope.recording.readers import kineto
 
             raw = scratch / RAW_TRACE_NAME
-            return self._keep(kineto.read(raw), planned, ended.answer.run, started, raw)
+            recording = name_modules(kineto.read(raw), load_graphs(scratch))
+            return self._keep(recording, planned, ended.answer.run, started, raw)
 
 
 class NsysJob(_RecordingJob, frozen=True, kw_only=True):
@@ -195,9 +199,12 @@ def describe_run(recording: "Recording", planned: PlannedCase[Case], run: _Ran, 
     )
 
 
-def versions_of(environment: Environment) -> dict[str, str]:
+def versions_of(environment: Environment, workload: Workload) -> dict[str, str]:
     names = ("python", "torch", "triton", "cuda", "driver", "stepscope")
-    return {name: value for name in names if (value := getattr(environment, name)) is not None}
+    versions = {name: value for name in names if (value := getattr(environment, name)) is not None}
+    if isinstance(workload.model, HuggingFace):
+        versions["transformers"] = version("transformers")
+    return versions
 
 
 def describe_recording(
@@ -212,7 +219,7 @@ def describe_recording(
         recording,
         planned,
         run,
-        versions=recording.manifest.versions | versions_of(planned.environment),
+        versions=recording.manifest.versions | versions_of(planned.environment, planned.case.workload),
         command=command,
         started=started,
         doubts=run.doubts,

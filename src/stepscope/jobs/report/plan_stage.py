@@ -26,7 +26,7 @@ from stepscope.jobs.plan_search import (
     OutOfTimeError,
     PlanSource,
     combine,
-    find_limit,
+    find_limits,
     list_changes,
     propose,
     rank,
@@ -134,7 +134,7 @@ def search(
     limits: tuple[Limit, ...] = ()
     notes: tuple[str, ...] = ()
     try:
-        limits = (find_limit("batch", start, planner),)
+        limits = find_limits(("batch",), start, planner)
     except OutOfTimeError:
         notes = (f"The search stopped after {_LIMIT_S:g} s.",)
     return FitResult(

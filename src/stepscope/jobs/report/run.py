@@ -18,6 +18,7 @@ import msgspec
 
 from stepscope.errors import StepscopeError, nearest
 from stepscope.explain.experiments.cases import brief, describe_case
+from stepscope.explain.story.comparison.run_series import RunSeries
 from stepscope.explain.story.sources import Materials
 from stepscope.files import FullDiskError, check_target, write_atomically, writing
 from stepscope.findings import STAGES, Missing, Report
@@ -98,18 +99,20 @@ def check_page(path: Path, *, force: bool, inputs: Sequence[Path] = ()) -> None:
     check_target(path, force=force, flag="--out")
 
 
-def tell_runs(runs: Sequence[Materials]) -> Report:
-    """The report of one run, or of two compared."""
-    from stepscope.explain.story import tell, tell_both
+def tell_runs(runs: Sequence[Materials] | RunSeries, command: str = "") -> Report:
+    """The report of one run, of two compared, or of many. `command` repeats a report of many."""
+    from stepscope.explain.story import tell, tell_both, tell_many
 
+    if isinstance(runs, RunSeries):
+        return tell_many(runs, command)
     return tell(runs[0]) if len(runs) == 1 else tell_both(*runs)
 
 
-def write_page(path: Path, runs: Sequence[Materials]) -> Report:
-    """Write the page of one run, or of two compared. It is written completely or not at all."""
+def write_page(path: Path, runs: Sequence[Materials] | RunSeries, command: str = "") -> Report:
+    """Write the page of these runs. It is written completely or not at all."""
     from stepscope.render.site import write_site
 
-    report = tell_runs(runs)
+    report = tell_runs(runs, command)
     content = write_site(report).encode()
     with writing(path, if_full="the page was not changed", hint="--out FILE.html"):
         write_atomically(path, content)

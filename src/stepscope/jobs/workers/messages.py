@@ -66,12 +66,13 @@ class OptimiseStep(msgspec.Struct, frozen=True, kw_only=True, tag="optimise"):
 
 
 class PredictStep(msgspec.Struct, frozen=True, kw_only=True, tag="predict"):
-    """Predict the memory of a step on a GPU, without one, and its time if there is a table of that GPU."""
+    """Predict the memory of a step on a GPU, without one, and its time if there is a table of that GPU. The case is
+    that of one rank; there is a prediction for each of `ranks`."""
 
     case: Case
     gpu: Accelerator
     calibration: Calibration | None = None
-    ranks: PlannedRanks = ALONE
+    ranks: tuple[PlannedRanks, ...] = (ALONE,)
 
 
 class Inspect(msgspec.Struct, frozen=True, kw_only=True, tag="inspect"):
@@ -158,7 +159,7 @@ class StepOptimised(msgspec.Struct, frozen=True, kw_only=True, tag="step-optimis
 
 
 class StepPredicted(msgspec.Struct, frozen=True, kw_only=True, tag="step-predicted"):
-    prediction: StepPrediction
+    predictions: tuple[StepPrediction, ...]
 
 
 class OutOfMemory(msgspec.Struct, frozen=True, kw_only=True, tag="oom"):

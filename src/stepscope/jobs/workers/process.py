@@ -12,12 +12,12 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
 from tempfile import TemporaryFile
-from types import TracebackType
+from types import MappingProxyType, TracebackType
 from typing import IO, Any, Self
 
 import msgspec
@@ -67,10 +67,12 @@ class InputRefusedError(StepscopeError):
 
 
 class Workers:
-    """Starts worker processes, one at a time, with `modules` imported. Closing it ends whatever runs."""
+    """Starts worker processes, one at a time, with `modules` imported. Closing it ends whatever runs. With
+    `is_serial`, libraries compute with one thread."""
 
-    def __init__(self, modules: Sequence[str] = ("stepscope.measure.bench",)) -> None:
+    def __init__(self, modules: Sequence[str] = ("stepscope.measure.bench",), *, is_serial: bool = False) -> None:
         self._modules = tuple(modules)
+        self._environment = {"OMP_NUM_THREADS": "1"} if is_serial else {}
         self._nursery: Nursery | None = None
 
     def __enter__(self) -> Self:
@@ -86,7 +88,7 @@ class Workers:
         if self._nursery is not None and not self._nursery.is_alive():
             self._close()
         if self._nursery is None:
-            self._nursery = Nursery(self._modules, TemporaryFile())  # noqa: SIM115  # it closes that
+            self._nursery = Nursery(self._modules, TemporaryFile(), self._environment)  # noqa: SIM115  # it closes that
 
     def run(
         self,
@@ -131,7 +133,9 @@ class Workers:
 class Nursery:
     """The process that others are forked from, with torch and `modules` imported. Its output goes to `output`."""
 
-    def __init__(self, modules: Sequence[str], output: IO[bytes]) -> None:
+    def __init__(
+        self, modules: Sequence[str], output: IO[bytes], environment: Mapping[str, str] = MappingProxyType({})
+    ) -> None:
         limit_instructions()
         self._output = output
         self.socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -145,6 +149,7 @@ class Nursery:
             stderr=output,
             pass_fds=(theirs.fileno(),),
             start_new_session=True,
+            env={**os.environ, **environment},
         )
         theirs.close()
 

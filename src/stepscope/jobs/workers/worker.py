@@ -147,8 +147,8 @@ def _serve(request: Request, on_stage: Callable[[str], None], tell: Callable[[An
 
             check_torch()
             workload = _with_context(case.workload, _check_model(case, on_stage))
-            prediction = predict_workload(workload, gpu, request.calibration, request.ranks, on_stage=on_stage)
-            return StepPredicted(prediction=prediction)
+            predictions = predict_workload(workload, gpu, request.calibration, request.ranks, on_stage=on_stage)
+            return StepPredicted(predictions=predictions)
         case Inspect():
             from stepscope.measure.environment import inspect_torch
 

@@ -174,11 +174,14 @@ def _solve(shares: NDArray[np.float64], target: NDArray[np.float64]) -> NDArray[
     factors = np.ones(shares.shape[1])
     penalty = (_TRUST**2) * len(target) / shares.shape[1]
     for _ in range(_SWEEPS):
+        before = factors.copy()
         for index in range(len(factors)):
             column = shares[:, index]
             rest = target - shares @ factors + column * factors[index]
             best = (column @ rest + penalty) / (column @ column + penalty)
             factors[index] = max(0.2, best)
+        if np.array_equal(factors, before):
+            break
     return factors
 
 

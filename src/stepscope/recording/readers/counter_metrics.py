@@ -8,6 +8,7 @@ double-precision tensor pipe and is zero in a Transformer.
 """
 
 import re
+from collections.abc import Iterable
 from typing import Literal
 
 import msgspec
@@ -51,6 +52,7 @@ DURATION = "gpu__time_duration.sum"
 L1_HIT_RATE = "l1tex__t_sector_hit_rate.pct"
 L2_HIT_RATE = "lts__t_sector_hit_rate.pct"
 PASSES = "profiler__replayer_passes"  # added by Nsight Compute
+SECTOR_BYTES = 32
 
 _TENSOR_OPS = (
     ("bf16_dst_fp32", "bf16 inputs, fp32 accumulation"),
@@ -99,12 +101,36 @@ FULL: tuple[str, ...] = tuple(metric.name for metric in METRICS)
 
 _KEYS: dict[str, CounterKey] = {metric.name: metric.key for metric in METRICS if metric.key is not None}
 _SUBPARTITION = re.compile(r"^smsp__")
+_TENSOR_SOURCE = re.compile(r"^sm__ops_path_tensor_src_(?P<dtype>[a-z]+\d+)\w*\.sum$")
+# Metrics that differ between launches of the same work: cycles, and traffic behind the L1 cache. Of several statistics
+# of a metric, the first one is enough.
+_NOISY = re.compile(
+    r"^(?P<base>\w*__cycles_\w+|dram__(?:bytes|sectors)\w*|lts__t_(?:sectors|requests)\w*)\.(?P<what>\w+)$"
+)
+_STATISTICS = ("sum", "avg", "max")
 _SCALES = {"Kbyte": 10**3, "Mbyte": 10**6, "Gbyte": 10**9, "Tbyte": 10**12}
 
 
 def key_of(metric: str) -> CounterKey | None:
     """Return our name for a metric. Sums over SM sub-partitions (`smsp__`) equal sums over SMs."""
     return _KEYS.get(_SUBPARTITION.sub("sm__", metric))
+
+
+def tensor_dtype_of(metric: str) -> str | None:
+    """Return the dtype of the inputs if the metric counts tensor core operations of a single one."""
+    match = _TENSOR_SOURCE.match(_SUBPARTITION.sub("sm__", metric))
+    return match["dtype"] if match else None
+
+
+def choose_noisy(metrics: Iterable[str]) -> list[str]:
+    """Return the metrics that differ between launches of the same work, one statistic of each."""
+    chosen: dict[str, tuple[int, str]] = {}
+    for metric in sorted(metrics):
+        match = _NOISY.match(metric)
+        if match and match["what"] in _STATISTICS:
+            found = (_STATISTICS.index(match["what"]), metric)
+            chosen[match["base"]] = min(found, chosen.get(match["base"], found))
+    return [metric for _, metric in chosen.values()]
 
 
 def canonical_counters(counters: pl.DataFrame) -> pl.DataFrame:

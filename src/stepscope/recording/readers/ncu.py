@@ -8,7 +8,7 @@ Compute runs kernels one at a time and several times, so the file has no timelin
 import csv
 import gzip
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO
@@ -31,6 +31,7 @@ _RECORD = "ncu --csv --page raw --log-file kernels.csv python train.py"
 _KERNEL_COLUMNS = ("ID", "Process ID", "Kernel Name", "Stream", "Block Size", "Grid Size", "Device")
 _SKIPPED = ("Process Name", "Host Name", "Kernel Time", "Context", "CC", "Section Name")
 CUT_SHORT = "the file ends in the middle of a row, which is left out"
+_LOST_ROWS = "missing: the launch IDs are not consecutive"
 _ATTRIBUTES = ("device__attribute_", "nvlink__", "numa__", "c2clink__")
 _OF_DEVICE = ("device__attribute_display_name", "device__attribute_multiprocessor_count")
 _LONG_COLUMNS = ("Metric Name", "Metric Unit", "Metric Value")
@@ -82,7 +83,7 @@ def read(path: Path) -> Recording:
     kernels, notes = _lay_out(kernels, counters)
     repairs = Repairs()
     kernels, counters = repair("kernels", kernels, repairs), repair("counters", counters, repairs)
-    notes += [*_explain(seen, counters), *repairs.notes()]
+    notes += [*_explain(seen, counters), *_find_lost_rows(rows["ID"]), *repairs.notes()]
     return Recording(
         manifest=_describe(path, counters, notes),
         kernels=tables.conform("kernels", kernels),
@@ -224,7 +225,8 @@ def _lay_out(rows: pl.DataFrame, counters: pl.DataFrame) -> tuple[pl.DataFrame, 
         .alias(what)
         for what in ("Grid", "Block")
     )
-    numbers = {"process": "Process ID", "device": "Device", "stream": "Stream"}
+    # Without launches to match, the ID shows which rows are missing, repeated or moved.
+    numbers = {"process": "Process ID", "device": "Device", "stream": "Stream", "correlation": "ID"}
     frame = rows.select(
         pl.col("Kernel Name").str.head(_NAME_BYTES).alias("name"),
         *(_whole(name).alias(key) for key, name in numbers.items() if name in rows.columns),
@@ -292,6 +294,19 @@ def _explain(seen: _Seen, counters: pl.DataFrame) -> list[str]:
     if counters["text"].str.contains(_DECIMAL_COMMA).any():
         notes.append("numbers with a decimal comma are kept as text: record with LC_ALL=C")
     return notes
+
+
+def _find_lost_rows(ids: pl.Series) -> Iterator[str]:
+    """Yield a note about rows that are missing. Nsight Compute numbers the launches that it profiles."""
+    known = ids.str.replace_all(",", "", literal=True).cast(pl.Int64, strict=False).drop_nulls().unique().sort()
+    lost = (known[-1] - known[0] + 1 - len(known)) if len(known) else 0
+    if lost:
+        yield f"{count_noun(lost, 'row is', 'rows are')} {_LOST_ROWS}"
+
+
+def has_lost_rows(notes: Sequence[str]) -> bool:
+    """Whether a file with these notes lacks kernels that were profiled."""
+    return any(note.endswith(_LOST_ROWS) for note in notes)
 
 
 def _describe(path: Path, counters: pl.DataFrame, notes: list[str]) -> Manifest:

@@ -19,6 +19,7 @@ SCHEMA = "stepscope.plan/1"
 FIT_SCHEMA = "stepscope.plan-fit/1"
 
 Bound = Literal["compute", "memory", "launch", "communication"]
+_KEPT = ("parameters", "gradients", "optimizer state")
 Verdict = Literal["fits", "may fit", "does not fit"]
 Range = tuple[int, int]
 
@@ -169,6 +170,17 @@ class PlanResult(msgspec.Struct, frozen=True, kw_only=True):
         low, high = self.reserved_bytes
         return low + self.context_bytes, high + self.context_bytes
 
+    @property
+    def kept_bytes(self) -> int:
+        """Parameters, gradients and optimizer state. They exist together when the optimizer runs, so the step needs at
+        least this much with any batch, context, attention or checkpoints."""
+        return sum(one.bytes for one in self.categories if one.category in _KEPT)
+
+    @property
+    def can_fit(self) -> bool:
+        """Whether there is memory left for anything else."""
+        return self.kept_bytes + self.context_bytes <= self.gpu.memory_bytes
+
 
 def judge_fit(prediction: StepPrediction, memory_bytes: int) -> Verdict:
     """Whether a step fits. One that fits only if the driver returns addresses in a good order may fit."""
@@ -183,7 +195,7 @@ def judge_fit(prediction: StepPrediction, memory_bytes: int) -> Verdict:
 
 class Proposal(msgspec.Struct, frozen=True, kw_only=True):
     """A change to the workload with its prediction. All numbers come from a simulation of exactly this workload;
-    `refused` says why there is none. `on_front`: no other proposal needs less memory and less time."""
+    `refused` says why there is none. `on_front`: no other proposal for one GPU needs less memory and less time."""
 
     title: str
     changes: dict[str, str | int | float | bool]
@@ -199,10 +211,15 @@ class Proposal(msgspec.Struct, frozen=True, kw_only=True):
     on_front: bool = False
     refused: str = ""
 
+    @property
+    def num_gpus(self) -> int:
+        return int(self.changes.get("ranks", 1))
+
 
 class Limit(msgspec.Struct, frozen=True, kw_only=True):
     """The largest value of a setting that fits, and the next one that was simulated and does not. `value` is None if
-    even the smallest does not fit; `is_cap` if the model does not allow a larger one."""
+    even the smallest does not fit, and `beyond` as well if not even the parameters and their state do; `is_cap` if the
+    model does not allow a larger one."""
 
     setting: Literal["batch", "context"]
     value: int | None

@@ -8,9 +8,11 @@ are not checked, and the result says so.
 
 import json
 import tomllib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, get_args
+
+import msgspec
 
 from stepscope.cost import DecoderShape, decoder_parameters
 from stepscope.errors import StepscopeError, nearest
@@ -43,7 +45,8 @@ _NAMES_OF_OTHERS = {
 
 
 class Claim(RunShape, frozen=True, kw_only=True):
-    """A field that is not claimed is None. `implied` are fields that were derived from others by default."""
+    """A field that is not claimed is None. `implied` are fields that nobody wrote down as a claim: those that were
+    derived from others by default, and tied in a config."""
 
     dtype: Dtype | None = None
     gated: bool | None = None
@@ -60,21 +63,43 @@ class Claim(RunShape, frozen=True, kw_only=True):
     @property
     def fewest_parameters(self) -> int | None:
         """The parameters of the matrices only, with the LM head tied to the embedding unless claimed otherwise."""
+        return self.count_matrices(is_tied=self.tied is not False)
+
+    def count_matrices(self, *, is_tied: bool) -> int | None:
+        shape = self._describe(is_tied=is_tied, is_gated=self.gated is True)
+        return None if shape is None else sum(decoder_parameters(shape).values())
+
+    def count_most(self, *, is_tied: bool, positions: int) -> int | None:
+        """Return the parameters with every bias and norm that a decoder may have, and this many learned positions."""
+        shape = self._describe(is_tied=is_tied, is_gated=self.gated is not False)
+        if shape is None:
+            return None
+        most = msgspec.structs.replace(
+            shape,
+            positions=positions,
+            norm_vectors=2,
+            head_norm_width=self.d_head or 0,
+            has_projection_bias=True,
+            has_output_bias=True,
+            has_feed_forward_bias=True,
+        )
+        return sum(decoder_parameters(most).values())
+
+    def _describe(self, *, is_tied: bool, is_gated: bool) -> DecoderShape | None:
         sizes = (self.num_layers, self.d_model, self.num_heads, self.num_kv_heads, self.d_head, self.d_ff)
         layers, width, heads, kv_heads, head, hidden = (size or 0 for size in sizes)
         if None in sizes or self.vocab_size is None:
             return None
-        shape = DecoderShape(
+        return DecoderShape(
             num_layers=layers,
             d_model=width,
             query_width=heads * head,
             key_width=kv_heads * head,
             d_ff=hidden,
             vocab_size=self.vocab_size,
-            is_gated=bool(self.gated),
-            is_tied=self.tied is not False,
+            is_gated=is_gated,
+            is_tied=is_tied,
         )
-        return sum(decoder_parameters(shape).values())
 
 
 def read_claim(path: Path, *, batch: int | None = None, context: int | None = None, dtype: str | None = None) -> Claim:
@@ -91,16 +116,23 @@ def read_claim(path: Path, *, batch: int | None = None, context: int | None = No
                 f"the claim and `--{name}` disagree: `{fields[name]}` and `{value}`", hint=f"remove --{name}"
             )
         fields[name] = value
-    return make_claim(fields, path, imply_heads=not is_recovered)
+    # A config says how the weights were stored, which few recordings show: it is not what the claim is about.
+    return make_claim(fields, path, imply_heads=not is_recovered, implied=("tied",) if is_config else ())
 
 
-def make_claim(fields: Mapping[str, Any], path: Path = Path("the claim"), *, imply_heads: bool = True) -> Claim:
+def make_claim(
+    fields: Mapping[str, Any],
+    path: Path = Path("the claim"),
+    *,
+    imply_heads: bool = True,
+    implied: Sequence[str] = (),
+) -> Claim:
     """Return a checked claim. With `imply_heads`, num_kv_heads defaults to num_heads and d_head to d_model / num_heads.
     Raises StepscopeError for an invalid claim, or one that no model can satisfy."""
     for name, value in fields.items():
         _check(name, value, path)
     sizes = dict(fields)
-    implied: list[str] = []
+    implied = list(implied)
     if imply_heads and "num_kv_heads" not in sizes and "num_heads" in sizes:
         sizes["num_kv_heads"] = sizes["num_heads"]
         implied.append("num_kv_heads")

@@ -15,6 +15,7 @@ import msgspec
 from stepscope import hardware
 from stepscope.recover.claims.claim import Claim
 from stepscope.recover.claims.prediction import Predictor, ShapeCheck
+from stepscope.recover.claims.roofline import WorkLimits
 from stepscope.recover.claims.unexplained import find_counts
 from stepscope.recover.evidence.layout import (
     MOST_EXTRAS,
@@ -48,6 +49,7 @@ class ClaimedRun:
     evidence: KernelEvidence
     run: SegmentedOrder
     predictor: Predictor
+    roofline: WorkLimits | None
     placement: Placement
     checks: list[ShapeCheck]
     wrong: int
@@ -197,7 +199,8 @@ class _Opened:
         self.run = split_order(evidence.sightings)
         self.platform = find_platform(evidence.sightings, evidence.device_sms, portable=evidence.is_portable)
         device = hardware.find(evidence.device) if evidence.device else None
-        self.predictor = Predictor(self.platform, device)
+        self.predictor = Predictor(self.platform)
+        self.roofline = None if device is None else WorkLimits(device)
         self._period = _find_period([self.predictor.identify(one) for one in evidence.sightings])
         self._left = _MOST_LAID_OUT
         self.is_cut = False  # some interpretations were not arranged
@@ -219,6 +222,7 @@ class _Opened:
             evidence=self.evidence,
             run=self.run,
             predictor=self.predictor,
+            roofline=self.roofline,
             placement=placement,
             checks=checks,
             wrong=wrong,
@@ -252,6 +256,8 @@ class _Opened:
             placement.leave_out(self.predictor.find_single_steps(placement, shape))
             checks = list(self.predictor.predict(placement))
             checks = _forgive_cuts(placement, checks, len(self.run.sightings), self._period, shape)
+            if self.roofline is not None:
+                checks += self.roofline.predict(placement)
             distinct = {check.key: check for check in checks}.values()
             wrong = sum(check.test(shape) is False for check in distinct) + len(placement.complaints)
             score = (wrong, breaks_feed_forward(placement.find_zone("feed_forward")), pattern.count(None))

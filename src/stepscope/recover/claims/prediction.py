@@ -7,8 +7,7 @@ any check failing, it was not tested, however well the claim fits.
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
-from stepscope.hardware import Hardware
-from stepscope.recover.claims.plausibility import FASTEST
+from stepscope.recording.readers.counter_metrics import SECTOR_BYTES
 from stepscope.recover.evidence.layout import KernelPlace, Placement
 from stepscope.recover.evidence.order import Role, Zone, adds_parts, is_norm
 from stepscope.recover.facts import Attention, Fact, Gather, Product, Rows, Sighting, Window, find_window
@@ -16,9 +15,10 @@ from stepscope.recover.families import Platform, read_facts
 from stepscope.recover.families.grids import join_choices
 from stepscope.recover.shape import HEAD_ROWS, ClaimedShape, ProductShape, Size, count_head_rows, product_sizes, times
 
+_NARROWEST = 2  # bytes of an element
 _NORM_ZONES: tuple[Zone, ...] = ("between", "middle", "final")
 _WITH_TOKENS = ("index", "embedding", "norm")
-_WORDS: dict[Role, str] = {
+ROLE_WORDS: dict[Role, str] = {
     "query_key_value": "query-key-value projection",
     "query": "query projection",
     "key": "key projection",
@@ -72,9 +72,8 @@ def _any_of(answers: Iterable[bool | None]) -> bool | None:
 class Predictor:
     """Makes the checks for the kernels of one file. Facts are read once for identical launches."""
 
-    def __init__(self, platform: Platform, hardware: Hardware | None) -> None:
+    def __init__(self, platform: Platform) -> None:
         self._platform = platform
-        self._hardware = hardware
         self._identities: dict[int, object] = {}  # by the kernel's index in the file
         # Identical launches have the same facts, and a run has thousands of them.
         self._facts: dict[object, tuple[Fact, ...]] = {}
@@ -114,9 +113,8 @@ class Predictor:
 
     def predict(self, placement: Placement) -> Iterator[ShapeCheck]:
         yield from self._check_products(placement)
-        yield from self._check_speed(placement.products)
         for place in placement.attentions:
-            yield from self.check_anchor(place.sighting, _where(place))
+            yield from self.check_anchor(place.sighting, describe_place(place))
         for sighting in placement.recomputed:
             yield from self.check_anchor(sighting, "attention recomputed for the backward pass")
         for sighting in placement.backward_attentions:
@@ -131,6 +129,8 @@ class Predictor:
         for place in placement.products:
             if (check := self._check_product(place, place.sighting)) is not None:
                 yield check
+            if (check := self._check_written(place)) is not None:
+                yield check
             following = parts.get(place.sighting.index + 1)
             if following is not None and (check := self._check_product(place, following.sighting)) is not None:
                 yield check
@@ -141,8 +141,8 @@ class Predictor:
             return None
         return ShapeCheck(
             sighting=sighting,
-            what=_WORDS[role],
-            where=_where(place),
+            what=ROLE_WORDS[role],
+            where=describe_place(place),
             test=lambda shape: _any_of(admits(product, sizes) for sizes in product_sizes(role, shape)),
             expect=lambda shape: _describe_product(role, shape),
             suggest=lambda shape: _suggest(role, shape, product),
@@ -150,28 +150,26 @@ class Predictor:
             key=(role, self.identify(sighting)),
         )
 
-    def _check_speed(self, places: list[KernelPlace]) -> Iterator[ShapeCheck]:
-        """No GEMM can be faster than its operations at the GPU's peak."""
-        quickest: dict[Role, KernelPlace] = {}
-        for place in places:
-            if place.role is not None and place.sighting.duration_ns > 0:
-                known = quickest.setdefault(place.role, place)
-                if place.sighting.duration_ns < known.sighting.duration_ns:
-                    quickest[place.role] = place
-        for role, place in quickest.items():
-            peak = self._peak(place.sighting.name.dtype)
-            if peak is not None:
-                yield _speed_check(role, place, peak)
-
-    def _peak(self, dtype: str | None) -> float | None:
-        """Return the peak for a data type. An fp32 GEMM may be computed as several tf32 ones; an unknown type has no
-        peak."""
-        if self._hardware is None:
+    def _check_written(self, place: KernelPlace) -> ShapeCheck | None:
+        """Every element of the result is written to the L2 cache. Kernels of a compiler may write something else."""
+        role, sectors = place.role, place.sighting.counters.get("write_sectors")
+        if role is None or sectors is None or place.sighting.name.library == "Inductor":
             return None
-        peaks = self._hardware.peak_flops
-        if dtype in ("fp32", "tf32"):
-            return max(peaks.get("fp32", 0), peaks.get("tf32", 0)) or None
-        return peaks.get(dtype, None) if dtype in ("fp16", "bf16") else None
+        most = sectors * SECTOR_BYTES // _NARROWEST
+
+        def test(shape: ClaimedShape) -> bool | None:
+            counts = (times(rows, columns, batch) for rows, columns, _, batch in product_sizes(role, shape))
+            return _any_of(None if count is None else count <= most for count in counts)
+
+        return ShapeCheck(
+            sighting=place.sighting,
+            what=f"{ROLE_WORDS[role]} result",
+            where=describe_place(place),
+            test=test,
+            expect=lambda shape: _describe_product(role, shape),
+            seen=f"write_sectors {sectors:,}, enough for at most {most:,} elements",
+            key=("written", role, sectors),
+        )
 
     def check_anchor(self, sighting: Sighting, where: str) -> Iterator[ShapeCheck]:
         fact = next(iter(self._choices(sighting)), None)
@@ -200,7 +198,7 @@ class Predictor:
         yield from self._check_rows(
             place.sighting,
             "norm",
-            _where(place),
+            describe_place(place),
             rows=lambda shape: tuple(count_head_rows(shape, way) for way in ways),
             width=lambda shape: shape.d_model,
             is_apart=place.zone == "final",
@@ -272,28 +270,6 @@ def describe_launch(sighting: Sighting) -> str:
     return ", ".join(parts)
 
 
-def _speed_check(role: Role, place: KernelPlace, peak: float) -> ShapeCheck:
-    def least_us(shape: ClaimedShape) -> float | None:
-        counts = [times(2, *sizes) for sizes in product_sizes(role, shape)]
-        known = [count for count in counts if count is not None]
-        return min(known) / (FASTEST * peak) * 1e6 if len(known) == len(counts) else None
-
-    def test(shape: ClaimedShape) -> bool | None:
-        least = least_us(shape)
-        return None if least is None else least <= duration_us
-
-    duration_us = place.sighting.duration_ns / 1e3
-    return ShapeCheck(
-        sighting=place.sighting,
-        what=f"{_WORDS[role]} duration",
-        where=_where(place),
-        test=test,
-        expect=lambda shape: f"at least {least_us(shape) or 0:,.2f} µs at this GPU's peak",
-        seen=f"{duration_us:,.2f} µs",
-        key=("speed", role, place.sighting.name.dtype, place.sighting.duration_ns),
-    )
-
-
 def _lookup_check(places: list[KernelPlace], facts: list[Gather], key: object) -> ShapeCheck:
     def test(shape: ClaimedShape) -> bool | None:
         return _any_of(
@@ -308,7 +284,7 @@ def _lookup_check(places: list[KernelPlace], facts: list[Gather], key: object) -
     return ShapeCheck(
         sighting=first.sighting,
         what="token embedding lookup",
-        where=_where(first),
+        where=describe_place(first),
         test=test,
         expect=lambda shape: f"{_say(shape.tokens)} rows of {_say(shape.d_model)} elements",
         seen=f"{_describe_windows([fact.rows for fact in facts])} rows, {describe_launch(first.sighting)}",
@@ -343,7 +319,7 @@ def _both(first: bool | None, second: bool | None) -> bool | None:
     return True if first or second else None
 
 
-def _where(place: KernelPlace) -> str:
+def describe_place(place: KernelPlace) -> str:
     layer = f"layer {place.layer}" if place.layer is not None else ""
     number = f"pass {place.pass_number}"
     return f"{number}, {layer}" if layer else number

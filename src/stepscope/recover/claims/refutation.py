@@ -3,7 +3,6 @@
 import re
 from collections.abc import Iterator, Sequence
 
-from stepscope import hardware
 from stepscope.recover.claims.claim import Claim
 from stepscope.recover.claims.claimed_run import ClaimedRun
 from stepscope.recover.claims.plausibility import find_contradictions
@@ -42,11 +41,9 @@ def refute(file: ClaimedRun, claim: Claim, shape: ClaimedShape) -> Iterator[Refu
         found += refute_sizes(file, shape)
     found += refute_dtype(file, claim)
     found += refute_updates(file, claim)
-    device = hardware.find(file.evidence.device) if file.evidence.device else None
     found += [
         make_refutation(file, one.sighting, what="inconsistent evidence", expected=one.expected, seen=one.seen)
-        for one in find_contradictions(file.run.sightings, file.placement, device)
-        if not one.is_unclear
+        for one in find_contradictions(file.evidence)
     ]
     yield from found
 
@@ -90,7 +87,7 @@ def _refute_checks(file: ClaimedRun, shape: ClaimedShape) -> Iterator[Refutation
 
 def refute_dtype(file: ClaimedRun, claim: Claim) -> Iterator[Refutation]:
     for one in file.placement.products:
-        seen = one.sighting.name.dtype
+        seen = one.sighting.dtype
         if claim.dtype and seen and seen != claim.dtype and one.role not in OTHER_DTYPE_ROLES:
             yield make_refutation(
                 file,
@@ -98,7 +95,7 @@ def refute_dtype(file: ClaimedRun, claim: Claim) -> Iterator[Refutation]:
                 where=f"pass {one.pass_number}, layer {one.layer}",
                 what="dtype",
                 expected=f"GEMMs in {claim.dtype}",
-                seen=f"{seen}, according to the kernel's name",
+                seen=f"{seen}, according to {'the counters' if one.sighting.counted_dtype else 'its name'}",
             )
 
 

@@ -6,7 +6,7 @@ is listed but does not refute the claim.
 """
 
 import itertools
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Literal
 
 import msgspec
@@ -104,6 +104,20 @@ def find_unclaimed_products(
             yield one, "a convolution, which a decoder does not have"
         elif one.name.kernel_class not in _MULTIPLYING and one.counters.get("tensor_ops"):
             yield one, f"uses tensor cores, but is not a GEMM according to its name ({one.name.operation})"
+
+
+def find_surplus(
+    run: SegmentedOrder, placement: Placement, predictor: Predictor, shape: ClaimedShape
+) -> Sequence[Sighting]:
+    """Return GEMMs of training steps beyond two gradients of every GEMM. Those before the backward pass are the
+    likeliest. Not in partial passes, nor where layers are recomputed, which compilers do with parts of a layer."""
+    passes = range(1, len(placement.num_layers) + 1)
+    is_partial = any(placement.is_cut(number) or number in placement.unclear for number in passes)
+    is_compiled = any(one.name.library == "Inductor" for one in run.sightings)
+    if not placement.backward or placement.recomputed or is_partial or is_compiled:
+        return ()
+    gradients = [one for one in (*placement.extras, *placement.backward) if not _is_rotary(one, predictor, shape)]
+    return gradients[: max(0, len(gradients) - 2 * len(placement.products))]
 
 
 def find_unknown(run: SegmentedOrder) -> Iterator[tuple[Sighting, str]]:

@@ -156,8 +156,13 @@ class KernelComparison(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Verification(msgspec.Struct, frozen=True, kw_only=True):
+    """`tested`, `narrowed` and `not_tested` are the claimed fields with this verdict."""
+
     verdict: ClaimVerdict
     why: str
+    tested: tuple[str, ...]
+    narrowed: tuple[str, ...]
+    not_tested: tuple[str, ...]
     refuted_by: tuple[Refutation, ...]
     fields: dict[str, FieldResult]
     kernels: int
@@ -182,6 +187,7 @@ def undecided(
     return Verification(
         verdict=ClaimVerdict.UNDECIDED,
         why=reason,
+        **group_fields(fields),
         refuted_by=(),
         fields=fields,
         kernels=sum(len(one.sightings) for one in evidence),
@@ -193,6 +199,15 @@ def undecided(
         missing=(reason,),
         notes=(*known, *(note for one in evidence for note in one.notes)),
     )
+
+
+def group_fields(fields: dict[str, FieldResult]) -> dict[str, tuple[str, ...]]:
+    """Return the lists of fields that a result begins with."""
+    verdicts: tuple[FieldVerdict, ...] = ("tested", "narrowed", "not tested")
+    return {
+        verdict.replace(" ", "_"): tuple(name for name, one in fields.items() if one.verdict == verdict)
+        for verdict in verdicts
+    }
 
 
 def describe_interval(interval: Interval) -> str:
@@ -218,14 +233,13 @@ def describe_untested(name: str, result: FieldResult) -> str:
 def _describe_consistent(fields: dict[str, FieldResult]) -> str:
     """Return a sentence with every other value that passes."""
     open_ = [(name, one) for name, one in fields.items() if one.passes_too]
-    untested = [name for name, one in fields.items() if one.verdict == "not tested"]
     text = "nothing contradicts the claim"
     if open_:
         said = ", ".join(f"{name} {_describe_others(one.passes_too)}" for name, one in open_)
         text += f"; other values that pass, changing one size at a time: {said}"
     else:
         text += "; changing any one size would contradict the evidence"
-    return f"{text}; not tested: {', '.join(untested)}" if untested else text
+    return text
 
 
 def explain(

@@ -13,9 +13,10 @@ from dataclasses import dataclass
 
 import msgspec
 
+from stepscope.recover.claims.allocations import count_feed_forward, find_misfits
 from stepscope.recover.claims.claim import FIELDS, Claim
 from stepscope.recover.claims.claimed_run import ClaimedRun, ClaimedRuns, open_all
-from stepscope.recover.claims.plausibility import find_contradictions, find_step_ns
+from stepscope.recover.claims.plausibility import find_overlap_ns
 from stepscope.recover.claims.refutation import (
     OTHER_DTYPE_ROLES,
     find_other_depths,
@@ -27,8 +28,13 @@ from stepscope.recover.claims.refutation import (
     refute_sizes,
     refute_updates,
 )
+from stepscope.recover.claims.regularity import find_irregularities, is_whole
+from stepscope.recover.claims.repetition import find_step_ns, has_noise
+from stepscope.recover.claims.roofline import find_idle_share
+from stepscope.recover.claims.tying import TyingEvidence, find_tying
 from stepscope.recover.claims.unexplained import (
     UnclaimedWork,
+    find_surplus,
     find_unclaimed_products,
     find_unknown,
     is_explained,
@@ -47,6 +53,7 @@ from stepscope.recover.claims.verdict import (
     describe_untested,
     explain,
     find_passing,
+    group_fields,
     is_narrowed,
     is_tested,
     undecided,
@@ -63,6 +70,7 @@ from stepscope.units import count_noun
 _MOST_UNCLAIMED = 0.01
 _MOST_UNKNOWN = 0.01
 _MOST_UNEXPLAINED = 0.05
+_MOST_OVERLAP = 0.01  # of kernels on one stream
 # Kernels in these zones belong to a layer.
 _LAYER_ZONES: tuple[Zone, ...] = ("between", "middle", "feed_forward", "heads", "merge")
 
@@ -91,15 +99,17 @@ def _identify(refutation: Refutation) -> tuple[str, int, str]:
 def _judge(evidence: Sequence[KernelEvidence], claim: Claim, unseen: float) -> Verification:
     runs = open_all([one for one in evidence if one.sightings], claim)
     assert runs.files, "the caller has checked that there are kernels"
-    allocations = [size for one in evidence for size in one.allocations]
-    return _Judge(runs, claim, allocations, unseen).judge()
+    snapshots = [one for one in evidence if one.allocations]
+    tying = find_tying(runs.files, snapshots, claim, runs.shape)
+    return _Judge(runs, claim, snapshots, tying, unseen).judge()
 
 
 @dataclass(slots=True)
 class _Judge:
     runs: ClaimedRuns
     claim: Claim
-    allocations: list[int]
+    snapshots: list[KernelEvidence]
+    tying: TyingEvidence | None
     unseen: float
 
     @property
@@ -112,6 +122,7 @@ class _Judge:
 
     def judge(self) -> Verification:
         refutations = [one for file in self.files for one in refute(file, self.claim, self.shape)]
+        refutations += self._refute_tying()
         works, share, too_much = self._find_work(refutations)
         if self.runs.is_cut:
             refutations = []
@@ -124,6 +135,7 @@ class _Judge:
         return Verification(
             verdict=verdict,
             why=explain(verdict, refutations, missing, fields),
+            **group_fields(fields),
             refuted_by=tuple(refutations),
             fields=fields,
             kernels=sum(len(file.run.sightings) for file in self.files),
@@ -146,6 +158,17 @@ class _Judge:
         for (what, expected), launches in groups.items():
             yield KernelComparison(what=what, launches=len(launches), agree=sum(launches.values()), expected=expected)
 
+    def _refute_tying(self) -> Iterator[Refutation]:
+        tying = self.tying
+        if tying is None or self.claim.tied in (None, tying.is_tied) or not tying.is_certain:
+            return
+        assert tying.file is not None
+        assert tying.sighting is not None
+        claimed = "shares the embedding's weights" if self.claim.tied else "has weights of its own"
+        yield make_refutation(
+            tying.file, tying.sighting, what="tied", expected=f"an LM head that {claimed}", seen=tying.why
+        )
+
     def _find_untrained(self, file: ClaimedRun) -> Iterator[str]:
         """An optimizer that updates fewer parameters than claimed neither contradicts nor supports the claim."""
         seen, fewest = find_updated(file.run.sightings), self.claim.parameters or self.claim.fewest_parameters
@@ -167,7 +190,9 @@ class _Judge:
             counts = summarise("count", odd)
             works += [*multiplying, *unknown, *counts]
             time = sum(one.duration_ns for one in file.run.sightings)
-            if is_too_much(multiplying, time, _MOST_UNCLAIMED) and not is_share(file):
+            if is_too_much(multiplying, time, _MOST_UNCLAIMED) and is_share(file):
+                missing.append("GEMMs that the claim does not explain take more than 1% of the GPU time")
+            elif is_too_much(multiplying, time, _MOST_UNCLAIMED):
                 first = min(extra, key=lambda one: one[0].index)[0]
                 spent = sum(work.duration_ns for work in multiplying) / time
                 refutations.append(
@@ -179,6 +204,9 @@ class _Judge:
                         seen=f"{len(extra)}, taking {spent:.1%} of the GPU time",
                     )
                 )
+            surplus = find_surplus(file.run, file.placement, file.predictor, self.shape)
+            if sum(one.duration_ns for one in surplus) > _MOST_UNCLAIMED * time:
+                missing.append(f"training has {count_noun(len(surplus), 'GEMM')} more than two gradients of every GEMM")
             strange = [one for one in file.placement.others if one.zone in _LAYER_ZONES and is_unknown(one.sighting)]
             if strange:
                 missing.append(f"kernels with unknown names inside the layers: {len(strange)}")
@@ -233,7 +261,7 @@ class _Judge:
             return ("refuted" if self._is_disputed(name) else "not refuted"), ()
         match name:
             case "num_layers":
-                return "tested", ()
+                return ("tested" if all(map(self._has_whole_pass, self.files)) else "not tested"), ()
             case "dtype":
                 return ("tested" if self._knows_dtypes() else "not tested"), ()
             case "gated":
@@ -241,7 +269,7 @@ class _Judge:
             case "parameters":
                 return self._test_parameters()
             case "tied":
-                return "not tested", ()
+                return ("tested" if self.tying and self.tying.is_tied == value else "not tested"), ()
         assert isinstance(value, int)
         if self.runs.is_cut or any(self._count_misfits(file) for file in self.files):
             return "not tested", ()
@@ -249,10 +277,11 @@ class _Judge:
         return _judge_others(value, others), others
 
     def _knows_dtypes(self) -> bool:
-        """Whether every GEMM name has a data type. The LM head is ignored: it often uses another precision."""
+        """Whether the dtype of every GEMM is known. The LM head is ignored: it often uses another precision. An fp32
+        kernel on the tensor cores may compute in a narrower dtype."""
         products = [one for file in self.files for one in file.placement.products]
-        inside = [one.sighting.name.dtype for one in products if one.role not in OTHER_DTYPE_ROLES]
-        return bool(inside) and all(inside)
+        inside = [one.sighting for one in products if one.role not in OTHER_DTYPE_ROLES]
+        return bool(inside) and all(one.dtype and (one.dtype != "fp32" or not one.counted_dtype) for one in inside)
 
     def _count_misfits(self, file: ClaimedRun) -> int:
         """Count the kernels that would refute the sizes if they could not be one rank's shard."""
@@ -282,6 +311,8 @@ class _Judge:
             if name == "parameters" and any(refute_updates(file, self.claim)):
                 return True
             if name == "dtype" and any(refute_dtype(file, self.claim)):
+                return True
+            if name == "tied" and any(self._refute_tying()):
                 return True
             if name in LAYER_SIZES and not is_share(file):
                 opened = msgspec.structs.replace(self.shape, **{name: None})
@@ -315,33 +346,70 @@ class _Judge:
                 "layers: this may be one rank's shard"
             )
         for name, result in fields.items():
-            is_told = misfits and name in LAYER_SIZES
-            if result.verdict == "not tested" and name != "tied" and not is_told:
-                yield f"{name}: {describe_untested(name, result)}"
+            is_told = name == "num_layers" or (misfits and name in LAYER_SIZES)
+            # Whoever claims a published config does not ask about its storage.
+            is_aside = name == "tied" and result.implied
+            if result.verdict == "not tested" and not is_told and not is_aside:
+                yield f"{name}: {self._describe_tying() if name == 'tied' else describe_untested(name, result)}"
         if self.unseen > _MOST_UNKNOWN:
             yield f"{self.unseen:.1%} of the GPU time is in kernels on other streams, which were ignored"
         claimed = [name for name in LAYER_SIZES if name in self.claim.fields]
         if self.shape.core is None and claimed:
             yield "no values for the unclaimed sizes fit the claimed ones"
-        matrices = self._count_matrices()
+        matrices = count_feed_forward(self.snapshots, self.claim)
         if matrices is not None and 0 < matrices[0] < matrices[1]:
             yield "fewer feed-forward matrices were allocated than the claim has: layers may share weights"
+        yield from _find_differences(self.files, self.claim)
+        for one in self.snapshots:
+            for misfit in find_misfits(one, self.claim, self.shape):
+                yield f"{one.file} may be of another run: {misfit}"
         for file in self.files:
             if left_out := len(file.placement.left_out):
                 passes = count_noun(left_out, "pass", "passes")
                 yield f"{file.evidence.file}: skipped {passes} with one token per sequence"
             if any(one.is_unclear for one in file.placement.complaints):
                 yield "a layer lacks a GEMM at the end of the evidence or next to a kernel with an unknown name"
+            if file.evidence.is_incomplete:
+                yield f"{file.evidence.file}: kernels of the run are missing from the file"
+            for gap in file.evidence.gaps:
+                yield f"{file.evidence.file}: {gap}"
+            busy, overlap = sum(one.duration_ns for one in file.run.sightings), find_overlap_ns(file.run.sightings)
+            if overlap > _MOST_OVERLAP * busy:
+                yield f"{file.evidence.file}: kernels of one stream overlap for {overlap / busy:.1%} of the GPU time"
+            for text in find_irregularities(file.evidence, file.placement):
+                yield f"{file.evidence.file}: {text}"
             yield from self._find_untrained(file)
             yield from self._find_cut_passes(file)
+
+    def _note_slowness(self, file: ClaimedRun) -> Iterator[str]:
+        """A slow run never refutes the claim."""
+        slow = None if file.roofline is None else file.roofline.find_slow_pass(file.placement, self.shape)
+        if slow is not None:
+            spent_ns, usual_ns = slow
+            yield (
+                f"{file.evidence.file}: a pass took {spent_ns / 1e6:,.2f} ms, but the claimed work usually takes about "
+                f"{usual_ns / 1e6:,.2f} ms: sizes were padded, or the GPU was shared or slowed down"
+            )
+        if idle := find_idle_share(file.run.sightings):
+            yield f"{file.evidence.file}: no kernel of this stream ran for {idle:.0%} of the time"
+
+    def _describe_tying(self) -> str:
+        if self.tying is None:
+            return "only a training step or a memory snapshot shows whether the LM head shares the embedding's weights"
+        return f"{self.tying.why}, which contradicts the claim unless weights are frozen or shared otherwise"
+
+    def _has_whole_pass(self, file: ClaimedRun) -> bool:
+        """Whether a pass that is certainly complete has the claimed layers."""
+        depths = enumerate(file.placement.num_layers, start=1)
+        return any(seen == self.claim.num_layers and is_whole(file.placement, number) for number, seen in depths)
 
     def _find_cut_passes(self, file: ClaimedRun) -> Iterator[str]:
         """Yield why num_layers is open if the evidence has no complete pass."""
         layers, depths = self.claim.num_layers, file.placement.num_layers
-        if layers is None or layers in depths:
+        if layers is None or self._has_whole_pass(file):
             return
         for number, seen in enumerate(depths, start=1):
-            if seen < layers:
+            if seen <= layers:
                 yield f"num_layers: {file.evidence.file} has only part of pass {number} ({count_noun(seen, 'layer')})"
             else:
                 yield (
@@ -353,6 +421,7 @@ class _Judge:
         for file in self.files:
             yield from file.evidence.notes
             yield from _note_limits(file)
+            yield from self._note_slowness(file)
             if not file.evidence.has_counters:
                 yield (
                     f"{file.evidence.file}: no counters, only names, grids and durations; "
@@ -361,7 +430,7 @@ class _Judge:
             passes = len(file.placement.num_layers)
             kind = "training" if file.run.is_training else "forward"
             yield f"{file.evidence.file}: {count_noun(passes, f'{kind} pass', f'{kind} passes')}"
-        if matrices := self._count_matrices():
+        if matrices := count_feed_forward(self.snapshots, self.claim):
             found, needed = matrices
             yield f"allocations with the size of a feed-forward matrix: {found}; the claim has {needed}"
         taken = {
@@ -374,13 +443,27 @@ class _Judge:
             yield f"not claimed, recovered from the evidence: {said}"
         yield "counters show the shape of the work, not the weights, the data or whether it was useful: docs/verify.md"
 
-    def _count_matrices(self) -> tuple[int, int] | None:
-        """Return the number of allocations with the size of a feed-forward matrix, and how many the claim has."""
-        width, hidden, layers = self.claim.d_model, self.claim.d_ff, self.claim.num_layers
-        if not self.allocations or not width or not hidden or not layers:
-            return None
-        found = max(self.allocations.count(width * hidden * size) for size in (2, 4))
-        return found, layers * (3 if self.claim.gated else 2)
+
+def _find_differences(files: Sequence[ClaimedRun], claim: Claim) -> Iterator[str]:
+    """Yield what shows that the files come from different runs. What is claimed was compared with each of them."""
+    inside = [
+        [one.sighting.dtype for one in file.placement.products if one.role not in OTHER_DTYPE_ROLES] for file in files
+    ]
+    depths = [
+        [seen for number, seen in enumerate(file.placement.num_layers, 1) if is_whole(file.placement, number)]
+        for file in files
+    ]
+    shown: dict[str, list[set[str]]] = {
+        "GPU": [{file.evidence.device} - {""} for file in files],
+        "number of multiprocessors": [{str(sms)} if (sms := file.evidence.device_sms) else set() for file in files],
+        "num_layers": [set(map(str, one)) if claim.num_layers is None else set() for one in depths],
+        "dtype": [{dtype for dtype in one if dtype} if claim.dtype is None else set() for one in inside],
+    }
+    for what, values in shown.items():
+        known = [one for one in values if one]
+        if known and not set.intersection(*known):
+            said = " and ".join("/".join(sorted(one)) for one in known)
+            yield f"the files may be of different runs: {what} {said}"
 
 
 def _note_limits(file: ClaimedRun) -> Iterator[str]:
@@ -391,10 +474,10 @@ def _note_limits(file: ClaimedRun) -> Iterator[str]:
         yield f"{name}: the number of SMs is unknown, so the grids of persistent kernels only give lower bounds"
     if is_share(file):
         yield f"{name}: collectives run between the layers: sizes that do not fit may be one rank's shard"
-    if any(one.is_unclear for one in find_contradictions(sightings, file.placement, None)):
+    if not has_noise(sightings):
         yield (
-            f"{name}: some layers have equal durations; with a clock resolution of {find_step_ns(sightings):,} ns that "
-            "may be a coincidence, so a copied layer cannot be detected"
+            f"{name}: with a clock resolution of {find_step_ns(sightings):,} ns, durations repeat by chance: copied "
+            "layers cannot be detected"
         )
 
 

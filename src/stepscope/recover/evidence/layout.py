@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, fields
 
+from stepscope.recover.evidence.completeness import find_lookup
 from stepscope.recover.evidence.order import (
     KERNELS_AFTER_HEAD,
     Anchor,
@@ -182,7 +183,7 @@ def _spread(roles: tuple[Role, ...], behind: int, places: int) -> Iterator[tuple
 def place(run: SegmentedOrder, pattern: Pattern, behind: int, num_layers: int | None, fits: Fits) -> Placement:
     """Arrange all kernels. `fits` tells whether a GEMM can have a role; it is used to find an extra one."""
     first = run.segments[0][0][0].index
-    placement = Placement(pattern=pattern, starts_late=not any(map(is_lookup, run.sightings[:first])))
+    placement = Placement(pattern=pattern, starts_late=find_lookup(run.sightings[:first]) is None)
     placement.backward_attentions = [one for one in run.sightings if is_attention(one, backward=True)]
     passes = _find_passes(run, num_layers, placement)
     for number, anchors in enumerate(passes, start=1):

@@ -7,7 +7,7 @@ stacks that a profiler recorded are ignored.
 import re
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import msgspec
 import polars as pl
@@ -15,32 +15,59 @@ import polars as pl
 from stepscope.cost import product_dims
 from stepscope.explain.kernel_names import decode
 from stepscope.explain.trace.attribution import attribute_kernels
-from stepscope.recording.readers.counter_metrics import CounterKey, canonical_counters
+from stepscope.recording.readers.counter_metrics import (
+    CounterKey,
+    canonical_counters,
+    choose_noisy,
+    tensor_dtype_of,
+)
+from stepscope.recording.readers.ncu import has_lost_rows
 from stepscope.recording.store import Recording
+from stepscope.recording.tables import KERNEL_LAUNCHES
+from stepscope.recover.evidence.redundancy import Flaw, find_flaws
 from stepscope.recover.facts import Sighting, Triple
+from stepscope.units import count_noun
 
 Sizes = tuple[int, int, int, int]
+# Its rows have consecutive IDs, which the reader checks, but no times: kernels are placed end to end.
+_NSIGHT_COMPUTE = "nsight compute"
 _MOST_KERNELS = 200_000
 _MOST = 2.0**100  # larger than any count: an overflow in the file
+_MOST_UNTIMED = 0.01  # share of kernels without a duration
+_MOST_UNLAUNCHED = 0.01  # share of kernels without a launch, which profilers may lose
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KernelEvidence:
-    """The kernels of one file. `allocations` are the requested sizes in bytes."""
+    """The kernels of one file. `allocations` are the requested sizes in bytes, `held` those of the whole time."""
 
     source: str
     file: str
     sightings: tuple[Sighting, ...] = ()
     allocations: tuple[int, ...] = ()
+    held: tuple[int, ...] = ()
     exchanges: tuple[int, ...] = ()  # indices of the kernels before which collectives ran, on any stream
     device: str = ""  # the driver's name for it
     device_sms: int | None = None
     is_portable: bool = False  # read only what the kernels show on any GPU
+    is_incomplete: bool = False  # some kernels of the run are known to be missing
     notes: tuple[str, ...] = ()
+    flaws: tuple[Flaw, ...] = ()  # their rows are indices of sightings
+    gaps: tuple[str, ...] = ()  # what is missing from the file, besides kernels
 
     @property
     def has_counters(self) -> bool:
         return any(sighting.counters for sighting in self.sightings)
+
+    @property
+    def has_history(self) -> bool:
+        """Whether a memory snapshot recorded what the run allocated, and not only what it held at one moment."""
+        return len(self.held) < len(self.allocations)
+
+    @property
+    def is_numbered(self) -> bool:
+        """Whether a kernel that is missing between others leaves a gap: Nsight Compute and profilers number them."""
+        return self.source == _NSIGHT_COMPUTE or all(one.launch is not None for one in self.sightings)
 
     def exchanges_within(self, passes: Iterable[Sequence[int]]) -> bool:
         """Whether collectives ran between the attention calls of a pass, given by their indices. Models split over GPUs
@@ -61,19 +88,49 @@ def gather(recording: Recording, *, file: str = "", use_shapes: bool = False) ->
         notes.append(
             f"{len(streams)} streams: only the busiest was used ({kernels.height:,} of {streams.total():,} kernels)"
         )
+    lost = _count_lost(recording)
+    if lost:
+        notes.append(f"{count_noun(lost, 'kernel')} missing: launched, but not in the file")
     if kernels.height > _MOST_KERNELS:
         notes.append(f"only the first {_MOST_KERNELS:,} of {kernels.height:,} kernels were used")
     kernels = kernels.sort("start_ns", "row", maintain_order=True).head(_MOST_KERNELS)
+    told = _told(recording) if use_shapes else {}
+    allocations = recording.allocations.filter(pl.col("requested_bytes").is_not_null())
+    indices = {row: index for index, row in enumerate(kernels["row"])}
     return KernelEvidence(
         source=manifest.source,
         file=file or manifest.file,
-        sightings=tuple(_sightings(kernels, _counters(recording.counters), _told(recording) if use_shapes else {})),
+        sightings=tuple(_sightings(kernels, recording.counters, told, has_timeline=manifest.source != _NSIGHT_COMPUTE)),
         exchanges=_find_exchanges(everything, kernels),
-        allocations=tuple(recording.allocations["requested_bytes"].drop_nulls().to_list()),
+        allocations=tuple(allocations["requested_bytes"]),
+        held=tuple(
+            allocations.filter(pl.col("start_event").is_null(), pl.col("end_event").is_null())["requested_bytes"]
+        ),
         device=manifest.device,
         device_sms=manifest.device_sms,
+        is_incomplete=lost > 0 or has_lost_rows(manifest.notes),
         notes=tuple(notes),
+        flaws=tuple(replace(flaw, row=indices[flaw.row]) for flaw in find_flaws(kernels, recording.counters)),
+        gaps=tuple(_find_gaps(recording, kernels)),
     )
+
+
+def _find_gaps(recording: Recording, kernels: pl.DataFrame) -> Iterable[str]:
+    """Yield what is missing: durations, counters, and the launches of kernels."""
+    timeless = kernels.filter(pl.col("end_ns") <= pl.col("start_ns")).height
+    if timeless > _MOST_UNTIMED * kernels.height:
+        yield f"{timeless:,} of {kernels.height:,} kernels have no duration, so the share of any work is unknown"
+    counted = recording.counters.filter(pl.col("kernel").is_in(kernels["row"].implode()))
+    metrics = counted.group_by("kernel").agg(pl.col("metric").n_unique())["metric"]
+    if counted.height and (metrics.max() != metrics.min() or len(metrics) < kernels.height):
+        fewer = kernels.height - (metrics == metrics.max()).sum()
+        yield f"{fewer:,} of {kernels.height:,} kernels lack counters that the others have"
+    launches = recording.launches.filter(pl.col("correlation").is_not_null())
+    if launches.height:
+        since = kernels.filter(pl.col("start_ns") >= launches["start_ns"].min())
+        made = since.join(launches, on=["process", "correlation"], how="semi", nulls_equal=True)
+        if since.height - made.height > _MOST_UNLAUNCHED * since.height:
+            yield f"{since.height - made.height:,} of {since.height:,} kernels were not launched in the recording"
 
 
 def _main_stream(kernels: pl.DataFrame, streams: Counter[tuple[int, int, int]]) -> pl.DataFrame:
@@ -81,6 +138,17 @@ def _main_stream(kernels: pl.DataFrame, streams: Counter[tuple[int, int, int]]) 
     return kernels.filter(
         pl.col("process").eq_missing(process), pl.col("device").eq_missing(device), pl.col("stream").eq_missing(stream)
     )
+
+
+def _count_lost(recording: Recording) -> int:
+    """Return how many kernels were launched between others but are not in the file. A CUDA graph is captured with
+    launches that run nothing, so they are not counted then."""
+    launches = recording.launches.filter(pl.col("name").str.contains(KERNEL_LAUNCHES)).sort("start_ns")
+    known = launches["correlation"].is_in(recording.kernels["correlation"].implode()).fill_null(value=True)
+    found = known.arg_true()
+    if recording.kernels["graph"].any() or not len(found):
+        return 0
+    return int((~known[found[0] : found[-1]]).sum())
 
 
 def _find_exchanges(everything: pl.DataFrame, kernels: pl.DataFrame) -> tuple[int, ...]:
@@ -114,9 +182,33 @@ def _told(recording: Recording) -> dict[int, Sizes]:
     return told
 
 
+def _tensor_dtypes(table: pl.DataFrame) -> dict[int, dict[str, int]]:
+    """Return tensor core operations by row of the kernel and dtype. Metrics of one dtype overlap, so the largest
+    counts."""
+    dtypes = {metric: dtype for metric in table["metric"].unique() if (dtype := tensor_dtype_of(metric)) is not None}
+    counted: dict[int, dict[str, int]] = {}
+    for kernel, metric, value in _values(table, dtypes):
+        known = counted.setdefault(kernel, {})
+        known[dtypes[metric]] = max(round(value), known.get(dtypes[metric], 0))
+    return counted
+
+
+def _noise(table: pl.DataFrame) -> dict[int, dict[str, float]]:
+    noise: dict[int, dict[str, float]] = {}
+    for kernel, metric, value in _values(table, choose_noisy(table["metric"].unique())):
+        noise.setdefault(kernel, {})[metric] = value
+    return noise
+
+
+def _values(table: pl.DataFrame, metrics: Iterable[str]) -> Iterable[tuple[int, str, float]]:
+    wanted = table.filter(pl.col("metric").is_in(list(metrics)), pl.col("value").is_between(0, _MOST))
+    return wanted.select("kernel", "metric", "value").iter_rows()
+
+
 def _sightings(
-    kernels: pl.DataFrame, counters: dict[int, dict[CounterKey, int]], told: dict[int, Sizes]
+    kernels: pl.DataFrame, table: pl.DataFrame, told: dict[int, Sizes], *, has_timeline: bool
 ) -> Iterable[Sighting]:
+    counters, dtypes, noise = _counters(table), _tensor_dtypes(table), _noise(table)
     for index, row in enumerate(kernels.iter_rows(named=True)):
         sighting = Sighting(
             index=index,
@@ -127,6 +219,11 @@ def _sightings(
             registers=row["registers"],
             shared_bytes=row["shared_bytes"],
             counters=counters.get(row["row"], {}),
+            tensor_dtypes=dtypes.get(row["row"], {}),
+            noise=noise.get(row["row"], {}),
+            launch=row["correlation"],
+            start_ns=row["start_ns"] if has_timeline else None,
+            in_graph=bool(row["graph"]),
             told=told.get(row["row"]),
         )
         operations = count_operations(sighting)

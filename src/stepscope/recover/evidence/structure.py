@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import get_args
 
+from stepscope.recover.evidence.completeness import StructureDoubt, doubt_ends, doubt_layers, find_lookup
 from stepscope.recover.evidence.order import (
     KERNELS_AFTER_HEAD,
     Anchor,
@@ -21,6 +22,7 @@ from stepscope.recover.evidence.order import (
     find_zone,
     is_attention,
     is_lookup,
+    is_of_training,
     is_product,
     layer_roles,
     read_order,
@@ -38,6 +40,7 @@ class RoleReading:
 
     products: dict[Role, Sighting]
     zones: dict[Zone, tuple[Sighting, ...]]
+    doubts: tuple[StructureDoubt, ...] = ()
 
     @property
     def is_gated(self) -> bool:
@@ -59,8 +62,7 @@ class Structure:
     layer_indices: tuple[tuple[int, ...], ...] = ()  # the indices of the attention calls, per pass
     # Every attention is followed by the same kernels as the last one: passes of one layer would look the same.
     may_be_one_layer: bool = False
-    has_others: bool = False  # attention outside the passes that is not recomputed
-    layers_differ: bool = False  # other than in GEMMs: the analyzed layer may not be typical of all
+    doubts: tuple[StructureDoubt, ...] = ()  # for all readings
     has_start: bool = False  # an embedding lookup precedes the analyzed pass: its first layer is in the file
 
     @property
@@ -80,13 +82,21 @@ def find_structure(sightings: Sequence[Sighting]) -> Structure:
         backward_attentions=tuple(one for one in sightings if is_attention(one, backward=True)),
         softmaxes=() if order.is_fused else tuple(kernel for anchor in shown.layers for kernel in anchor),
         readings=shown.readings,
-        dtype=shown.readings[0].products["output"].name.dtype,
+        dtype=shown.readings[0].products["output"].dtype,
         layer_indices=tuple(tuple(anchor[0].index for anchor in one) for one in passes),
         may_be_one_layer=_may_be_one_layer(order, shown),
         has_start=shown.has_start,
-        layers_differ=_differ(order, passes),
-        has_others=order.is_fused and _has_others(order, passes),
+        doubts=tuple(_doubt(order, passes, shown)),
     )
+
+
+def _doubt(order: KernelOrder, passes: Sequence[Sequence[Anchor]], shown: "_Pass") -> Iterator[StructureDoubt]:
+    zones, products = shown.readings[0].zones, shown.readings[0].products
+    start = min((one.index for one in zones["before"]), default=shown.layers[0][0].index)
+    end = products["head"].index if "head" in products else shown.layers[-1][-1].index
+    yield from doubt_layers(order, passes, shown.layers, range(start, end + 1))
+    if order.is_fused and _has_others(order, passes):
+        yield StructureDoubt(text="there is attention outside these layers", of_layers=True)
 
 
 def _symbols(gap: Sequence[Sighting]) -> tuple[object, ...]:
@@ -135,12 +145,8 @@ def _read_pass(order: KernelOrder, layers: Sequence[Anchor], end_before: int, *,
     after that belong to the layer, for example rotary positions. `end_before` is the index of the attention before
     this pass."""
     readings = tuple(_read_roles(order, layers, end_before, is_whole=is_whole))
-    has_start = any(_begins(one) for reading in readings for one in reading.zones["before"])
+    has_start = any(find_lookup(reading.zones["before"]) is not None for reading in readings)
     return _Pass(layers=layers, readings=readings, has_start=has_start)
-
-
-def _begins(sighting: Sighting) -> bool:
-    return is_lookup(sighting) or not {"embedding", "index_select"}.isdisjoint(sighting.name.fused)
 
 
 def _completeness(one: _Pass) -> tuple[bool, bool, bool]:
@@ -196,20 +202,6 @@ def _has_others(order: KernelOrder, passes: Sequence[Sequence[Anchor]]) -> bool:
     return any(len(order.find_gap(a, b)) in range(1, 2 * _PRODUCTS_OF_LAYER.stop) for a, b in pairs)
 
 
-def _differ(order: KernelOrder, passes: Sequence[Sequence[Anchor]]) -> bool:
-    """Whether layers of this or another pass have different kernels. A compiler generates separate kernels for some
-    layers; there only the attention kernels are compared."""
-    attentions = {tuple(map(_look, anchor)) for layers in passes for anchor in layers}
-    between = [order.sightings[a[-1].index : b[0].index] for layers in passes for a, b in itertools.pairwise(layers)]
-    if any(one.name.library == "Inductor" for gap in between[:1] for one in gap):
-        return len(attentions) > 1
-    return len(attentions) > 1 or len({tuple(map(_look, gap)) for gap in between}) > 1
-
-
-def _look(sighting: Sighting) -> tuple[object, ...]:
-    return sighting.name.name, sighting.grid, sighting.block, sighting.counters.get("store_bytes")
-
-
 def _may_be_one_layer(order: KernelOrder, shown: _Pass) -> bool:
     layers = shown.layers
     if len(layers) < 2 or "head" not in shown.readings[0].products:
@@ -255,30 +247,49 @@ def _read_roles(
         placed = [list(stretch) for stretch in stretches]
         head = tail[len(behind)] if len(tail) > len(behind) else None
         begin = before[-len(ahead)].index
+        start = _find_start(order, end_before, begin)
+        layer = _symbols(gap if gap is not None else (*tail[: len(behind)], *before[-len(ahead) :]))
+        doubts = doubt_ends(
+            layers,
+            first=_symbols(_since_start(order, before, start if start < begin else None)),
+            last=_symbols(tail),
+            behind=layer[: len(behind)],
+            ahead=layer[len(behind) :],
+            follows_pass=end_before >= 0,
+        )
         zones = _find_zones(order, placed, layers)
-        zones["before"] = _others(order, _find_start(order, end_before, begin) - 1, begin)
+        zones["before"] = _others(order, start - 1, begin)
         # A compiler computes masks right before the first attention, which needs them.
         zones["heads"] += tuple(one for one in _others(order, begin, first.index) if one.name.library == "Inductor")
         zones["final"] = _others(order, tail[len(behind) - 1].index, head.index if head else len(order.sightings))
         zones["after"] = _others(order, head.index, _find_end(order, head.index)) if head else ()
         if not breaks_feed_forward(zones["feed_forward"]):
             products = {role: one for stretch in placed for role, one in stretch}
-            yield RoleReading(products={**products, **({"head": head} if head else {})}, zones=zones)
+            head_too: dict[Role, Sighting] = {"head": head} if head else {}
+            yield RoleReading(products={**products, **head_too}, zones=zones, doubts=tuple(doubts))
 
 
 def _find_start(order: KernelOrder, end_before: int, begin: int) -> int:
     """Return the start of a pass whose layers begin here: its first lookup after the end of the pass before."""
     if end_before < 0:
         return 0
-    return next((one.index for one in order.sightings[end_before + 1 : begin] if _begins(one)), begin)
+    lookup = find_lookup(order.sightings[end_before + 1 : begin])
+    return lookup.index if lookup is not None else begin
+
+
+def _since_start(order: KernelOrder, products: Sequence[Sighting], start: int | None) -> list[Sighting]:
+    """Keep the GEMMs of this pass. Without a start they may follow those of the pass before, but not its training."""
+    if start is None:
+        start = max((one.index for one in order.sightings[: products[-1].index] if is_of_training(one)), default=0)
+    return [one for one in products if one.index >= start]
 
 
 def _find_end(order: KernelOrder, head: int) -> int:
     """Return the end of the LM head's kernels: the next GEMM, the start of the next pass, or this many kernels."""
     following = order.products_between(head, len(order.sightings))
     end = following[0].index if following else len(order.sightings)
-    starts = (one.index for one in order.sightings[head + 1 : end] if _begins(one))
-    return min(next(starts, end), head + KERNELS_AFTER_HEAD)
+    lookup = find_lookup(order.sightings[head + 1 : end])
+    return min(lookup.index if lookup is not None else end, head + KERNELS_AFTER_HEAD)
 
 
 def _until_backward(order: KernelOrder, products: Sequence[Sighting]) -> list[Sighting]:

@@ -12,11 +12,12 @@ import msgspec
 import numpy as np
 
 from stepscope.recording.readers.ncu import CUT_SHORT
+from stepscope.recover.evidence.completeness import StructureDoubt
 from stepscope.recover.evidence.order import NoTransformerError
 from stepscope.recover.evidence.recording import KernelEvidence
 from stepscope.recover.evidence.structure import Structure
 from stepscope.recover.facts import Window
-from stepscope.recover.shape import CORE_FIELDS, SIZES, Core, Cores, RunShape
+from stepscope.recover.shape import CORE_FIELDS, LAYER_SIZES, SIZES, Core, Cores, RunShape
 from stepscope.recover.solve.candidates import Solution
 from stepscope.recover.solve.dependent_sizes import (
     LARGEST_VOCABULARY,
@@ -45,6 +46,7 @@ _MOST_CANDIDATES = 24
 _MOST_ALTERNATIVES = 64
 _SMALLEST_VOCABULARY = 4096  # of an LM head; classifiers and poolers have fewer outputs
 _PADDING = 8  # the compiler pads a vocabulary to a multiple of this
+_LOST = StructureDoubt(text="kernels of this run are missing from the file", of_layers=True, of_sizes=True)
 
 
 class Field(msgspec.Struct, frozen=True, kw_only=True):
@@ -113,7 +115,7 @@ def _assemble(found: FileFit) -> Recovery:
     # Candidates that were not examined may explain more.
     likely = [one for one in fitted if one.rank[0] <= first.rank[0] + _SLACK or one.solution.is_cut]
     has_open_width = found.is_open or any(one.solution.has_open_width for one in likely)
-    fields = {"num_layers": _layers_field(found), "dtype": _dtype_field(structure)}
+    fields = {"num_layers": _layers_field(found, likely), "dtype": _dtype_field(structure)}
     for name in CORE_FIELDS:
         fields[name] = _core_field(name, likely)
     fields["d_ff"] = _sized_field([one.feed_forward for one in likely], _feed_forward_evidence(first))
@@ -128,6 +130,10 @@ def _assemble(found: FileFit) -> Recovery:
         fields |= {name: _leave_open(fields[name], high) for name, high in _OPEN_BESIDES.items()}
     left_open = tuple(_find_left_open(found))
     notes = [*evidence.notes, *left_open]
+    doubts = [doubt.text for doubt in _find_doubts(found, likely) if doubt.of_sizes]
+    if doubts:
+        notes += doubts
+        fields |= {name: msgspec.structs.replace(fields[name], certain=False) for name in LAYER_SIZES}
     if first.solution.observation.is_assumed:
         notes.append(
             "the block sizes of compiled kernels are assumed to be Inductor's: no size that depends on them is certain"
@@ -135,9 +141,6 @@ def _assemble(found: FileFit) -> Recovery:
         fields |= {
             name: _doubt(fields[name]) for name in (*CORE_FIELDS, "d_ff", "vocab_size") if name not in _shown(first)
         }
-    if structure.layers_differ:
-        notes.append("layers or passes differ in kernels other than GEMMs: what one layer shows may not apply to all")
-        fields |= {name: msgspec.structs.replace(fields[name], certain=False) for name in CORE_FIELDS}
     if evidence.exchanges_within(structure.layer_indices):
         notes.append("collectives ran during the forward pass: the sizes may be those of one rank's shard of the model")
         fields |= {name: msgspec.structs.replace(fields[name], certain=False) for name in _OF_A_SHARE}
@@ -256,7 +259,14 @@ def _vocabulary_field(fitted: FittedReading) -> Field:
     return msgspec.structs.replace(found, certain=False, alternatives=others)
 
 
-def _layers_field(found: FileFit) -> Field:
+def _find_doubts(found: FileFit, likely: Sequence[FittedReading]) -> list[StructureDoubt]:
+    """Return the doubts of the file and of these interpretations, or of all if none has sizes."""
+    readings = [one.solution.observation.reading for one in likely] or found.structure.readings
+    lost = [_LOST] if found.evidence.is_incomplete else []
+    return list(dict.fromkeys((*lost, *found.structure.doubts, *(doubt for one in readings for doubt in one.doubts))))
+
+
+def _layers_field(found: FileFit, likely: Sequence[FittedReading]) -> Field:
     """Certain if an embedding comes before the first layer and an LM head after the last: the file has all layers."""
     structure = found.structure
     best = [fitted.solution.observation.reading for fitted in found.fitted[:1]]
@@ -268,20 +278,30 @@ def _layers_field(found: FileFit) -> Field:
     if structure.may_be_one_layer:
         unsure = "every attention call is followed by the same kernels: this may be one layer run repeatedly"
         return Field(value=structure.num_layers, certain=False, alternatives=(1,), evidence=(said, unsure))
-    if has_head and structure.has_start and not is_cut and not structure.has_others:
-        return Field(value=structure.num_layers, certain=True, evidence=(said,))
-    unsure = (
-        "there is attention outside these layers" if structure.has_others else "the file may not contain all layers"
-    )
-    return Field(value=structure.num_layers, certain=False, low=structure.num_layers, evidence=(said, unsure))
+    doubts = [doubt.text for doubt in _find_doubts(found, likely) if doubt.of_layers]
+    if not (has_head and structure.has_start) or is_cut:
+        doubts.append("the file may not contain all layers")
+    if doubts:
+        return Field(value=structure.num_layers, certain=False, low=structure.num_layers, evidence=(said, *doubts))
+    whole = "no gap in the launch numbers" if found.evidence.is_numbered else "assumes that the file has every kernel"
+    return Field(value=structure.num_layers, certain=True, evidence=(said, whole))
 
 
 def _dtype_field(structure: Structure) -> Field:
     """Certain if all projections use the same type. The LM head and attention scores may use another."""
     products = structure.readings[0].products
-    named = {one.name.dtype for role, one in products.items() if role not in ("head", "scores", "values")}
-    said = (f"from the names of the GEMM kernels: {products['output'].name.short}",) if structure.dtype else ()
-    return Field(value=structure.dtype, certain=named == {structure.dtype} != {None}, evidence=said)
+    inside = [one for role, one in products.items() if role not in ("head", "scores", "values")]
+    source = (
+        "the operations of the tensor cores" if products["output"].counted_dtype else "the names of the GEMM kernels"
+    )
+    said = (f"from {source}: {products['output'].name.short}",) if structure.dtype else ()
+    is_agreed = {one.dtype for one in inside} == {structure.dtype} != {None}
+    if misnamed := next((one for one in inside if one.is_misnamed), None):
+        unsure = f"#{misnamed.index} is named {misnamed.name.dtype} but computed in {misnamed.counted_dtype}"
+        return Field(
+            value=structure.dtype, certain=False, evidence=(*said, f"the evidence contradicts itself: {unsure}")
+        )
+    return Field(value=structure.dtype, certain=is_agreed, evidence=said)
 
 
 def _candidates(structure: Structure, fitted: FittedReading) -> Iterable[Candidate]:
@@ -391,7 +411,7 @@ def _answer_without_sizes(files: Sequence[FileFit]) -> Recovery:
     found = files[0]
     structure, evidence = found.structure, found.evidence
     fields = {name: Field(value=None, certain=False) for name in FIELDS}
-    fields["num_layers"] = _layers_field(found)
+    fields["num_layers"] = _layers_field(found, ())
     fields["dtype"] = _dtype_field(structure)
     left_open = tuple(dict.fromkeys(text for one in files for text in _find_left_open(one)))
     why = left_open or (

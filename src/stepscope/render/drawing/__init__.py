@@ -1,7 +1,8 @@
 """Charts as SVG, laid out in Python: for files, and inline for the page of a report."""
 
-from stepscope.findings import Bars, Figure, Lanes, Roofline, StepPicture, Timeline
+from stepscope.findings import Bars, Figure, Lanes, OfSeveral, Roofline, StepPicture, Timeline
 from stepscope.render.drawing.bars import chart_bars, draw_bars
+from stepscope.render.drawing.compared import draw_compared
 from stepscope.render.drawing.lanes import draw_lanes
 from stepscope.render.drawing.lines import draw_figure
 from stepscope.render.drawing.roofline import draw_roofline
@@ -9,10 +10,12 @@ from stepscope.render.drawing.step import draw_step_picture
 from stepscope.render.drawing.timeline import draw_timeline
 from stepscope.render.drawing.timeline_layout import DEFAULT_DETAIL
 
-__all__ = ["draw_part"]
+__all__ = ["Drawable", "draw_part"]
+
+Drawable = Figure | Timeline | Lanes | StepPicture | Roofline | Bars | OfSeveral
 
 
-def draw_part(part: Figure | Timeline | Lanes | StepPicture | Roofline | Bars, detail: float = DEFAULT_DETAIL) -> str:
+def draw_part(part: Drawable, detail: float = DEFAULT_DETAIL) -> str:
     """Return the part as an SVG file. `detail` is the share of a timeline's pieces that are drawn one by one."""
     match part:
         case Timeline():
@@ -27,3 +30,5 @@ def draw_part(part: Figure | Timeline | Lanes | StepPicture | Roofline | Bars, d
             return draw_bars(chart_bars(part))
         case Figure():
             return draw_figure(part)
+        case _:
+            return draw_compared(part)

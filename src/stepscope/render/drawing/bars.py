@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import msgspec
 
-from stepscope.explain.story.sections.breakdown import ORDERED, Totals, add_up
+from stepscope.explain.story.sections.breakdown import ORDERED, Totals, add_up, fold_layers
 from stepscope.findings import Bars, Breakdown, Quantity
 from stepscope.render.drawing.axes import Scale, draw_x_axis, find_ticks, name_quantity
 from stepscope.render.drawing.colours import Palette, assign_colours, colour_of
@@ -24,7 +24,7 @@ _WIDTH = 430.0
 _NAME_SHARE, _NAME_SIZE, _VALUE_SIZE, _INSIDE_SIZE = 0.44, 12.0, 11.5, 10.5
 _BAR, _THIN_BAR, _GAP = 15.0, 13.0, 7.0
 _LEAST_PLOT = 140.0
-MOST_BARS, _MOST_SIGNS = 40, 16
+MOST_BARS, _MOST_SIGNS = 60, 16
 _FEW_MS = 0.01
 _AXES: dict[Quantity, tuple[str, str, float]] = {
     "ms": ("time", "ms", 1.0),
@@ -179,10 +179,11 @@ def _draw_axis(canvas: Canvas, bars: Bars, x: Scale, plot: Bounds) -> None:
 
 
 def chart_dimensions(breakdown: Breakdown) -> Iterable[BarChart]:
-    """Return bars for each dimension with values to compare."""
-    for place, dimension in enumerate(breakdown.dimensions):
+    """Return bars for each dimension with values to compare; alike layers share a bar."""
+    folded = fold_layers(breakdown)
+    for place, dimension in enumerate(folded.dimensions):
         if dimension.key not in _TABLE_ONLY and dimension.values:
-            yield _chart_dimension(breakdown, add_up(breakdown, place))
+            yield _chart_dimension(folded, add_up(folded, place))
 
 
 def _chart_dimension(breakdown: Breakdown, totals: Totals) -> BarChart:

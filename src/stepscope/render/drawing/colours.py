@@ -10,6 +10,7 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 
 from stepscope.findings import Bars, Breakdown, Figure, Lanes, Part, Roofline, SideBySide, StepPicture, Timeline
+from stepscope.findings.compared import AlignedMemory, AlignedSteps, Trend
 
 Pair = tuple[str, str]
 # Strongest contrast on white first; grey replaces their yellow, which is invisible on white. Then the same hues, light
@@ -98,6 +99,8 @@ _KNOWN: dict[str, Pair] = {
     "waiting for the GPU": _PINK,
     "waiting": _pale(_VERMILION),
     "GPU idle": _pale(_GREY),
+    "idle": _pale(_GREY),
+    "the rest": _GREY,
     "A": _GREY,
     "B": _BLUE,
 }
@@ -130,7 +133,13 @@ def groups_of(part: Part | None) -> Iterable[str]:
         case Lanes():
             return part.groups
         case Breakdown():
-            return next((dimension.values for dimension in part.dimensions if dimension.key == "class"), ())
+            return [value for one in part.dimensions if one.key in ("class", "phase") for value in one.values]
+        case AlignedMemory():
+            return part.categories
+        case Trend():
+            return [line.name for line in part.lines if line.name]
+        case AlignedSteps():
+            return [name for place in part.places for side in place.sides for name in side.classes]
         case StepPicture():
             return [name for bar in part.bars if bar for phase in bar.phases for name in phase.classes]
         case Roofline():
@@ -174,6 +183,11 @@ class Palette:
     def paper(self) -> str:
         return "var(--paper)" if self.on_page else _PAPER
 
+    def change(self, value: float, *, pale: bool = False) -> str:
+        """The colour of a change: of more, or of less time or memory."""
+        name = ("bad" if value > 0 else "good") + ("-pale" if pale else "")
+        return f"var(--{name})" if self.on_page else _THEME[name][0]
+
     @property
     def plain(self) -> str:
         """The colour of a single series."""
@@ -206,6 +220,9 @@ _THEME: dict[str, Pair] = {
     "accent-soft": ("#eef0fd", "#20253f"),
     "hatch": ("#b9c0cb", "#4d5563"),
     "good": ("#0a7a55", "#4fcf9f"),
+    "bad": ("#b8431a", "#ff8f66"),
+    "good-pale": ("#85bdaa", "#2f705a"),
+    "bad-pale": ("#dca18d", "#87503c"),
     "doubt": ("#9a5b00", "#f0b03a"),
     "shadow": (
         "0 1px 2px rgb(20 23 28 / 0.05), 0 8px 28px rgb(20 23 28 / 0.12)",

@@ -1,7 +1,6 @@
 """A step as one bar to scale: phases along it, kernel classes and idle time inside each phase.
 
-In a comparison the bars share one scale. A name stands above its phase or, if the phase is too narrow, next to it with
-a line down to it.
+In a comparison the bars share one scale.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -9,6 +8,7 @@ from dataclasses import dataclass
 
 from stepscope.findings import StepBar, StepPhase, StepPicture
 from stepscope.render.drawing.axes import Scale, draw_x_axis, find_ticks
+from stepscope.render.drawing.brackets import BOLD, NARROW, Bracket, define_hatch, draw_brackets
 from stepscope.render.drawing.colours import Palette, assign_colours
 from stepscope.render.drawing.svg import PAGE_WIDTH, Bounds, Canvas, Sign, Text, finish, fit, place_signs, width_of
 from stepscope.render.formats import clean
@@ -17,12 +17,9 @@ from stepscope.units import say_percent
 
 _MS = 1e6
 _BAR, _SMALL_BAR = 52.0, 44.0
-_NAME_SIZE, _LABEL_SIZE, _INSIDE_SIZE, _HEAD_SIZE = 13.0, 11.5, 11.0, 13.5
-_LEADING, _BRACKET, _LABEL_GAP = 15.0, 8.0, 12.0
-_BOLD = 1.15  # how much wider bold letters are
+_LABEL_SIZE, _INSIDE_SIZE, _HEAD_SIZE = 11.5, 11.0, 13.5
 _LEAST_LABEL = 0.004  # share of the longest step: narrower phases have no name
 _MOST_SIGNS, _LEAST_SIGN = 7, 0.005  # classes in the legend, and the least share of a step that has its own entry
-_NARROW = 500.0  # pixels: labels have a line per value from here down
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,7 +98,7 @@ def draw_step_picture(picture: StepPicture) -> str:
 def place_step_picture(canvas: Canvas, picture: StepPicture, width: float, hatch: str) -> Bounds:
     """Draw bars, axis and legend in `width` pixels. Each part of a bar is a group with its number. `hatch` is the id of
     the pattern of idle time, unique in its document."""
-    _define_hatch(canvas, hatch)
+    define_hatch(canvas, hatch)
     longest = max((bar.step_ns for bar in picture.bars if bar), default=0.0) or 1.0
     x = Scale(low=0.0, high=longest, start=0.0, end=width)
     segments = list_segments(picture)
@@ -112,7 +109,7 @@ def place_step_picture(canvas: Canvas, picture: StepPicture, width: float, hatch
         if bar is None:
             continue
         y = _draw_heading(canvas, run, bar, y + (26 if at and y else 0), width)
-        y = _draw_labels(canvas, bar, x, y, width)
+        y = draw_brackets(canvas, _list_brackets(bar, x, width), y, width)
         for segment in segments:
             if segment.bar == at:
                 with canvas.group(class_="mark", data_mark=numbers[id(segment)]):
@@ -124,23 +121,13 @@ def place_step_picture(canvas: Canvas, picture: StepPicture, width: float, hatch
     return Bounds(left=0.0, top=0.0, right=width, bottom=y)
 
 
-def _define_hatch(canvas: Canvas, name: str) -> None:
-    box: dict[str, str | float] = {"width": 7, "height": 7}
-    with (
-        canvas.group_of("defs"),
-        canvas.group_of("pattern", id=name, patternUnits="userSpaceOnUse", patternTransform="rotate(45)", **box),
-    ):
-        canvas.add("rect", fill=canvas.palette.grid, **box)
-        canvas.line(0, 0, 0, 7, canvas.palette.frame, 2.2)
-
-
 def _draw_heading(canvas: Canvas, run: str, bar: StepBar, y: float, width: float) -> float:
     """Write the run, the step time, and its busy and idle parts. Return the lower edge."""
     what = "per step" if bar.is_step else "in the trace"
     total = f"{split_step(bar)[0]} {what}"
-    bold = fit(f"{clean(run, 60)}: {total}" if run else total, width / _BOLD, _HEAD_SIZE)
+    bold = fit(f"{clean(run, 60)}: {total}" if run else total, width / BOLD, _HEAD_SIZE)
     rest = say_split(bar)
-    fits = width_of(bold, _BOLD * _HEAD_SIZE) + 14 + width_of(rest, _LABEL_SIZE + 1) <= width
+    fits = width_of(bold, BOLD * _HEAD_SIZE) + 14 + width_of(rest, _LABEL_SIZE + 1) <= width
     canvas.write([Text(x=0, y=y + 9, text=bold, size=_HEAD_SIZE, bold=True)])
     size, faint, foot = _LABEL_SIZE + 1, canvas.palette.faint, y + (9 if fits else 27)
     if fits:
@@ -150,52 +137,15 @@ def _draw_heading(canvas: Canvas, run: str, bar: StepBar, y: float, width: float
     return foot + 15
 
 
-@dataclass(slots=True, kw_only=True)
-class _Label:
-    lines: tuple[str, ...]
-    width: float
-    left: float  # of the phase
-    right: float
-    x: float  # of its centre
-
-
-def _draw_labels(canvas: Canvas, bar: StepBar, x: Scale, y: float, width: float) -> float:
-    """Write the names of the phases above a bracket each. Return the upper edge of the bar."""
-    labels = _fit_labels(bar, x, width)
-    if not labels:
-        return y + 4
-    top = y + 10
-    foot = top + (max(len(label.lines) for label in labels) - 1) * _LEADING + 10
-    # Labels that stand next to their phase need room for a line down to it.
-    edge = foot + (_BRACKET if all(label.left <= label.x <= label.right for label in labels) else 2 * _BRACKET)
-    stroke = canvas.palette.frame
-    for label in labels:
-        for row, line in enumerate(label.lines):
-            size, colour = (_LABEL_SIZE, canvas.palette.faint) if row else (_NAME_SIZE, "")
-            level = top + row * _LEADING
-            canvas.write([Text(x=label.x, y=level, text=line, align="middle", size=size, colour=colour, bold=not row)])
-        left, right = label.left + 1, max(label.right - 1, label.left + 1)
-        end = label.x if left <= label.x <= right else (left + right) / 2
-        canvas.trace([(label.x, foot), (end, edge)], stroke, 1.0)
-        canvas.trace([(left, edge + 4), (left, edge), (right, edge), (right, edge + 4)], stroke, 1.0)
-    return edge + 7
-
-
-def _fit_labels(bar: StepBar, x: Scale, width: float) -> list[_Label]:
-    """Return the labels of the phases, moved apart. The narrowest phases lose theirs if not all fit."""
-    labels, start = [], 0.0
+def _list_brackets(bar: StepBar, x: Scale, width: float) -> list[Bracket]:
+    brackets, start = [], 0.0
     for phase in bar.phases:
         whole = phase.busy_ns + phase.idle_ns
         left, start = x(start), start + whole
         if phase.name and whole >= _LEAST_LABEL * x.high:
-            lines = _write_label(phase, bar, is_tall=width < _NARROW)
-            room = max(width_of(line, _LABEL_SIZE if row else _BOLD * _NAME_SIZE) for row, line in enumerate(lines))
-            centre = (left + x(start)) / 2
-            labels.append(_Label(lines=lines, width=room, left=left, right=x(start), x=centre))
-    while sum(label.width + _LABEL_GAP for label in labels) > width + _LABEL_GAP:
-        labels.remove(min(labels, key=lambda label: label.right - label.left))
-    _move_apart(labels, width)
-    return labels
+            lines = _write_label(phase, bar, is_tall=width < NARROW)
+            brackets.append(Bracket.over(lines, left, x(start)))
+    return brackets
 
 
 def _write_label(phase: StepPhase, bar: StepBar, *, is_tall: bool) -> tuple[str, ...]:
@@ -203,18 +153,6 @@ def _write_label(phase: StepPhase, bar: StepBar, *, is_tall: bool) -> tuple[str,
     time, share = format_ms(whole), say_percent(whole / bar.step_ns)
     busy = f"{say_percent(phase.busy_ns / whole)} {'in operators' if bar.device == 'CPU' else 'busy'}"
     return (name_phase(phase), time, share, busy) if is_tall else (name_phase(phase), f"{time} · {share}", busy)
-
-
-def _move_apart(labels: Sequence[_Label], width: float) -> None:
-    """Move the labels as little as needed: to the right until none overlaps the one before, then back inside."""
-    edge = 0.0
-    for label in labels:
-        label.x = max(label.x, edge + label.width / 2)
-        edge = label.x + label.width / 2 + _LABEL_GAP
-    edge = width
-    for label in reversed(labels):
-        label.x = min(label.x, edge - label.width / 2)
-        edge = label.x - label.width / 2 - _LABEL_GAP
 
 
 def _draw_segment(canvas: Canvas, segment: StepSegment, x: Scale, y: float, thickness: float, hatch: str) -> None:
@@ -240,7 +178,7 @@ def _write_inside(canvas: Canvas, segment: StepSegment, x: Scale, y: float, thic
 
 
 def _draw_axis(canvas: Canvas, x: Scale, y: float, width: float) -> None:
-    ticks = find_ticks(0.0, x.high / _MS, 8 if width > _NARROW else 5)
+    ticks = find_ticks(0.0, x.high / _MS, 8 if width > NARROW else 5)
     places = [(x(tick * _MS), format_tick(tick) if tick else "0 ms") for tick in ticks]
     draw_x_axis(canvas, Bounds(left=0.0, top=y, right=width, bottom=y), places, "", grid=False)
 

@@ -1,46 +1,35 @@
-// The breakdown: the time of a step by class, phase, layer and module. A selection narrows the other dimensions and the
-// kernels below.
+// The breakdown: the time of a step by class, phase, operator and module. A selection narrows the other dimensions, the
+// flame view and the kernels below.
 //
-// A dimension is narrowed by the selections in the others, not by its own, so that a reader can go from one value to the
-// next without clearing it. Bars are stacked by class: the colours show what a layer consists of.
+// A list is narrowed by the selections in the other dimensions, not by its own, so that a reader can go from one value to
+// the next without clearing it. Bars are stacked by class: the colours show what a phase consists of.
 
-const MOST_BARS = 12;
-// Layers are in model order, not sorted by time, so a short list could hide the longest.
-const MOST_LAYERS = 26;
-const PHASES = ["forward", "loss", "backward", "optimizer"];
+const MOST_BARS = 8;
 
-// The data of a breakdown, and the selected value of each dimension (-1: none).
+// The data of a breakdown, and the selection in each dimension: its `id`, its `name` and the values it `includes`.
 function makeBreakdown(part) {
   const numRuns = part.runs.length;
   const numRows = part.places[0] ? part.places[0].length : 0;
   const classes = part.dimensions.findIndex((dimension) => dimension.key === "class");
   const totals = part.times.map((column) => column.reduce((sum, time) => sum + time, 0));
-  const chosen = part.dimensions.map(() => -1);
+  const chosen = part.dimensions.map(() => null);
   // Kernels that overlap, on streams or devices, add up to more than the wall time: shares of the step make no sense.
   const areParallel = part.walls.some((wall, run) => totals[run] + part.idles[run] > 1.005 * wall);
 
   // Rows that match all selections, ignoring the one in dimension `except`.
   function rowsLeft(except) {
-    const tests = chosen.map((value, at) => [at, value]).filter(([at, value]) => value >= 0 && at !== except);
+    const tests = chosen.map((selection, at) => [at, selection]).filter(([at, selection]) => selection && at !== except);
     const rows = [];
     for (let row = 0; row < numRows; row++) {
-      if (tests.every(([at, value]) => part.places[at][row] === value)) rows.push(row);
+      if (tests.every(([at, { includes }]) => includes(part.places[at][row]))) rows.push(row);
     }
     return rows;
   }
 
-  // Longest first; layers by number, and phases in the order they run.
+  // Longest first; phases in the order they run.
   function orderOf(at) {
-    const { key, values } = part.dimensions[at];
-    const byTime = (a, b) => Math.max(...b.times) - Math.max(...a.times) || a.value - b.value;
-    const place = (sum) => {
-      if (key === "phase") return (PHASES.indexOf(values[sum.value]) + PHASES.length + 1) % (PHASES.length + 1);
-      return key === "layer" && !isNumbered(sum) ? 1 : 0;
-    };
-    // Time outside all layers has no number, and comes last.
-    const isNumbered = (sum) => /\d/.test(values[sum.value]);
-    const byName = (a, b) => (key === "layer" && isNumbered(a) ? wordOrder.compare(values[a.value], values[b.value]) : 0);
-    return (a, b) => place(a) - place(b) || byName(a, b) || byTime(a, b);
+    const byTime = (a, b) => Math.max(...b.times) - Math.max(...a.times);
+    return part.dimensions[at].key === "phase" ? (a, b) => a.value - b.value : (a, b) => byTime(a, b) || a.value - b.value;
   }
 
   // For each value of a dimension, in order: its time in each run, and that time by class.
@@ -67,19 +56,21 @@ function makeBreakdown(part) {
     return times;
   }
 
-  const isNarrowed = () => chosen.some((value) => value >= 0);
+  const isNarrowed = () => chosen.some(Boolean);
+  const only = (at, value) => ({ id: value, name: part.dimensions[at].values[value], includes: (other) => other === value });
   const classOf = (value) => (classes < 0 || value < 0 ? "" : part.dimensions[classes].values[value]);
-  return { part, numRuns, numRows, classes, totals, chosen, areParallel, rowsLeft, sumBy, timeLeft, isNarrowed, classOf };
+  const modules = readModules(part);
+  return { part, modules, numRuns, numRows, classes, totals, chosen, areParallel, rowsLeft, sumBy, timeLeft, isNarrowed, only, classOf };
 }
 
 // "GEMM kernels of backward in layers.3"
 function describeChoice(model) {
   const { part, chosen } = model;
-  const links = { phase: "of", layer: "in", module: "in", kernel: "named" };
+  const links = { phase: "of", module: "in", op: "of", kernel: "named" };
   const said = [part.what];
   part.dimensions.forEach((dimension, at) => {
-    if (chosen[at] < 0) return;
-    const name = dimension.values[chosen[at]];
+    if (!chosen[at]) return;
+    const { name } = chosen[at];
     if (dimension.key === "class") said.unshift(name);
     else said.push(links[dimension.key] || "of", name);
   });
@@ -100,29 +91,35 @@ charts.breakdown = (root, part, page) => {
   const panels = element("div", "", "dimensions");
   const detail = element("p", "", "decoded");
   summary.append(told, chips);
-  body.append(summary, strips, panels, detail);
+  body.append(summary, strips);
   const isExpanded = part.dimensions.map(() => false);
   // A dimension with no known value has nothing to select.
   const isKnown = ({ values }) => values.length > 1 || values[0] !== "unknown";
   const offered = part.dimensions.map((dimension, at) => at).filter((at) => part.dimensions[at].key !== "kernel");
-  const shown = offered.filter((at) => isKnown(part.dimensions[at]));
-  const unknown = offered.filter((at) => !shown.includes(at)).map((at) => part.dimensions[at].label.toLowerCase());
-  panels.classList.toggle("four", shown.length === 4);
-  if (unknown.length) panels.after(element("p", `Not in this recording: ${unknown.join(", ")}.`, "help"));
+  const known = offered.filter((at) => isKnown(part.dimensions[at]));
+  const unknown = offered.filter((at) => !known.includes(at)).map((at) => part.dimensions[at].label.toLowerCase());
+  const shown = known.filter((at) => part.dimensions[at].key !== "module");
+  const flame = makeFlame(model, body, select, page);
+  body.append(panels);
   const lists = shown.map((at) => makePanel(at));
+  const tree = known.includes(model.modules?.at) ? makeModuleTree(model, body, select) : null;
+  if (unknown.length) body.append(element("p", `Not in this recording: ${unknown.join(", ")}.`, "help unknown"));
+  body.append(detail);
   const table = makeKernelTable(model, body, choose, clear);
 
-  function choose(at, value) {
-    model.chosen[at] = model.chosen[at] === value ? -1 : value;
+  // Changes the selections of some dimensions; null clears one.
+  function select(changes) {
+    for (const [at, selection] of changes) model.chosen[at] = selection;
     update();
     page.say(told.textContent);
   }
 
+  function choose(at, value) {
+    select([[at, model.chosen[at]?.id === value ? null : model.only(at, value)]]);
+  }
+
   function clear() {
-    if (!model.isNarrowed()) return;
-    model.chosen.fill(-1);
-    update();
-    page.say(told.textContent);
+    if (model.isNarrowed()) select(part.dimensions.map((_, at) => [at, null]));
   }
 
   function makePanel(at) {
@@ -154,10 +151,9 @@ charts.breakdown = (root, part, page) => {
     const sums = model.sumBy(at);
     const most = largest(sums, (sum) => Math.max(...sum.times)) || 1;
     const focused = list.contains(document.activeElement) ? document.activeElement.dataset.value : null;
-    const few = part.dimensions[at].key === "layer" ? MOST_LAYERS : MOST_BARS;
-    const visible = isExpanded[at] || sums.length <= few + 1 ? sums : sums.slice(0, few);
-    const isHidden = model.chosen[at] >= 0 && !visible.some((sum) => sum.value === model.chosen[at]);
-    const rows = isHidden ? [...visible, ...sums.filter((sum) => sum.value === model.chosen[at])] : visible;
+    const visible = isExpanded[at] || sums.length <= MOST_BARS + 1 ? sums : sums.slice(0, MOST_BARS);
+    const isHidden = model.chosen[at] && !visible.some((sum) => sum.value === model.chosen[at].id);
+    const rows = isHidden ? [...visible, ...sums.filter((sum) => sum.value === model.chosen[at].id)] : visible;
     list.replaceChildren(...rows.map((sum) => makeBar(model, at, sum, most, choose)));
     if (visible.length < sums.length || isExpanded[at]) {
       const text = isExpanded[at] ? "Show fewer" : `Show all ${formatNumber(sums.length, 0)}`;
@@ -177,9 +173,9 @@ charts.breakdown = (root, part, page) => {
 
   function fillChips() {
     const made = part.dimensions.flatMap((dimension, at) => {
-      if (model.chosen[at] < 0) return [];
-      const name = dimension.values[model.chosen[at]];
-      const chip = button("", "chip", () => choose(at, model.chosen[at]));
+      if (!model.chosen[at]) return [];
+      const { name } = model.chosen[at];
+      const chip = button("", "chip", () => select([[at, null]]));
       chip.append(element("span", `${dimension.label.toLowerCase()} `, "of"), element("span", name, "name"),
         element("span", "×", "cross"));
       chip.setAttribute("aria-label", `Clear ${dimension.label.toLowerCase()} ${name}`);
@@ -205,9 +201,11 @@ charts.breakdown = (root, part, page) => {
     fillChips();
     fillStrips();
     shown.forEach((at, index) => fillPanel(at, lists[index]));
+    flame.update();
+    tree?.update();
     const kernels = part.dimensions.findIndex((dimension) => dimension.key === "kernel");
-    const kernel = kernels < 0 ? -1 : model.chosen[kernels];
-    detail.textContent = kernel < 0 ? "" : part.dimensions[kernels].details[kernel] || "";
+    const kernel = kernels < 0 ? null : model.chosen[kernels];
+    detail.textContent = kernel ? part.dimensions[kernels].details[kernel.id] || "" : "";
     detail.hidden = !detail.textContent;
     table.update();
   }
@@ -216,7 +214,7 @@ charts.breakdown = (root, part, page) => {
   function narrow(key, name) {
     const at = part.dimensions.findIndex((dimension) => dimension.key === key);
     const value = at < 0 ? -1 : part.dimensions[at].values.indexOf(name);
-    if (value >= 0 && model.chosen[at] !== value) choose(at, value);
+    if (value >= 0 && model.chosen[at]?.id !== value) choose(at, value);
     return value >= 0;
   }
 
@@ -224,6 +222,7 @@ charts.breakdown = (root, part, page) => {
   update();
   let colours = page.theme().name;
   return { narrow, redraw() {
+    flame.redraw();
     if (colours === page.theme().name) fillStrips();
     else update();
     colours = page.theme().name;
@@ -236,8 +235,8 @@ function makeBar(model, at, sum, most, choose) {
   const name = part.dimensions[at].values[sum.value];
   const made = button("", "choice", () => choose(at, sum.value));
   made.dataset.value = sum.value;
-  made.setAttribute("aria-pressed", String(chosen[at] === sum.value));
-  if (chosen[at] >= 0 && chosen[at] !== sum.value) made.classList.add("apart");
+  made.setAttribute("aria-pressed", String(chosen[at]?.id === sum.value));
+  if (chosen[at] && chosen[at].id !== sum.value) made.classList.add("apart");
   const label = element("span", name, "name");
   label.title = name;
   if (part.dimensions[at].key === "class") {

@@ -6,7 +6,7 @@ style sheet shows the one that fits, so that text keeps its size on a narrow scr
 """
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from stepscope.findings import (
@@ -15,12 +15,14 @@ from stepscope.findings import (
     Column,
     Figure,
     Lanes,
+    OfSeveral,
     Roofline,
     RoofPoint,
     StepPicture,
     Table,
     Timeline,
 )
+from stepscope.findings.compared import AlignedMemory, AlignedSteps, Trend
 from stepscope.render.drawing.bars import BarChart, chart_bars, place_bars
 from stepscope.render.drawing.colours import Palette
 from stepscope.render.drawing.lanes import sum_groups
@@ -34,22 +36,23 @@ from stepscope.render.drawing.roofline import (
     rank_groups,
 )
 from stepscope.render.drawing.step import describe_picture, list_segments, name_phase, place_step_picture
-from stepscope.render.drawing.svg import Bounds, Canvas, Sign
+from stepscope.render.drawing.svg import Canvas, Sign
 from stepscope.render.drawing.timeline_layout import counts_bytes, find_end, find_peak, format_height, format_moment
 from stepscope.render.formats import clean
 from stepscope.render.numbers import format_measured, format_on, format_rate, format_time, format_value, name_idle
+from stepscope.render.site.comparison_charts import pack_compared, write_compared
 from stepscope.render.site.html import markup, prose
+from stepscope.render.site.plots import NARROW, WIDE, write_canvas, write_entry, write_legend, write_nothing, write_plot
 from stepscope.units import count_noun
 
-Drawn = Figure | Roofline | Bars | StepPicture
+Drawn = Figure | Roofline | Bars | StepPicture | OfSeveral
 
-_WIDE, _NARROW = 860.0, 400.0
 _WIDE_BARS = 720.0
-_ROOFLINE_HEIGHTS = {_WIDE: 400.0, _NARROW: 320.0}
-_REACHES = {Figure: 28, Roofline: 6, Bars: 2, StepPicture: 2}  # pixels around a mark in which a pointer selects it
+_ROOFLINE_HEIGHTS = {WIDE: 400.0, NARROW: 320.0}
+# Pixels around a mark in which a pointer selects it.
+_REACHES = {Figure: 28, Roofline: 6, Bars: 2, StepPicture: 2, AlignedSteps: 2, AlignedMemory: 2, Trend: 28}
 _MOST_LABEL, _MOST_DETAIL, _MOST_READ = 60, 600, 60
 _MOST_PIECES = 200
-_SIGN = Bounds(left=-1.4, top=-1.4, right=1.4, bottom=1.4)
 
 
 def write_body(part: Drawn | Lanes | Timeline, palette: Palette) -> str:
@@ -63,6 +66,8 @@ def write_body(part: Drawn | Lanes | Timeline, palette: Palette) -> str:
             return _write_bars(chart_bars(part), palette)
         case StepPicture():
             return _write_step(part, palette)
+        case AlignedSteps() | AlignedMemory() | Trend():
+            return write_compared(part, palette)
         case Lanes():
             return _write_lanes(part, palette)
         case Timeline():
@@ -80,42 +85,9 @@ def pack_drawing(part: Drawn, what: str) -> dict[str, Any]:
             packed = _pack_bars(chart_bars(part))
         case StepPicture():
             packed = _pack_step(part)
+        case AlignedSteps() | AlignedMemory() | Trend():
+            packed = pack_compared(part)
     return packed | {"reach": _REACHES[type(part)]}
-
-
-def _write_nothing(text: str) -> str:
-    return f'<p class="nothing">{prose(text)}</p>'
-
-
-def _describe_box(label: str) -> str:
-    """Return the attributes of an element that takes keys. A screen reader would not pass keys to an image."""
-    return f'tabindex="0" role="application" aria-label="{markup(label, 600)}"'
-
-
-def _write_plot(svgs: Iterable[str], label: str, kind: str) -> str:
-    return f'<div class="plot {kind}" {_describe_box(label)}>{"".join(svgs)}</div>'
-
-
-def _write_canvas(label: str) -> str:
-    """A canvas, and one in front of it for the pointer."""
-    front = '<canvas class="front" aria-hidden="true"></canvas>'
-    return f'<div class="plot"><canvas class="back" {_describe_box(label)}></canvas>{front}</div>'
-
-
-def _write_entry(palette: Palette, sign: Sign, number: int | None, *, pressed: bool = False, note: str = "") -> str:
-    """A legend entry; with a number it is a button, which the script connects."""
-    canvas = Canvas(palette)
-    canvas.sign(sign, 0.0, 0.0, 1.0)
-    drawn = canvas.wrap(_SIGN, class_="sign", aria_hidden="true")
-    inner = f"{drawn}<span>{markup(sign.text)}</span>" + (f'<span class="of">{note}</span>' if note else "")
-    if number is None:
-        return f'<li class="run">{inner}</li>'
-    state = str(pressed).lower()
-    return f'<li><button type="button" data-group="{number}" aria-pressed="{state}">{inner}</button></li>'
-
-
-def _write_legend(entries: Iterable[str], label: str) -> str:
-    return f'<ul class="legend" aria-label="{markup(label)}">{"".join(entries)}</ul>'
 
 
 # --- lines ----------------------------------------------------------------------------------------------------------
@@ -124,18 +96,18 @@ def _write_legend(entries: Iterable[str], label: str) -> str:
 def _write_lines(lines: LineChart, palette: Palette) -> str:
     missing = describe_missing(lines)
     if not lines.points:
-        return _write_nothing(missing)
+        return write_nothing(missing)
     svgs = []
     for panel in lines.panels:
         canvas = Canvas(palette)
         draw_panel(canvas, lines, panel)
         svgs.append(canvas.wrap(lines.bounds, class_="drawing"))
     signs = [Sign(fill=palette.fill(name), text=clean(name), shape=shape_of(lines, name)) for name in lines.series]
-    entries = [_write_entry(palette, sign, at, pressed=True) for at, sign in enumerate(signs)]
+    entries = [write_entry(palette, sign, at, pressed=True) for at, sign in enumerate(signs)]
     label = clean(lines.figure.series_label, _MOST_LABEL) or "Series"
-    legend = _write_legend(entries, label) if any(lines.series) else ""
+    legend = write_legend(entries, label) if any(lines.series) else ""
     help_text = f'<p class="help">{prose(missing)}</p>' if missing else ""
-    return f"{legend}{_write_plot(svgs, _describe_lines(lines), 'panels')}{help_text}"
+    return f"{legend}{write_plot(svgs, _describe_lines(lines), 'panels')}{help_text}"
 
 
 def _describe_lines(lines: LineChart) -> str:
@@ -175,17 +147,17 @@ def _pack_lines(lines: LineChart) -> dict[str, Any]:
 def _write_roofline(roofline: Roofline, palette: Palette) -> str:
     points = choose_points(roofline)
     if not points:
-        return _write_nothing("No points to draw.")
+        return write_nothing("No points to draw.")
     svgs = []
-    for name, width in (("wide", _WIDE), ("narrow", _NARROW)):
+    for name, width in (("wide", WIDE), ("narrow", NARROW)):
         canvas = Canvas(palette)
         bounds = place_roofline(canvas, roofline, points, width, _ROOFLINE_HEIGHTS[width])
         svgs.append(canvas.wrap(bounds, class_=f"drawing {name}"))
     signs = list_signs(palette, roofline, points)
     num_groups = len(signs) - (len(roofline.runs) if len(roofline.runs) > 1 else 0)
-    entries = [_write_entry(palette, sign, at if at < num_groups else None) for at, sign in enumerate(signs)]
-    legend = _write_legend(entries, "Classes")
-    plot = _write_plot(svgs, _describe_roofline(roofline, points), "sized")
+    entries = [write_entry(palette, sign, at if at < num_groups else None) for at, sign in enumerate(signs)]
+    legend = write_legend(entries, "Classes")
+    plot = write_plot(svgs, _describe_roofline(roofline, points), "sized")
     hidden = len(roofline.points) - len(points)
     rest = sum(point.share for point in roofline.points) - sum(point.share for point in points)
     share = f" and take {format_value('share', rest)} of the time" if math.isfinite(rest) and rest >= 0.0005 else ""
@@ -252,14 +224,14 @@ def _describe_point(roofline: Roofline, point: RoofPoint, what: str) -> list[str
 
 def _write_bars(chart: BarChart, palette: Palette) -> str:
     if not chart.bars.labels or not chart.bars.series:
-        return _write_nothing("Nothing to draw.")
+        return write_nothing("Nothing to draw.")
     svgs = []
-    for name, width in (("wide", _WIDE_BARS), ("narrow", _NARROW)):
+    for name, width in (("wide", _WIDE_BARS), ("narrow", NARROW)):
         canvas = Canvas(palette)
         bounds = place_bars(canvas, chart, width)
         svgs.append(canvas.wrap(bounds, class_=f"drawing {name}"))
     label = f"{clean(chart.bars.title)}: {count_noun(len(chart.bars.labels), 'bar')}. Arrow keys move from bar to bar."
-    return _write_plot(svgs, label, "sized")
+    return write_plot(svgs, label, "sized")
 
 
 def _pack_bars(chart: BarChart) -> dict[str, Any]:
@@ -278,12 +250,12 @@ def _pack_bars(chart: BarChart) -> dict[str, Any]:
 
 def _write_step(picture: StepPicture, palette: Palette) -> str:
     svgs = []
-    for name, width in (("wide", _WIDE), ("narrow", _NARROW)):
+    for name, width in (("wide", WIDE), ("narrow", NARROW)):
         canvas = Canvas(palette)
         bounds = place_step_picture(canvas, picture, width, f"idle-{name}")
         svgs.append(canvas.wrap(bounds, class_=f"drawing {name}"))
     told = f'<p class="unseen">{prose(describe_picture(picture))}</p>'
-    return told + _write_plot(svgs, f"{clean(picture.title)}. Arrow keys move from part to part.", "sized")
+    return told + write_plot(svgs, f"{clean(picture.title)}. Arrow keys move from part to part.", "sized")
 
 
 def _pack_step(picture: StepPicture) -> dict[str, Any]:
@@ -311,10 +283,10 @@ def _pack_step(picture: StepPicture) -> dict[str, Any]:
 def _write_lanes(lanes: Lanes, palette: Palette) -> str:
     tracks = [track for track in lanes.tracks if track.spans.starts_ns]
     if not tracks:
-        return _write_nothing("Nothing was recorded in this step.")
+        return write_nothing("Nothing was recorded in this step.")
     times = [(group, clean(lanes.groups[group]) or "other", format_time(time)) for group, time in sum_groups(lanes)]
     entries = (
-        _write_entry(palette, Sign(fill=palette.fill(lanes.groups[group]), text=name), group, note=time)
+        write_entry(palette, Sign(fill=palette.fill(lanes.groups[group]), text=name), group, note=time)
         for group, name, time in times
     )
     num_spans = sum(len(track.spans.starts_ns) for track in tracks)
@@ -327,20 +299,20 @@ def _write_lanes(lanes: Lanes, palette: Palette) -> str:
         '<div class="below"><span class="status"></span><span class="linked"></span>'
         '<button type="button" class="quiet whole">Reset zoom</button></div>'
     )
-    legend = _write_legend(entries, "Classes, longest time first")
+    legend = write_legend(entries, "Classes, longest time first")
     strip = '<canvas class="map" aria-hidden="true"></canvas>'
-    return f"{legend}{strip}{_write_canvas(label)}{below}"
+    return f"{legend}{strip}{write_canvas(label)}{below}"
 
 
 def _write_timeline(timeline: Timeline, palette: Palette) -> str:
     """The legend lists areas from the top of the stack down; the line has the number after theirs."""
     named = [(at, area.name) for at, area in enumerate(timeline.areas)][::-1]
     entries = [
-        _write_entry(palette, Sign(fill=palette.fill(name), text=clean(name)), at, pressed=True) for at, name in named
+        write_entry(palette, Sign(fill=palette.fill(name), text=clean(name)), at, pressed=True) for at, name in named
     ]
     if timeline.line is not None:
         sign = Sign(fill=palette.ink, text=clean(timeline.line.name), shape="dash")
-        entries.append(_write_entry(palette, sign, len(named), pressed=True))
+        entries.append(write_entry(palette, sign, len(named), pressed=True))
     peak = find_peak(timeline)
     said = "Nothing to draw."
     if peak is not None:
@@ -351,8 +323,8 @@ def _write_timeline(timeline: Timeline, palette: Palette) -> str:
         '<input type="range" min="0" max="100" step="0.1"></label><output class="shown"></output>'
         '<button type="button" class="quiet whole">Reset zoom</button></div>'
     )
-    legend = _write_legend(entries, "Areas, top of the stack first")
-    return f"{legend}{_write_canvas(label)}{controls}"
+    legend = write_legend(entries, "Areas, top of the stack first")
+    return f"{legend}{write_canvas(label)}{controls}"
 
 
 def tabulate_pieces(timeline: Timeline) -> Table:

@@ -1,6 +1,6 @@
 // Pointer, keys and legend of the charts that the page has as SVG. Each mark has a number, and `part.marks` the text of
 // its tooltip; the legend switches all elements with the number of a class or series.
-charts.figure = charts.roofline = charts.bars = charts.step = (root, part, page) => {
+charts.figure = charts.roofline = charts.bars = charts.step = charts.aligned = (root, part, page) => {
   const plot = root.querySelector(".plot");
   if (!plot) return (root.chart = { redraw() {} });
   const drawings = [...plot.querySelectorAll("svg")];

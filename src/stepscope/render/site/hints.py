@@ -5,7 +5,9 @@ It is behind a `?` next to the chart's title, and is a `details` element: it ope
 
 from typing import NamedTuple
 
-from stepscope.findings import Bars, Breakdown, Figure, Lanes, Roofline, StepPicture, Timeline
+from stepscope.findings import Breakdown, Figure, Lanes, Roofline, StepPicture, Timeline
+from stepscope.findings.compared import AlignedMemory, AlignedSteps, Trend
+from stepscope.render.drawing import Drawable
 from stepscope.render.site.html import prose
 
 
@@ -45,12 +47,50 @@ _HINTS: dict[type, Hint] = {
         mouse=("Hover over a part to see its time. Keys: ← → move from part to part.",),
         touch=("Tap a part to see its time.",),
     ),
+    AlignedSteps: Hint(
+        reading=(
+            "Both steps are cut at the same places: phases, layers and their parts. A place starts at the same "
+            "position in both bars and takes the room of the longer one, so a thin line follows the shorter one.",
+            "The row in between is the change: as long as the difference, and with a color for longer, shorter, new "
+            "and gone. All changes add up to the change of the step.",
+            "Idle time belongs to the place of the kernel that the device waits for.",
+        ),
+        mouse=("Hover over a place to see its times. Keys: ← → move from place to place.",),
+        touch=("Tap a place to see its times.",),
+    ),
+    AlignedMemory: Hint(
+        reading=(
+            "Allocated memory during the step with the peak, by category, with one scale for both runs. The dashed "
+            "line is all memory of the other run, and the dot is the peak.",
+            "Each phase has the same width in both runs; inside a phase, allocations and frees are in order.",
+        ),
+        mouse=("Hover over a column to see its sizes. Keys: ← → move from column to column.",),
+        touch=("Tap a column to see its sizes.",),
+    ),
+    Trend: Hint(
+        reading=(
+            "Each mark is a run, in order. Bars are the middle 60% of its steps, and the dashed line is the baseline.",
+            "A triangle is a run whose step differs from the baseline by more than noise; it points to less or to more "
+            "time.",
+        ),
+        mouse=("Hover over a mark to see its values. Keys: ← → move from mark to mark.",),
+        touch=("Tap a mark to see its values.",),
+    ),
     Breakdown: Hint(
         reading=(
             "Each color is a class.",
-            "Select a bar to narrow all other lists and the table to it; select it again to undo.",
+            "In the flame view, phase, module, operator and kernel are below each other, as wide as their time. Above "
+            "the kernels, a box has the color of the class that takes most of it. Boxes too thin to draw are gray.",
+            "12 × is the same module of twelve alike layers. The small bars in the tree are these layers, in order; "
+            "one that differs by more than a quarter is marked.",
+            "Select a box, a bar, a module or a kernel to narrow everything else to it; select it again, or a name "
+            "above the flame view, to undo.",
         ),
-        mouse=("Keys: ↑ ↓ move within a list, ← → between lists, / searches, Esc clears the selection.",),
+        mouse=(
+            "Keys in the flame view: arrows move from box to box, Enter zooms in, Backspace zooms out.",
+            "Keys in the tree: ↑ ↓ move, → opens, ← closes, * shows the layers one by one, Enter selects.",
+            "Keys in lists: ↑ ↓ move within a list, ← → between lists, / searches kernels, Esc clears the selection.",
+        ),
     ),
     Roofline: Hint(
         reading=(
@@ -85,7 +125,7 @@ _HINTS: dict[type, Hint] = {
 }
 
 
-def write_hint(part: Lanes | Breakdown | StepPicture | Roofline | Figure | Timeline | Bars) -> str:
+def write_hint(part: Drawable | Breakdown) -> str:
     """Return a `?` that opens how to read and use the chart; nothing for bars, which have their values next to them."""
     hint = _HINTS.get(type(part))
     if hint is None:

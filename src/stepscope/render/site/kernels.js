@@ -37,6 +37,8 @@ const inUs = (ns) => (ns === null ? "–" : formatNumber(ns / 1e3, 2));
 // A kernel that runs once in many steps must not show a count of 0.
 const formatCount = (count) => formatNumber(count, Number.isInteger(count) ? 0 : count >= 0.05 ? 1 : undefined);
 
+const signed = (text) => (/^[1-9]|^0.*[1-9]/.test(text) ? `+${text}` : text);
+
 // What each column shows and sorts by. The difference between two runs is sorted by size, without its sign.
 function kernelColumns(model, name) {
   const { part, totals } = model;
@@ -57,7 +59,6 @@ function kernelColumns(model, name) {
     return columns;
   }
   const difference = (kernel) => kernel.times[1] - kernel.times[0];
-  const signed = (text) => (/^[1-9]|^0.*[1-9]/.test(text) ? `+${text}` : text);
   part.runs.forEach((run, at) => columns.push(
     { label: `${run} ms`, read: (kernel) => kernel.times[at], text: (kernel) => (kernel.shortest[at] !== null ? inMs(kernel.times[at]) : "–") }));
   columns.push({ label: "change ms", read: (kernel) => Math.abs(difference(kernel)),
@@ -129,7 +130,7 @@ function makeKernelTable(model, body, choose, clear) {
     const row = element("tr");
     row.dataset.value = kernel.value;
     row.tabIndex = -1;
-    row.setAttribute("aria-selected", String(model.chosen[at] === kernel.value));
+    row.setAttribute("aria-selected", String(model.chosen[at]?.id === kernel.value));
     columns.forEach((column, index) => {
       const cell = element("td", index ? column.text(kernel) : "", `${index ? "number " : ""}${column.className || ""}`);
       if (!index) {
@@ -179,8 +180,7 @@ function makeKernelTable(model, body, choose, clear) {
 
   // A search looks only at what the selections leave: say so if they hide other matches.
   function tellHidden(wanted, numFound) {
-    const filters = part.dimensions.flatMap(({ values: names }, other) =>
-      (other !== at && model.chosen[other] >= 0 ? [names[model.chosen[other]]] : []));
+    const filters = model.chosen.flatMap((selection, other) => (other !== at && selection ? [selection.name] : []));
     const numHidden = wanted && filters.length ? texts.filter((text) => text.includes(wanted)).length - numFound : 0;
     if (numHidden <= 0) return hidden.replaceChildren();
     const text = `${formatNumber(numHidden, 0)} ${numHidden === 1 ? "match" : "matches"} hidden by the ` +

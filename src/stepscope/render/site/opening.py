@@ -18,6 +18,7 @@ from stepscope.render.formats import COPYABLE, VERDICTS
 from stepscope.render.numbers import format_effect, format_value
 from stepscope.render.site.html import markup, prose, write_notes
 
+_PAIR = 2  # runs that are compared in depth
 _CARDS, _MOST_WORDS = 3, 80  # cards that are open; characters of a figure's label
 _MARKS = {"sound": "✓", "doubtful": "!", "unknown": "?"}
 
@@ -88,7 +89,9 @@ def _write_soundness(soundness: Soundness) -> str:
 
 def write_advice(report: Report) -> str:
     """Return the findings, the card about memory and the remarks. Those of a comparison are about its second run, and
-    say so."""
+    say so; more than two runs have none."""
+    if len(report.runs) > _PAIR:
+        return ""
     run = report.runs[1] if len(report.runs) > 1 else ""
     cards = [one for one in report.advice or () if not one.finding.is_remark]
     remarks = [one for one in report.advice or () if one.finding.is_remark]

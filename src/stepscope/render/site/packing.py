@@ -16,6 +16,7 @@ from stepscope.findings import (
     Exhibit,
     Figure,
     Lanes,
+    ModuleTree,
     Part,
     Report,
     Roofline,
@@ -24,6 +25,7 @@ from stepscope.findings import (
     StepPicture,
     Timeline,
 )
+from stepscope.findings.compared import AlignedMemory, AlignedSteps, Trend
 from stepscope.render.drawing.timeline_layout import DEFAULT_DETAIL, counts_bytes, find_end, place_stretches
 from stepscope.render.formats import NAME, PROSE, clean
 from stepscope.render.site.charts import pack_drawing
@@ -42,7 +44,7 @@ def pack_exhibits(report: Report) -> dict[str, Any]:
     exhibits = [exhibit for section in report.sections for exhibit in section.exhibits]
     if report.picture is not None:
         exhibits.append(Exhibit(key=PICTURE, part=report.picture))
-    what = next((exhibit.part.what for exhibit in exhibits if isinstance(exhibit.part, Breakdown)), "kernels")
+    what = clean(next((one.part.what for one in exhibits if isinstance(one.part, Breakdown)), "kernels"), 40)
     return {key: packed for exhibit in exhibits for key, packed in _pack_part(exhibit.key, exhibit.part, what)}
 
 
@@ -50,7 +52,7 @@ def _pack_part(key: str, part: Part | None, what: str) -> Iterable[tuple[str, di
     match part:
         case Lanes():
             yield key, pack_lanes(part)
-        case Figure() | Roofline() | Bars() | StepPicture():
+        case Figure() | Roofline() | Bars() | StepPicture() | AlignedSteps() | AlignedMemory() | Trend():
             yield key, pack_drawing(part, what)
         case Timeline():
             yield key, pack_timeline(part)
@@ -97,6 +99,20 @@ def pack_breakdown(part: Breakdown) -> dict[str, Any]:
         "longest": [[None if time is None else _whole(time) for time in column] for column in part.longest_ns],
         "walls": [_whole(time) for time in part.walls_ns],
         "idles": [_whole(time) for time in part.idles_ns],
+        "tree": _pack_tree(part.tree) if part.tree else None,
+        "lines": [clean(line, _MOST_LINE) for line in part.lines],
+        "sources": _pack_column(part.sources or (-1,)),
+    }
+
+
+def _pack_tree(tree: ModuleTree) -> dict[str, Any]:
+    return {
+        "names": [clean(name) for name in tree.names],
+        "parents": list(tree.parents),
+        "labels": list(tree.labels),
+        "copies": _pack_column(tree.copies),
+        "nodes": list(tree.nodes),
+        "singles": [list(single) for single in tree.singles],
     }
 
 

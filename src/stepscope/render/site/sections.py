@@ -24,6 +24,8 @@ from stepscope.findings import (
     Table,
     Timeline,
 )
+from stepscope.findings.compared import AlignedMemory, AlignedSteps, Trend
+from stepscope.render.drawing import Drawable
 from stepscope.render.drawing.colours import Palette
 from stepscope.render.formats import COPYABLE
 from stepscope.render.site.charts import write_body
@@ -39,6 +41,9 @@ KINDS: dict[type, str] = {
     Timeline: "timeline",
     Bars: "bars",
     StepPicture: "step",
+    AlignedSteps: "aligned",
+    AlignedMemory: "aligned",
+    Trend: "aligned",
 }
 
 PICTURE = "step-picture"  # the key of the picture of the step
@@ -87,13 +92,13 @@ def _write_section_hint(section: Section) -> str:
 
 def _find_hint(part: Part | None) -> str:
     match part:
-        case Lanes() | Breakdown() | StepPicture() | Roofline() | Figure() | Timeline() | Bars():
-            return write_hint(part)
+        case None | Table() | Questions():
+            return ""
         case SideBySide():
             untitled = (inner for inner in part.parts if inner is not None and inner.title == part.title)
             return next(filter(None, map(_find_hint, untitled)), "")
         case _:
-            return ""
+            return write_hint(part)
 
 
 def _write_exhibits(section: Section, palette: Palette) -> Iterable[str]:
@@ -150,9 +155,7 @@ def write_part(
             return write_chart(part, escape(key), above, palette)
 
 
-def write_chart(
-    part: Lanes | Breakdown | StepPicture | Roofline | Figure | Timeline | Bars, key: str, above: str, palette: Palette
-) -> str:
+def write_chart(part: Drawable | Breakdown, key: str, above: str, palette: Palette) -> str:
     title = _write_title(part.title, above, write_hint(part))
     subtitle = part.subtitle if isinstance(part, Figure | Timeline) else ""
     below = f"<p>{prose(subtitle)}</p>" if subtitle else ""

@@ -14,6 +14,7 @@ from stepscope.api.run import Run
 from stepscope.explain.questions import Answer
 from stepscope.explain.story.sections.breakdown import add_up, tabulate_dimensions
 from stepscope.explain.trace.compare import IDLE, ProfileComparison
+from stepscope.explain.trace.module_tree import SELF, name_nodes
 from stepscope.explain.trace.profile_tables import PARTS, make_part
 from stepscope.explain.trace.summary import Summary
 from stepscope.findings import (
@@ -195,6 +196,7 @@ def read_page(report: Report, *, explains_step: bool, has_idle: bool) -> Iterato
             yield from _read_loop(part, "loop's table on the page")
         if isinstance(part, Breakdown):
             yield from _read_breakdown(part, 0, key, has_idle=has_idle)
+            yield from _read_tree(part, f"tree of {key}")
         if isinstance(part, Questions):
             for question in part.questions:
                 yield from read_idle_answer(f"{question.figure}. {question.answer}", f"page's {question.question!r}")
@@ -232,6 +234,28 @@ def _read_breakdown(part: Breakdown, run: int, where: str, *, has_idle: bool) ->
     if has_idle and part.walls_ns[run]:
         yield exactly("idle share", part.idles_ns[run] / part.walls_ns[run], where)
         yield exactly("busy share", 1 - part.idles_ns[run] / part.walls_ns[run], where)
+
+
+def _read_tree(part: Breakdown, where: str) -> Iterator[Statement]:
+    """The time and the kernels of each node, and of what it runs itself."""
+    tree = part.tree
+    if tree is None:
+        return
+    module = [one.key for one in part.dimensions].index("module")
+    paths = [name.rpartition(" × ")[2] for name in name_nodes(tree)]
+    sums: dict[str, list[float]] = {}
+    for row, time, count in zip(part.places, part.times_ns[0], part.counts[0], strict=True):
+        node = tree.nodes[row[module]]
+        reached = [f"{paths[node]}.{SELF}"]
+        while node >= 0:
+            reached.append(paths[node])
+            node = tree.parents[node]
+        for path in reached:
+            own = sums.setdefault(path, [0.0, 0.0])
+            own[0], own[1] = own[0] + time, own[1] + count
+    for path, (time, count) in sums.items():
+        yield exactly(f"time of module {path}", time, where)
+        yield exactly(f"kernels of module {path}", count, where)
 
 
 def read_idle_answer(text: str, where: str) -> Iterator[Statement]:
@@ -302,6 +326,12 @@ def read_explain(run: Run) -> Iterator[Statement]:
             for row in table.rows:
                 time = of_table(f"time of phase {row[0]}", row[place_of(table, "kernel_ms")], "table phases")
                 yield time.scaled(1e6)
+    tree = make_part(profile, "tree")
+    times, counts = (place_of(tree, key) for key in ("kernel_ms", "count"))
+    for row in tree.rows:
+        path = row[place_of(tree, "module")]
+        yield of_table(f"time of module {path}", row[times], "table tree").scaled(1e6)
+        yield of_table(f"kernels of module {path}", row[counts], "table tree")
     yield from _read_loop(make_part(profile, "loop"), "table loop")
     yield from _read_syncs(make_part(profile, "syncs"), "table syncs")
     if len(run.ranks) > 1:
@@ -592,6 +622,8 @@ def check_explain(run: Run) -> Iterator[Contradiction]:
                 for row in table.rows
                 if (row[place_of(table, "cpu_ms")] or 0) < 0  # type: ignore[operator]
             )
+        elif name == "tree":
+            yield from _check_tree(table)
         elif name == "syncs":  # several threads may wait at the same time
             for share in column(table, "share"):
                 yield from check_most(share * profile.step_ns, profile.step_ns, "share of a wait")
@@ -615,6 +647,34 @@ def check_explain(run: Run) -> Iterator[Contradiction]:
         summary = rank.summary
         assert isinstance(summary, Summary)
         yield from _check_summary(summary, rank)
+
+
+def _check_tree(table: Table) -> Iterator[Contradiction]:
+    """What is inside a module adds up to it, and the modules at the top to the kernel time; so do the phases and, in
+    the time of one of them, the copies."""
+    depth, time, share, count = (place_of(table, key) for key in ("depth", "kernel_ms", "share", "count"))
+    phases = [at for at, one in enumerate(table.columns) if one.key.endswith("_ms") and at > place_of(table, "max_ms")]
+    around: list[tuple[Cell, ...]] = []
+    inside: dict[int, list[tuple[Cell, ...]]] = {}
+    rows = {id(row): row for row in table.rows}
+    for row in table.rows:
+        del around[int(row[depth] or 0) :]
+        if around:
+            inside.setdefault(id(around[-1]), []).append(row)
+        around.append(row)
+        yield from check_sum([float(row[at] or 0) for at in phases], float(row[time] or 0), f"phases of {row[0]}")
+        copies = float(row[place_of(table, "copies")] or 1)
+        each, least, most = (float(row[place_of(table, key)] or 0) for key in ("each_ms", "min_ms", "max_ms"))
+        if copies > 1:
+            yield from check_sum([copies * each], float(row[time] or 0), f"copies of {row[0]}")
+            if not least <= each * (1 + 1e-9) <= most * (1 + 2e-9):
+                yield Contradiction("a mean outside its range", f"{row[0]}: {least}, {each}, {most}")
+    for one, parts in inside.items():
+        for at in (time, share, count, *phases):
+            whole = float(rows[one][at] or 0)
+            yield from check_sum([float(row[at] or 0) for row in parts], whole, f"inside {rows[one][0]}")
+    top = [float(row[share] or 0) for row in table.rows if row[depth] == 0]
+    yield from check_sum(top, 1.0, "shares of table tree")
 
 
 def _check_summary(summary: Summary, run: Run) -> Iterator[Contradiction]:

@@ -5,12 +5,12 @@ import itertools
 import pytest
 
 from stepscope.explain.story.sections import breakdown
-from stepscope.explain.story.sections.breakdown import OUTSIDE_LAYERS, break_down
+from stepscope.explain.story.sections.breakdown import break_down
 from stepscope.explain.trace.compare import REST
 from stepscope.explain.trace.profile import UNKNOWN, Profile
 from stepscope.findings import Breakdown
 from tests.unit.question_recordings import EXP, GEMM, Tape, model_profile
-from tests.unit.recordings import GEMM_BF16, Timeline
+from tests.unit.recordings import ADD, GEMM_BF16, Timeline
 
 
 def times_by(told: Breakdown, key: str, run: int = 0) -> dict[str, float]:
@@ -34,7 +34,9 @@ def test_every_dimension_adds_up_to_the_kernel_time(steps: int) -> None:
     told = break_down([profile], [""])
     assert sum(told.times_ns[0]) == pytest.approx(profile.gpu_time_ns / steps, abs=1e-6)
     assert sum(told.counts[0]) == pytest.approx(profile.kernels.height / steps)
-    for key, column in (("class", "class"), ("phase", "phase"), ("module", "module"), ("kernel", "short")):
+    columns = {"class": "class", "phase": "phase", "module": "module", "op": "op", "kernel": "short"}
+    assert [one.key for one in told.dimensions] == list(columns)
+    for key, column in columns.items():
         assert times_by(told, key) == pytest.approx({name: time for (name,), time in expected(profile, column).items()})
 
 
@@ -46,11 +48,8 @@ def test_rows_agree_in_all_dimensions() -> None:
         tuple(one.values[place] for one, place in zip(told.dimensions, row, strict=True)): time
         for row, time in zip(told.places, told.times_ns[0], strict=True)
     }
-    for (kind, phase, layer, module, short), time in expected(
-        profile, "class", "phase", "layer", "module", "short"
-    ).items():
-        named = f"blocks.{layer}" if layer is not None else UNKNOWN if module == UNKNOWN else OUTSIDE_LAYERS
-        assert found.pop((str(kind), str(phase), named, str(module), str(short))) == pytest.approx(time)
+    for values, time in expected(profile, "class", "phase", "module", "op", "short").items():
+        assert found.pop(tuple(map(str, values))) == pytest.approx(time)
     assert not found
 
 
@@ -78,15 +77,58 @@ def test_missing_attribution_is_unknown() -> None:
     tape.kernel(GEMM, 100)
     told = break_down([tape.profile()], [""])
     values = {one.key: one.values for one in told.dimensions}
-    assert values["phase"] == values["layer"] == values["module"] == (UNKNOWN,)
+    assert values["phase"] == values["op"] == values["module"] == (UNKNOWN,)
 
 
-def test_module_outside_layers_is_not_unknown() -> None:
+def test_phases_are_in_the_order_of_a_step() -> None:
     timeline = Timeline()
-    with timeline.step(), timeline.phase("forward"), timeline.module("lm_head"):
-        timeline.launch(GEMM_BF16, 20)
+    with timeline.step():
+        for phase, us in (("optimizer", 90), ("forward", 10), ("backward", 50)):
+            with timeline.phase(phase):
+                timeline.launch(GEMM_BF16, us)
+    assert break_down([timeline.profile()], [""]).dimensions[1].values == ("forward", "backward", "optimizer")
+
+
+def test_tree_has_the_nodes_of_all_modules() -> None:
+    timeline = Timeline()
+    paths = ("embedding", "blocks.0.ffn", "blocks.0.norm", "blocks.1.ffn", "blocks.1.norm", "head")
+    with timeline.step(), timeline.phase("forward"):
+        for us, path in enumerate(paths, start=10):
+            with timeline.module(path):
+                timeline.launch(GEMM_BF16, us)
     told = break_down([timeline.profile()], [""])
-    assert times_by(told, "layer") == {OUTSIDE_LAYERS: 20_000}
+    tree = told.tree
+    assert tree is not None
+    # In the order of the model, not of time.
+    assert [tree.names[label] for label in tree.labels] == ["embedding", "blocks.*", "ffn", "norm", "head"]
+    assert tree.parents == (-1, -1, 1, 1, -1)
+    assert tree.copies == (1, 2, 2, 2, 1)
+    singles = {
+        module: (tree.names[tree.labels[node]], tuple(tree.names[name] for name in own))
+        for module, node, own in zip(told.dimensions[2].values, tree.nodes, tree.singles, strict=True)
+    }
+    assert singles["blocks.1.norm"] == ("norm", ("blocks.1", "norm"))
+    assert singles["head"] == ("head", ("head",))
+
+
+def test_runs_without_the_same_modules_have_no_tree() -> None:
+    tape = Tape()
+    with tape.inside("step:0"):
+        tape.kernel(GEMM, 100)
+        tape.synchronise()
+    assert break_down([tape.profile(), model_profile()], ["A", "B"]).tree is None
+
+
+def test_rows_have_the_line_with_most_of_their_time() -> None:
+    timeline = Timeline()
+    with timeline.step(), timeline.phase("forward"):
+        for us, line in ((10, "model.py:3 forward"), (50, "model.py:7 forward"), (20, "model.py:3 forward")):
+            with timeline.line(line):
+                timeline.launch(GEMM_BF16, us)
+        timeline.launch(ADD, 5)
+    told = break_down([timeline.profile()], [""])
+    assert [told.lines[at] if at >= 0 else None for at in told.sources] == ["model.py:7 forward", None]
+    assert not break_down([model_profile()], [""]).sources
 
 
 def test_two_runs_are_joined() -> None:
@@ -95,7 +137,7 @@ def test_two_runs_are_joined() -> None:
     assert told.runs == ("A", "B")
     for run, profile in enumerate((a, b)):
         alone = break_down([profile], [""])
-        for key in ("class", "phase", "layer", "module", "kernel"):
+        for key in ("class", "phase", "module", "op", "kernel"):
             both = {name: time for name, time in times_by(told, key, run).items() if time}
             assert both == pytest.approx(times_by(alone, key))
     classes = told.dimensions[0].values
@@ -121,24 +163,26 @@ def test_surplus_rows_lose_layers_before_kernels(monkeypatch: pytest.MonkeyPatch
         assert times_by(told, "class", run) == pytest.approx(times_by(whole, "class", run))
         if most == 24:
             assert times_by(told, "kernel", run) == pytest.approx(times_by(whole, "kernel", run))
-    assert REST in told.dimensions[2].values
-    assert f"`{REST}`" in told.notes[-1]
+    assert REST in told.dimensions[3].values
+    assert f"`{REST}` as their operator" in told.notes[-1]
     assert not any(REST in note for note in whole.notes)
 
 
-def test_module_without_layer_has_no_number(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_merged_modules_are_nodes_of_the_tree(monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = break_down([model_profile(), model_profile(fused=True)], ["A", "B"])
     monkeypatch.setattr(breakdown, "MOST_ROWS", 36)
     told = break_down([model_profile(), model_profile(fused=True)], ["A", "B"])
-    assert "`(rest)` as their layer" in told.notes[-1]
-    modules = {
-        module
-        for layer, module in (
-            (told.dimensions[2].values[row[2]], told.dimensions[3].values[row[3]]) for row in told.places
-        )
-        if layer == REST
-    }
-    assert any(module.startswith("blocks.*.") for module in modules)
-    assert not any(letter.isdigit() for module in modules for letter in module)
+    assert "are merged over alike layers" in told.notes[-1]
+    assert REST not in told.notes[-1]
+    merged = [module for module in told.dimensions[2].values if module.startswith("blocks.*.")]
+    assert merged
+    assert whole.tree is not None
+    assert told.tree is not None
+    # The tree is the same, and a merged module has the node of the single ones.
+    assert (told.tree.parents, told.tree.copies) == (whole.tree.parents, whole.tree.copies)
+    nodes = dict(zip(told.dimensions[2].values, told.tree.nodes, strict=True))
+    for module in merged:
+        assert nodes[module] in [node for other, node in nodes.items() if other != module]
 
 
 def test_merged_rows_keep_shortest_and_longest(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -149,7 +193,8 @@ def test_merged_rows_keep_shortest_and_longest(monkeypatch: pytest.MonkeyPatch) 
             with timeline.module(f"blocks.{layer}.ffn"):
                 timeline.launch(GEMM_BF16, 10 + layer)
     told = break_down([timeline.profile()], [""])
-    assert [told.dimensions[2].values[row[2]] for row in told.places] == [REST, "blocks.8", "blocks.7"]
+    modules = [told.dimensions[2].values[row[2]] for row in told.places]
+    assert modules == ["blocks.*.ffn", "blocks.8.ffn", "blocks.7.ffn"]
     assert (told.shortest_ns[0], told.longest_ns[0]) == ((10_000, 18_000, 17_000), (16_000, 18_000, 17_000))
     assert told.counts[0] == (7, 1, 1)
 

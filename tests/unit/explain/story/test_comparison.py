@@ -7,13 +7,15 @@ import msgspec
 import pytest
 
 from stepscope.explain.memory import MemoryProfile, make_memory_profile
-from stepscope.explain.story.comparison.report import judge_steps, say_change, tell_both
+from stepscope.explain.story.comparison.report import say_change, tell_both
+from stepscope.explain.story.comparison.step_verdict import judge_steps
 from stepscope.explain.story.opening import Opening
 from stepscope.explain.story.run import SECTIONS
 from stepscope.explain.story.sources import Materials
 from stepscope.explain.trace.compare import compare
 from stepscope.explain.trace.profile import Profile, make_profile
 from stepscope.findings import Bars, Breakdown, Missing, Part, Report, Roofline, SideBySide, Table
+from stepscope.findings.compared import AlignedMemory
 from stepscope.recording.store import Overhead
 from stepscope.spec import build_case
 from tests.unit.explain.story.story_materials import (
@@ -62,6 +64,10 @@ def half_of(profile: MemoryProfile) -> MemoryProfile:
 def with_clock(plain_ns: int, *work: Any, steps: int = 3, host_us: float = 4000) -> Profile:
     """A profile of a slow CPU, with faster unprofiled steps."""
     return add_unprofiled_steps(record(*work, steps=steps, host_us=host_us), *[plain_ns] * steps)
+
+
+def judge(a: Materials, b: Materials) -> str:
+    return judge_steps(a.step_times, b.step_times)
 
 
 @pytest.fixture(scope="module")
@@ -152,11 +158,11 @@ def test_failed_run_is_not_compared() -> None:
 def test_unprofiled_and_profiled_steps_are_not_judged() -> None:
     recorded = Materials(name="b", profile=record(product, steps=5))
     plain = Materials(name="a", profile=with_clock(2_000_000, product, steps=5))
-    assert judge_steps(Opening(plain), Opening(recorded)) == "cannot tell"
-    assert judge_steps(Opening(timed(*(10**7,) * 5)), Opening(recorded)) == "cannot tell"
-    assert judge_steps(Opening(recorded), Opening(recorded)) == "same"
+    assert judge(plain, recorded) == "cannot tell"
+    assert judge(timed(*(10**7,) * 5), recorded) == "cannot tell"
+    assert judge(recorded, recorded) == "same"
     slower = Materials(name="b", profile=record(product, product, steps=5))
-    assert judge_steps(Opening(recorded), Opening(slower)) == "slower"
+    assert judge(recorded, slower) == "slower"
     assert "noise" not in say_change(Opening(recorded), Opening(slower), AB)
     assert "(one timed under the profiler)" in say_change(Opening(plain), Opening(recorded), AB)
 
@@ -164,7 +170,7 @@ def test_unprofiled_and_profiled_steps_are_not_judged() -> None:
 def test_clocks_of_profile_are_not_mixed() -> None:
     recorded = Opening(Materials(name="a", profile=record(product, steps=5)))
     plain = Opening(Materials(name="b", profile=with_clock(2_000_000, product, steps=5)))
-    assert judge_steps(recorded, plain) == judge_steps(plain, recorded) == "cannot tell"
+    assert judge(recorded.materials, plain.materials) == judge(plain.materials, recorded.materials) == "cannot tell"
     assert "(one timed under the profiler)" in say_change(recorded, plain, AB)
     timed_alone = Opening(timed(*(10**7,) * 5))
     assert "(one timed by bench, one by profile)" in say_change(timed_alone, plain, AB)
@@ -172,11 +178,11 @@ def test_clocks_of_profile_are_not_mixed() -> None:
 
 def test_unprofiled_steps_are_judged_by_their_own_clock() -> None:
     """The profiled steps of both are equal to the nanosecond."""
-    a, b = (Opening(Materials(name="a", profile=with_clock(ns, product, steps=5))) for ns in (2_000_000, 3_000_000))
-    assert judge_steps(a, b) == "slower"
-    assert judge_steps(b, a) == "faster"
+    a, b = (Materials(name="a", profile=with_clock(ns, product, steps=5)) for ns in (2_000_000, 3_000_000))
+    assert judge(a, b) == "slower"
+    assert judge(b, a) == "faster"
     unkept = record(product, steps=5, host_us=4000, overhead=Overhead(plain_ns=3_000_000))
-    assert judge_steps(a, Opening(Materials(name="b", profile=unkept))) == "cannot tell"
+    assert judge(a, Materials(name="b", profile=unkept)) == "cannot tell"
 
 
 def test_equal_figures_read_as_equal() -> None:
@@ -322,8 +328,8 @@ def test_modules_of_one_run_are_not_compared_with_none() -> None:
     assert "changes-module" not in [one.key for one in section(report, "changes").exhibits]
     shown = part_of(report, "breakdown")
     assert isinstance(shown, Breakdown)
-    assert [one.key for one in shown.dimensions] == ["class", "phase", "kernel"]
-    assert f"layers and modules: {said}" in shown.notes
+    assert [one.key for one in shown.dimensions] == ["class", "phase", "op", "kernel"]
+    assert f"modules: {said}" in shown.notes
     neither = tell_both(b, b)
     assert "changes by module" not in [one.what for one in not_measured(neither)]
 
@@ -338,13 +344,14 @@ def test_notes_on_changes_appear_once(both: Report) -> None:
 def test_memory_changes_add_up_to_the_peaks() -> None:
     a, b = memory(), half_of(memory())
     report = tell_both(Materials(name="a", memory=a), Materials(name="b", memory=b))
-    bars, table = part_of(report, "changes-memory"), part_of(report, "changes-categories")
-    assert isinstance(bars, Bars)
+    chart, table = part_of(report, "changes-memory"), part_of(report, "changes-categories")
+    assert isinstance(chart, AlignedMemory)
     assert isinstance(table, Table)
-    assert [sum(value or 0 for value in column) for column in bars.values] == [a.peak_bytes, b.peak_bytes]
+    assert [max(chart.totals(run)) for run in (0, 1)] == [a.peak_bytes, b.peak_bytes]
     assert table.rows[-1][:4] == ("all", a.peak_bytes, b.peak_bytes, b.peak_bytes - a.peak_bytes)
-    changes = [abs(size) for row in table.rows[:-1] if isinstance(size := row[3], int)]
-    assert changes == sorted(changes, reverse=True)
+    changes = [size for row in table.rows[:-1] if isinstance(size := row[3], int)]
+    assert sum(changes) == b.peak_bytes - a.peak_bytes
+    assert [abs(size) for size in changes] == sorted(map(abs, changes), reverse=True)
 
 
 def test_noise_is_not_a_change() -> None:

@@ -148,6 +148,11 @@ def test_sentences_are_still_read() -> None:
     assert {("busy share", where) for where in ("fact", "terminal's headline")} <= told
     assert {("launch share", "card SS001"), ("launch share", "card SS001, title")} <= told
     assert {("kernel time", "breakdown's lead"), ("kernels", "timeline's lead")} <= told
+    modules = {
+        where: {one for one, place in told if one.startswith("time of module") and place == where}
+        for where in ("table tree", "tree of breakdown")
+    }
+    assert {"time of module blocks.*.ffn"} == modules["table tree"] <= modules["tree of breakdown"]
 
     run, materials = build(Plan(work=(*COMMUNICATING, Work(kind="all-reduce", us=900))))
     told = {(one.quantity, one.where.partition(" (")[0]) for one in read_run(run, materials, tell(materials))}

@@ -10,7 +10,7 @@ from stepscope.recover.claims.verdict import ClaimVerdict, Verification
 from stepscope.recover.claims.verification import verify
 from stepscope.recover.evidence.order import NoTransformerError, is_product
 from stepscope.recover.facts import Sighting
-from tests.unit.recover.claimed_runs import edit, find, rename, spoil, time, true_claim, verified
+from tests.unit.recover.claimed_runs import edit, find, rename, run_again, spoil, time, true_claim, verified
 from tests.unit.recover.evidence_runs import read_evidence
 
 GPT2 = "gpt2_bf16_odd.csv.gz"  # two layers: projection, attention, output, up, down; attention is #15 and #32
@@ -85,7 +85,7 @@ def test_busy_work_in_a_layer_is_listed_and_cannot_tell() -> None:
 def test_copied_layers_are_detected() -> None:
     answer = spoil(GPT2, lambda all_: [*all_[:32], *all_[LAYER], *all_[32:]], num_layers=3)
     assert first(answer)[::2] == (ClaimVerdict.REFUTED, "inconsistent evidence")
-    assert "exactly the same values" in answer.refuted_by[0].seen
+    assert "consecutive kernels with exactly the values of those starting at #1" in answer.refuted_by[0].seen
 
 
 def test_a_layer_copied_in_a_trace_is_detected_by_its_durations() -> None:
@@ -109,8 +109,7 @@ def test_equal_durations_of_a_coarse_clock_do_not_refute(file: str) -> None:
 
 def test_a_repeated_layer_is_not_caught_in_a_forward_pass() -> None:
     def repeat(kernels: list[Sighting]) -> list[Sighting]:
-        again = [time(one, 1.01 + 0.001 * number) for number, one in enumerate(kernels[LAYER])]
-        return [*kernels[:32], *again, *kernels[32:]]
+        return [*kernels[:32], *map(run_again, kernels[LAYER]), *kernels[32:]]
 
     assert spoil(GPT2, repeat, num_layers=3).verdict is ClaimVerdict.CONSISTENT
 
@@ -135,9 +134,10 @@ def test_a_repeated_layer_is_caught_by_the_optimizer() -> None:
 
 def test_a_repeated_layer_cannot_tell_with_its_allocations() -> None:
     evidence = read_evidence(TRACE)
-    matrix = 4 * 768 * 3072
+    matrix, embedding = 4 * 768 * 3072, 4 * 768 * 50257
     for count, verdict in ((6, ClaimVerdict.CONSISTENT), (2, ClaimVerdict.UNDECIDED)):
-        answer = verify([replace(evidence, allocations=(matrix,) * count)], true_claim(TRACE))
+        sizes = (embedding, *(matrix,) * count)
+        answer = verify([replace(evidence, allocations=sizes, held=sizes)], true_claim(TRACE))
         assert answer.verdict is verdict, answer.why
 
 

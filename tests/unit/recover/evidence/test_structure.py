@@ -183,9 +183,10 @@ def test_layers_with_different_kernels_make_no_size_certain() -> None:
         msgspec.structs.replace(one, grid=(one.grid[0] // 2, 1, 1)) if one.index == attentions[0] + 4 else one
         for one in evidence.sightings
     ]
-    assert not find_structure(evidence.sightings).layers_differ
+    assert find_structure(evidence.sightings).doubts == ()
     twice = with_kernels(evidence, [*evidence.sightings, *changed])
-    assert find_structure(twice.sightings).layers_differ
+    (doubt,) = find_structure(twice.sightings).doubts
+    assert "kernels other than GEMMs" in doubt.text
     assert not recover([twice]).fields["num_heads"].certain
 
 

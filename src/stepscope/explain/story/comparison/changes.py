@@ -4,13 +4,15 @@ from typing import Literal
 
 import msgspec
 
+from stepscope.explain.memory import MemoryProfile
 from stepscope.explain.story.commands import find_case
+from stepscope.explain.story.comparison.aligned_memory import align_memory, find_peak, tabulate_peaks
+from stepscope.explain.story.comparison.aligned_steps import align_steps, tabulate_phases, tabulate_places
 from stepscope.explain.story.comparison.side_by_side import Labels, join_missing
 from stepscope.explain.story.missing import explain_absence
 from stepscope.explain.story.phrases import name_class
 from stepscope.explain.story.sections.breakdown import say_lacking_modules
 from stepscope.explain.story.sections.environment_facts import find_environment
-from stepscope.explain.story.sections.step_picture import order_phases
 from stepscope.explain.story.sources import Materials
 from stepscope.explain.trace.comparability import describe_software, list_settings, list_versions
 from stepscope.explain.trace.compare import (
@@ -24,13 +26,13 @@ from stepscope.explain.trace.compare import (
     comparison_table,
     say_sum,
 )
-from stepscope.findings import CHANGES, Bars, Cell, Column, Exhibit, Missing, Section, StepPhase, StepPicture, Table
+from stepscope.findings import CHANGES, Bars, Cell, Column, Exhibit, Missing, Section, Table
+from stepscope.findings.compared import AlignedSteps
 from stepscope.units import say_size, say_time
 
 # Settings that decide how much work a step is, and where it runs. The others decide how it is done.
 DECIDES_WORK = ("model", "batch", "context", "mode", "device")
 _BY: tuple[By, ...] = ("class", "phase", "module", "kernel")
-_MS = 1e6
 _NAMED = 3  # changes in the lead
 _WORTH_NAMING = 0.02  # of the first run's step
 _STRETCHED = "idle time is from profiled steps: profiling slows the CPU, so it is longer than in unprofiled steps"
@@ -38,8 +40,7 @@ _STRETCHED = "idle time is from profiled steps: profiling slows the CPU, so it i
 Setting = tuple[str, str, str]  # the name and both values, empty if unknown
 
 
-def show_changes(a: Materials, b: Materials, picture: StepPicture | None, labels: Labels) -> Section:
-    """`picture` shows both steps at the top of the page."""
+def show_changes(a: Materials, b: Materials, labels: Labels) -> Section:
     exhibits: list[Exhibit] = []
     missing: list[Missing] = []
     said: list[str] = []
@@ -54,15 +55,17 @@ def show_changes(a: Materials, b: Materials, picture: StepPicture | None, labels
         if absent:
             del comparisons["module"]
             missing.append(Missing(what="changes by module", why=absent))
-        tables = _show_tables(comparisons, _tabulate_phases(picture))
-        exhibits += [Exhibit(key="changes-time", part=_draw_time(by_class)), *tables]
+        steps = None
+        if not a.profile.is_serialized and not b.profile.is_serialized:
+            steps = align_steps(a.profile, b.profile, labels)
+            exhibits.append(Exhibit(key="changes-steps", part=steps))
+        exhibits += [Exhibit(key="changes-time", part=_draw_time(by_class)), *_show_tables(comparisons, steps)]
         said.append(_say_time_changes(by_class))
     else:
         missing += _absent(a, b, "profile", "changes in step time", labels)
     if a.memory and b.memory:
-        peaks = dict(a.memory.categories_at(a.memory.peak_event)), dict(b.memory.categories_at(b.memory.peak_event))
-        exhibits += _show_memory(*peaks, labels)
-        said.append(_say_memory_changes(*peaks))
+        exhibits += _show_memory(a.memory, b.memory, labels)
+        said.append(_say_memory_changes(find_peak(a.memory), find_peak(b.memory)))
     else:
         missing += _absent(a, b, "memory", "changes in memory", labels)
     lead = " ".join(text for text in said if text)
@@ -82,12 +85,13 @@ def _absent(
 
 def tell_settings(a: Materials, b: Materials) -> list[Setting]:
     """The settings, devices and versions that differ."""
-    left, right = _describe(a), _describe(b)
+    left, right = describe_settings(a), describe_settings(b)
     names = dict.fromkeys((*left, *right))
     return [(name, left.get(name, ""), right.get(name, "")) for name in names if left.get(name) != right.get(name)]
 
 
-def _describe(materials: Materials) -> dict[str, str]:
+def describe_settings(materials: Materials) -> dict[str, str]:
+    """The settings, device and versions of a run, as far as they are known."""
     case, environment = find_case(materials), find_environment(materials)
     manifests = [one.recording.manifest for one in (materials.profile, materials.memory) if one is not None]
     ran = [row.optimizer for row in materials.bench] + [one.optimizer for one in manifests]
@@ -136,9 +140,9 @@ def _name_step(comparison: ProfileComparison) -> str:
     return "Profiled step" if comparison.has_overhead else "Step"
 
 
-def _show_tables(comparisons: dict[By, ProfileComparison], phases: Table | None) -> list[Exhibit]:
-    """One table per grouping; `phases` takes the place of the one by phase. The totals and each note appear only
-    once."""
+def _show_tables(comparisons: dict[By, ProfileComparison], steps: AlignedSteps | None) -> list[Exhibit]:
+    """One table per grouping, and one of all places; the phases are those of `steps`, with their idle time, if they are
+    known. The totals and each note appear only once."""
     first = comparison_table(comparisons["class"])
     sums = "the parts of each table add up to `wall`: kernels running alone, several at once, and idle"
     # The measurement quality has the remarks.
@@ -147,11 +151,14 @@ def _show_tables(comparisons: dict[By, ProfileComparison], phases: Table | None)
     first = msgspec.structs.replace(first, title="Changes by class", notes=notes)
     exhibits = [Exhibit(key="changes-class", part=first)]
     said = {*first.notes, *remarks}
+    phases = tabulate_phases(steps) if steps else None
     for by in (by for by in _BY[1:] if by in comparisons):
         table = phases if by == "phase" and phases else _parts_alone(comparisons[by], said | {say_sum(by)})
         if len(table.rows) > 1:
             exhibits.append(Exhibit(key=f"changes-{by}", part=table))
             said |= set(table.notes)
+    if steps is not None and len(steps.places) > 1:
+        exhibits.insert(1, Exhibit(key="changes-places", part=tabulate_places(steps)))
     return exhibits
 
 
@@ -161,50 +168,6 @@ def _parts_alone(comparison: ProfileComparison, said: set[str]) -> Table:
     notes = tuple(note for note in table.notes if note not in said)
     return Table(
         title=f"Changes by {comparison.by}", columns=table.columns[1:], rows=rows, notes=notes, compared=table.compared
-    )
-
-
-def _tabulate_phases(picture: StepPicture | None) -> Table | None:
-    """The phases of the picture, each with its idle time. None if a bar or its phases are unknown."""
-    bars = [bar for bar in picture.bars if bar and all(phase.name for phase in bar.phases)] if picture else []
-    if picture is None or len(bars) < 2:
-        return None
-    a, b = bars
-    phases = [{phase.name: phase for phase in bar.phases} for bar in bars]
-    rows = []
-    for name in order_phases({*phases[0], *phases[1]}):
-        before, after = (one.get(name, StepPhase(name=name, classes=(), times_ns=(), idle_ns=0.0)) for one in phases)
-        rows.append(_compare_phase(before, after, b.step_ns - a.step_ns))
-    labels = picture.runs
-    keys = ("a_ms", "b_ms", "difference_ms", "a_idle_ms", "b_idle_ms")
-    names = (labels[0], labels[1], "change", f"{labels[0]} idle", f"{labels[1]} idle")
-    first, second, change, *idle = (
-        Column(key=key, label=label, kind="ms") for key, label in zip(keys, names, strict=True)
-    )
-    ratio = Column(key="ratio", label="ratio", kind="ratio")
-    share = Column(key="share_of_change", label="of change", kind="share")
-    what = "per step" if a.is_step or b.is_step else "in the trace"
-    return Table(
-        title="Changes by phase",
-        columns=(Column(key="phase", label=what), first, second, change, ratio, share, *idle),
-        rows=tuple(rows),
-        notes=("each phase with its idle time, as in the picture of the steps",),
-        compared=keys,
-    )
-
-
-def _compare_phase(a: StepPhase, b: StepPhase, change_ns: float) -> tuple[Cell, ...]:
-    times = [phase.busy_ns + phase.idle_ns for phase in (a, b)]
-    difference = times[1] - times[0]
-    return (
-        a.name,
-        times[0] / _MS,
-        times[1] / _MS,
-        difference / _MS,
-        times[1] / times[0] if times[0] else None,
-        difference / change_ns if change_ns else None,
-        a.idle_ns / _MS,
-        b.idle_ns / _MS,
     )
 
 
@@ -234,39 +197,10 @@ def _name(row: ComparisonRow) -> str:
 # --- Memory -----------------------------------------------------------------------------------------------------------
 
 
-def _show_memory(a: dict[str, int], b: dict[str, int], labels: Labels) -> list[Exhibit]:
-    names = [name for name in a if a[name] or b[name]]
-    names.sort(key=lambda name: (-abs(b[name] - a[name]), -max(a[name], b[name]), name))
-    bars = Bars(
-        title="Peak memory by category",
-        kind="bytes",
-        labels=tuple(names),
-        series=labels,
-        values=(tuple(float(a[name]) for name in names), tuple(float(b[name]) for name in names)),
-        notes=("largest change first; the bars of each run add up to its peak",),
-    )
-    return [
-        Exhibit(key="changes-memory", part=bars),
-        Exhibit(key="changes-categories", part=_memory_table(names, a, b, labels)),
-    ]
-
-
-def _memory_table(names: list[str], a: dict[str, int], b: dict[str, int], labels: Labels) -> Table:
-    sums = [(name, a[name], b[name]) for name in names] + [("all", sum(a.values()), sum(b.values()))]
-    rows: tuple[tuple[Cell, ...], ...] = tuple(
-        (name, one, other, other - one, other / one if one else None) for name, one, other in sums
-    )
-    return Table(
-        title="Peak memory by category",
-        columns=(
-            Column(key="category", label="category"),
-            Column(key="a_bytes", label=labels[0], kind="bytes"),
-            Column(key="b_bytes", label=labels[1], kind="bytes"),
-            Column(key="difference_bytes", label="change", kind="bytes"),
-            Column(key="ratio", label="ratio", kind="ratio"),
-        ),
-        rows=rows,
-    )
+def _show_memory(a: MemoryProfile, b: MemoryProfile, labels: Labels) -> list[Exhibit]:
+    aligned, table = align_memory(a, b, labels), tabulate_peaks(find_peak(a), find_peak(b), labels)
+    drawn = [Exhibit(key="changes-memory", part=aligned)] if aligned is not None else []
+    return [*drawn, Exhibit(key="changes-categories", part=table)]
 
 
 def _say_memory_changes(a: dict[str, int], b: dict[str, int]) -> str:

@@ -12,6 +12,7 @@ from stepscope.explain.model_names import name_model
 from stepscope.explain.story.commands import find_case, list_commands
 from stepscope.explain.story.comparison.changes import DECIDES_WORK, show_changes, tell_settings
 from stepscope.explain.story.comparison.side_by_side import Labels, label_sides, put_side_by_side
+from stepscope.explain.story.comparison.step_verdict import judge_steps, say_change_of, say_doubt
 from stepscope.explain.story.memory_card import make_memory_card
 from stepscope.explain.story.missing import gather_missing
 from stepscope.explain.story.opening import MOST_HEADLINE, SEPARATOR, Opening, list_facts, say_what_matters, subtitle_of
@@ -21,15 +22,12 @@ from stepscope.explain.story.sections.step_picture import draw_steps
 from stepscope.explain.story.soundness import judge
 from stepscope.explain.story.sources import Materials, share_peaks
 from stepscope.explain.trace.comparability import compare_circumstances
-from stepscope.explain.trace.compare import Verdict, are_comparable
-from stepscope.explain.trace.compare import judge as judge_samples
-from stepscope.explain.trace.compare import judge_steps as judge_clocks
+from stepscope.explain.trace.compare import Verdict
 from stepscope.findings import Copyable, Fact, Report, Soundness
 from stepscope.units import clip, say_factor, say_percent, say_size, say_time
 
 _FACTS = ("step", "memory", "bound", "mfu", "busy", "tokens")
 _SHORT = 80  # characters of a note in one line
-_FEW_TIMES = 1.1  # smaller factors are written in percent
 
 
 def tell_both(a: Materials, b: Materials) -> Report:
@@ -39,7 +37,7 @@ def tell_both(a: Materials, b: Materials) -> Report:
     shown = [key for key in SECTIONS if is_shown(key, a) or is_shown(key, b)]
     picture = draw_steps([a.profile, b.profile], labels)
     advice = list_advice(b)
-    sections = (show_changes(a, b, picture, labels), *(put_side_by_side(key, a, b, labels) for key in shown))
+    sections = (show_changes(a, b, labels), *(put_side_by_side(key, a, b, labels) for key in shown))
     return Report(
         title=_title(a, b, labels),
         subtitle=_say_where(a, b, labels),
@@ -97,9 +95,10 @@ def say_change(a: Opening, b: Opening, labels: Labels) -> str:
     """The step times of both runs if both are known, else what matters about each; two lines at most."""
     steps, peaks = (a.step_ns, b.step_ns), (a.peak_bytes, b.peak_bytes)
     sides = f"{labels[1]} vs {labels[0]}"
+    times = a.materials.step_times, b.materials.step_times
     if steps[0] and steps[1]:
-        parts = [f"{sides}: {_say_steps(steps[0], steps[1], judge_steps(a, b), say_doubt(a, b))}"]
-        if peaks[0] and peaks[1] and _is_of_process(a) == _is_of_process(b):
+        parts = [f"{sides}: {_say_steps(steps[0], steps[1], judge_steps(*times), say_doubt(*times))}"]
+        if peaks[0] and peaks[1] and a.is_of_process == b.is_of_process:
             parts.append(f", {_say_memory(peaks[0], peaks[1])}")
     elif peaks[0] and peaks[1] and not steps[0] and not steps[1] and not _failed(a) and not _failed(b):
         parts = [f"{sides}: {_say_peaks(peaks[0], peaks[1])}; no step times"]
@@ -127,38 +126,7 @@ def _say_steps(a_ns: float, b_ns: float, verdict: Verdict, doubt: str) -> str:
         return f"both take {b} per step{reason}"
     if verdict in ("same", "noise"):
         return f"{b} vs {a} per step, within noise"
-    return f"{b} vs {a} per step, {_say_change_of(a_ns, b_ns)}{reason}"
-
-
-def judge_steps(a: Opening, b: Opening) -> Verdict:
-    """Whether two steps differ. A profiler slows the CPU, so profiled and unprofiled steps differ even if nothing
-    changed: two step times are compared only if that cannot be the difference, and by their samples."""
-    one, other = a.materials, b.materials
-    if one.clock is not None and other.clock is not None:
-        return judge_clocks(one.clock, other.clock)
-    if one.timed_by != other.timed_by or one.step_ns is None or other.step_ns is None:
-        return "cannot tell"
-    return judge_samples(one.step_samples, other.step_samples, other.step_ns - one.step_ns)
-
-
-def say_doubt(a: Opening, b: Opening) -> str:
-    """The reason why `judge_steps` cannot tell."""
-    clocks = a.materials.clock, b.materials.clock
-    if clocks[0] is not None and clocks[1] is not None:
-        is_fair = are_comparable(clocks[0], clocks[1])
-    else:
-        is_fair = clocks[0] is None and clocks[1] is None
-    if is_fair:
-        return "too few steps to rule out noise"
-    is_profiled = any(clock is not None and clock.has_overhead for clock in clocks)
-    return "one timed under the profiler" if is_profiled else "one timed by bench, one by profile"
-
-
-def _say_change_of(a_ns: float, b_ns: float) -> str:
-    factor = max(a_ns, b_ns) / min(a_ns, b_ns)
-    if factor < _FEW_TIMES:
-        return f"{say_percent(abs(b_ns / a_ns - 1))} {'less' if b_ns < a_ns else 'more'} time"
-    return f"{say_factor(factor)} {'faster' if b_ns < a_ns else 'slower'}"
+    return f"{b} vs {a} per step, {say_change_of(a_ns, b_ns)}{reason}"
 
 
 def _say_memory(a_bytes: int, b_bytes: int) -> str:
@@ -200,19 +168,11 @@ def _pair_facts(a: Opening, b: Opening, labels: Labels) -> tuple[Fact, ...]:
 
 def _find_incomparable(a: Opening, b: Opening) -> set[str]:
     """Facts that are shares of different totals, or were measured in different ways."""
-    found = {"memory"} if _is_of_process(a) != _is_of_process(b) else set()
+    found = {"memory"} if a.is_of_process != b.is_of_process else set()
     precisions = {one.mfu[1] for one in (a, b) if one.mfu}
     if len(precisions) > 1 or _differing_devices(a.materials, b.materials):
         found.add("mfu")
     return found
-
-
-def _is_of_process(opening: Opening) -> bool:
-    """Whether the peak counts all memory of the process rather than what an allocator handed out."""
-    row, memory = opening.materials.timed_row, opening.materials.memory
-    if row is None or row.measurement is None or (memory is not None and memory.peak_bytes == opening.peak_bytes):
-        return False
-    return row.measurement.peak_kind == "rss above start"
 
 
 def _pair(before: Fact | None, after: Fact | None, labels: Labels, *, is_comparable: bool) -> Fact:

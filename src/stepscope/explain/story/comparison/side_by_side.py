@@ -10,7 +10,7 @@ from stepscope.explain.story.sections.breakdown import break_down
 from stepscope.explain.story.sections.environment_facts import find_device, find_torch_version
 from stepscope.explain.story.sections.roofline_chart import draw_roofline
 from stepscope.explain.story.sources import Materials
-from stepscope.explain.trace.run_labels import RunIdentity, label_runs
+from stepscope.explain.trace.run_labels import RunIdentity, label_pair
 from stepscope.findings import Cell, Column, Exhibit, Missing, Part, Section, SideBySide, Table
 
 Labels = tuple[str, str]
@@ -18,10 +18,10 @@ Labels = tuple[str, str]
 
 def label_sides(a: Materials, b: Materials) -> Labels:
     """What a comparison calls its two runs."""
-    return label_runs(_identify(a), _identify(b))
+    return label_pair(identify_run(a), identify_run(b))
 
 
-def _identify(materials: Materials) -> RunIdentity:
+def identify_run(materials: Materials) -> RunIdentity:
     return RunIdentity(
         name=materials.name,
         case=find_case(materials),

@@ -1,33 +1,38 @@
-"""The kernel time of a step by class, phase, layer, module and kernel at once.
+"""The kernel time of a step by class, phase, module, operator and kernel at once.
 
-Rows add up to `Profile.gpu_time_ns` per step. A row is everything that agrees in all five dimensions; for two runs, a
-row that only one of them has is 0 in the other. If a page cannot hold all rows, the smallest lose their layer first,
-then their module, then more, so that the times by class, phase and kernel stay exact. Dropping kernels first was tried:
-the kernel table of a deep model was then mostly `(rest)`. Summed over one dimension, the rows become a table. If only
-one of two runs has modules, a comparison has none: every module would be gone.
+Rows add up to `Profile.gpu_time_ns` per step. A row is everything that agrees in all dimensions; for two runs, a row
+that only one of them has is 0 in the other. The page shows the rows as lists, as a tree of modules and as a flame view,
+which is why they cannot contradict each other. If a page cannot hold all rows, the smallest lose first which of the
+alike layers they are in, then their operator, then more, so that the times by class, phase and kernel stay exact.
+Dropping kernels first was tried: the kernel table of a deep model was then mostly `(rest)`. Summed over one dimension,
+the rows become a table. If only one of two runs has modules, a comparison has none: every module would be gone.
 """
 
-import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+import msgspec
 import numpy as np
 import polars as pl
 from numpy.typing import NDArray
 
 from stepscope.explain.trace.attribution.names import cut_name, describe_kernel
-from stepscope.explain.trace.compare import REST, align_module
-from stepscope.explain.trace.profile import UNKNOWN, Profile
+from stepscope.explain.trace.compare import REST
+from stepscope.explain.trace.loop.source_lines import has_sources, launch_sources
+from stepscope.explain.trace.module_tree import Levels, fold_modules, join_roles, list_kinds, name_nodes, plant_tree
+from stepscope.explain.trace.profile import UNKNOWN, Profile, order_phases
 from stepscope.explain.trace.profile_tables import scope
 from stepscope.findings import Breakdown, Cell, Column, Dimension, Table
-from stepscope.units import say_time
+from stepscope.units import say_list, say_time
 
 TITLE = "Where the time goes"
 MOST_ROWS = 15_000
-# What the smallest rows lose, one by one, until they are few enough. A module loses its number with its layer.
-_GIVEN_UP = ("layer", "module", "kernel", "phase")
-_KEYS = ["class", "phase", "layer", "module", "kernel"]
-_OF_MODULES = ("layer", "module")
+# The most kernels to describe. A recording with more names is hostile or has a name per call.
+MOST_DESCRIBED = 2_000
+_KEYS = ["class", "phase", "module", "op", "kernel"]
+_LABELS = {"op": "operator"}
+# What the smallest rows lose, one by one, until they are few enough. Before that, a module loses its layer.
+_GIVEN_UP = ("op", "module", "kernel", "phase")
 
 
 def break_down(profiles: Sequence[Profile], names: Sequence[str]) -> Breakdown:
@@ -35,20 +40,20 @@ def break_down(profiles: Sequence[Profile], names: Sequence[str]) -> Breakdown:
     assert len(profiles) == len(names), "one name per profile"
     steps = [profile.num_steps for profile in profiles]
     absent = say_lacking_modules(profiles, names)
+    levels = _find_levels(profiles) if not absent else {}
     frames = [_rows(profile, has_modules=not absent) for profile in profiles]
-    rows, notes = _fit(_join(frames, steps), steps, MOST_ROWS)
+    rows, notes = _fit(_join(frames, steps), steps, MOST_ROWS, levels)
     on_cpu = all(profile.on_cpu for profile in profiles)
-    keys = [key for key in _KEYS if not absent or key not in _OF_MODULES]
-    dimensions = [_dimension(rows, key) for key in keys]
-    places = [
-        rows[key].replace_strict(order, list(range(len(order))), return_dtype=pl.Int64).to_list()
-        for key, (order, _) in zip(keys, dimensions, strict=True)
-    ]
+    left_out = {"module": bool(absent), "op": on_cpu}  # on a CPU, operators are the kernels
+    keys = [key for key in _KEYS if not left_out.get(key)]
+    dimensions = {key: _dimension(rows, key) for key in keys}
+    places = [_number(rows[key], order) for key, (order, _) in dimensions.items()]
+    lines = rows["line"].drop_nulls().unique(maintain_order=True).to_list()
     runs = range(len(profiles))
     return Breakdown(
         title=TITLE,
         runs=tuple(names),
-        dimensions=tuple(dimension for _, dimension in dimensions),
+        dimensions=tuple(dimension for _, dimension in dimensions.values()),
         places=tuple(zip(*places, strict=True)),
         times_ns=tuple(tuple((rows[f"time_{run}"] / steps[run]).to_list()) for run in runs),
         counts=tuple(tuple((rows[f"count_{run}"] / steps[run]).to_list()) for run in runs),
@@ -59,8 +64,17 @@ def break_down(profiles: Sequence[Profile], names: Sequence[str]) -> Breakdown:
         what="operators" if on_cpu else "kernels",
         unit="step" if any(profile.clock.has_steps for profile in profiles) else "trace",
         num_devices=max(len(profile.devices) for profile in profiles),
-        notes=(*_say_scopes(profiles, names), *([f"layers and modules: {absent}"] if absent else []), *notes),
+        tree=plant_tree(dimensions["module"][0], levels) if "module" in dimensions else None,
+        lines=tuple(map(cut_name, lines)),
+        sources=tuple(_number(rows["line"], lines)) if lines else (),
+        notes=(*_say_scopes(profiles, names), *([f"modules: {absent}"] if absent else []), *notes),
     )
+
+
+def _number(column: pl.Series, order: Sequence[str]) -> list[int]:
+    """The place of each value in `order`, -1 for null."""
+    numbers = column.replace_strict(order, list(range(len(order))), default=-1, return_dtype=pl.Int64)
+    return numbers.to_list()
 
 
 def say_lacking_modules(profiles: Sequence[Profile], names: Sequence[str]) -> str:
@@ -80,18 +94,20 @@ def _has_modules(profile: Profile) -> bool:
 
 
 def _rows(profile: Profile, *, has_modules: bool) -> pl.DataFrame:
-    time = pl.col("time_ns")
+    time, is_on_host = pl.col("time_ns"), pl.col("kind") == "cpu"
+    lines = launch_sources(profile, profile.kernels) if has_sources(profile.recording) else pl.lit(None, pl.String)
     kernels = profile.kernels.select(
         "class",
         pl.col("phase").fill_null(UNKNOWN),
-        (name_layers(profile.kernels) if has_modules else pl.lit(UNKNOWN)).alias("layer"),
         pl.col("module").fill_null(UNKNOWN) if has_modules else pl.lit(UNKNOWN).alias("module"),
+        pl.when(is_on_host).then(None).otherwise("op").fill_null(UNKNOWN).alias("op"),
         "time_ns",
         "short",
         kernel="name",
-        on_host=pl.col("kind") == "cpu",
+        on_host=is_on_host,
+        line=lines,
     )
-    return kernels.group_by(_KEYS).agg(
+    return kernels.group_by(*_KEYS, "line").agg(
         pl.col("short", "on_host").first(),
         time=time.sum(),
         count=pl.len().cast(pl.Int64),
@@ -110,9 +126,8 @@ def _join(frames: Sequence[pl.DataFrame], steps: Sequence[float]) -> pl.DataFram
             for run in range(len(frames))
             for name, nothing in (("time", 0), ("count", 0), ("shortest", None), ("longest", None))
         ]
-        spread.append(frame.select(*_KEYS, "short", "on_host", *columns))
-    joined = spread[0] if len(spread) == 1 else _regroup(pl.concat(spread), len(frames))
-    return _sort(joined, steps)
+        spread.append(frame.select(*_KEYS, "short", "on_host", "line", *columns))
+    return _regroup(pl.concat(spread), steps)
 
 
 def _total(steps: Sequence[float]) -> pl.Expr:
@@ -124,50 +139,49 @@ def _sort(rows: pl.DataFrame, steps: Sequence[float]) -> pl.DataFrame:
     return rows.sort(_total(steps), *_KEYS, descending=[True, *([False] * len(_KEYS))])
 
 
-def _fit(rows: pl.DataFrame, steps: Sequence[float], most: int) -> tuple[pl.DataFrame, list[str]]:
+def _fit(rows: pl.DataFrame, steps: Sequence[float], most: int, levels: Levels) -> tuple[pl.DataFrame, list[str]]:
     """The largest rows unchanged, and the rest merged into a third of the space."""
     if rows.height <= most:
         return rows, []
     head, tail = rows.head(most - most // 3), rows.tail(rows.height - (most - most // 3))
-    merged = tail
-    for place, key in enumerate(_GIVEN_UP):
-        given_up = _GIVEN_UP[: place + 1]
-        merged = _regroup(_give_up(merged, key), len(steps))
+    roles = {module: join_roles(own) for module, own in levels.items()}
+    module = pl.col("module").replace_strict(roles, default=pl.col("module"), return_dtype=pl.String)
+    merged, given_up = _regroup(tail.with_columns(module), steps), []
+    for key in _GIVEN_UP:
         if merged.height <= most // 3:
             break
+        merged = _regroup(merged.with_columns(pl.lit(REST).alias(key)), steps)
+        given_up.append(_LABELS.get(key, key))
     total = _total(steps).sum()
     share = tail.select(total).item() / max(1.0, rows.select(total).item())
-    said = " and ".join(given_up) if len(given_up) < 3 else f"{', '.join(given_up[:-1])} and {given_up[-1]}"
+    lost = f", and have `{REST}` as their {say_list(given_up)}" if given_up else ""
     note = (
-        f"the smallest {tail.height:,} of {rows.height:,} combinations ({share:.2%} of the time) are merged, with "
-        f"`{REST}` as their {said}"
+        f"the smallest {tail.height:,} of {rows.height:,} combinations ({share:.2%} of the time) are merged over alike "
+        f"layers{lost}"
     )
-    return _sort(_regroup(pl.concat([head, merged]), len(steps)), steps), [note]
+    return _regroup(pl.concat([head, merged]), steps), [note]
 
 
-def _give_up(rows: pl.DataFrame, key: str) -> pl.DataFrame:
-    lost = rows.with_columns(pl.lit(REST).alias(key))
-    if key != "layer":
-        return lost
-    paths = {path: align_module(path) for path in rows["module"].unique()}
-    return lost.with_columns(pl.col("module").replace_strict(paths, return_dtype=pl.String))
-
-
-def _regroup(rows: pl.DataFrame, runs: int) -> pl.DataFrame:
+def _regroup(rows: pl.DataFrame, steps: Sequence[float]) -> pl.DataFrame:
+    """Merge rows that agree in all dimensions, the largest first. They have the line with most of their time."""
     columns = []
-    for run in range(runs):
+    for run in range(len(steps)):
         columns += [pl.col(f"time_{run}", f"count_{run}").sum()]
         columns += [pl.col(f"shortest_{run}").min(), pl.col(f"longest_{run}").max()]
     short = pl.when(pl.col("kernel").first() == REST).then(pl.lit(REST)).otherwise(pl.col("short").first())
-    return rows.group_by(_KEYS).agg(short.alias("short"), pl.col("on_host").first(), *columns)
+    line = pl.col("line").drop_nulls().first()
+    grouped = _sort(rows, steps).group_by(_KEYS, maintain_order=True)
+    return _sort(grouped.agg(short.alias("short"), pl.col("on_host").first(), line, *columns), steps)
 
 
 def _dimension(rows: pl.DataFrame, key: str) -> tuple[list[str], Dimension]:
-    """The values in the order of first appearance, which is about the largest first, and the dimension that shows
-    them."""
+    """The values in the order of a step for phases, otherwise in that of first appearance, which is about the largest
+    first; and the dimension that shows them."""
     order = rows[key].unique(maintain_order=True).to_list()
+    order = order_phases(order) if key == "phase" else order
     if key != "kernel":
-        return order, Dimension(key=key, label=key, values=tuple(cut_name(value) for value in order))
+        values = tuple(cut_name(value) for value in order)
+        return order, Dimension(key=key, label=_LABELS.get(key, key), values=values)
     known = {row[0]: row for row in rows.select("kernel", "short", "on_host").unique("kernel").iter_rows()}
     values = tuple(cut_name(known[name][1]) for name in order)
     described = [name for name in order if name != REST][:MOST_DESCRIBED]
@@ -190,14 +204,22 @@ def _say_scopes(profiles: Sequence[Profile], names: Sequence[str]) -> list[str]:
     return list(dict.fromkeys(notes))
 
 
+def _find_levels(profiles: Sequence[Profile]) -> Levels:
+    """The levels of every module, in the order in which the modules first run."""
+    kinds: dict[str, str] = {}
+    for profile in profiles:
+        kinds = list_kinds(profile.kernels.sort("start_ns")) | kinds
+    return fold_modules(kinds)
+
+
 # --- One dimension at a time ------------------------------------------------------------------------------------------
 
 
 _MS, _US = 1e6, 1e3
 # Its rows also have a class and the time of a single call.
 _SINGLE = "kernel"
-# These have their own order; the others are sorted by time.
-ORDERED = ("phase", "layer")
+# Its values are in the order of a step; the others are sorted by time.
+ORDERED = ("phase",)
 
 Numbers = NDArray[np.float64]
 
@@ -212,6 +234,21 @@ class Totals:
     counts: Numbers
     shortest_ns: Numbers
     longest_ns: Numbers
+
+
+def fold_layers(breakdown: Breakdown) -> Breakdown:
+    """The breakdown with the nodes of its tree instead of single modules. Several rows may agree in all dimensions."""
+    tree = breakdown.tree
+    if tree is None:
+        return breakdown
+    at = [one.key for one in breakdown.dimensions].index("module")
+    module = msgspec.structs.replace(breakdown.dimensions[at], values=name_nodes(tree))
+    return msgspec.structs.replace(
+        breakdown,
+        dimensions=(*breakdown.dimensions[:at], module, *breakdown.dimensions[at + 1 :]),
+        places=tuple((*row[:at], tree.nodes[row[at]], *row[at + 1 :]) for row in breakdown.places),
+        tree=None,
+    )
 
 
 def tabulate_dimensions(breakdown: Breakdown) -> Iterable[tuple[str, Table]]:
@@ -246,9 +283,7 @@ def add_up(breakdown: Breakdown, place: int) -> Totals:
         np.minimum.at(shortest[run], members, _numbers(breakdown.shortest_ns[run], np.inf))
         np.maximum.at(longest[run], members, _numbers(breakdown.longest_ns[run], -np.inf))
     order: Iterable[int] = range(size)
-    if dimension.key == "layer":
-        order = sorted(order, key=lambda at: _by_number(dimension.values[at]))
-    elif dimension.key not in ORDERED:
+    if dimension.key not in ORDERED:
         weights = times.max(axis=0) if len(times) else np.zeros(size)
         order = sorted(order, key=lambda at: -weights[at])
     return Totals(
@@ -263,13 +298,6 @@ def add_up(breakdown: Breakdown, place: int) -> Totals:
 
 def _numbers(values: Sequence[float | None], instead: float = 0.0) -> Numbers:
     return np.array([instead if value is None else value for value in values], dtype=np.float64)
-
-
-def _by_number(name: str) -> tuple[bool, list[tuple[int, str]]]:
-    """A sort key that puts layer 10 after layer 9 and names without numbers last."""
-    parts = re.findall(r"\d{1,9}|\D+", name[:200])
-    numbers = [(int(part), "") if part.isdecimal() else (-1, part) for part in parts]
-    return not any(number >= 0 for number, _ in numbers), numbers
 
 
 def _add_class(
@@ -321,39 +349,3 @@ def _add_change(totals: Totals, columns: list[Column], cells: list[Sequence[Cell
     before, after = totals.times_ns
     columns.append(Column(key="change_ms", label="change ms", kind="ms"))
     cells.append([float(after[at] - before[at]) / _MS for at in totals.order])
-
-
-# --- Layers -----------------------------------------------------------------------------------------------------------
-
-
-OUTSIDE_LAYERS = "(outside layers)"
-# The most kernels to describe. A recording with more names is hostile or has a name per call.
-MOST_DESCRIBED = 2_000
-_NUMBERED = re.compile(r"^(?:.*?\.)??(\d+)(?=\.|$)")
-
-
-def label_layers(kernels: pl.DataFrame) -> pl.Series:
-    """The layer name of each kernel, null if it has none or it is unknown. The name is the path up to the layer's
-    number, so that layer 3 of the encoder and of the decoder stay distinct."""
-    known = kernels.select("module", "layer").unique()
-    labels = [_label_layer(module, layer) for module, layer in known.iter_rows()]
-    table = known.with_columns(label=pl.Series(labels, dtype=pl.String))
-    joined = kernels.select("module", "layer").join(
-        table, on=["module", "layer"], how="left", nulls_equal=True, maintain_order="left"
-    )
-    return joined["label"]
-
-
-def _label_layer(module: str | None, layer: int | None) -> str | None:
-    if layer is None:
-        return None
-    found = _NUMBERED.match(module or "")
-    # Paths made of class names count layers differently and have no path up to the number.
-    return cut_name(found[0]) if found and int(found[1]) == layer else f"layer {layer}"
-
-
-def name_layers(kernels: pl.DataFrame) -> pl.Series:
-    """The same without nulls: modules outside all layers and unknown modules get their own names."""
-    labels = label_layers(kernels)
-    rest = pl.when(kernels["module"].is_not_null()).then(pl.lit(OUTSIDE_LAYERS)).otherwise(pl.lit(UNKNOWN))
-    return pl.select(pl.coalesce(labels, rest).alias("label")).to_series()

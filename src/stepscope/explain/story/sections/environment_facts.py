@@ -54,6 +54,13 @@ def find_torch_version(materials: Materials) -> str:
     return next((version for manifest in _manifests(materials) if (version := find_torch(manifest))), "")
 
 
+def find_started(materials: Materials) -> str:
+    """When the run began; empty if unknown."""
+    documents = (materials.precision,) if materials.precision else ()
+    rows = (*_manifests(materials), *materials.bench[:1], *materials.attention[:1], *documents)
+    return next((one.started for one in rows if one.started), "")
+
+
 def _manifests(materials: Materials) -> list[Manifest]:
     return [one.recording.manifest for one in (materials.profile, materials.memory) if one is not None]
 

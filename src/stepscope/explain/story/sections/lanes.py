@@ -13,8 +13,9 @@ from typing import Literal
 import numpy as np
 import polars as pl
 
-from stepscope.explain.story.sections.breakdown import MOST_DESCRIBED, label_layers
+from stepscope.explain.story.sections.breakdown import MOST_DESCRIBED
 from stepscope.explain.story.sections.spans import NONE, Ints, Stretches, fit, join_runs, lay_out
+from stepscope.explain.trace.attribution.modules import label_layers
 from stepscope.explain.trace.attribution.names import cut_name, describe_kernel
 from stepscope.explain.trace.attribution.nesting import innermost, look_up
 from stepscope.explain.trace.attribution.phases import named_ranges, step_ranges

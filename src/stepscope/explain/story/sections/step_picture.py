@@ -6,26 +6,14 @@ Idle time belongs to the phase of the kernel that ends it. If the clock's step i
 spread over the phases as in the profiled steps.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 import polars as pl
 
-from stepscope.explain.trace.profile import UNKNOWN, Profile
+from stepscope.explain.trace.profile import UNKNOWN, Profile, order_phases
 from stepscope.findings import StepBar, StepPhase, StepPicture
 
-ORDER = (
-    "warm-up",
-    "input",
-    "forward",
-    "loss",
-    "backward",
-    "clipping",
-    "optimizer",
-    "scheduler",
-    "logging",
-    "checkpoint",
-)
 _KNOWN_ENOUGH = 0.5  # of the busy time, to show phases
 # A class counts only where no class of an earlier tier runs; the first tier has all classes not named here.
 _TIERS = {"memcpy": 1, "memset": 1, "communication": 2}
@@ -58,18 +46,7 @@ def _write_notes(profiles: Sequence[Profile | None]) -> tuple[str, ...]:
 
 def draw_bar(profile: Profile) -> StepBar:
     """Return the step of a recording with a timeline."""
-    swept = pl.concat(
-        _sweep(group, profile.window)
-        for group in profile.kernels.partition_by("process", "device", maintain_order=True)
-    )
-    if not _has_phases(swept):
-        swept = swept.with_columns(phase=pl.lit(""))
-    clock = profile.clock
-    busy, idle = clock.busy_ns, clock.idle_ns
-    # The sweep covers all steps and devices; the clock's step is a mean over them.
-    busy_scale, idle_scale = (
-        whole / max(1.0, float(swept[name].sum())) for whole, name in ((busy, "own_ns"), (idle, "wait_ns"))
-    )
+    swept, clock = sweep_step(profile), profile.clock
     waits = dict(swept.group_by("phase").agg(pl.col("wait_ns").sum()).iter_rows())
     times = (
         swept.group_by("phase", "class").agg(pl.col("own_ns").sum()).sort("own_ns", "class", descending=[True, False])
@@ -78,19 +55,35 @@ def draw_bar(profile: Profile) -> StepBar:
         StepPhase(
             name=phase,
             classes=tuple(part["class"]),
-            times_ns=tuple((part["own_ns"] * busy_scale).to_list()),
-            idle_ns=waits[phase] * idle_scale,
+            times_ns=tuple(part["own_ns"].to_list()),
+            idle_ns=waits[phase],
         )
         for phase in order_phases(waits)
         for part in [times.filter((pl.col("phase") == phase) & (pl.col("own_ns") > 0))]
     ]
     return StepBar(
-        step_ns=busy + idle,
-        busy_ns=busy,
+        step_ns=clock.step_ns,
+        busy_ns=clock.busy_ns,
         phases=tuple(phases),
         is_step=profile.has_steps,
         device="CPU" if profile.on_cpu else "GPU",
     )
+
+
+def sweep_step(profile: Profile) -> pl.DataFrame:
+    """Return the kernels with their share of one step: `own_ns`, the time that counts for each, and `wait_ns`, the idle
+    time that it ended. They add up to the busy and the idle time of the clock's step. `phase` is empty if the phases
+    are unknown."""
+    swept = pl.concat(
+        _sweep(group, profile.window)
+        for group in profile.kernels.partition_by("process", "device", maintain_order=True)
+    )
+    if not _has_phases(swept):
+        swept = swept.with_columns(phase=pl.lit(""))
+    # The sweep covers all steps and devices; the clock's step is a mean over them.
+    wholes = {"own_ns": profile.clock.busy_ns, "wait_ns": profile.clock.idle_ns}
+    scales = {name: whole / max(1.0, float(swept[name].sum())) for name, whole in wholes.items()}
+    return swept.with_columns(pl.col(name) * scale for name, scale in scales.items())
 
 
 def _has_phases(swept: pl.DataFrame) -> bool:
@@ -98,14 +91,9 @@ def _has_phases(swept: pl.DataFrame) -> bool:
     return float(known["own_ns"].sum()) >= _KNOWN_ENOUGH * float(swept["own_ns"].sum())
 
 
-def order_phases(phases: Iterable[str]) -> list[str]:
-    """Return phases in the order of a step; others by name, and unknown ones last."""
-    return sorted(phases, key=lambda one: (ORDER.index(one) if one in ORDER else len(ORDER), one == UNKNOWN, one))
-
-
 def _sweep(kernels: pl.DataFrame, window: tuple[int, int]) -> pl.DataFrame:
-    """Return phase and class of each kernel of one device, with its own share of the device's time (`own_ns`) and the
-    idle time that it ended (`wait_ns`). Both together add up to the window."""
+    """Return the kernels of one device, each with its own share of the device's time (`own_ns`) and the idle time that
+    it ended (`wait_ns`). Both together add up to the window."""
     starts, ends = kernels["start_ns"].to_numpy(), kernels["end_ns"].to_numpy()
     count = len(starts)
     moments = np.concatenate((starts, ends))
@@ -128,4 +116,6 @@ def _sweep(kernels: pl.DataFrame, window: tuple[int, int]) -> pl.DataFrame:
     wait[order[gaps + 1]] = length[gaps]
     wait[order[0]] += sorted_moments[0] - window[0]
     wait[order[-1] - count] += window[1] - sorted_moments[-1]
-    return kernels.select(pl.col("phase").fill_null(UNKNOWN), "class", own_ns=pl.Series(own), wait_ns=pl.Series(wait))
+    return kernels.with_columns(
+        pl.col("phase").fill_null(UNKNOWN), own_ns=pl.Series(own, dtype=pl.Float64), wait_ns=pl.Series(wait)
+    )

@@ -35,17 +35,14 @@ from stepscope.explain.trace.attribution.user_ranges import (
     is_backward_pass,
     range_paths,
 )
+from stepscope.recording.compiled_code import COMPILED
+from stepscope.recording.rows.compiled_code import LOSS_MODULE
 from stepscope.recording.store import Recording
 from stepscope.recording.windows import Disk, EventTable, bordered_windows, in_windows, make_table
 
 EVALUATE = "autograd::engine::evaluate_function: "
 # Known work outside all modules.
-OPTIMIZER_MODULE, LOSS_MODULE, INPUT_MODULE, COMMUNICATION_MODULE = (
-    "(optimizer)",
-    "(loss)",
-    "(input)",
-    "(communication)",
-)
+OPTIMIZER_MODULE, INPUT_MODULE, COMMUNICATION_MODULE = "(optimizer)", "(input)", "(communication)"
 # Phases of a training loop outside the model, each known as a module of its name in parentheses.
 LOOP_PHASES = ("clipping", "scheduler", "logging", "checkpoint")
 _PARTS = "part:"
@@ -194,7 +191,7 @@ class Attribution:
 
     def _module_calls(self) -> EventTable:
         """Return the module calls with their `path`, and remember the first call of each."""
-        modules = make_table(self._disk, "modules", pl.col("start_ns"), (*_INTERVAL, "path"), _THREAD)
+        modules = make_table(self._disk, "modules", pl.col("start_ns"), (*_INTERVAL, "source", "path"), _THREAD)
         for begin, (calls,) in bordered_windows(self._calls):
             paths = self._paths_of(calls)
             new = paths if begin is None else paths.filter(pl.col("start_ns") >= begin)
@@ -367,8 +364,10 @@ def _find_modules(
     # A module called inside the evaluation of a node runs a second time: activation checkpointing.
     called = look_up(modules, "start_ns", module_row) > look_up(nodes, "start_ns", node_row)
     of_backward = look_up(modules.select(is_backward_pass().alias("of_backward")), "of_backward", module_row)
-    recomputed = in_backward & called.fill_null(value=False) & ~of_backward.fill_null(value=False)
-    here = recomputed | ~in_backward
+    # Compiled code has its modules in backward as well.
+    compiled = (look_up(modules, "source", module_row) == COMPILED).fill_null(value=False)
+    recomputed = in_backward & called.fill_null(value=False) & ~of_backward.fill_null(value=False) & ~compiled
+    here = recomputed | ~in_backward | compiled
     return pl.select(
         module=pl.when(here).then(look_up(modules, "path", module_row)).otherwise(look_up(nodes, "module", node_row)),
         part=pl.when(here).then(_around_parts(parts, points)).otherwise(look_up(nodes, "part", node_row)),

@@ -6,9 +6,12 @@ from collections.abc import Sequence
 
 import polars as pl
 
+from stepscope.explain.trace.attribution.names import cut_name
+
 _OURS = "module:"
 _FRAME = "nn.Module: "
 _NUMBER = re.compile(r"\d{1,9}")
+_NUMBERED = re.compile(r"^(?:.*?\.)??(\d+)(?=\.|$)")
 _LONGEST_PATH = 4096  # characters; deeper calls get the path of the last one that fits
 _CLASS_NUMBER = re.compile(r"^(.*)_(\d+)$")
 # Modules around another one: they may wrap embeddings and blocks alike.
@@ -123,3 +126,23 @@ class _Siblings:
             (label,) = self._parts[path]
             path = f"{path}.{label}"
         return path, label
+
+
+def label_layers(kernels: pl.DataFrame) -> pl.Series:
+    """The layer name of each kernel, null if it has none or it is unknown. The name is the path up to the layer's
+    number, so that layer 3 of the encoder and of the decoder stay distinct."""
+    known = kernels.select("module", "layer").unique()
+    labels = [_label_layer(module, layer) for module, layer in known.iter_rows()]
+    table = known.with_columns(label=pl.Series(labels, dtype=pl.String))
+    joined = kernels.select("module", "layer").join(
+        table, on=["module", "layer"], how="left", nulls_equal=True, maintain_order="left"
+    )
+    return joined["label"]
+
+
+def _label_layer(module: str | None, layer: int | None) -> str | None:
+    if layer is None:
+        return None
+    found = _NUMBERED.match(module or "")
+    # Paths made of class names count layers differently and have no path up to the number.
+    return cut_name(found[0]) if found and int(found[1]) == layer else f"layer {layer}"

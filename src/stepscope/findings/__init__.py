@@ -4,7 +4,7 @@ This is the interface between the packages that compute (`explain`) and those th
 values with their unit. Formatting, rounding and colors belong to the renderer, so CSV and JSON have full precision
 while the terminal shows three digits. `None` is a missing value: a case that ran out of memory has no step time.
 
-A `Report` describes one run or compares two, from the headline to the command that reproduces it. `explain.story`
+A `Report` describes one run or compares several, from the headline to the command that reproduces it. `explain.story`
 creates it, `render.site` turns it into a page, and `render.export` into files for a paper. A report has raw values with
 their kind, and text that may come from any file: renderers format and escape it. It names no colors, pixel sizes or
 tags.
@@ -16,6 +16,8 @@ from collections.abc import Iterable
 from typing import Literal, NamedTuple
 
 import msgspec
+
+from stepscope.findings.compared import AlignedMemory, AlignedSteps, Trend
 
 Cell = str | int | float | None
 # The kind of a number, from which the renderer derives digits and units. `share` is a fraction shown in percent,
@@ -312,7 +314,7 @@ STAGES_ON_REQUEST: dict[str, StageText] = {
 class Dimension(msgspec.Struct, frozen=True, kw_only=True):
     """One way to break down time. `details` are shown on request: one text per value, or none."""
 
-    key: str  # class, phase, layer, module, kernel
+    key: str  # class, phase, module, op, kernel
     label: str
     values: tuple[str, ...]
     details: tuple[str, ...] = ()
@@ -321,12 +323,30 @@ class Dimension(msgspec.Struct, frozen=True, kw_only=True):
         assert not self.details or len(self.details) == len(self.values), "one detail per value, or none"
 
 
+class ModuleTree(msgspec.Struct, frozen=True, kw_only=True):
+    """The modules of a breakdown as a tree in which the same module of alike layers is one node. Nodes are in the order
+    of the model, each after its parent; labels and singles are indices into `names`."""
+
+    names: tuple[str, ...]
+    parents: tuple[int, ...]  # of the nodes, -1 at the top
+    labels: tuple[int, ...]  # of the nodes: `blocks.*`, `attention`
+    copies: tuple[int, ...]  # how many modules each node is
+    nodes: tuple[int, ...]  # of the modules, in the order of their dimension
+    singles: tuple[tuple[int, ...], ...]  # of the modules, one per level from the top: `blocks.3`, `attention`
+
+    def __post_init__(self) -> None:
+        assert len(self.parents) == len(self.labels) == len(self.copies), "columns of equal length"
+        assert all(parent < at for at, parent in enumerate(self.parents)), "parents come first"
+        assert len(self.nodes) == len(self.singles), "a node and its names per module"
+
+
 class Breakdown(msgspec.Struct, frozen=True, kw_only=True):
     """The kernel time of a step, broken down along several dimensions at once: choosing a value of one filters the
     others.
 
     A row is all kernels that agree in every dimension: `places` has the index of its value in each. All times are per
-    step. `walls_ns` and `idles_ns` are the wall time and idle time of a step.
+    step. `walls_ns` and `idles_ns` are the wall time and idle time of a step. `sources` has the line of code of each
+    row, an index into `lines`, -1 if it is unknown.
     """
 
     title: str
@@ -342,9 +362,13 @@ class Breakdown(msgspec.Struct, frozen=True, kw_only=True):
     what: str = "kernels"  # operators, on a CPU
     unit: Literal["step", "trace"] = "step"  # the trace, if no run has marked steps
     num_devices: int = 1  # kernel times are sums over them, `walls_ns` and `idles_ns` are means
+    tree: ModuleTree | None = None  # None without modules
+    lines: tuple[str, ...] = ()
+    sources: tuple[int, ...] = ()  # empty if no line is known
     notes: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
+        assert len(self.sources) in (0, len(self.places)), "a line per row, or none"
         assert all(len(row) == len(self.dimensions) for row in self.places), "one index per dimension"
         for columns in (self.times_ns, self.counts, self.shortest_ns, self.longest_ns):
             assert len(columns) == len(self.runs), "one column per run"
@@ -510,7 +534,10 @@ class SideBySide(msgspec.Struct, frozen=True, kw_only=True):
     parts: "tuple[Part | None, ...]"
 
 
-Part = Table | Figure | Timeline | Breakdown | Lanes | StepPicture | Roofline | Bars | Questions | SideBySide
+OfSeveral = AlignedSteps | AlignedMemory | Trend
+Part = (
+    Table | Figure | Timeline | Breakdown | Lanes | StepPicture | Roofline | Bars | Questions | SideBySide | OfSeveral
+)
 
 
 class Exhibit(msgspec.Struct, frozen=True, kw_only=True):

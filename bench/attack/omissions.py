@@ -1,0 +1,154 @@
+"""Forgeries that leave kernels out, cut the file, or change the order."""
+
+import random
+
+from attack.documents import Launch
+from attack.forgery import FORWARD, TRAINING, Family, renumber
+from attack.subject import Forged, Subject, is_gemm
+from stepscope.explain.kernel_names import decode
+
+DROPPED = Family("dropped kernels")
+CUT = Family("cut files")
+REORDERED = Family("reordered kernels")
+
+
+def _without_layer(subject: Subject) -> list[Launch]:
+    """Return the kernels without the last layer of every pass."""
+    gone: set[int] = set()
+    for region in subject.regions:
+        block = region.slice(region.layers - 1)
+        gone |= set(range(block.start, block.stop))
+    return [one for index, one in enumerate(subject.launches) if index not in gone]
+
+
+def _without(subject: Subject, index: int) -> list[Launch]:
+    return [*subject.launches[:index], *subject.launches[index + 1 :]]
+
+
+@DROPPED.add("A layer is left out, and all layers are claimed.")
+def dropped_layer(subject: Subject) -> Forged:
+    return subject.forge(renumber(_without_layer(subject)))
+
+
+@DROPPED.add("One GEMM of a layer is left out.")
+def dropped_gemm(subject: Subject) -> Forged:
+    return subject.forge(renumber(_without(subject, subject.longest_product)))
+
+
+@DROPPED.add("The attention of one layer is left out.")
+def dropped_attention(subject: Subject) -> Forged | None:
+    found = [index for index, one in enumerate(subject.launches) if _is_attention(one)]
+    return subject.forge(renumber(_without(subject, found[-1]))) if found else None
+
+
+def _is_attention(launch: Launch) -> bool:
+    name = decode(launch.name)
+    return name.kernel_class == "attention" and name.operation == "attention forward"
+
+
+@DROPPED.add("One elementwise kernel of a layer is left out.")
+def dropped_elementwise(subject: Subject) -> Forged | None:
+    block = subject.forward.slice(subject.forward.layers - 1)
+    found = [index for index in range(block.start, block.stop) if _is_elementwise(subject.launches[index])]
+    return subject.forge(renumber(_without(subject, found[len(found) // 2]))) if found else None
+
+
+def _is_elementwise(launch: Launch) -> bool:
+    return decode(launch.name).kernel_class == "elementwise"
+
+
+@DROPPED.add("Every seventh kernel is left out.")
+def dropped_every_seventh(subject: Subject) -> Forged:
+    return subject.forge(renumber(one for index, one in enumerate(subject.launches) if index % 7 != 3))
+
+
+@DROPPED.add("Every second GEMM is left out.")
+def dropped_every_second_gemm(subject: Subject) -> Forged:
+    products = [index for index, one in enumerate(subject.launches) if is_gemm(one)]
+    gone = set(products[1::2])
+    return subject.forge(renumber(one for index, one in enumerate(subject.launches) if index not in gone))
+
+
+@DROPPED.add("The LM head is left out, and vocab_size is claimed.")
+def dropped_head(subject: Subject) -> Forged:
+    head = subject.launches[subject.head]
+    kept = [one for one in subject.launches if (one.name, one.grid) != (head.name, head.grid)]
+    return subject.forge(renumber(kept), vocab_size=subject.truth["vocab_size"])
+
+
+@DROPPED.add("A layer is left out and not claimed; the numbers and times have a gap.", kinds=FORWARD)
+def hidden_layer_with_gap(subject: Subject) -> Forged:
+    return subject.forge(_without_layer(subject), num_layers=subject.truth["num_layers"] - 1)
+
+
+@DROPPED.add(
+    "A layer is left out and not claimed; the numbers and times were closed up.",
+    kinds=FORWARD,
+    undetectable="the file is that of a shallower model; only the person who recorded it knows what is missing",
+)
+def hidden_layer_renumbered(subject: Subject) -> Forged:
+    return subject.forge(renumber(_without_layer(subject)), num_layers=subject.truth["num_layers"] - 1)
+
+
+@DROPPED.add("A layer of a training step is left out and not claimed; the optimizer updates it.", kinds=TRAINING)
+def hidden_layer_in_training(subject: Subject) -> Forged:
+    return subject.forge(renumber(_without_layer(subject)), num_layers=subject.truth["num_layers"] - 1)
+
+
+# --- Cut files
+
+
+@CUT.add("The file starts at the second layer, and one layer fewer is claimed.")
+def cut_before_second_layer(subject: Subject) -> Forged:
+    last = subject.regions[-2] if len(subject.regions) == 4 else subject.forward
+    start = last.start + last.period
+    return subject.forge(subject.launches[start:], num_layers=subject.truth["num_layers"] - 1)
+
+
+@CUT.add("The file starts in the middle of the first layer, and one layer fewer is claimed.")
+def cut_in_first_layer(subject: Subject) -> Forged:
+    last = subject.regions[-2] if len(subject.regions) == 4 else subject.forward
+    start = last.start + last.period // 2
+    return subject.forge(subject.launches[start:], num_layers=subject.truth["num_layers"] - 1)
+
+
+@CUT.add("The file ends before the last layer, and one layer fewer is claimed, without the LM head.")
+def cut_before_last_layer(subject: Subject) -> Forged:
+    end = subject.forward.slice(subject.forward.layers - 1).start
+    layers = subject.truth["num_layers"] - 1
+    return subject.forge(subject.launches[:end], num_layers=layers, vocab_size=None)
+
+
+@CUT.add("The bytes of the file end in the middle of a layer, and one layer fewer is claimed.")
+def cut_bytes(subject: Subject) -> Forged:
+    forged = subject.forge(subject.launches, num_layers=subject.truth["num_layers"] - 1)
+    (name, content), *_ = forged.files
+    share = subject.forward.slice(subject.forward.layers - 1).start / len(subject.launches)
+    return Forged(files=((name, content[: int(share * len(content))]),), claim=forged.claim)
+
+
+# --- Order
+
+
+@REORDERED.add("All kernels are in random order.")
+def shuffled(subject: Subject) -> Forged:
+    kernels = list(subject.launches)
+    random.Random(subject.name).shuffle(kernels)
+    return subject.forge(renumber(kernels))
+
+
+@REORDERED.add("All kernels are in reverse order.")
+def reversed_order(subject: Subject) -> Forged:
+    return subject.forge(renumber(reversed(subject.launches)))
+
+
+@REORDERED.add("Two different GEMMs of one layer are swapped.")
+def swapped_gemms(subject: Subject) -> Forged | None:
+    products = subject.products(subject.forward.layers - 1)
+    first = products[-1]
+    others = [index for index in products if subject.launches[index].name != subject.launches[first].name]
+    if not others:
+        return None
+    kernels = list(subject.launches)
+    kernels[first], kernels[others[0]] = kernels[others[0]], kernels[first]
+    return subject.forge(renumber(kernels))

@@ -1,0 +1,86 @@
+"""Regular runs: layers are alike, passes are complete, and nothing is missing between launches.
+
+A program runs the same kernels in every layer, and the driver numbers its calls. So kernels that were left out show,
+even if those that remain fit the claim. None of this refutes a claim: programs may have a reason to treat a layer
+differently.
+"""
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+
+from stepscope.recover.evidence.completeness import look, skips_launches
+from stepscope.recover.evidence.layout import Placement
+from stepscope.recover.evidence.recording import KernelEvidence
+from stepscope.recover.facts import Sighting
+from stepscope.units import count_noun
+
+Span = tuple[int, int]  # indices of the first and the last kernel
+
+
+def find_irregularities(evidence: KernelEvidence, placement: Placement) -> Iterator[str]:
+    sightings = evidence.sightings
+    spans = _find_spans(placement)
+    if not any(one.name.library == "Inductor" for one in sightings):
+        yield from _compare_layers(sightings, spans)
+    yield from _compare_heads(placement)
+    yield from _find_skipped(sightings, placement, spans)
+
+
+def is_whole(placement: Placement, pass_number: int) -> bool:
+    """Whether the file certainly has all layers of a pass."""
+    return pass_number not in placement.unclear and not placement.is_cut(pass_number)
+
+
+def _find_spans(placement: Placement) -> dict[tuple[int, int], Span]:
+    """Return the kernels of each layer, from its first GEMM to its last, by pass and layer."""
+    spans: dict[tuple[int, int], Span] = {}
+    for one in placement.products:
+        if one.layer is not None:
+            index = one.sighting.index
+            first, last = spans.get((one.pass_number, one.layer), (index, index))
+            spans[one.pass_number, one.layer] = min(first, index), max(last, index)
+    return spans
+
+
+def _compare_layers(sightings: Sequence[Sighting], spans: dict[tuple[int, int], Span]) -> Iterator[str]:
+    """Compare the kernels of the layers, and those between one layer and the next. A compiler makes other kernels for
+    some layers."""
+    inside = {place: sightings[first : last + 1] for place, (first, last) in spans.items()}
+    between = {
+        (number, layer): sightings[last + 1 : spans[number, layer + 1][0]]
+        for (number, layer), (_, last) in spans.items()
+        if (number, layer + 1) in spans
+    }
+    for parts in (inside, between):
+        kernels = {place: tuple(map(look, part)) for place, part in parts.items()}
+        if len(set(kernels.values())) > 1:
+            usual = Counter(kernels.values()).most_common(1)[0][0]
+            number, layer = next(place for place, one in kernels.items() if one != usual)
+            other = len(kernels[number, layer])
+            yield (
+                f"layers differ: pass {number}, layer {layer} has {count_noun(other, 'kernel')} where others have "
+                f"{len(usual)}"
+                if other != len(usual)
+                else f"layers differ: pass {number}, layer {layer} has other kernels than most"
+            )
+            return
+
+
+def _compare_heads(placement: Placement) -> Iterator[str]:
+    """Either every pass has an LM head or none. The last pass of the file may be cut."""
+    headed = {one.pass_number for one in placement.products if one.role == "head"}
+    passes = set(range(1, len(placement.num_layers))) - placement.left_out
+    if headed and (without := sorted(passes - headed)):
+        yield f"pass {without[0]} has no LM head, but others have one"
+
+
+def _find_skipped(
+    sightings: Sequence[Sighting], placement: Placement, spans: dict[tuple[int, int], Span]
+) -> Iterator[str]:
+    heads = {one.pass_number: one.sighting.index for one in placement.products if one.role == "head"}
+    for number, layers in enumerate(placement.num_layers, start=1):
+        inside = [span for (one, _), span in spans.items() if one == number]
+        if inside:
+            first, last = min(start for start, _ in inside), max(end for _, end in inside)
+            if skips_launches(sightings[first : heads.get(number, last) + 1], layers):
+                yield f"in pass {number}, as many launches are missing between two kernels as a layer has"
