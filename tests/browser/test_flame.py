@@ -108,6 +108,8 @@ def test_keys_move_zoom_in_and_zoom_out(page: "Page") -> None:
     page.keyboard.press("Enter")
     assert crumbs(page) == ["all kernels", "backward", "12 × layers.*"]
     assert page.evaluate("() => document.activeElement.matches('.flame canvas.back')")
+    page.keyboard.press("ArrowDown")
+    assert tip_of(page)[0] == "12 × mlp", "the longest part of what is zoomed in to"
     page.keyboard.press("Backspace")
     page.keyboard.press("Backspace")
     assert crumbs(page) == ["all kernels"]

@@ -16,6 +16,7 @@ function growFlame(model, rows, run, isFolded) {
     inside: null, copies: null, sources: null,
   });
   const root = make("root", null, { name: "", select: null, order: 0 });
+  const hasPhases = phases >= 0 && part.dimensions[phases].values.some((name) => name !== "unknown");
   let [time, count, group] = [0, 0, -1];
 
   function add(box) {
@@ -53,7 +54,7 @@ function growFlame(model, rows, run, isFolded) {
     if (!time) continue;
     let box = add(root);
     const [phase, module, op] = [placeOf(phases, row), modules ? placeOf(modules.at, row) : -1, placeOf(ops, row)];
-    if (phase >= 0) box = enterValue(box, "phase", phases, phase, phase);
+    if (hasPhases) box = enterValue(box, "phase", phases, phase, phase);
     const path = module < 0 ? "unknown" : nameOf(modules.at, module);
     if (path !== "unknown" && path !== `(${nameOf(phases, phase)})`) box = enterModules(box, module);
     if (nameOf(ops, op) !== "unknown") {

@@ -104,11 +104,15 @@ function makeFlamePainter(model, chart, { back, front }, page) {
     return widths.get(text);
   }
 
-  // A module loses the start of its path, and an operator its namespace, before anything loses its end.
+  // A module loses the start of its path, and an operator its namespace; then a module loses its number of layers, and
+  // everything its end.
   function shorten(context, one, room) {
-    const texts = [nameBox(modules, one), one.name];
-    if (one.kind === "module") texts.push(...[-2, -1].map((from) => one.name.split(".").slice(from).join(".")));
-    if (one.kind === "op") texts.push(one.name.replace(/^.*::/, ""));
+    const whole = nameBox(modules, one);
+    const [count, name] = one.copies?.size > 1 ? [whole.slice(0, -one.name.length), one.name] : ["", whole];
+    const names = [name];
+    if (one.kind === "module") names.push(...[-2, -1].map((from) => name.split(".").slice(from).join(".")));
+    if (one.kind === "op") names.push(name.replace(/^.*::/, ""));
+    const texts = [...names.map((text) => `${count}${text}`), ...names];
     const fitting = texts.find((text) => measure(context, text) <= room);
     if (fitting) return fitting;
     const last = texts.at(-1);
