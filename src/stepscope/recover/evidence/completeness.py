@@ -17,7 +17,7 @@ from stepscope.recover.facts import Sighting
 from stepscope.units import count_noun
 
 _MOST_OF_LAYER = 0.6  # of its launches: an allocation or a synchronization between two kernels takes fewer
-_COMPILED_NUMBER = re.compile(r"_(\d+)$")
+_COMPILED_NUMBER = re.compile(r"_(\d{1,9})$")
 _LOOKED_UP = frozenset({"embedding", "index_select"})  # operators in a compiled kernel
 
 
@@ -66,7 +66,10 @@ def doubt_ends(
         yield StructureDoubt(
             text="more GEMMs of a layer come before the first attention", of_layers=True, of_sizes=of_sizes
         )
-    rest = last[len(behind) :][: len(ahead)]  # the file may end with the first of them, which is not an LM head then
+    rest = last[len(behind) :]
+    if len(rest) > 1 and of_sizes:
+        yield StructureDoubt(text="several GEMMs follow the last layer: one may belong to it", of_sizes=True)
+    rest = rest[: len(ahead)]  # the file may end with the first of them, which is not an LM head then
     if rest and [*rest] == [*ahead[: len(rest)]]:
         yield StructureDoubt(
             text="what follows the last layer may be the start of another", of_layers=True, of_sizes=True
@@ -141,12 +144,14 @@ def find_lookup(sightings: Sequence[Sighting]) -> Sighting | None:
     """Return the lookup of embeddings with which a pass starts; the kernels are those since the previous attention. A
     compiler may look embeddings up again in later layers, but numbers its kernels: the first has all numbers before."""
     numbers: set[int] = set()
+    unseen = 0
     for one in sightings:
         if is_lookup(one):
             return one
         if one.name.library == "Inductor" and (found := _COMPILED_NUMBER.search(one.name.name)):
-            number = int(found[1])
-            if not _LOOKED_UP.isdisjoint(one.name.fused) and number == sum(other < number for other in numbers):
+            if not _LOOKED_UP.isdisjoint(one.name.fused) and int(found[1]) <= unseen:
                 return one
-            numbers.add(number)
+            numbers.add(int(found[1]))
+            while unseen in numbers:
+                unseen += 1
     return None
