@@ -143,7 +143,7 @@ function makeFlame(model, body, select, page) {
     const before = chart.flame;
     chart.flame = growFlame(model, model.rowsLeft(-1), chart.run, chart.isFolded);
     chart.flame.zoomed = findZoomed(chart.flame);
-    // Keys go on from the box that is zoomed in to.
+    // Keys continue from the box that is zoomed in to.
     const { zoomed } = chart.flame;
     Object.assign(chart, { pointed: null, focused: document.activeElement === back && zoomed.length > 1 ? zoomed.at(-1) : null });
     fold.textContent = chart.isFolded ? "Unfold layers" : "Fold layers";
