@@ -16,8 +16,8 @@ from stepscope.recover.evidence.order import Anchor, KernelOrder, is_attention, 
 from stepscope.recover.facts import Sighting
 from stepscope.units import count_noun
 
-_MOST_OF_LAYER = 0.6  # of its launches: an allocation or a synchronization between two kernels takes fewer
-_COMPILED_NUMBER = re.compile(r"_(\d+)$")
+_PART_OF_LAYER = 0.5  # of its launches: what happens between two kernels of a layer takes at most a third
+_COMPILED_NUMBER = re.compile(r"_(\d{1,9})$")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,7 +63,10 @@ def doubt_ends(
         others = others[len(behind) :] or others
     if not {*others}.isdisjoint((*behind, *ahead)):
         yield Doubt(text="more GEMMs of a layer come before the first attention", of_layers=True, of_sizes=of_sizes)
-    rest = last[len(behind) :][: len(ahead)]  # the file may end with the first of them, which is not an LM head then
+    rest = last[len(behind) :]
+    if len(rest) > 1 and of_sizes:
+        yield Doubt(text="several GEMMs follow the last layer: one may belong to it", of_sizes=True)
+    rest = rest[: len(ahead)]  # the file may end with the first of them, which is not an LM head then
     if rest and [*rest] == [*ahead[: len(rest)]]:
         yield Doubt(text="what follows the last layer may be the start of another", of_layers=True, of_sizes=True)
 
@@ -85,7 +88,7 @@ def doubt_layers(
     if backward > len(shown):
         yield Doubt(text=f"the backward pass has {count_noun(backward, 'layer')}", of_layers=True)
     if _skips_launches(order.sightings[within.start : within.stop], len(shown)):
-        yield Doubt(text="between two kernels, as many launches are missing as a layer has", of_layers=True)
+        yield Doubt(text="between two kernels, as many launches are missing as half a layer has", of_layers=True)
 
 
 def _differ(order: KernelOrder, passes: Sequence[Sequence[Anchor]]) -> bool:
@@ -119,8 +122,8 @@ def _count_backward(order: KernelOrder, passes: Sequence[Sequence[Anchor]], show
 
 
 def _skips_launches(kernels: Sequence[Sighting], num_layers: int) -> bool:
-    """Whether the launch numbers of a pass skip those of most of a layer, between two kernels that otherwise follow
-    each other closely or are together only once."""
+    """Whether the launch numbers of a pass skip those of half a layer, between two kernels that otherwise follow each
+    other closely or are together only once."""
     numbers = [one.launch for one in kernels if one.launch is not None]
     if len(numbers) < max(2, len(kernels)):
         return False
@@ -128,7 +131,7 @@ def _skips_launches(kernels: Sequence[Sighting], num_layers: int) -> bool:
     for (a, b), (number, following) in zip(itertools.pairwise(kernels), itertools.pairwise(numbers), strict=True):
         steps.setdefault((look(a), look(b)), []).append(following - number)
     usual = median(step for each in steps.values() for step in each)  # 0 in a CUDA graph, which is one launch
-    least = _MOST_OF_LAYER * usual * len(kernels) / num_layers
+    least = _PART_OF_LAYER * usual * len(kernels) / num_layers
     return usual > 0 and any(max(each) - (min(each) if len(each) > 1 else 0) > least for each in steps.values())
 
 
@@ -136,12 +139,14 @@ def find_lookup(sightings: Sequence[Sighting]) -> Sighting | None:
     """Return the lookup of embeddings with which a pass starts; the kernels are those since the previous attention. A
     compiler may look embeddings up again in later layers, but numbers its kernels: the first has all numbers before."""
     numbers: set[int] = set()
+    unseen = 0
     for one in sightings:
         if is_lookup(one):
             return one
         if one.name.library == "Inductor" and (found := _COMPILED_NUMBER.search(one.name.name)):
-            number = int(found[1])
-            if "embedding" in one.name.fused and number == sum(other < number for other in numbers):
+            if "embedding" in one.name.fused and int(found[1]) <= unseen:
                 return one
-            numbers.add(number)
+            numbers.add(int(found[1]))
+            while unseen in numbers:
+                unseen += 1
     return None

@@ -253,14 +253,14 @@ def _layers_field(found: FileFit, likely: Sequence[FittedReading]) -> Field:
     is_cut = CUT_SHORT in found.evidence.notes
     passes = f"each of {structure.num_passes} forward passes" if structure.num_passes > 1 else "the forward pass"
     said = f"the same GEMMs around attention {structure.num_layers} times in {passes}"
-    if structure.may_be_one_layer:
-        unsure = "every attention call is followed by the same kernels: this may be one layer run repeatedly"
-        return Field(value=structure.num_layers, certain=False, alternatives=(1,), evidence=(said, unsure))
     doubts = [doubt.text for doubt in _find_doubts(found, likely) if doubt.of_layers]
+    if structure.may_be_one_layer:
+        doubts.append("every attention call is followed by the same kernels: this may be one layer run repeatedly")
     if not (has_head and structure.has_start) or is_cut:
         doubts.append("the file may not contain all layers")
     if doubts:
-        return Field(value=structure.num_layers, certain=False, low=structure.num_layers, evidence=(said, *doubts))
+        fewest = 1 if structure.may_be_one_layer else structure.num_layers
+        return Field(value=structure.num_layers, certain=False, low=fewest, evidence=(said, *doubts))
     whole = "no gap in the launch numbers" if found.evidence.is_numbered else "assumes that the file has every kernel"
     return Field(value=structure.num_layers, certain=True, evidence=(said, whole))
 

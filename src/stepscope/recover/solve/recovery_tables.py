@@ -71,7 +71,9 @@ def _row(name: str, field: Field) -> tuple[Cell, ...]:
 
 def _alternatives(field: Field) -> str:
     if field.low is not None:
-        return f"{field.low:,} to {field.high:,}" if field.high is not None else "or more"
+        if field.high is not None:
+            return f"{field.low:,} to {field.high:,}"
+        return "or more" if field.low == field.value else f"{field.low:,} or more"
     words = [f"{one:,}" if isinstance(one, int) else str(one) for one in field.alternatives]
     more = f" and {len(words) - _LISTED} more" if len(words) > _LISTED else ""
     return ", ".join(words[:_LISTED]) + more
