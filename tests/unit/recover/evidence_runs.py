@@ -39,6 +39,12 @@ def truth_of(file: str) -> dict[str, Any]:
     return truth | {"dtype": {"autocast": "bf16"}.get(truth["dtype"], truth["dtype"])}
 
 
+def keep_kernels(evidence: KernelEvidence, sightings: Iterable[Sighting]) -> KernelEvidence:
+    """Return the evidence of a file that lost all other kernels: the launch numbers stay."""
+    kept = (msgspec.structs.replace(one, index=index) for index, one in enumerate(sightings))
+    return replace(evidence, sightings=tuple(kept))
+
+
 def with_kernels(evidence: KernelEvidence, sightings: Iterable[Sighting]) -> KernelEvidence:
     """Return the evidence of a run that launched these kernels in this order, without their times."""
     numbered = (

@@ -16,7 +16,7 @@ from stepscope.recover.evidence.order import Anchor, KernelOrder, is_attention, 
 from stepscope.recover.facts import Sighting
 from stepscope.units import count_noun
 
-_MOST_OF_LAYER = 0.6  # of its launches: an allocation or a synchronization between two kernels takes fewer
+_PART_OF_LAYER = 0.5  # of its launches: what happens between two kernels of a layer takes at most a third
 _COMPILED_NUMBER = re.compile(r"_(\d{1,9})$")
 _LOOKED_UP = frozenset({"embedding", "index_select"})  # operators in a compiled kernel
 
@@ -81,7 +81,9 @@ def doubt_layers(
 ) -> Iterator[StructureDoubt]:
     """Compare the layers with each other. `shown` is the pass that is analyzed, and `within` are its kernels."""
     if len(shown) == 1:
-        yield StructureDoubt(text="a single layer: no other confirms which of its kernels is which", of_sizes=True)
+        yield StructureDoubt(
+            text="a single layer: no other confirms which of its kernels is which", of_layers=True, of_sizes=True
+        )
     if _differ(order, passes):
         yield StructureDoubt(
             text="layers or passes differ in kernels other than GEMMs: what one layer shows may not apply to all",
@@ -93,7 +95,9 @@ def doubt_layers(
     if backward > len(shown):
         yield StructureDoubt(text=f"the backward pass has {count_noun(backward, 'layer')}", of_layers=True)
     if skips_launches(order.sightings[within.start : within.stop], len(shown)):
-        yield StructureDoubt(text="between two kernels, as many launches are missing as a layer has", of_layers=True)
+        yield StructureDoubt(
+            text="between two kernels, as many launches are missing as half a layer has", of_layers=True
+        )
 
 
 def _differ(order: KernelOrder, passes: Sequence[Sequence[Anchor]]) -> bool:
@@ -127,8 +131,8 @@ def _count_backward(order: KernelOrder, passes: Sequence[Sequence[Anchor]], show
 
 
 def skips_launches(kernels: Sequence[Sighting], num_layers: int) -> bool:
-    """Whether the launch numbers of a pass skip those of most of a layer, between two kernels that otherwise follow
-    each other closely or are together only once."""
+    """Whether the launch numbers of a pass skip those of half a layer, between two kernels that otherwise follow each
+    other closely or are together only once."""
     numbers = [one.launch for one in kernels if one.launch is not None]
     if len(numbers) < max(2, len(kernels)):
         return False
@@ -136,7 +140,7 @@ def skips_launches(kernels: Sequence[Sighting], num_layers: int) -> bool:
     for (a, b), (number, following) in zip(itertools.pairwise(kernels), itertools.pairwise(numbers), strict=True):
         steps.setdefault((look(a), look(b)), []).append(following - number)
     usual = median(step for each in steps.values() for step in each)  # 0 in a CUDA graph, which is one launch
-    least = _MOST_OF_LAYER * usual * len(kernels) / num_layers
+    least = _PART_OF_LAYER * usual * len(kernels) / num_layers
     return usual > 0 and any(max(each) - (min(each) if len(each) > 1 else 0) > least for each in steps.values())
 
 
