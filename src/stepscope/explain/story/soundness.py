@@ -221,8 +221,10 @@ def _recording(opening: Opening) -> Iterator[str]:
     else:
         yield f"recorded with {name_source(manifest)}; no steps are marked"
     covered = profile.coverage()
-    said = ", ".join(f"{name} {say_percent(share)}" for name, share in covered.items())
-    yield f"{kernel_word(profile)} time attributed: {said}"
+    in_layers = covered.pop("layer")  # a model has more
+    said = [f"{name} {say_percent(share)}" for name, share in covered.items()]
+    said += [f"layer {say_percent(in_layers)}"] if in_layers else []
+    yield f"{kernel_word(profile)} time attributed: {', '.join(said)}"
     weak = [name for name, share in covered.items() if 0 < share < WELL_KNOWN]
     if weak:
         yield f"the rest has an unknown {' and '.join(weak)}"

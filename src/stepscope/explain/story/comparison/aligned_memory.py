@@ -13,7 +13,7 @@ import numpy as np
 
 from stepscope.explain.memory import MemoryProfile
 from stepscope.explain.memory.timeline import Instants, stack_categories
-from stepscope.explain.story.comparison.alignment import align
+from stepscope.explain.alignment import align
 from stepscope.findings import Cell, Column, Table
 from stepscope.findings.compared import AlignedMemory, MemoryStretch
 
