@@ -8,6 +8,10 @@ changes on the machine affect both.
 The profiler is slow at first, when it loads its libraries, and in the first step after it starts. Both are kept out of
 the trace: one recording is discarded, and every recording begins with a step between `prepare_trace`, which starts the
 profiler, and `start_trace`, from which events are kept.
+
+A step that will be captured in CUDA graphs is recorded once before, with its operators and modules: the graphs run the
+same kernels in the same order, and show neither (`explain.trace.attribution.graphs`). The kernels of the capture itself
+are not in a trace, because they do not run then.
 """
 
 import warnings
@@ -24,7 +28,7 @@ from stepscope.measure.compiled_code import CompiledCode, noting_compiled_code
 from stepscope.measure.memory.limits import limit_memory
 from stepscope.measure.soundness import MachineWatch, doubt_numbers, doubt_samples
 from stepscope.measure.timing import Samples, settle_heap, time_in_turns, time_steps, wait_for
-from stepscope.recording.rows.bench import RAW_TRACE_NAME, Doubt, RecordedRun
+from stepscope.recording.rows.bench import RAW_TRACE_NAME, UNCAPTURED_TRACE_NAME, Doubt, RecordedRun
 from stepscope.recording.rows.compiled_code import LOSS_MODULE, CompiledGraph, save_graphs
 from stepscope.spec import Case
 from stepscope.step import Step, build
@@ -36,6 +40,7 @@ Stage = Literal[
     "warming up",
     "timing",
     "starting the profiler",
+    "recording the step before its capture",
     "measuring the overhead",
     "recording",
     "writing the trace",
@@ -56,8 +61,14 @@ def record(
     """Write the trace as `RAW_TRACE_NAME` to `folder_raw`. The process cannot be reused: one case, one process."""
     on_stage("importing")
     check_functions(functions, case.workload)
+    captures_later = case.workload.graph and device.type == "cuda"
     with noting_compiled_code() if case.workload.hides_modules else nullcontext() as code:
-        step = prepare(case, device, on_stage)
+        step = prepare(case, device, on_stage, captures=not captures_later)
+        if captures_later:
+            on_stage("recording the step before its capture")
+            _record_uncaptured(step, functions, folder_raw)
+            step.capture()
+            time_steps(step, case.timing.warmup)
     on_stage("timing")
     plain, doubts = time_plainly(step, case)
     on_stage("starting the profiler")
@@ -84,8 +95,15 @@ def record(
         sizes=step.sizes,
         optimizer=step.optimizer_name,
         doubts=doubts,
-        notes=describe_gaps(step, annotation.uncalled, graphs=graphs),
+        notes=describe_gaps(step, annotation.uncalled, graphs=graphs, has_order=captures_later and step.is_captured),
     )
+
+
+def _record_uncaptured(step: Step, functions: Sequence[str], folder_raw: Path) -> None:
+    """Write the trace of one step that runs without CUDA graphs."""
+    with annotated(step, functions=functions), _profiling(step, with_stack=False) as profiler:
+        step.run()
+    profiler.export_chrome_trace(str(folder_raw / UNCAPTURED_TRACE_NAME))
 
 
 def _name_graphs(code: CompiledCode, step: Step) -> tuple[CompiledGraph, ...]:
@@ -94,14 +112,14 @@ def _name_graphs(code: CompiledCode, step: Step) -> tuple[CompiledGraph, ...]:
     return code.graphs((name for name, _ in step.module.named_modules()), outside=outside)
 
 
-def prepare(case: Case, device: torch.device, on_stage: OnStage) -> Step:
-    """Return the step, built and warmed up."""
+def prepare(case: Case, device: torch.device, on_stage: OnStage, *, captures: bool = True) -> Step:
+    """Return the step, built and warmed up. Without `captures`, it runs without CUDA graphs."""
     if case.timing.memory_limit is not None:
         limit_memory(device, case.timing.memory_limit)
     if device.type == "cuda":
         torch.cuda.set_device(device)
     on_stage("building")
-    step = build(case.workload, device)
+    step = build(case.workload, device, captures=captures)
     on_stage("warming up")
     settle_heap()
     time_steps(step, case.timing.warmup)
@@ -153,14 +171,16 @@ def keeping_events(profiler: _KinetoProfile, warm_up: Callable[[], None] = lambd
 
 
 def describe_gaps(
-    step: Step, uncalled: Sequence[str] | set[str], *, graphs: Sequence[CompiledGraph] = ()
+    step: Step, uncalled: Sequence[str] | set[str], *, graphs: Sequence[CompiledGraph] = (), has_order: bool = False
 ) -> tuple[str, ...]:
     """What a recording lacks, in sentences: ranges, or settings that the step could not follow. `graphs` have the
-    modules of compiled code."""
+    modules of compiled code. With `has_order`, the step was recorded before its capture, too."""
     notes = [f"`{target}` was not annotated: nothing with that name ran" for target in sorted(uncalled)]
+    if has_order:
+        notes.append("captured in CUDA graphs: operators and modules are those of the same step before its capture")
     if graphs:
         notes.append("compiled: a kernel that computes parts of several modules counts for the one with most of them")
-    elif step.workload.is_program:
+    elif step.workload.is_traced and step.workload.is_program or step.is_captured and not has_order:
         notes.append("traced or captured as a whole: only the step and its phases are annotated")
     elif step.workload.compile:
         notes.append("compiled: only the step, its phases and the whole model are annotated")

@@ -14,7 +14,7 @@ where it is recomputed.
 
 Nothing inside a compiled model is annotated: a wrapped `forward` would trigger recompilation, and the range would not
 be part of the compiled graph. The step, its phases and the model as a whole remain; if the whole step is traced or
-captured, only the step and its phases.
+captured, only the step and its phases. A step that will be captured has its modules until then.
 """
 
 import sys
@@ -65,7 +65,7 @@ def annotated(
         replace_attribute(step, "measure_loss", wrap(step.measure_loss, "phase:loss"), undo)
         if modules and not step.workload.is_program:
             _annotate_root(step, undo)
-        if modules and not step.workload.hides_modules:
+        if modules and not step.hides_modules:
             _annotate_inside(step.module, undo)
         for target in functions:
             name = f"function:{target.partition(':')[2]}"

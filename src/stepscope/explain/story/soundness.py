@@ -221,9 +221,8 @@ def _recording(opening: Opening) -> Iterator[str]:
     else:
         yield f"recorded with {name_source(manifest)}; no steps are marked"
     covered = profile.coverage()
-    in_layers = covered.pop("layer")  # a model has more
     said = [f"{name} {say_percent(share)}" for name, share in covered.items()]
-    said += [f"layer {say_percent(in_layers)}"] if in_layers else []
+    said += [f"layer {say_percent(profile.layer_share)}"] if profile.layer_share else []
     yield f"{kernel_word(profile)} time attributed: {', '.join(said)}"
     weak = [name for name, share in covered.items() if 0 < share < WELL_KNOWN]
     if weak:

@@ -160,16 +160,20 @@ class Profile:
         return grouped.with_columns(share=share).sort("time_ns", *columns, descending=[True, *([False] * len(columns))])
 
     def coverage(self) -> dict[str, float]:
-        """Return the shares of GPU time whose class, phase and module are known, and of that inside layers. A repeat is
-        a layer, and not a module."""
+        """Return the shares of GPU time whose class, phase and module are known. A repeat is not a module."""
         total = max(1, self.gpu_time_ns)
         known = {
             "class": pl.col("class") != "other",
             "phase": pl.col("phase").is_not_null(),
             "module": ~pl.col("module").str.starts_with(REPEAT),
-            "layer": pl.col("layer").is_not_null(),
         }
         return {name: float(self.kernels.filter(test)["time_ns"].sum() / total) for name, test in known.items()}
+
+    @property
+    def layer_share(self) -> float:
+        """The share of GPU time inside layers, as far as they are known."""
+        inside = self.kernels.filter(pl.col("layer").is_not_null())
+        return float(inside["time_ns"].sum() / max(1, self.gpu_time_ns))
 
 
 def shares_by_launch(profile: Profile) -> dict[str, float]:

@@ -42,7 +42,7 @@ def headline(profile: Profile) -> str:
             if manifest.modules_recorded or shares["module"]
             else "unknown: the recording has no module names"
         )
-        + (f", layer {shares['layer']:.1%}" if shares["layer"] else ""),
+        + (f", layer {profile.layer_share:.1%}" if profile.layer_share else ""),
     ]
     if len(profile.devices) > 1:
         lines.append(f"{len(profile.devices)} devices; tables add up their times, findings are about the busiest one")

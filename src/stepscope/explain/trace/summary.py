@@ -175,7 +175,9 @@ def summarise(profile: Profile, findings: Sequence[Finding]) -> Summary:
         ),
         modules=tuple(ModuleTime(**row) for row in profile.time_by("module", "layer").iter_rows(named=True)),
         kernels=kernel_times(profile),
-        coverage=Coverage(kernel_class=covered.pop("class"), **covered),
+        coverage=Coverage(
+            kernel_class=covered["class"], phase=covered["phase"], module=covered["module"], layer=profile.layer_share
+        ),
         launched=tuple(LaunchTime(**row) for row in profile.time_by("launched").drop("share").iter_rows(named=True)),
         graphs=tuple(MatchedTime(**row) for row in times_in_graphs(profile).drop("share").iter_rows(named=True)),
         devices=tuple(

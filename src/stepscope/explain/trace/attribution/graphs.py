@@ -38,10 +38,11 @@ REPEAT = "repeat of"  # the beginning of the names that repeats have among modul
 # The kinds of launches during a capture. They are among the kernels until these are matched.
 CAPTURED_KINDS = {"kernel": r"(?i)launch(?:cooperative)?kernel", "memcpy": r"(?i)memcpy", "memset": r"(?i)memset"}
 _TAKEN = ("op", "module", "part", "phase", "recomputed")
+_LAUNCH = ("process", "device", "correlation")
 _GRID = ("grid_x", "grid_y", "grid_z")
 _COMPARED = 100_000  # kernels at the beginning of a recording, which show what the others belong to
 _LEAST_KERNELS = 4  # of a graph, or of a repeated sequence: fewer may be equal by chance
-_ALIKE = 0.9  # of a graph's kernels: as many must be found in the other sequence
+_ALIKE = 0.95  # of a graph's kernels: as many must be found in the other sequence
 _LONGEST = 1.5  # times the number of a graph's kernels: within so many launches they must be found
 _MOST_SEQUENCES = 8
 _LEAST_REPEATS = 3
@@ -100,7 +101,7 @@ def _split_last_call(kernels: pl.DataFrame) -> tuple[pl.DataFrame, pl.DataFrame]
     graphs = kernels.filter(_is_graph()).sort("ns")
     called_ns = graphs["called_ns"].tail(1)
     begin = graphs.filter(pl.col("called_ns").is_in(called_ns.implode()))["ns"].min()
-    inside = (pl.col("ns") >= begin).fill_null(value=False)
+    inside = (pl.col("ns") >= pl.lit(begin, pl.Int64)).fill_null(value=False)
     later = kernels.filter(inside)
     return (kernels.filter(~inside), later) if later.height <= _COMPARED else (kernels, kernels.clear())
 
@@ -152,9 +153,12 @@ class _KnownLaunches:
         rows: list[int] = []
         found: list[int] = []
         graphs = _order(kernels.with_row_index("row").filter(_is_graph()))
-        for launch in graphs.partition_by("process", "device", "correlation", maintain_order=True):
-            rows += launch["row"].to_list()
-            found += (NOWHERE if one is None else one for one in self._match(launch))
+        for launch in graphs.partition_by(_LAUNCH, maintain_order=True):
+            # If the numbers of nodes have another order than the capture, time may still have it.
+            is_known = any(one is not None for one in self._match(launch))
+            order = launch if is_known else launch.sort("start_ns", maintain_order=True)
+            rows += order["row"].to_list()
+            found += (NOWHERE if one is None else one for one in self._match(order))
         places = np.full(kernels.height, NOWHERE, np.int64)
         places[rows] = found
         values = pl.DataFrame(self._values, schema=self._schema, orient="row")
@@ -228,18 +232,18 @@ def _fit(names: Name, other: Name) -> Iterator[_Places]:
 def _number_repeats(kernels: pl.DataFrame) -> pl.DataFrame:
     """Number the repeats of a sequence in graphs that nothing else explains. The launches of one call of a module are
     one pass of it. Other launches that follow each other may be different steps, and are looked at one by one."""
-    unknown = _is_graph() & pl.col("matched").is_null()
+    unknown = _is_graph() & pl.col("matched").is_null().all().over(_LAUNCH)
     if not kernels.select(unknown.any()).item():
         return kernels
-    ordered = _order(kernels.with_row_index("row"))
-    passes = ordered.filter(unknown).group_by("process", pl.coalesce("called_ns", "correlation").alias("pass"))
+    ordered = _order(kernels.with_row_index("row").with_columns(unknown=unknown))
+    passes = ordered.filter("unknown").group_by("process", pl.coalesce("called_ns", "correlation").alias("pass"))
     rows: list[int] = []
     names: list[str] = []
     for process, first, last in passes.agg(pl.col("ns").min(), last=pl.col("ns").max()).drop("pass").iter_rows():
         inside = pl.col("process").eq_missing(process) & pl.col("ns").is_between(first, last)
         launches = ordered.filter(inside, pl.col("kind") == "kernel")
         found = launches.with_columns(repeat=pl.Series(name_repeats(_name(launches, with_grid=True)), dtype=pl.String))
-        found = found.filter(unknown & pl.col("repeat").is_not_null())
+        found = found.filter(pl.col("unknown") & pl.col("repeat").is_not_null())
         rows += found["row"].to_list()
         names += found["repeat"].to_list()
     repeat = pl.Series([None] * kernels.height, dtype=pl.String).scatter(rows, names)

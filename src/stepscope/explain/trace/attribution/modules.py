@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import polars as pl
 
+from stepscope.explain.trace.attribution.graphs import REPEAT
 from stepscope.explain.trace.attribution.names import cut_name
 
 _OURS = "module:"
@@ -143,6 +144,8 @@ def label_layers(kernels: pl.DataFrame) -> pl.Series:
 def _label_layer(module: str | None, layer: int | None) -> str | None:
     if layer is None:
         return None
+    if module is not None and REPEAT in module:
+        return cut_name(module)  # not a layer by name: it has the number of the repeat
     found = _NUMBERED.match(module or "")
     # Paths made of class names count layers differently and have no path up to the number.
     return cut_name(found[0]) if found and int(found[1]) == layer else f"layer {layer}"
