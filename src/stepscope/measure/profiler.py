@@ -180,7 +180,7 @@ def describe_gaps(
         notes.append("captured in CUDA graphs: operators and modules are those of the same step before its capture")
     if graphs:
         notes.append("compiled: a kernel that computes parts of several modules counts for the one with most of them")
-    elif step.workload.is_traced and step.workload.is_program or step.is_captured and not has_order:
+    elif (step.workload.is_traced and step.workload.is_program) or (step.is_captured and not has_order):
         notes.append("traced or captured as a whole: only the step and its phases are annotated")
     elif step.workload.compile:
         notes.append("compiled: only the step, its phases and the whole model are annotated")

@@ -201,7 +201,12 @@ def find_host_absence(evidence: StepEvidence) -> Hit | None:
     """Stalls that SS012 (loading), SS002 and SS018 (waiting), SS020 (updates on the CPU) and SS025 (captures) do not
     explain."""
     calls = evidence.waits.filter(pl.col("kind") == "call")
-    known = (find_loading(evidence), calls, find_host_updates(evidence), find_captures(evidence.profile.recording.launches))
+    known = (
+        find_loading(evidence),
+        calls,
+        find_host_updates(evidence),
+        find_captures(evidence.profile.recording.launches),
+    )
     explained = pl.concat([one.select("start_ns", "end_ns") for one in known])
     until, idle = evidence.replay.start, evidence.replay.idle_before
     gaps = idle - CoveredTime(explained).between(until - idle, until)

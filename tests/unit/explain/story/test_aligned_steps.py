@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from stepscope.explain.story.comparison.aligned_steps import align_steps, tabulate_phases, tabulate_places
 from stepscope.explain.alignment import align
+from stepscope.explain.story.comparison.aligned_steps import align_steps, tabulate_phases, tabulate_places
 from stepscope.explain.story.comparison.places import find_places, order_places
 from stepscope.explain.trace.compare import IDLE, compare
 from stepscope.explain.trace.profile import Profile, make_profile

@@ -41,7 +41,7 @@ _TAKEN = ("op", "module", "part", "phase", "recomputed")
 _LAUNCH = ("process", "device", "correlation")
 _GRID = ("grid_x", "grid_y", "grid_z")
 _COMPARED = 100_000  # kernels at the beginning of a recording, which show what the others belong to
-_LEAST_KERNELS = 4  # of a graph, or of a repeated sequence: fewer may be equal by chance
+_LEAST_KERNELS = 4  # of a graph in a trace of others, or of a repeated sequence: fewer may be equal by chance
 _ALIKE = 0.95  # of a graph's kernels: as many must be found in the other sequence
 _LONGEST = 1.5  # times the number of a graph's kernels: within so many launches they must be found
 _MOST_SEQUENCES = 8
@@ -173,14 +173,15 @@ class _KnownLaunches:
         names = _name(launch, with_grid=has_grids)
         if names not in self._found:
             self._found[names] = [None] * len(names)
-            if len(names) >= _LEAST_KERNELS and (fits := self._fit(launch, names, has_grids=has_grids)):
+            if fits := self._fit(launch, names, has_grids=has_grids):
                 self._found[names] = self._agree(fits)
         return self._found[names]
 
     def _fit(self, launch: pl.DataFrame, names: Name, *, has_grids: bool) -> list[_Places]:
         """Return the rows of values in each place where the launch fits."""
         kinds = launch["kind"].to_list()
-        for sequences in (self._run, self._during_captures, self._eager):
+        others = (self._during_captures, self._eager) if len(names) >= _LEAST_KERNELS else ()
+        for sequences in (self._run, *others):
             fits: list[_Places] = []
             for sequence in sequences:
                 if sequences is not self._during_captures:

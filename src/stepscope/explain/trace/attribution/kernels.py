@@ -36,9 +36,9 @@ from stepscope.explain.trace.attribution.user_ranges import (
     is_backward_pass,
     range_paths,
 )
+from stepscope.recording import tables
 from stepscope.recording.compiled_code import COMPILED
 from stepscope.recording.rows.compiled_code import LOSS_MODULE
-from stepscope.recording import tables
 from stepscope.recording.store import Recording
 from stepscope.recording.windows import Disk, EventTable, bordered_windows, in_windows, make_table
 
@@ -88,7 +88,18 @@ class Attribution:
         self._disk = disk
         by_start = pl.col("start_ns")
         launched = (*_INTERVAL, "correlation")
-        on_device = ("start_ns", "end_ns", "name", "kind", "process", "device", "stream", "correlation", "graph", *_NODES)
+        on_device = (
+            "start_ns",
+            "end_ns",
+            "name",
+            "kind",
+            "process",
+            "device",
+            "stream",
+            "correlation",
+            "graph",
+            *_NODES,
+        )
         # Rows without a number fit into any window; time spreads them over many.
         by_correlation, by_sequence = pl.coalesce("correlation", by_start), pl.coalesce("sequence", by_start)
         self.kernels = make_table(disk, "kernels", by_correlation, on_device)
@@ -350,7 +361,9 @@ def _add_captured(kernels: pl.DataFrame, launches: pl.DataFrame, captures: pl.Da
     kernels = kernels.with_columns(capture=pl.lit(None, pl.Int64))
     if not captures.height:
         return kernels
-    kind = pl.coalesce(pl.when(pl.col("name").str.contains(form)).then(pl.lit(kind)) for kind, form in CAPTURED_KINDS.items())
+    kind = pl.coalesce(
+        pl.when(pl.col("name").str.contains(form)).then(pl.lit(kind)) for kind, form in CAPTURED_KINDS.items()
+    )
     moments = launches.with_columns(ns="start_ns", launch_ns="start_ns", kind=kind, launched=pl.lit("op"))
     captured = moments.with_columns(capture=innermost(captures, moments, by_thread=False))
     captured = captured.filter(pl.col("capture").is_not_null(), pl.col("kind").is_not_null())
