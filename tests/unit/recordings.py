@@ -179,8 +179,9 @@ class Timeline:
             texts = {key: json.dumps(value) for key, value in described.items()}
             self._add("ops", name=op, start_ns=start, end_ns=self._now, source=self._line, **texts, **self._place())
 
-    def replay(self, kernels: Sequence[str], us: float = 10, **columns: Sequence[Any]) -> None:
-        """The launch of a CUDA graph, and its kernels one after the other. `columns` have a value per kernel."""
+    def replay(self, kernels: Sequence[str], **columns: Sequence[int]) -> None:
+        """The launch of a CUDA graph, and its kernels one after the other, of 10 µs each. `columns` have a value per
+        kernel."""
         called = self._now
         self._now += round(self.host_us * 1000)
         self._correlation += 1
@@ -189,7 +190,7 @@ class Timeline:
         self._add("launches", name="cudaGraphLaunch", thread=self._thread, **times, **shared)
         for place, kernel in enumerate(kernels):
             begin = max(called + LATENCY_US * 1000, *self._free.values(), 0)
-            self._free[STREAM] = begin + round(us * 1000)
+            self._free[STREAM] = begin + 10_000
             kind = "memcpy" if kernel.startswith("Memcpy") else "memset" if kernel.startswith("Memset") else "kernel"
             own = {name: values[place] for name, values in columns.items()}
             times = {"start_ns": begin, "end_ns": self._free[STREAM]}

@@ -61,13 +61,11 @@ def record(
     """Write the trace as `RAW_TRACE_NAME` to `folder_raw`. The process cannot be reused: one case, one process."""
     on_stage("importing")
     check_functions(functions, case.workload)
-    captures_later = case.workload.graph and device.type == "cuda"
     with noting_compiled_code() if case.workload.hides_modules else nullcontext() as code:
-        step = prepare(case, device, on_stage, captures=not captures_later)
-        if captures_later:
+        step = prepare(case, device, on_stage, captures=False)
+        if case.workload.graph:
             on_stage("recording the step before its capture")
-            _record_uncaptured(step, functions, folder_raw)
-            step.capture()
+            _capture_after_recording(step, functions, folder_raw)
             time_steps(step, case.timing.warmup)
     on_stage("timing")
     plain, doubts = time_plainly(step, case)
@@ -95,15 +93,17 @@ def record(
         sizes=step.sizes,
         optimizer=step.optimizer_name,
         doubts=doubts,
-        notes=describe_gaps(step, annotation.uncalled, graphs=graphs, has_order=captures_later and step.is_captured),
+        notes=describe_gaps(step, annotation.uncalled, graphs=graphs, has_order=step.is_captured),
     )
 
 
-def _record_uncaptured(step: Step, functions: Sequence[str], folder_raw: Path) -> None:
-    """Write the trace of one step that runs without CUDA graphs."""
+def _capture_after_recording(step: Step, functions: Sequence[str], folder_raw: Path) -> None:
+    """Capture the step in CUDA graphs, and write the trace of how it ran before."""
     with annotated(step, functions=functions), _profiling(step, with_stack=False) as profiler:
         step.run()
-    profiler.export_chrome_trace(str(folder_raw / UNCAPTURED_TRACE_NAME))
+    step.capture()
+    if step.is_captured:
+        profiler.export_chrome_trace(str(folder_raw / UNCAPTURED_TRACE_NAME))
 
 
 def _name_graphs(code: CompiledCode, step: Step) -> tuple[CompiledGraph, ...]:

@@ -37,7 +37,7 @@ def launch_layers(timeline: Timeline, layers: Sequence[int]) -> None:
                 timeline.launch(kernel, 10, op=op)
 
 
-def eager_then_graph(replayed: Sequence[str] = KERNELS * 3, **columns: Sequence[object]) -> Recording:
+def eager_then_graph(replayed: Sequence[str] = KERNELS * 3, **columns: Sequence[int]) -> Recording:
     timeline = Timeline()
     with timeline.step(), timeline.phase("forward"):
         launch_layers(timeline, range(3))
@@ -74,8 +74,8 @@ def test_owners_come_from_the_step_before_its_capture(tmp_path: Path) -> None:
 
 
 def test_another_grid_is_another_kernel() -> None:
-    grids = {f"grid_{axis}": [1] * 12 for axis in "xyz"}
-    assert set(found_in_graphs(eager_then_graph(**grids), "op", "module", "matched")) <= {
+    recording = eager_then_graph(grid_x=[1] * 12, grid_y=[1] * 12, grid_z=[1] * 12)
+    assert set(found_in_graphs(recording, "op", "module", "matched")) == {
         (None, f"repeat of 4 kernels.{number}", "repetition") for number in range(3)
     }
 
@@ -248,7 +248,7 @@ def test_a_replay_that_lacks_kernels_of_the_step_has_no_wrong_owners() -> None:
     replayed, truth = as_replays(kineto.read(FIXTURES / "h200_nano_sdpa_bf16.json.gz"))
     kept = pl.int_range(replayed.captured.height, eager=True) % 40 > 0
     found = attribute_kernels(replace(replayed, captured=replayed.captured.filter(kept)))
-    assert 0.9 < found["matched"].is_not_null().mean() < 1
+    assert 0.9 * found.height < found["matched"].count() < found.height
     for column in ("op", "module", "layer", "recomputed"):
         known = found[column].is_not_null() & found["matched"].is_not_null()
         assert found[column].filter(known).equals(truth[column].filter(known)), column
