@@ -73,6 +73,15 @@ def test_owners_come_from_the_step_before_its_capture(tmp_path: Path) -> None:
     assert [(node.label, len(node.copies)) for node in root.children] == [("blocks.*", 3)]
 
 
+def test_the_operator_around_a_graph_is_not_that_of_its_kernels() -> None:
+    recording = eager_then_graph()
+    launch = recording.launches.filter(name="cudaGraphLaunch")
+    outer = launch.select("process", "thread", "start_ns", "end_ns", name=pl.lit("CompiledFunction"))
+    recording = replace(recording, ops=pl.concat([recording.ops, tables.conform("ops", outer)]))
+    assert found_in_graphs(recording, "op", "module") == TRUTH
+    assert set(found_in_graphs(recording, "op_row")) == {(None,)}  # or their FLOPs would follow from its shapes
+
+
 def test_another_grid_is_another_kernel() -> None:
     recording = eager_then_graph(grid_x=[1] * 12, grid_y=[1] * 12, grid_z=[1] * 12)
     assert set(found_in_graphs(recording, "op", "module", "matched")) == {

@@ -54,21 +54,23 @@ def headline(profile: Profile) -> str:
         matched = float(before["time_ns"].sum() / max(1, profile.gpu_time_ns))
         known = f"{matched:.1%} matched with later steps" if matched else "known by name only"
         lines.append(f"launched before the recording began: {by_launch['before']:.1%} of kernel time, {known}")
-    if by_launch.get("graph"):
-        lines.append(f"launched by CUDA graphs: {by_launch['graph']:.1%} of kernel time; {_say_graphs(profile)}")
+    lines.extend([told] if (told := say_graphs(profile)) else [])
     lines.extend(f"note: {note}" for note in profile.notes)
     # They are about the steps that were timed before profiling.
     lines.extend(f"warning: unprofiled steps: {doubt.text}" for doubt in manifest.doubts)
     return "\n".join(lines)
 
 
-def _say_graphs(profile: Profile) -> str:
-    """Return what is known about the kernels of CUDA graphs, and how."""
-    known = ", ".join(f"{name} {share:.1%}" for name, share in coverage_in_graphs(profile).items())
+def say_graphs(profile: Profile) -> str:
+    """Return what is known about the kernels of CUDA graphs, and how; empty without any."""
+    share = shares_by_launch(profile).get("graph")
+    if not share:
+        return ""
+    known = ", ".join(f"{name} {part:.1%}" for name, part in coverage_in_graphs(profile).items())
     times = times_in_graphs(profile).select("matched", "time_ns")
     total = max(1, int(times["time_ns"].sum()))
     ways = ", ".join(f"{time / total:.1%} {WAYS.get(way, 'not matched')}" for way, time in times.iter_rows())
-    return f"of it {known} known ({ways})"
+    return f"launched by CUDA graphs: {share:.1%} of kernel time; of it {known} known ({ways})"
 
 
 def _say_clock(profile: Profile) -> str:

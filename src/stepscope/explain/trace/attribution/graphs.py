@@ -164,7 +164,9 @@ class _KnownLaunches:
         values = pl.DataFrame(self._values, schema=self._schema, orient="row")
         taken = {name: look_up(values, name, pl.Series(places).replace(NOWHERE, None)) for name in self._schema}
         filled = {name: pl.coalesce(taken[name], pl.col(name)).alias(name) for name in _TAKEN}
-        return kernels.with_columns(**filled, matched=taken["matched"])
+        # The call around the launch of a graph has other shapes than the operator of a kernel.
+        op_row = pl.when(taken["matched"].is_null()).then("op_row")
+        return kernels.with_columns(**filled, matched=taken["matched"], op_row=op_row)
 
     def _match(self, launch: pl.DataFrame) -> _Places:
         """Return the row of values of each kernel of a launch."""
