@@ -101,6 +101,8 @@ class _Siblings:
         labels = path.split(".")
         for depth, label in enumerate(labels):
             key = (".".join(labels[:depth]), self._kind(".".join(labels[:depth]), label) or "")
+            if key in self._layers and label.startswith(REPEAT):
+                return int(label.rpartition("_")[2])  # not in the order of calls: it is not a module
             if key in self._layers:
                 return self._members[key].index(label) if self._by_class else int(label)
         return None
