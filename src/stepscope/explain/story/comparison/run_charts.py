@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from stepscope.explain.memory.categories import CATEGORIES
 from stepscope.explain.story.comparison.run_series import IDLE, CasePoint, RunSeries
-from stepscope.explain.story.sections.step_picture import order_phases
+from stepscope.explain.trace.profile import order_phases
 from stepscope.findings import Bars, Quantity
 from stepscope.findings.compared import Trend, TrendLine, TrendPoint
 from stepscope.units import count_noun
