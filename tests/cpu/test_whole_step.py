@@ -225,10 +225,10 @@ def pretended_capture(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("pretended_capture")
 @pytest.mark.parametrize("settings", [{"graph": True}, {"graph": True, "compile": True}], ids=["graph", "compiled"])
-def test_a_step_is_recorded_before_its_capture(tmp_path: Path, settings: dict[str, Scalar]) -> None:
+def test_a_captured_step_is_recorded_without_its_graphs_too(tmp_path: Path, settings: dict[str, Scalar]) -> None:
     case = case_of(**BF16, **settings)
     run = record(case, CPU, folder_raw=tmp_path, record_steps=2, on_stage=lambda _: None)
-    assert any("those of the same step before its capture" in note for note in run.notes)
+    assert any("those of the same step without them" in note for note in run.notes)
     assert not any("only the step and its phases" in note for note in run.notes)
     recording = read_traces(tmp_path)
     assert recording.manifest.modules_recorded

@@ -9,9 +9,9 @@ The profiler is slow at first, when it loads its libraries, and in the first ste
 the trace: one recording is discarded, and every recording begins with a step between `prepare_trace`, which starts the
 profiler, and `start_trace`, from which events are kept.
 
-A step that will be captured in CUDA graphs is recorded once before, with its operators and modules: the graphs run the
-same kernels in the same order, and show neither (`explain.trace.attribution.graphs`). The kernels of the capture itself
-are not in a trace, because they do not run then.
+A step in CUDA graphs is recorded once more at the end, without them: the graphs run the same kernels in the same order,
+and show neither operators nor modules (`explain.trace.attribution.graphs`). Not before the capture, because the step is
+timed before a profiler has run; and a recording of the capture would have no kernels, because none run then.
 """
 
 import warnings
@@ -33,6 +33,7 @@ from stepscope.recording.rows.compiled_code import LOSS_MODULE, CompiledGraph, s
 from stepscope.spec import Case
 from stepscope.step import Step, build
 from stepscope.step.annotation import annotated, check_functions
+from stepscope.step.expert_routing import counting_tokens, find_experts
 
 Stage = Literal[
     "importing",
@@ -40,10 +41,10 @@ Stage = Literal[
     "warming up",
     "timing",
     "starting the profiler",
-    "recording the step before its capture",
     "measuring the overhead",
     "recording",
     "writing the trace",
+    "recording a step without graphs",
 ]
 OnStage = Callable[[Stage], None]
 
@@ -62,11 +63,7 @@ def record(
     on_stage("importing")
     check_functions(functions, case.workload)
     with noting_compiled_code() if case.workload.hides_modules else nullcontext() as code:
-        step = prepare(case, device, on_stage, captures=False)
-        if case.workload.graph:
-            on_stage("recording the step before its capture")
-            _capture_after_recording(step, functions, folder_raw)
-            time_steps(step, case.timing.warmup)
+        step = prepare(case, device, on_stage)
     on_stage("timing")
     plain, doubts = time_plainly(step, case)
     on_stage("starting the profiler")
@@ -79,10 +76,15 @@ def record(
     with annotated(step, functions=functions) as annotation, _profiling(step, with_stack=with_stack) as profiler:
         annotation.next_step = 0  # one step ran before the profiler kept events
         time_steps(step, record_steps)
+    expert_tokens = _count_expert_tokens(step)
     on_stage("writing the trace")
     profiler.export_chrome_trace(str(folder_raw / RAW_TRACE_NAME))
     graphs = _name_graphs(code, step) if code is not None else ()
     save_graphs(folder_raw, graphs)
+    notes = describe_gaps(step, annotation.uncalled, graphs=graphs, has_order=step.is_captured)
+    if step.is_captured:
+        on_stage("recording a step without graphs")
+        _record_uncaptured(step, functions, folder_raw)
     return RecordedRun(
         clock="cuda events" if device.type == "cuda" else "host",
         phases_ns={name: tuple(values) for name, values in plain.phases_ns.items()},
@@ -93,17 +95,27 @@ def record(
         sizes=step.sizes,
         optimizer=step.optimizer_name,
         doubts=doubts,
-        notes=describe_gaps(step, annotation.uncalled, graphs=graphs, has_order=step.is_captured),
+        notes=notes,
+        expert_tokens=expert_tokens,
     )
 
 
-def _capture_after_recording(step: Step, functions: Sequence[str], folder_raw: Path) -> None:
-    """Capture the step in CUDA graphs, and write the trace of how it ran before."""
+def _record_uncaptured(step: Step, functions: Sequence[str], folder_raw: Path) -> None:
+    """Write the trace of one step without its CUDA graphs."""
+    step.release()
     with annotated(step, functions=functions), _profiling(step, with_stack=False) as profiler:
         step.run()
-    step.capture()
-    if step.is_captured:
-        profiler.export_chrome_trace(str(folder_raw / UNCAPTURED_TRACE_NAME))
+    profiler.export_chrome_trace(str(folder_raw / UNCAPTURED_TRACE_NAME))
+
+
+def _count_expert_tokens(step: Step) -> dict[str, tuple[int, ...]]:
+    """The tokens of each expert in one more step, if the model has experts."""
+    experts = {} if step.workload.hides_modules else find_experts(step.module.named_modules())
+    if not experts:
+        return {}
+    with counting_tokens(experts) as tokens:
+        step.run()
+    return tokens.count()
 
 
 def _name_graphs(code: CompiledCode, step: Step) -> tuple[CompiledGraph, ...]:
@@ -112,14 +124,14 @@ def _name_graphs(code: CompiledCode, step: Step) -> tuple[CompiledGraph, ...]:
     return code.graphs((name for name, _ in step.module.named_modules()), outside=outside)
 
 
-def prepare(case: Case, device: torch.device, on_stage: OnStage, *, captures: bool = True) -> Step:
-    """Return the step, built and warmed up. Without `captures`, it runs without CUDA graphs."""
+def prepare(case: Case, device: torch.device, on_stage: OnStage) -> Step:
+    """Return the step, built and warmed up."""
     if case.timing.memory_limit is not None:
         limit_memory(device, case.timing.memory_limit)
     if device.type == "cuda":
         torch.cuda.set_device(device)
     on_stage("building")
-    step = build(case.workload, device, captures=captures)
+    step = build(case.workload, device)
     on_stage("warming up")
     settle_heap()
     time_steps(step, case.timing.warmup)
@@ -174,10 +186,10 @@ def describe_gaps(
     step: Step, uncalled: Sequence[str] | set[str], *, graphs: Sequence[CompiledGraph] = (), has_order: bool = False
 ) -> tuple[str, ...]:
     """What a recording lacks, in sentences: ranges, or settings that the step could not follow. `graphs` have the
-    modules of compiled code. With `has_order`, the step was recorded before its capture, too."""
+    modules of compiled code. With `has_order`, the step is recorded without its CUDA graphs, too."""
     notes = [f"`{target}` was not annotated: nothing with that name ran" for target in sorted(uncalled)]
     if has_order:
-        notes.append("captured in CUDA graphs: operators and modules are those of the same step before its capture")
+        notes.append("captured in CUDA graphs: operators and modules are those of the same step without them")
     if graphs:
         notes.append("compiled: a kernel that computes parts of several modules counts for the one with most of them")
     elif (step.workload.is_traced and step.workload.is_program) or (step.is_captured and not has_order):

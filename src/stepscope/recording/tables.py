@@ -107,7 +107,7 @@ LINKS = {
     "backward_thread": _NUMBER,
     "process": _NUMBER,
 }
-# The kernels of a step before it was captured in CUDA graphs, in the order of their launches, and what each belongs to.
+# The kernels of a step that runs as CUDA graphs, launched one by one instead: their order, and what each belongs to.
 CAPTURED = {
     **{name: KERNELS[name] for name in ("name", "kind", "grid_x", "grid_y", "grid_z")},
     "op": _TEXT,

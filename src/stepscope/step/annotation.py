@@ -14,7 +14,7 @@ where it is recomputed.
 
 Nothing inside a compiled model is annotated: a wrapped `forward` would trigger recompilation, and the range would not
 be part of the compiled graph. The step, its phases and the model as a whole remain; if the whole step is traced or
-captured, only the step and its phases. A step that will be captured has its modules until then.
+captured, only the step and its phases.
 """
 
 import sys

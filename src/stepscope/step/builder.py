@@ -83,13 +83,20 @@ class Step:
             self.remarks.append(Doubt(code="uncaptured", text=f"not captured: {error}"))
         self.phases = self.program.phases
 
+    def release(self) -> None:
+        """Run without the CUDA graphs from now on."""
+        assert self.program is not None, "only a program can be captured"
+        self.phases = ()  # they hold the graphs
+        self.program.release()
+        self.phases, self.is_captured = self.program.phases, False
+
     def run(self) -> None:
         for _, phase in self.phases:
             phase()
 
     @property
     def hides_modules(self) -> bool:
-        """Whether a recorder cannot see modules, because none is called: a step has them until it is captured."""
+        """Whether a recorder cannot see modules, because none is called."""
         return self.workload.is_traced or self.is_captured
 
     @property

@@ -58,7 +58,7 @@ def test_owners_come_from_the_same_kernels_launched_one_by_one() -> None:
     assert [layer for (layer,) in found_in_graphs(recording, "layer")] == [0] * 4 + [1] * 4 + [2] * 4
 
 
-def test_owners_come_from_the_step_before_its_capture(tmp_path: Path) -> None:
+def test_owners_come_from_the_same_step_without_graphs(tmp_path: Path) -> None:
     """What stepscope keeps in its own recordings, in place of the step itself."""
     both = attribute_kernels(eager_then_graph())
     captured = tables.conform("captured", both.filter(launched="op").select(tables.SCHEMAS["captured"].keys()))
@@ -219,8 +219,8 @@ class TestNamesOfRepeats:
 
 
 def as_replays(recording: Recording) -> tuple[Recording, pl.DataFrame]:
-    """The second step of a recording, launched as one graph per phase, after the first one was recorded before the
-    capture; and the kernels as they were attributed."""
+    """The second step of a recording, launched as one graph per phase, with the first one as the same step without
+    graphs; and the kernels as they were attributed."""
     numbers = {"forward": 1, "loss": 1, "backward": 2, "optimizer": 3}
     kernels = attribute_kernels(recording)
     first, second = (kernels.with_row_index("row").filter(step=step) for step in (0, 1))

@@ -7,6 +7,7 @@ import polars as pl
 
 from stepscope.explain.experiments.cases import describe_case
 from stepscope.explain.trace.attribution.graphs import WAYS
+from stepscope.explain.trace.experts import experts_table
 from stepscope.explain.trace.loop.loop_tables import loop_table, syncs_table
 from stepscope.explain.trace.loop.source_lines import main_sources
 from stepscope.explain.trace.module_tree import SMALLER, ModuleNode, add_up_modules, choose_nodes
@@ -387,6 +388,7 @@ _WHOLE: dict[str, Callable[[Profile], Table]] = {
     "steps": steps_table,
     "streams": streams_table,
     "loop": loop_table,
+    "experts": experts_table,
 }
 _RANKED = {
     "kernels": kernels_table,

@@ -120,7 +120,7 @@ class NsysJob(_RecordingJob, frozen=True, kw_only=True):
 
 def read_traces(folder: Path) -> "Recording":
     """Read what PyTorch's profiler wrote to the directory of a worker. If the step runs CUDA graphs, the recording has
-    the kernels of the step before, and what they belong to."""
+    the kernels of the same step without them, and what they belong to."""
     from stepscope.explain.trace.attribution import attribute_kernels
     from stepscope.recording import tables
     from stepscope.recording.compiled_code import name_modules
@@ -131,10 +131,10 @@ def read_traces(folder: Path) -> "Recording":
     uncaptured = folder / UNCAPTURED_TRACE_NAME
     if not uncaptured.exists():
         return recording
-    before = name_modules(kineto.read(uncaptured), graphs)
-    kernels = attribute_kernels(before).sort("launch_ns", "start_ns", maintain_order=True)
+    plain = name_modules(kineto.read(uncaptured), graphs)
+    kernels = attribute_kernels(plain).sort("launch_ns", "start_ns", maintain_order=True)
     captured = tables.conform("captured", kernels.select(tables.SCHEMAS["captured"].keys()))
-    has_modules = recording.manifest.modules_recorded or before.manifest.modules_recorded
+    has_modules = recording.manifest.modules_recorded or plain.manifest.modules_recorded
     return replace(recording, captured=captured).with_manifest(modules_recorded=has_modules)
 
 
@@ -239,6 +239,7 @@ def describe_recording(
         started=started,
         doubts=run.doubts,
         sizes=run.sizes,
+        expert_tokens=run.expert_tokens,
         notes=(*recording.manifest.notes, *run.notes, *limit_notes([planned.environment])),
         overhead=Overhead(plain_ns=plain_ns, recorded_ns=recorded_ns, annotated_ns=annotated_ns) if plain_ns else None,
     )

@@ -234,7 +234,7 @@ class BenchRow(CaseRow, frozen=True, kw_only=True):
 
 
 RAW_TRACE_NAME = "raw.json.gz"  # the PyTorch profiler trace, in the directory of a worker
-UNCAPTURED_TRACE_NAME = "uncaptured.json.gz"  # that of one step before it was captured in CUDA graphs
+UNCAPTURED_TRACE_NAME = "uncaptured.json.gz"  # that of one step without its CUDA graphs
 
 
 class RecordedRun(msgspec.Struct, frozen=True, kw_only=True):
@@ -253,6 +253,8 @@ class RecordedRun(msgspec.Struct, frozen=True, kw_only=True):
     # For the user: what is missing from the trace.
     notes: tuple[str, ...] = ()
     sizes: ConfigSizes = NO_SIZES
+    # Of a step after the recording: the tokens of each expert, by the module that computes them.
+    expert_tokens: dict[str, tuple[int, ...]] = msgspec.field(default_factory=dict)
 
 
 def case_key(case: msgspec.Struct, environment: Environment, source: str | None) -> str:

@@ -4,7 +4,7 @@ A graph is a single launch, in which no operator and no module is open any more.
 they were captured; where branches run in parallel, the numbers of the nodes have that order. So the kernels of a launch
 are compared with sequences whose operators are known:
 
-- `capture`: the step as it ran before stepscope captured it, or what was launched during a capture in the same trace.
+- `capture`: what stepscope captured, run without the graph, or what was launched during a capture in the same trace.
   Of the latter, only the number and the kinds of launches are recorded. All must be equal, and no GEMM may come from an
   operator that has none.
 - `eager`: the same kernels, by name and grid, launched one by one in the same trace.
