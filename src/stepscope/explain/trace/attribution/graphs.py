@@ -118,7 +118,7 @@ def _name(launches: pl.DataFrame, *, with_grid: bool) -> Name:
     return tuple(launches.select("kind", "name", *(_GRID if with_grid else ())).iter_rows())
 
 
-class _Sequence(NamedTuple):
+class _KnownSequence(NamedTuple):
     """Launches in order. `values` are rows of what they belong to."""
 
     names: Name
@@ -142,11 +142,11 @@ class _KnownLaunches:
         steps = eager.partition_by("process", "step", maintain_order=True)
         self._eager = [self._keep("eager", one) for one in steps[:_MOST_SEQUENCES]]
 
-    def _keep(self, way: str, launches: pl.DataFrame) -> _Sequence:
+    def _keep(self, way: str, launches: pl.DataFrame) -> _KnownSequence:
         begin = len(self._values)
         self._values += [(*row, way) for row in launches.select(_TAKEN).iter_rows()]
         names, bare_names = (_name(launches, with_grid=with_grid) for with_grid in (True, False))
-        return _Sequence(names, bare_names, range(begin, len(self._values)))
+        return _KnownSequence(names, bare_names, range(begin, len(self._values)))
 
     def fill(self, kernels: pl.DataFrame) -> pl.DataFrame:
         """Add `matched`, and fill in `_TAKEN` for kernels of graphs."""
@@ -195,7 +195,7 @@ class _KnownLaunches:
                 return fits
         return []
 
-    def _may_launch(self, sequence: _Sequence, kernels: Iterable[str]) -> bool:
+    def _may_launch(self, sequence: _KnownSequence, kernels: Iterable[str]) -> bool:
         """Whether the operators of a capture may have launched these kernels, as far as names tell."""
         operators = (self._values[row][0] for row in sequence.values)
         return all(
