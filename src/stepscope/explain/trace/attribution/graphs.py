@@ -153,7 +153,8 @@ class _KnownLaunches:
         rows: list[int] = []
         found: list[int] = []
         graphs = _order(kernels.with_row_index("row").filter(_is_graph()))
-        for launch in graphs.partition_by(_LAUNCH, maintain_order=True):
+        compared = graphs.select("row", *_LAUNCH, "kind", "name", *_GRID, "start_ns")
+        for launch in compared.partition_by(_LAUNCH, maintain_order=True):
             # If the numbers of nodes have another order than the capture, time may still have it.
             is_known = any(one is not None for one in self._match(launch))
             order = launch if is_known else launch.sort("start_ns", maintain_order=True)
@@ -238,17 +239,23 @@ def _number_repeats(kernels: pl.DataFrame) -> pl.DataFrame:
     unknown = _is_graph() & pl.col("matched").is_null().all().over(_LAUNCH)
     if not kernels.select(unknown.any()).item():
         return kernels
-    ordered = _order(kernels.with_row_index("row").with_columns(unknown=unknown))
+    columns = ("ns", "graph_node", "start_ns", "process", "correlation", "called_ns", "kind", "name", *_GRID)
+    ordered = _order(kernels.select(pl.int_range(pl.len()).alias("row"), *columns, unknown=unknown))
     passes = ordered.filter("unknown").group_by("process", pl.coalesce("called_ns", "correlation").alias("pass"))
+    times = ordered["ns"].drop_nulls()
+    found: dict[Name, list[str | None]] = {}
     rows: list[int] = []
-    names: list[str] = []
+    names: list[str | None] = []
     for process, first, last in passes.agg(pl.col("ns").min(), last=pl.col("ns").max()).drop("pass").iter_rows():
-        inside = pl.col("process").eq_missing(process) & pl.col("ns").is_between(first, last)
-        launches = ordered.filter(inside, pl.col("kind") == "kernel")
-        found = launches.with_columns(repeat=pl.Series(name_repeats(_name(launches, with_grid=True)), dtype=pl.String))
-        found = found.filter(pl.col("unknown") & pl.col("repeat").is_not_null())
-        rows += found["row"].to_list()
-        names += found["repeat"].to_list()
+        begin, end = times.search_sorted(first, "left"), times.search_sorted(last, "right")
+        of_pass = pl.col("process").eq_missing(process) & (pl.col("kind") == "kernel")
+        launches = ordered.slice(begin, end - begin).filter(of_pass)
+        name = _name(launches, with_grid=True)
+        if name not in found:
+            found[name] = name_repeats(name)
+        is_unknown = launches["unknown"].to_list()
+        rows += launches["row"].filter(launches["unknown"]).to_list()
+        names += [one for one, is_ours in zip(found[name], is_unknown, strict=True) if is_ours]
     repeat = pl.Series([None] * kernels.height, dtype=pl.String).scatter(rows, names)
     number, stem = repeat.str.extract(r"(\d+)$"), repeat.str.replace(r" \d+$", "")
     # In paths of classes, a number follows the class; in other paths, it is a name of its own.
@@ -291,11 +298,13 @@ def _find_period(codes: NDArray[np.int64]) -> tuple[int, list[tuple[int, int]]]:
     found: dict[int, list[tuple[int, int]]] = {}
     for period in range(_LEAST_KERNELS, len(codes) // _LEAST_REPEATS + 1):
         same = np.concatenate(([0], codes[period:] == codes[:-period], [0]))
+        stretches = np.flatnonzero(np.diff(same)).reshape(-1, 2)
+        long = (_LEAST_REPEATS - 1) * period
         runs: list[tuple[int, int]] = []
-        for start, stop in np.flatnonzero(np.diff(same)).reshape(-1, 2).tolist():
+        for start, stop in stretches[stretches[:, 1] - stretches[:, 0] >= long].tolist():
             begin = max(start, runs[-1][1]) if runs else start  # two runs may share their border
             rest = (stop - begin) % period
-            if stop - begin >= (_LEAST_REPEATS - 1) * period:  # the last repeat may be cut off
+            if stop - begin >= long:  # the last repeat may be cut off
                 runs.append((begin, stop + period - (rest if rest < _REPEATED * period else 0)))
         if runs:
             found[period] = runs
