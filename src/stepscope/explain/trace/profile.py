@@ -16,7 +16,6 @@ from stepscope import hardware
 from stepscope.errors import StepscopeError
 from stepscope.explain.trace.accounting import DeviceAccount, account_devices
 from stepscope.explain.trace.attribution import attribute_kernels, attribute_ops
-from stepscope.explain.trace.attribution.graphs import REPEAT
 from stepscope.explain.trace.attribution.phases import step_ranges
 from stepscope.explain.trace.clock import Clock
 from stepscope.explain.trace.extent import StepExtent, StepRuns, find_extent, find_incomplete, without_steps
@@ -41,6 +40,7 @@ _PHASES = (
     "logging",
     "checkpoint",
 )
+_IN_ORDER = ["capture", "eager"]  # how operators and modules of kernels in CUDA graphs are known
 _WORTH_KEEPING = 20_000  # kernels; attributing fewer is faster than reading a file
 
 
@@ -160,12 +160,14 @@ class Profile:
         return grouped.with_columns(share=share).sort("time_ns", *columns, descending=[True, *([False] * len(columns))])
 
     def coverage(self) -> dict[str, float]:
-        """Return the shares of GPU time whose class, phase and module are known. A repeat is not a module."""
+        """Return the shares of GPU time whose class, phase and module are known. The module around the launch of a CUDA
+        graph is not that of its kernels."""
         total = max(1, self.gpu_time_ns)
+        in_order = (pl.col("launched") != "graph") | pl.col("matched").is_in(_IN_ORDER)
         known = {
             "class": pl.col("class") != "other",
             "phase": pl.col("phase").is_not_null(),
-            "module": ~pl.col("module").str.starts_with(REPEAT),
+            "module": pl.col("module").is_not_null() & in_order.fill_null(value=False),
         }
         return {name: float(self.kernels.filter(test)["time_ns"].sum() / total) for name, test in known.items()}
 
@@ -190,7 +192,7 @@ def coverage_in_graphs(profile: Profile) -> dict[str, float]:
     """Return the shares of the time of CUDA graphs whose phase, layer, module and operator are known. What is open
     around the launch of a graph tells the phase, and nothing about single kernels."""
     graphs = profile.kernels.filter(pl.col("launched") == "graph")
-    in_order = pl.col("matched").is_in(["capture", "eager"])
+    in_order = pl.col("matched").is_in(_IN_ORDER)
     known = {
         "phase": pl.col("phase").is_not_null(),
         "layer": pl.col("layer").is_not_null() & pl.col("matched").is_not_null(),

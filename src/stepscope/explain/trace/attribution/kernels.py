@@ -207,7 +207,10 @@ class Attribution:
 
     def finish(self, kernels: pl.DataFrame, *, modules_recorded: bool) -> pl.DataFrame:
         """Return kernels, or groups of them, with layer and class added."""
-        return _set_communication_apart(classify(self.name(kernels, modules_recorded=modules_recorded)))
+        named = self.name(kernels, modules_recorded=modules_recorded)
+        # Repeats are numbered as they run: backward begins with the last layer.
+        is_known = (pl.col("matched").fill_null("") != "repetition") | (pl.col("phase") == "forward")
+        return _set_communication_apart(classify(named.with_columns(layer=pl.when(is_known).then("layer"))))
 
     def _module_calls(self) -> EventTable:
         """Return the module calls with their `path`, and remember the first call of each."""
