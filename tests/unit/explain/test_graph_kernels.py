@@ -172,6 +172,15 @@ def test_layers_of_one_graph_are_known_from_repetition() -> None:
     assert [(one.matched, one.count) for one in summarise(profile, ()).graphs] == [("repetition", 20), ("unknown", 3)]
 
 
+def test_repeats_of_backward_have_no_layer() -> None:
+    """They run in the other order: the first one is the last layer."""
+    timeline = Timeline()
+    with timeline.phase("backward"):
+        timeline.replay([COPY, FOREACH, *KERNELS * 5, COPY])
+    found = found_in_graphs(timeline.record(), "module", "layer", "matched")
+    assert found[2:-1] == [(f"repeat of 4 kernels.{n}", None, "repetition") for n in range(5) for _ in KERNELS]
+
+
 def test_graphs_that_follow_each_other_may_be_steps() -> None:
     timeline = Timeline()
     for _ in range(6):
