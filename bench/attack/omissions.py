@@ -58,8 +58,25 @@ def _is_elementwise(launch: Launch) -> bool:
 
 
 @DROPPED.add("Every seventh kernel is left out.")
-def dropped_every_seventh(subject: Subject) -> Forged:
+def dropped_every_seventh(subject: Subject) -> Forged | None:
+    if subject.forward.period % 7 == 0:
+        return None  # every layer would lose the same kernels: see the next forgery
     return subject.forge(renumber(one for index, one in enumerate(subject.launches) if index % 7 != 3))
+
+
+@DROPPED.add(
+    "The same elementwise kernel of every layer is left out.",
+    undetectable="programs and compilers fuse such kernels differently; a file without one may be of another program",
+)
+def thinner_layers(subject: Subject) -> Forged | None:
+    gone: set[int] = set()
+    for region in subject.regions:
+        first = range(region.start, region.start + region.period)
+        found = [index for index in first if _is_elementwise(subject.launches[index])]
+        if not found:
+            return None
+        gone |= set(range(found[len(found) // 2], region.end, region.period))
+    return subject.forge(renumber(one for index, one in enumerate(subject.launches) if index not in gone))
 
 
 @DROPPED.add("Every second GEMM is left out.")
