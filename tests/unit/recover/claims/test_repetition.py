@@ -110,7 +110,7 @@ def test_a_coarse_clock_shows_no_copies(file: str) -> None:
 @pytest.mark.parametrize("file", ["held_gpt2.csv.gz", "held_gpt2_fp16.csv.gz", "held_neox.csv.gz"])
 @pytest.mark.parametrize("keep_durations", [True, False])
 def test_layers_put_together_from_several_show_as_twins(file: str, keep_durations: bool) -> None:
-    """No two neighbours come from the same layer, so there are no runs."""
+    """Neighbours never come from the same layer, so runs do not show it."""
     evidence = read_evidence(file)
     sightings = evidence.sightings
     layers = find_layers(sightings)[:2]
