@@ -24,13 +24,13 @@ _ROTARY_MODELS = ("llama", "mistral", "qwen2", "qwen3", "gpt_neox")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TyingEvidence:
-    """What the evidence shows. `is_certain`: no other explanation is known. `sighting`: where it shows. `is_doubtful`:
-    too few parameters are updated, but the two gradients of a tied LM head are not added."""
+    """What the evidence shows. `is_certain`: no other explanation is known. `sighting`: where it shows. `doubt`: what
+    does not fit a tied LM head of the claimed model, nor one with weights of its own."""
 
     is_tied: bool
     why: str
     is_certain: bool = False
-    is_doubtful: bool = False
+    doubt: str = ""
     file: ClaimedRun | None = None
     sighting: Sighting | None = None
 
@@ -62,16 +62,20 @@ def read_step(file: ClaimedRun, claim: Claim, shape: ClaimedShape) -> Iterator[T
         fewest_apart = claim.count_matrices(is_tied=False)
         if most_tied is not None and low > most_tied:
             why = f"updates to at least {low:,} parameters, but at most {most_tied:,} if the LM head is tied"
-            yield TyingEvidence(is_tied=False, why=why, is_certain=True, file=file, sighting=first)
+            doubt = ""
+            if fewest_apart is not None and high < fewest_apart:
+                doubt = f"the optimizer makes {why}, and to at most {high:,}, but at least {fewest_apart:,} otherwise"
+            yield TyingEvidence(is_tied=False, why=why, is_certain=True, doubt=doubt, file=file, sighting=first)
         elif fewest_apart is not None and high < fewest_apart:
             # Without the sum of two gradients, the embedding or the LM head may be frozen.
             why = f"updates to at most {high:,} parameters, but at least {fewest_apart:,} if the LM head is not tied"
+            doubt = f"the optimizer makes {why}, and no gradients of a tied one are added"
             is_compiled = any(one.name.library == "Inductor" for one in file.run.sightings)  # adds in other kernels
             yield TyingEvidence(
                 is_tied=True,
                 why=why,
                 is_certain=addition is not None,
-                is_doubtful=file.run.is_training and not (addition or accumulation or is_compiled),
+                doubt="" if addition or accumulation or is_compiled else doubt,
                 file=file,
                 sighting=addition or first,
             )

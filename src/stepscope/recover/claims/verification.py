@@ -178,9 +178,7 @@ class _Judge:
                 f"the optimizer updates at most {seen[2]:,} parameters, but the claim has at least {fewest:,}: "
                 "layers share weights, some weights are frozen, or other ranks have the rest"
             )
-        for one in read_step(file, self.claim, self.shape):
-            if one.is_doubtful:
-                yield f"the optimizer makes {one.why}, and no gradients of a tied one are added"
+        yield from (one.doubt for one in read_step(file, self.claim, self.shape) if one.doubt)
 
     def _find_work(self, refutations: list[Refutation]) -> tuple[tuple[UnclaimedWork, ...], float, list[str]]:
         works: list[UnclaimedWork] = []

@@ -9,6 +9,8 @@ import pytest
 from stepscope.errors import Exit
 from stepscope.jobs.verify import Verified, describe, exit_code
 from stepscope.recover.claims.claim import make_claim, read_claim
+from stepscope.recover.claims.claimed_run import open_all
+from stepscope.recover.claims.tying import read_step
 from stepscope.recover.claims.verdict import ClaimVerdict
 from stepscope.recover.claims.verification import verify
 from stepscope.recover.facts import Sighting
@@ -80,6 +82,17 @@ def test_without_a_sum_of_gradients_layers_may_be_missing() -> None:
     answer = spoil(file, leave_out)
     assert answer.verdict is ClaimVerdict.UNDECIDED
     assert "no gradients of a tied one are added" in answer.why
+
+
+def test_an_optimizer_may_fit_neither_kind_of_head() -> None:
+    """Too many parameters for a tied head, and too few for the claimed layers with another one."""
+    file = "neox_fp16.train.json.gz"
+    evidence, claim = read_evidence(file), true_claim(file)
+    (genuine,) = read_step(open_all([evidence], claim).files[0], claim, open_all([evidence], claim).shape)
+    assert (genuine.is_tied, genuine.doubt) == (False, "")
+    deeper = true_claim(file, num_layers=2 * (claim.num_layers or 0))
+    (found,) = read_step(open_all([evidence], deeper).files[0], deeper, open_all([evidence], deeper).shape)
+    assert "and to at most 62,652,416, but at least" in found.doubt
 
 
 def test_gradients_that_are_added_to_earlier_ones_show_nothing() -> None:
