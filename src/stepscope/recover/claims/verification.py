@@ -172,7 +172,9 @@ class _Judge:
 
     def _find_untrained(self, file: ClaimedRun) -> Iterator[str]:
         """An optimizer that updates fewer parameters than claimed neither contradicts nor supports the claim."""
-        seen, fewest = find_updated(file.run.sightings), self.claim.parameters or self.claim.fewest_parameters
+        recovered = {name: getattr(self.shape, name) for name in LAYER_SIZES if getattr(self.claim, name) is None}
+        whole = msgspec.structs.replace(self.claim, **recovered)
+        seen, fewest = find_updated(file.run.sightings), self.claim.parameters or whole.fewest_parameters
         if seen is not None and fewest is not None and seen[2] < fewest:
             yield (
                 f"the optimizer updates at most {seen[2]:,} parameters, but the claim has at least {fewest:,}: "
