@@ -87,6 +87,15 @@ def test_a_forgery_does_not_pass(name: str) -> None:
     assert {trial.outcome for trial in tried} <= {"refuted", "cannot tell", "rejected"}
 
 
+@pytest.mark.parametrize("file", ["neox_fp16.train.json.gz", "llama_compiled.train.json.gz"])
+def test_an_optimizer_does_not_update_copied_layers(file: str) -> None:
+    """In the second file, d_ff cannot be tested and is not claimed."""
+    trial = attack("copied-step-redrawn", FIXTURES / file)
+    assert trial is not None
+    assert trial.outcome == "cannot tell"
+    assert "the optimizer" in trial.why
+
+
 @pytest.mark.parametrize("name", ["copied-each-redrawn", "fewer-layers-twice", "invented-file"])
 @pytest.mark.parametrize("file", [COUNTERS, TRACE])
 def test_numbers_that_are_drawn_again_pass(name: str, file: str) -> None:
