@@ -71,11 +71,11 @@ class Family:
 # --- What several forgeries do
 
 
-def renumber(launches: Iterable[Launch]) -> list[Launch]:
+def renumber(launches: Iterable[Launch], recorded_rows: Iterable[Launch] = ()) -> list[Launch]:
     """Give kernels that were copied, moved or removed consecutive numbers and times: each keeps its distance to the
-    kernel that was before it when it was recorded."""
+    kernel that was before it when it was recorded. `recorded_rows` has those that were removed."""
     rows = list(launches)
-    recorded = {one.number: one for one in rows}
+    recorded = {one.number: one for one in (*recorded_rows, *rows)}
     numbers = sorted(recorded)
     before = {number: recorded[previous] for previous, number in itertools.pairwise(numbers)}
     done: list[Launch] = []
