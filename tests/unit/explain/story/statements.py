@@ -624,6 +624,8 @@ def check_explain(run: Run) -> Iterator[Contradiction]:
             )
         elif name == "tree":
             yield from _check_tree(table)
+        elif name == "experts":  # a part of the model
+            yield from check_most(sum(column(table, "share")), 1.0, "shares of table experts")
         elif name == "syncs":  # several threads may wait at the same time
             for share in column(table, "share"):
                 yield from check_most(share * profile.step_ns, profile.step_ns, "share of a wait")

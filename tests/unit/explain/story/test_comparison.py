@@ -197,7 +197,7 @@ def test_equal_figures_read_as_equal() -> None:
 
 
 def test_changes_come_first_and_every_section_follows(both: Report) -> None:
-    rare = ("oom", "ranks", "loop", "optimise")
+    rare = ("oom", "ranks", "loop", "experts", "optimise")
     assert [one.key for one in both.sections] == ["changes", *(key for key in SECTIONS if key not in rare)]
     assert both.runs == LABELS
     keys = [exhibit.key for each in both.sections for exhibit in each.exhibits]
