@@ -2,7 +2,7 @@
 
     python bench/attacks.py [--jobs 2] [--format md] [--out FILE]      all forgeries on all recorded runs
     python bench/attacks.py --only NAME --file NAME [--save DIR]       one of them; --save keeps the forged files
-    python bench/attacks.py --from FILE [--write docs/trust.md]        the tables of an earlier run
+    python bench/attacks.py --from FILE... [--write docs/trust.md]     the tables of earlier runs
 
 The exit status is 1 if a forgery that must be detected passes, if a true claim is refuted, or if stepscope crashes or
 needs more time or memory than it may. Evidence with known truth is in tests/fixtures/evidence. For `recover` on files
@@ -47,7 +47,7 @@ from stepscope.render.tables import render
 
 Task = tuple[str, Path]
 _HONEST_CLAIMS = "true claims"
-_PATIENCE = 5  # the machine may be busy
+_PATIENCE = 2  # also for what is not measured: making the forgery
 
 
 def attempt(task: Task) -> list[Trial]:
@@ -121,6 +121,18 @@ def measure(asked: argparse.Namespace) -> Results:
     )
 
 
+def load(files: Sequence[Path]) -> Results:
+    """Join the results of several runs, for example one per evidence file. If a trial was repeated, the last counts."""
+    found = [msgspec.json.decode(path.read_bytes(), type=Results) for path in files]
+    trials = {(one.what, one.file): one for results in found for one in results.trials}
+    return Results(
+        commit=", ".join(dict.fromkeys(one.commit for one in found)),
+        command=found[0].command,
+        minutes=round(sum(one.minutes for one in found), 1),
+        trials=tuple(trials[key] for key in sorted(trials)),
+    )
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", action="append", default=[], metavar="NAME", help="a forgery, or a class of them")
@@ -129,13 +141,13 @@ def main() -> None:
     parser.add_argument("--format", type=Format, default=Format.TEXT)
     parser.add_argument("--save", type=Path, metavar="DIR", help="write the forged files instead of checking them")
     parser.add_argument("--out", type=Path, metavar="FILE", help="write all trials as JSON")
-    parser.add_argument("--from", type=Path, dest="earlier", metavar="FILE", help="show such a file")
+    parser.add_argument("--from", type=Path, nargs="+", dest="earlier", metavar="FILE", help="show such files")
     parser.add_argument("--write", type=Path, metavar="PAGE", help="update the tables of a docs page")
     asked = parser.parse_args()
     if asked.save is not None:
         save([task for task in choose(asked.only, asked.file) if task[0] in FORGERIES], asked.save)
         return
-    results = msgspec.json.decode(asked.earlier.read_bytes(), type=Results) if asked.earlier else measure(asked)
+    results = load(asked.earlier) if asked.earlier else measure(asked)
     if asked.out is not None:
         asked.out.write_bytes(msgspec.json.format(msgspec.json.encode(results), indent=1) + b"\n")
     if asked.write is not None:

@@ -71,7 +71,9 @@ def delete(task: Task) -> list[Deletion]:
     found = []
     for place in task.places:
         kept = keep(document.launches, task.way, place)
-        found.append(_recover(document.with_launches(kept if task.gaps else renumber(kept)), task.way, place))
+        found.append(
+            _recover(document.with_launches(kept if task.gaps else renumber(kept, document.launches)), task.way, place)
+        )
     return found
 
 

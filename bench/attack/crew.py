@@ -7,6 +7,7 @@ bounds, so each process gets one task at a time, and the parent watches it.
 import multiprocessing
 import multiprocessing.connection
 import multiprocessing.context
+import os
 import sys
 import time
 from collections import deque
@@ -43,7 +44,7 @@ class _Worker(Generic[Task, Result]):
         self.pipe.recv()  # it has imported what it needs, and its time starts now
 
     def give(self, task: Task) -> None:
-        self.task, self.began = task, time.monotonic()
+        self.task, self.began = task, self.used_seconds()
         self.pipe.send(task)
 
     def stop(self) -> None:
@@ -54,6 +55,14 @@ class _Worker(Generic[Task, Result]):
     def resident_bytes(self) -> int:
         statistics = Path(f"/proc/{self.process.pid}/statm")
         return int(statistics.read_text().split()[1]) * _PAGE if statistics.exists() else 0
+
+    def used_seconds(self) -> float:
+        """Return the CPU time of the process, which does not depend on other programs, or the time if unknown."""
+        statistics = Path(f"/proc/{self.process.pid}/stat")
+        if not statistics.exists():
+            return time.monotonic()
+        user, system = statistics.read_text().rpartition(")")[2].split()[11:13]
+        return (int(user) + int(system)) / os.sysconf("SC_CLK_TCK")
 
 
 def _serve(pipe: "multiprocessing.connection.Connection[Result, Task]", work: Callable[[Task], Result]) -> None:
@@ -110,7 +119,7 @@ def _collect(worker: _Worker[Task, Result], most_seconds: float, most_bytes: int
         lost = "crashed"
     elif worker.resident_bytes() > most_bytes:
         lost = "too large"
-    elif time.monotonic() - worker.began > most_seconds:
+    elif worker.used_seconds() - worker.began > most_seconds:
         lost = "too slow"
     if lost is None:
         return None

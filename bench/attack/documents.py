@@ -26,7 +26,7 @@ INSTRUCTIONS = "sm__inst_executed_pipe_tensor"
 STORES = "sm__sass_data_bytes_mem_global_op_st"
 SECTORS = "lts__t_sectors_op_write"
 READS, WRITES = "dram__bytes_read", "dram__bytes_write"
-VARYING = (SECTORS, READS, WRITES)  # differ between launches of the same kernel
+VARYING = {SECTORS: 1, READS: 32, WRITES: 32}  # differ between launches of the same kernel, by multiples of this
 
 
 def kind_of(path: Path) -> Kind:
@@ -188,7 +188,10 @@ def _write_counter(name: str, old: float, new: float | None, row: Mapping[str, s
         return {f"{name}.{part}": "" for part in _PARTS}
     if not old:
         return {f"{name}.{part}": _say(new if part == "sum" else round(new / 132, 2)) for part in _PARTS}
-    return {f"{name}.{part}": _say(_number(row[f"{name}.{part}"]) * new / old) for part in _PARTS}
+    parts = {part: _number(row[f"{name}.{part}"]) * new / old for part in _PARTS}
+    average = _number(row[f"{name}.avg"])
+    units = round(old / average) if average > 0.1 else 0  # the average is rounded to two decimals
+    return {f"{name}.{part}": _say(new / units if part == "avg" and units else parts[part]) for part in _PARTS}
 
 
 def _number(text: str) -> float:

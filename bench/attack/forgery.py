@@ -18,6 +18,7 @@ TRACES: tuple[Kind, ...] = ("forward trace", "training trace")
 ALL: tuple[Kind, ...] = ("counters", "forward trace", "training trace")
 COUNTERS: tuple[Kind, ...] = ("counters",)
 TRAINING: tuple[Kind, ...] = ("training trace",)
+_START_NS = 2_000  # how much later a kernel may start when it runs again
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,11 +71,11 @@ class Family:
 # --- What several forgeries do
 
 
-def renumber(launches: Iterable[Launch]) -> list[Launch]:
+def renumber(launches: Iterable[Launch], recorded_rows: Iterable[Launch] = ()) -> list[Launch]:
     """Give kernels that were copied, moved or removed consecutive numbers and times: each keeps its distance to the
-    kernel that was before it when it was recorded."""
+    kernel that was before it when it was recorded. `recorded_rows` has those that were removed."""
     rows = list(launches)
-    recorded = {one.number: one for one in rows}
+    recorded = {one.number: one for one in (*recorded_rows, *rows)}
     numbers = sorted(recorded)
     before = {number: recorded[previous] for previous, number in itertools.pairwise(numbers)}
     done: list[Launch] = []
@@ -97,11 +98,18 @@ def redraw(launches: Iterable[Launch], seed: str) -> list[Launch]:
     for one in launches:
         again = one.slow_down(1 + chance.uniform(0.01, 0.04) * chance.choice((-1, 1)))
         counters = {
-            name: round(value * (1 + chance.uniform(-0.02, 0.02))) if name in VARYING else value
+            name: _redraw_counter(value, 1 + chance.uniform(-0.02, 0.02), unit=VARYING[name])
+            if name in VARYING
+            else value
             for name, value in one.counters.items()
         }
-        changed.append(replace(again, counters=counters))
+        start = one.start_ns + round(chance.uniform(0, _START_NS)) if one.start_ns else 0.0
+        changed.append(replace(again, counters=counters, start_ns=start))
     return changed
+
+
+def _redraw_counter(value: float, share: float, *, unit: int) -> float:
+    return round(value * share / unit) * unit
 
 
 def replace_at(launches: Sequence[Launch], index: int, *others: Launch) -> list[Launch]:

@@ -61,7 +61,9 @@ def other_dtype_in_trace(subject: Subject) -> Forged | None:
 
 @RENAMED.add("Only the names of GEMMs say fp16 instead of bf16 (or the other way round).")
 def other_dtype_of_gemms(subject: Subject) -> Forged | None:
-    return _other_half(subject, is_gemm)
+    forged = _other_half(subject, is_gemm)
+    shows_dtype = subject.kind == "counters" or forged != _other_half(subject, lambda _: True)
+    return forged if shows_dtype else None  # no other name has a dtype: the forgery above
 
 
 @RENAMED.add("GEMMs in tf32 are renamed to those of fp32, which is claimed.")

@@ -17,12 +17,14 @@ from attack.documents import (
 )
 from attack.forgery import COUNTERS, FORWARD, TRACES, Family
 from attack.subject import Forged, Subject, is_gemm
+from stepscope.explain.kernel_names import decode
 
 EDITED = Family("edited numbers")
 SCALED = Family("scaled counters")
 TIMES = Family("edited times")
 DEVICES = Family("mixed devices")
 LARGE = Family("large numbers")
+_MANY_REPEATED = 12  # durations
 _ALL_COUNTERS = ("sm__", "lts__", "dram__")
 
 
@@ -187,7 +189,24 @@ def fast_kernels(subject: Subject) -> Forged:
 
 
 @TIMES.add("Every layer has exactly the durations of the first one.", kinds=FORWARD)
-def repeated_durations(subject: Subject) -> Forged:
+def repeated_durations(subject: Subject) -> Forged | None:
+    return _repeat_durations(subject) if _count_repeated(subject) >= _MANY_REPEATED else None
+
+
+@TIMES.add(
+    "Every layer has the durations of the first one, and that is fewer than a dozen kernels.",
+    kinds=FORWARD,
+    undetectable="so few durations can agree by chance: only copies with a chance below one in a million are refuted",
+)
+def few_repeated_durations(subject: Subject) -> Forged | None:
+    return _repeat_durations(subject) if 0 < _count_repeated(subject) < _MANY_REPEATED else None
+
+
+def _count_repeated(subject: Subject) -> int:
+    return subject.forward.period * (subject.forward.layers - 1)
+
+
+def _repeat_durations(subject: Subject) -> Forged:
     region, rows = subject.forward, list(subject.launches)
     for index in range(region.start + region.period, region.end):
         rows[index] = replace(rows[index], duration_ns=rows[index - region.period].duration_ns)
@@ -305,6 +324,40 @@ def divisible_grids(subject: Subject) -> Forged:
 @LARGE.add("The grids of all kernels but GEMMs have 735,134,400 blocks, a number with 1,344 divisors.", exhausts=True)
 def divisible_other_grids(subject: Subject) -> Forged:
     return _enlarge(subject, products=False, others=True, grid=(735_134_400, 1, 1))
+
+
+def _add_tokens(subject: Subject, tokens: int, *, counted: bool) -> Forged:
+    """Scale everything that grows with the number of tokens, except attention, whose grid then has to be searched for.
+    GEMMs of a trace are often persistent, so their grids stay; their counters grow."""
+    share = tokens / (subject.truth["batch"] * subject.truth["context"])
+
+    def grow(one: Launch) -> Launch:
+        x, y, z = one.grid
+        kind = decode(one.name).kernel_class
+        keeps_grid = kind == "attention" or (kind == "GEMM" and not counted)
+        grid = one.grid if keeps_grid else (min(_LARGEST, max(1, round(x * share))), y, z)
+        return replace(one.scale(share, *_ALL_COUNTERS) if kind != "attention" else one, grid=grid)
+
+    document = subject.document.with_launches(map(grow, subject.launches))
+    claim = {"num_layers": subject.truth["num_layers"], "d_ff": subject.truth["d_ff"]}
+    return Forged(files=((document.file, document.write()),), claim=claim)
+
+
+@LARGE.add("Norms, lookups and elementwise kernels are those of 2^24 tokens.", exhausts=True)
+def many_tokens(subject: Subject) -> Forged:
+    return _add_tokens(subject, 2**24, counted=False)
+
+
+@LARGE.add(
+    "Norms, lookups and elementwise kernels are those of 14,414,400 tokens, which has 504 divisors.", exhausts=True
+)
+def divisible_tokens(subject: Subject) -> Forged:
+    return _add_tokens(subject, 14_414_400, counted=False)
+
+
+@LARGE.add("All kernels but attention are those of 720,720 tokens, which has 240 divisors.", exhausts=True)
+def divisible_tokens_in_products(subject: Subject) -> Forged:
+    return _add_tokens(subject, 720_720, counted=True)
 
 
 @LARGE.add("Every counter is 10^18.", kinds=COUNTERS, exhausts=True)

@@ -1,6 +1,7 @@
 """Forgeries that leave kernels out, cut the file, or change the order."""
 
 import random
+from collections.abc import Iterable
 
 from attack.documents import Launch
 from attack.forgery import FORWARD, TRAINING, Family, renumber
@@ -25,20 +26,25 @@ def _without(subject: Subject, index: int) -> list[Launch]:
     return [*subject.launches[:index], *subject.launches[index + 1 :]]
 
 
+def _close(subject: Subject, kept: Iterable[Launch]) -> list[Launch]:
+    """Close the gaps in numbers and times that kernels leave."""
+    return renumber(kept, subject.launches)
+
+
 @DROPPED.add("A layer is left out, and all layers are claimed.")
 def dropped_layer(subject: Subject) -> Forged:
-    return subject.forge(renumber(_without_layer(subject)))
+    return subject.forge(_close(subject, _without_layer(subject)))
 
 
 @DROPPED.add("One GEMM of a layer is left out.")
 def dropped_gemm(subject: Subject) -> Forged:
-    return subject.forge(renumber(_without(subject, subject.longest_product)))
+    return subject.forge(_close(subject, _without(subject, subject.longest_product)))
 
 
 @DROPPED.add("The attention of one layer is left out.")
 def dropped_attention(subject: Subject) -> Forged | None:
     found = [index for index, one in enumerate(subject.launches) if _is_attention(one)]
-    return subject.forge(renumber(_without(subject, found[-1]))) if found else None
+    return subject.forge(_close(subject, _without(subject, found[-1]))) if found else None
 
 
 def _is_attention(launch: Launch) -> bool:
@@ -48,9 +54,11 @@ def _is_attention(launch: Launch) -> bool:
 
 @DROPPED.add("One elementwise kernel of a layer is left out.")
 def dropped_elementwise(subject: Subject) -> Forged | None:
+    if subject.forward.layers < 2:
+        return None  # of two compiled layers, only one can be compared: the same as `thinner_layers`
     block = subject.forward.slice(subject.forward.layers - 1)
     found = [index for index in range(block.start, block.stop) if _is_elementwise(subject.launches[index])]
-    return subject.forge(renumber(_without(subject, found[len(found) // 2]))) if found else None
+    return subject.forge(_close(subject, _without(subject, found[len(found) // 2]))) if found else None
 
 
 def _is_elementwise(launch: Launch) -> bool:
@@ -58,22 +66,39 @@ def _is_elementwise(launch: Launch) -> bool:
 
 
 @DROPPED.add("Every seventh kernel is left out.")
-def dropped_every_seventh(subject: Subject) -> Forged:
-    return subject.forge(renumber(one for index, one in enumerate(subject.launches) if index % 7 != 3))
+def dropped_every_seventh(subject: Subject) -> Forged | None:
+    if subject.forward.period % 7 == 0:
+        return None  # every layer would lose the same kernels: see the next forgery
+    return subject.forge(_close(subject, (one for index, one in enumerate(subject.launches) if index % 7 != 3)))
+
+
+@DROPPED.add(
+    "The same elementwise kernel of every layer is left out.",
+    undetectable="programs and compilers fuse such kernels differently; a file without one may be of another program",
+)
+def thinner_layers(subject: Subject) -> Forged | None:
+    gone: set[int] = set()
+    for region in subject.regions:
+        first = range(region.start, region.start + region.period)
+        found = [index for index in first if _is_elementwise(subject.launches[index])]
+        if not found:
+            return None
+        gone |= set(range(found[len(found) // 2], region.end, region.period))
+    return subject.forge(_close(subject, (one for index, one in enumerate(subject.launches) if index not in gone)))
 
 
 @DROPPED.add("Every second GEMM is left out.")
 def dropped_every_second_gemm(subject: Subject) -> Forged:
     products = [index for index, one in enumerate(subject.launches) if is_gemm(one)]
     gone = set(products[1::2])
-    return subject.forge(renumber(one for index, one in enumerate(subject.launches) if index not in gone))
+    return subject.forge(_close(subject, (one for index, one in enumerate(subject.launches) if index not in gone)))
 
 
 @DROPPED.add("The LM head is left out, and vocab_size is claimed.")
 def dropped_head(subject: Subject) -> Forged:
     head = subject.launches[subject.head]
     kept = [one for one in subject.launches if (one.name, one.grid) != (head.name, head.grid)]
-    return subject.forge(renumber(kept), vocab_size=subject.truth["vocab_size"])
+    return subject.forge(_close(subject, kept), vocab_size=subject.truth["vocab_size"])
 
 
 @DROPPED.add("A layer is left out and not claimed; the numbers and times have a gap.", kinds=FORWARD)
@@ -87,12 +112,12 @@ def hidden_layer_with_gap(subject: Subject) -> Forged:
     undetectable="the file is that of a shallower model; only the person who recorded it knows what is missing",
 )
 def hidden_layer_renumbered(subject: Subject) -> Forged:
-    return subject.forge(renumber(_without_layer(subject)), num_layers=subject.truth["num_layers"] - 1)
+    return subject.forge(_close(subject, _without_layer(subject)), num_layers=subject.truth["num_layers"] - 1)
 
 
 @DROPPED.add("A layer of a training step is left out and not claimed; the optimizer updates it.", kinds=TRAINING)
 def hidden_layer_in_training(subject: Subject) -> Forged:
-    return subject.forge(renumber(_without_layer(subject)), num_layers=subject.truth["num_layers"] - 1)
+    return subject.forge(_close(subject, _without_layer(subject)), num_layers=subject.truth["num_layers"] - 1)
 
 
 # --- Cut files

@@ -98,10 +98,13 @@ class Subject:
 
     @property
     def head(self) -> int:
-        """Return the position of the LM head of the first forward pass: the longest GEMM after the layers."""
+        """Return the position of the LM head of the first forward pass: the longest GEMM after the layers, or the first
+        of those that take about as long, which are its gradients."""
         end = self.regions[1].start if len(self.regions) > 1 else len(self.launches)
         found = [index for index in range(self.forward.end, end) if is_gemm(self.launches[index])]
-        return max(found, key=lambda index: self.launches[index].duration_ns)
+        longest = max(self.launches[index].duration_ns for index in found)
+        share = 0.5 if self.kind == "training trace" else 1.0
+        return next(index for index in found if self.launches[index].duration_ns >= share * longest)
 
     def forge(self, launches: Iterable[Launch], **claimed: Any) -> "Forged":
         """Return the file with other kernels, and the claim with changes; None removes a field."""

@@ -8,6 +8,7 @@ import typer
 
 from stepscope.cli.options import FormatFlag
 from stepscope.cli.output import say, show, show_parts, show_tables
+from stepscope.cli.signing import ForceFlag, GpuUuidFlag, KeyFlag, ReportFlag, WeightsFlag
 from stepscope.errors import Exit, StepscopeError
 from stepscope.render.formats import Format
 
@@ -32,22 +33,12 @@ def recover(
             "--settings", metavar="FILE", help="With --study: a JSON file with the settings of runs that lack them."
         ),
     ] = None,
-    sign: Annotated[
-        Path | None, typer.Option("--sign", metavar="KEY", help="Write a report signed with this private key.")
-    ] = None,
-    out: Annotated[
-        Path | None,
-        typer.Option("--out", metavar="REPORT", help="With --sign: the report to write (default: report.json)."),
-    ] = None,
+    sign: KeyFlag = None,
+    out: ReportFlag = None,
     nonce: Annotated[str | None, typer.Option("--nonce", help="With --sign: the nonce the verifier sent.")] = None,
-    weights: Annotated[
-        Path | None,
-        typer.Option("--weights", metavar="PATH", help="With --sign: include the SHA-256 of these weights."),
-    ] = None,
-    gpu_uuid: Annotated[
-        str | None, typer.Option("--gpu-uuid", help="With --sign: the UUID of the GPU to record.")
-    ] = None,
-    force: Annotated[bool, typer.Option("--force", help="Overwrite an existing report.")] = False,
+    weights: WeightsFlag = None,
+    gpu_uuid: GpuUuidFlag = None,
+    force: ForceFlag = False,
     format_: FormatFlag = Format.TEXT,
 ) -> None:
     """Infer which model ran from GPU counters or a trace: num_layers, d_model, num_heads, num_kv_heads, d_head, d_ff,

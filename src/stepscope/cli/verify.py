@@ -1,7 +1,7 @@
 """`stepscope verify`: check a claim about a model against a run."""
 
 import shlex
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -9,13 +9,23 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from stepscope.cli.options import FormatFlag
-from stepscope.cli.output import say, show, show_parts, show_tables, showing_stages
-from stepscope.errors import Exit, StepscopeError
+from stepscope.cli.output import say, show, show_parts, showing_stages
+from stepscope.cli.signing import (
+    ForceFlag,
+    GpuUuidFlag,
+    KeyFlag,
+    PublicKeyFlag,
+    ReportFlag,
+    SignedFlag,
+    WeightsFlag,
+    print_challenge,
+    print_signed,
+)
+from stepscope.errors import StepscopeError
 from stepscope.render.formats import Format
 
 if TYPE_CHECKING:
     from stepscope.jobs.verify import Verified
-    from stepscope.recover.reports.challenge import Challenge
 
 
 def verify(
@@ -38,13 +48,8 @@ def verify(
     dtype: Annotated[
         str | None, typer.Option("--dtype", help="Add a data type to the claim: fp32, tf32, fp16 or bf16.")
     ] = None,
-    sign: Annotated[
-        Path | None, typer.Option("--sign", metavar="KEY", help="Write a report signed with this private key.")
-    ] = None,
-    out: Annotated[
-        Path | None,
-        typer.Option("--out", metavar="REPORT", help="With --sign: the report to write (default: report.json)."),
-    ] = None,
+    sign: KeyFlag = None,
+    out: ReportFlag = None,
     nonce: Annotated[
         str | None,
         typer.Option("--nonce", help="With --sign: the nonce the verifier sent; with --signed: the nonce to expect."),
@@ -71,23 +76,11 @@ def verify(
             help="Run N layers of the claimed model on this machine's GPU, and compare every kernel with them.",
         ),
     ] = None,
-    weights: Annotated[
-        Path | None,
-        typer.Option("--weights", metavar="PATH", help="With --sign: include the SHA-256 of these weights."),
-    ] = None,
-    gpu_uuid: Annotated[
-        str | None, typer.Option("--gpu-uuid", help="With --sign: the UUID of the GPU to record.")
-    ] = None,
-    signed: Annotated[
-        Path | None, typer.Option("--signed", metavar="REPORT", help="Check a signed report instead of a claim.")
-    ] = None,
-    public_key: Annotated[
-        str | None,
-        typer.Option(
-            "--public-key", metavar="KEY", help="With --signed: the signer's .pub file, or the line it contains."
-        ),
-    ] = None,
-    force: Annotated[bool, typer.Option("--force", help="Overwrite an existing report.")] = False,
+    weights: WeightsFlag = None,
+    gpu_uuid: GpuUuidFlag = None,
+    signed: SignedFlag = None,
+    public_key: PublicKeyFlag = None,
+    force: ForceFlag = False,
     format_: FormatFlag = Format.TEXT,
 ) -> None:
     """Check whether a run matches a claimed model. Predicts the work of every kernel from the claim and compares it
@@ -96,7 +89,7 @@ def verify(
     Exit 0: consistent. Exit 1: refuted, naming the kernel. Exit 3: cannot tell, naming what is missing.
     """
     from stepscope.jobs import verify as job
-    from stepscope.jobs.signing import make_report, read_challenge, read_flags, sign_to_file
+    from stepscope.jobs.signing import make_report, read_challenge, read_flags, require_public_key, sign_to_file
     from stepscope.recover.reports.signed_report import hash_files
 
     files = evidence or []
@@ -104,11 +97,11 @@ def verify(
     if signed is not None:
         given = {"--claim": claim, "--sign": sign, "--weights": weights, "--gpu-uuid": gpu_uuid, "--out": out}
         more = {"--batch": batch, "--context": context, "--dtype": dtype, "--force": force or None, "--replay": replay}
-        _check_signed_flags(public_key, {**given, **more})
-        print_signed(signed, public_key or "", files, nonce=nonce, format_=format_, challenge=challenge)
+        key = require_public_key(public_key, {**given, **more})
+        print_signed(signed, key, files, nonce=nonce, format_=format_, challenge=challenge)
         return
     if challenge is not None and not any((files, claim, sign, out, weights, gpu_uuid, public_key, replay)):
-        _print_challenge(challenge, format_)
+        print_challenge(challenge, format_)
         return
     if claim is None or not files:
         raise StepscopeError(
@@ -144,14 +137,6 @@ def verify(
     raise typer.Exit(job.exit_code(verified))
 
 
-def _print_challenge(challenge: "Challenge", format_: Format) -> None:
-    from stepscope.recover.reports.challenge import challenge_table
-
-    show_tables([challenge_table(challenge)], format_)
-    sizes = f"--batch {challenge.batch} --context {challenge.context}"
-    say(f"next: stepscope profile --counters --hf config.json --precision bf16 {sizes} --out evidence")
-
-
 def _replay(layers: int, check: "Callable[..., Verified]") -> "Verified":
     from stepscope.jobs.replay import LocalGpu, Replayer
 
@@ -161,40 +146,3 @@ def _replay(layers: int, check: "Callable[..., Verified]") -> "Verified":
     except KeyboardInterrupt:
         say("interrupted: nothing was signed; without --replay, the comparison takes seconds")
         raise
-
-
-def _check_signed_flags(public_key: str | None, given: Mapping[str, object]) -> None:
-    if public_key is None:
-        raise StepscopeError(
-            "`--signed` requires `--public-key`",
-            detail="use a key that you received separately from the report",
-            hint="add --public-key lab.key.pub",
-        )
-    for flag, value in given.items():
-        if value is not None:
-            raise StepscopeError(
-                f"`{flag}` cannot be used with `--signed`", detail="the report already contains its result"
-            )
-
-
-def print_signed(
-    report: Path,
-    public_key: str,
-    evidence: Sequence[Path],
-    *,
-    nonce: str | None,
-    format_: Format,
-    challenge: "Challenge | None" = None,
-) -> None:
-    """Check `--signed REPORT --public-key KEY [EVIDENCE...]`. Exit with 1 if the report or a file was changed."""
-    from stepscope.jobs.signing import examination_table, examine_signed
-
-    examination = examine_signed(report, public_key, evidence, nonce=nonce, challenge=challenge)
-    show_tables([examination_table(examination)], format_)
-    if examination.exit is not Exit.OK:
-        raise typer.Exit(examination.exit)
-    if not evidence:
-        say(
-            f"next: stepscope verify EVIDENCE --signed {shlex.quote(str(report))} --public-key …, "
-            "to check the evidence files too"
-        )

@@ -5,7 +5,7 @@ the signer. None of these is proof, so the report records the source of each, an
 nonce is never generated here: one that the signer picks does not show when the report was made.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -72,6 +72,22 @@ class Examination(msgspec.Struct, frozen=True, kw_only=True):
     def exit(self) -> Exit:
         is_good = self.signature.verdict is SignatureVerdict.GOOD and not self.mismatches and not self.is_replayed
         return Exit.OK if is_good and not self.unanswered else Exit.GATE_FAILED
+
+
+def require_public_key(public_key: str | None, given: Mapping[str, object]) -> str:
+    """Return the key that checks a signed report. Raises StepscopeError without one, and for flags of other tasks."""
+    if public_key is None:
+        raise StepscopeError(
+            "`--signed` requires `--public-key`",
+            detail="use a key that you received separately from the report",
+            hint="add --public-key lab.key.pub",
+        )
+    for flag, value in given.items():
+        if value is not None:
+            raise StepscopeError(
+                f"`{flag}` cannot be used with `--signed`", detail="the report already contains its result"
+            )
+    return public_key
 
 
 def read_flags(

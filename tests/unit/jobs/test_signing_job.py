@@ -6,7 +6,7 @@ import pytest
 import typer
 
 from stepscope import __version__
-from stepscope.cli.verify import print_signed
+from stepscope.cli.signing import print_signed
 from stepscope.errors import Exit, StepscopeError
 from stepscope.jobs import signing as job
 from stepscope.jobs.signing import (

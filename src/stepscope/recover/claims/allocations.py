@@ -52,7 +52,7 @@ def find_misfits(one: KernelEvidence, claim: Claim, shape: ClaimedShape) -> Iter
     if None not in activations and not _has(everything, activations):
         yield "it has no allocation for the hidden states of the claimed batch and context"
     logits = [times(count_head_rows(shape, way), shape.vocab_size) for way in HEAD_ROWS]
-    if None not in logits and not _has(everything, logits) and (rows := _find_rows(everything, shape)):
+    if None not in logits and not _has(everything, logits) and (rows := _find_rows(everything, shape, sizes)):
         yield f"it has logits for {rows:,} positions, but not for the claimed ones"
 
 
@@ -77,9 +77,9 @@ def _count_copies(one: KernelEvidence, claim: Claim) -> int | None:
     return found // needed if found % needed == 0 else 0
 
 
-def _find_rows(present: set[int], shape: ClaimedShape) -> int | None:
+def _find_rows(present: set[int], shape: ClaimedShape, sizes: Sequence[int]) -> int | None:
     """Return the most positions that an allocation can be logits of. Weights have this width, too."""
     vocabulary = shape.vocab_size or 1
-    rows = {size // (vocabulary * each) for size in present for each in _BYTES if size % (vocabulary * each) == 0}
+    rows = {size // (vocabulary * each) for size in present for each in sizes if size % (vocabulary * each) == 0}
     weights = {shape.d_model, 2 * (shape.d_model or 0), 1, 2}
     return max(rows - weights, default=None)

@@ -15,7 +15,7 @@ from stepscope.recover.claims.repetition import find_copies
 from stepscope.recover.evidence.layout import Complaint
 from stepscope.recover.evidence.order import is_product
 from stepscope.recover.evidence.recording import KernelEvidence
-from stepscope.recover.facts import Sighting
+from stepscope.recover.facts import Sighting, Triple
 
 # Kernels that are known well enough to say from their names that they do not use tensor cores.
 _PLAIN_LIBRARIES = ("ATen",)
@@ -80,6 +80,7 @@ def _check_resources(sightings: Sequence[Sighting]) -> Iterator[Complaint]:
     """A compiled kernel has the same registers in every launch, and GEMMs and attention the same threads. A compiler
     may use one name for several kernels."""
     known: dict[str, Sighting] = {}
+    of_grid: dict[tuple[str, Triple], Sighting] = {}  # shared memory may depend on the size
     for one in sightings:
         threads = one.block[0] * one.block[1] * one.block[2]
         if (one.registers or 0) * threads > _MOST_REGISTERS:
@@ -91,12 +92,14 @@ def _check_resources(sightings: Sequence[Sighting]) -> Iterator[Complaint]:
         if one.name.kernel_class not in ("GEMM", "attention") or one.name.library not in _BINARY_LIBRARIES:
             continue
         first = known.setdefault(one.name.name, one)
-        values = {"registers": (first.registers, one.registers), "block": (first.block, one.block)}
-        if first.grid == one.grid:
-            values["shared memory"] = (first.shared_bytes, one.shared_bytes)
-        for what, (usual, other) in values.items():
+        alike = of_grid.setdefault((one.name.name, one.grid), one)
+        for what, usual, other, example in (
+            ("registers", first.registers, one.registers, first),
+            ("block", first.block, one.block, first),
+            ("shared memory", alike.shared_bytes, one.shared_bytes, alike),
+        ):
             if usual != other:
-                yield Complaint(sighting=one, expected=f"{what} {usual}, as in #{first.index}", seen=str(other))
+                yield Complaint(sighting=one, expected=f"{what} {usual}, as in #{example.index}", seen=str(other))
 
 
 def _check_durations(sightings: Sequence[Sighting]) -> Iterator[Complaint]:

@@ -6,13 +6,16 @@ differently.
 """
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 
 from stepscope.recover.evidence.completeness import look, skips_launches
 from stepscope.recover.evidence.layout import Placement
+from stepscope.recover.evidence.order import is_product
 from stepscope.recover.evidence.recording import KernelEvidence
 from stepscope.recover.facts import Sighting
 from stepscope.units import count_noun
+
+_HALF = {"bf16", "fp16"}
 
 Span = tuple[int, int]  # indices of the first and the last kernel
 
@@ -20,10 +23,17 @@ Span = tuple[int, int]  # indices of the first and the last kernel
 def find_irregularities(evidence: KernelEvidence, placement: Placement) -> Iterator[str]:
     sightings = evidence.sightings
     spans = _find_spans(placement)
-    if not any(one.name.library == "Inductor" for one in sightings):
-        yield from _compare_layers(sightings, spans)
+    yield from _compare_layers(sightings, spans)
     yield from _compare_heads(placement)
+    yield from _compare_steps(sightings, placement)
     yield from _find_skipped(sightings, placement, spans)
+
+
+def disputes_dtype(sightings: Sequence[Sighting], placement: Placement) -> bool:
+    """Whether the layers' GEMMs are in one dtype of 16 bits, and all kernels that are not GEMMs only in the other."""
+    gemms = {one.sighting.dtype for one in placement.products if one.layer is not None} & _HALF
+    others = {one.dtype for one in sightings if one.name.kernel_class != "GEMM"} & _HALF
+    return bool(gemms and others) and gemms.isdisjoint(others)
 
 
 def is_whole(placement: Placement, pass_number: int) -> bool:
@@ -43,8 +53,11 @@ def _find_spans(placement: Placement) -> dict[tuple[int, int], Span]:
 
 
 def _compare_layers(sightings: Sequence[Sighting], spans: dict[tuple[int, int], Span]) -> Iterator[str]:
-    """Compare the kernels of the layers, and those between one layer and the next. A compiler makes other kernels for
-    some layers."""
+    """Compare the kernels of the layers, and those between one layer and the next. A compiler puts other operations
+    into the same kernel in some layers, and the first layer prepares what all need."""
+    is_compiled = any(one.name.library == "Inductor" for one in sightings)
+    key = _look_roughly if is_compiled else look
+    spans = {place: span for place, span in spans.items() if not is_compiled or place[1] > 1}
     inside = {place: sightings[first : last + 1] for place, (first, last) in spans.items()}
     between = {
         (number, layer): sightings[last + 1 : spans[number, layer + 1][0]]
@@ -52,7 +65,7 @@ def _compare_layers(sightings: Sequence[Sighting], spans: dict[tuple[int, int], 
         if (number, layer + 1) in spans
     }
     for parts in (inside, between):
-        kernels = {place: tuple(map(look, part)) for place, part in parts.items()}
+        kernels = {place: tuple(map(key, part)) for place, part in parts.items()}
         if len(set(kernels.values())) > 1:
             usual = Counter(kernels.values()).most_common(1)[0][0]
             number, layer = next(place for place, one in kernels.items() if one != usual)
@@ -66,12 +79,30 @@ def _compare_layers(sightings: Sequence[Sighting], spans: dict[tuple[int, int], 
             return
 
 
+def _look_roughly(sighting: Sighting) -> Hashable:
+    return sighting.name.kernel_class, sighting.grid
+
+
 def _compare_heads(placement: Placement) -> Iterator[str]:
     """Either every pass has an LM head or none. The last pass of the file may be cut."""
     headed = {one.pass_number for one in placement.products if one.role == "head"}
     passes = set(range(1, len(placement.num_layers))) - placement.left_out
     if headed and (without := sorted(passes - headed)):
         yield f"pass {without[0]} has no LM head, but others have one"
+
+
+def _compare_steps(sightings: Sequence[Sighting], placement: Placement) -> Iterator[str]:
+    """Every training step has as many gradients before its optimizer. Without one, the step may be cut."""
+    gradients: set[int] = set()
+    for number in range(1, len(placement.num_layers) + 1):
+        own = [one.sighting.index for one in placement.products if one.pass_number == number]
+        later = [one.sighting.index for one in placement.products if one.pass_number > number]
+        following = sightings[max(own, default=0) + 1 : min(later, default=len(sightings))]
+        update = next((one.index for one in following if one.name.kernel_class == "optimizer"), None)
+        if own and update is not None:
+            gradients.add(sum(is_product(one) for one in following if one.index < update))
+    if len(gradients) > 1:
+        yield f"training steps differ: {' and '.join(map(str, sorted(gradients)))} GEMMs after the forward pass"
 
 
 def _find_skipped(

@@ -5,7 +5,8 @@ happens depends on the kernel and on the clock, so it is estimated from the file
 
 - Runs: consecutive kernels with exactly the values of the same kernels elsewhere. The chance is the product of the
   chances of its kernels. Every distance between the two is tried, so it does not matter where a copy was inserted, how
-  long it is, or in which order layers were copied. One metric is enough, so it does not help to change the others.
+  long it is, or in which order layers were copied. One metric is enough, so it does not help to change the others. A
+  run continues after kernels that differ at this distance: compilers fuse other operations in some layers.
 - Twins: launches that agree in every metric with another launch of the same kernel, wherever it is. They also show
   copies that were put together from kernels of different layers.
 
@@ -56,10 +57,15 @@ def find_copies(sightings: Sequence[Sighting]) -> Iterator[Complaint]:
 
 
 def find_step_ns(sightings: Sequence[Sighting]) -> int:
-    """Return the clock's resolution: the smallest difference between two durations, or 0 if all are equal."""
-    durations = sorted({one.duration_ns for one in sightings})
-    steps = [after - before for before, after in itertools.pairwise(durations)]
-    return min((step for step in steps if step > _ROUNDING_NS), default=min(steps, default=0))
+    """Return the clock's resolution: the smallest difference between two durations, or between two such differences if
+    there are few durations; 0 if all are equal."""
+    steps = _differ(one.duration_ns for one in sightings)
+    usable = [step for step in (*steps, *_differ(steps)) if step > _ROUNDING_NS]
+    return min(usable, default=min(steps, default=0))
+
+
+def _differ(values: Iterable[int]) -> list[int]:
+    return [after - before for before, after in itertools.pairwise(sorted(set(values)))]
 
 
 def has_noise(sightings: Sequence[Sighting]) -> bool:
@@ -140,7 +146,7 @@ def _compare(keys: Ints) -> Iterator[tuple[int, Flags]]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _RepeatedStretch:
-    """Kernels that agree with those at a distance before them."""
+    """Kernels that agree with those at a distance before them, not counting kernels that are not the same there."""
 
     metric: str
     start: int
@@ -161,7 +167,7 @@ def _find_runs(sightings: Sequence[Sighting], keys: Ints, metrics: Sequence[_Met
         yield Complaint(
             sighting=first,
             expected=f"{_describe([run.metric])} that vary between launches, as on every GPU",
-            seen=f"{run.length} consecutive kernels with exactly the values of those starting at "
+            seen=f"{run.length} kernels in a row with exactly the values of those starting at "
             f"#{first.index - run.distance}",
         )
 
@@ -169,30 +175,30 @@ def _find_runs(sightings: Sequence[Sighting], keys: Ints, metrics: Sequence[_Met
 def _scan(keys: Ints, metric: _Metric) -> list[_RepeatedStretch]:
     kernels = int(keys.max()) + 1
     agreed, compared = np.zeros(kernels), np.zeros(kernels)
-    places: list[tuple[int, int, int]] = []
-    values = metric.values
+    runs: list[tuple[int, Ints]] = []
     for distance, same in _compare(keys):
-        equal = same & (values[distance:] == values[:-distance])
+        indices = np.flatnonzero(same) + distance
+        those = keys[indices]
+        equal = metric.values[indices] == metric.values[indices - distance]
         here = np.arange(len(equal))
         lengths = here - np.maximum.accumulate(np.where(equal, -1, here))
         continues = np.concatenate(([0], lengths[:-1])) >= _CONTINUED
-        counted = same & ~continues & metric.is_informative[distance:]
-        compared += np.bincount(keys[distance:][counted], minlength=kernels)
-        agreed += np.bincount(keys[distance:][counted & equal], minlength=kernels)
+        counted = ~continues & metric.is_informative[indices]
+        compared += np.bincount(those[counted], minlength=kernels)
+        agreed += np.bincount(those[counted & equal], minlength=kernels)
         is_last = np.append(lengths[1:] == 0, values=True)
         ends = np.flatnonzero(is_last & (lengths >= _SHORTEST_RUN))
-        places += [(int(end - lengths[end] + 1) + distance, int(lengths[end]), distance) for end in ends]
+        runs += [(distance, indices[end - lengths[end] + 1 : end + 1].copy()) for end in ends]
     surprise = -np.log(_estimate(agreed, compared))[keys] * metric.is_informative
-    total = np.concatenate(([0.0], np.cumsum(surprise)))
     return [
         _RepeatedStretch(
             metric=metric.name,
-            start=start,
-            length=length,
+            start=int(indices[0]),
+            length=len(indices),
             distance=distance,
-            surprise=float(total[start + length] - total[start]),
+            surprise=float(surprise[indices].sum()),
         )
-        for start, length, distance in places
+        for distance, indices in runs
     ]
 
 

@@ -95,13 +95,14 @@ class WorkLimits:
             )
 
     def _find_peak(self, sightings: Sequence[Sighting]) -> float:
-        """Return the peak of the fastest dtype among the GEMMs and attention calls. An fp32 kernel may compute in tf32,
-        a kernel of unknown type in any."""
+        """Return the peak of the fastest dtype among the GEMMs and attention calls. An fp32 kernel may compute in tf32
+        unless its name excludes tensor cores, a kernel of unknown type in any."""
         peaks = self.hardware.peak_flops
         dtypes: set[str] = set()
         for one in sightings:
             if one.name.kernel_class in ("GEMM", "attention"):
-                dtypes |= set(_WIDE_DTYPES) if one.dtype in _WIDE_DTYPES else {one.dtype or ""}
+                may_be_narrower = one.dtype in _WIDE_DTYPES and one.name.tensor_cores is not False
+                dtypes |= set(_WIDE_DTYPES) if may_be_narrower else {one.dtype or ""}
         known = [peaks[dtype] for dtype in dtypes if dtype in peaks]
         return max(known if known and "" not in dtypes else peaks.values(), default=float("inf"))
 

@@ -24,11 +24,13 @@ _ROTARY_MODELS = ("llama", "mistral", "qwen2", "qwen3", "gpt_neox")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TyingEvidence:
-    """What the evidence shows. `is_certain`: no other explanation is known. `sighting`: where it shows."""
+    """What the evidence shows. `is_certain`: no other explanation is known. `sighting`: where it shows. `doubt`: what
+    does not fit a tied LM head of the claimed model, nor one with weights of its own."""
 
     is_tied: bool
     why: str
     is_certain: bool = False
+    doubt: str = ""
     file: ClaimedRun | None = None
     sighting: Sighting | None = None
 
@@ -37,7 +39,7 @@ def find_tying(
     files: Sequence[ClaimedRun], snapshots: Sequence[KernelEvidence], claim: Claim, shape: ClaimedShape
 ) -> TyingEvidence | None:
     """Return the strongest evidence, or None if there is none."""
-    found = [one for file in files for one in _read_step(file, claim, shape)]
+    found = [one for file in files for one in read_step(file, claim, shape)]
     matrices = count_embeddings(snapshots, claim)
     if matrices is not None:
         word = "one matrix" if matrices == 1 else "two matrices"
@@ -47,10 +49,12 @@ def find_tying(
     return max(found, key=lambda one: one.is_certain)
 
 
-def _read_step(file: ClaimedRun, claim: Claim, shape: ClaimedShape) -> Iterator[TyingEvidence]:
+def read_step(file: ClaimedRun, claim: Claim, shape: ClaimedShape) -> Iterator[TyingEvidence]:
     """Compare the number of updated parameters with both kinds of model. Other ranks may update the rest."""
     updated = find_updated(file.run.sightings)
-    addition = _find_sum(file, shape) if file.run.is_training else None
+    addition, accumulation = _find_sums(file, shape) if file.run.is_training else (None, None)
+    if accumulation is not None:
+        addition = None
     if updated is not None and not file.evidence.exchanges:
         first, low, high = updated
         positions = 0 if claim.model_type in _ROTARY_MODELS or _has_one_lookup(file) else _MOST_POSITIONS
@@ -58,12 +62,22 @@ def _read_step(file: ClaimedRun, claim: Claim, shape: ClaimedShape) -> Iterator[
         fewest_apart = claim.count_matrices(is_tied=False)
         if most_tied is not None and low > most_tied:
             why = f"updates to at least {low:,} parameters, but at most {most_tied:,} if the LM head is tied"
-            yield TyingEvidence(is_tied=False, why=why, is_certain=True, file=file, sighting=first)
+            doubt = ""
+            if fewest_apart is not None and high < fewest_apart:
+                doubt = f"the optimizer makes {why}, and to at most {high:,}, but at least {fewest_apart:,} otherwise"
+            yield TyingEvidence(is_tied=False, why=why, is_certain=True, doubt=doubt, file=file, sighting=first)
         elif fewest_apart is not None and high < fewest_apart:
             # Without the sum of two gradients, the embedding or the LM head may be frozen.
             why = f"updates to at most {high:,} parameters, but at least {fewest_apart:,} if the LM head is not tied"
+            doubt = f"the optimizer makes {why}, and no gradients of a tied one are added"
+            is_compiled = any(one.name.library == "Inductor" for one in file.run.sightings)  # adds in other kernels
             yield TyingEvidence(
-                is_tied=True, why=why, is_certain=addition is not None, file=file, sighting=addition or first
+                is_tied=True,
+                why=why,
+                is_certain=addition is not None,
+                doubt="" if addition or accumulation or is_compiled else doubt,
+                file=file,
+                sighting=addition or first,
             )
     elif addition is not None:
         why = "an addition of two gradients of vocab_size · d_model elements"
@@ -77,9 +91,9 @@ def _has_one_lookup(file: ClaimedRun) -> bool:
     return not file.placement.starts_late and not is_compiled and sum(map(is_lookup, before)) == 1
 
 
-def _find_sum(file: ClaimedRun, shape: ClaimedShape) -> Sighting | None:
-    """Return an addition over as many elements as the embedding has, unless the gradients of all weights are added to
-    those of earlier steps."""
+def _find_sums(file: ClaimedRun, shape: ClaimedShape) -> tuple[Sighting | None, Sighting | None]:
+    """Return an addition over as many elements as the embedding has, and one over those of a feed-forward matrix: then
+    the gradients of all weights are added to those of earlier steps."""
     platform = find_platform(file.run.sightings, file.evidence.device_sms)
     embedding, weight = times(shape.vocab_size, shape.d_model), times(shape.d_model, shape.d_ff)
     others = (
@@ -89,9 +103,9 @@ def _find_sum(file: ClaimedRun, shape: ClaimedShape) -> Sighting | None:
         times(2, shape.tokens, shape.d_ff),
     )
     sums = list(_see_sums(file.run.sightings, platform))
-    if None in (embedding, weight, *others) or _find_only(sums, weight, others):
-        return None
-    return _find_only(sums, embedding, others)
+    if None in (embedding, weight, *others):
+        return None, None
+    return _find_only(sums, embedding, others), _find_only(sums, weight, others)
 
 
 def _see_sums(sightings: Sequence[Sighting], platform: Platform) -> Iterator[Seen]:

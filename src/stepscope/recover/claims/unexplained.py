@@ -110,14 +110,26 @@ def find_surplus(
     run: SegmentedOrder, placement: Placement, predictor: Predictor, shape: ClaimedShape
 ) -> Sequence[Sighting]:
     """Return GEMMs of training steps beyond two gradients of every GEMM. Those before the backward pass are the
-    likeliest. Not in partial passes, nor where layers are recomputed, which compilers do with parts of a layer."""
-    passes = range(1, len(placement.num_layers) + 1)
-    is_partial = any(placement.is_cut(number) or number in placement.unclear for number in passes)
-    is_compiled = any(one.name.library == "Inductor" for one in run.sightings)
-    if not placement.backward or placement.recomputed or is_partial or is_compiled:
+    likeliest."""
+    if not _shows_gradients(run, placement):
         return ()
     gradients = [one for one in (*placement.extras, *placement.backward) if not _is_rotary(one, predictor, shape)]
     return gradients[: max(0, len(gradients) - 2 * len(placement.products))]
+
+
+def count_missing_gradients(run: SegmentedOrder, placement: Placement) -> int:
+    """Return how many GEMMs a training run lacks for two gradients of every GEMM."""
+    found = len(placement.extras) + len(placement.backward)
+    return max(0, 2 * len(placement.products) - found) if _shows_gradients(run, placement) else 0
+
+
+def _shows_gradients(run: SegmentedOrder, placement: Placement) -> bool:
+    """Whether every GEMM should have two gradients. Not in partial passes, nor where layers are recomputed, which
+    compilers do with parts of a layer."""
+    passes = range(1, len(placement.num_layers) + 1)
+    is_partial = any(placement.is_cut(number) or number in placement.unclear for number in passes)
+    is_compiled = any(one.name.library == "Inductor" for one in run.sightings)
+    return bool(placement.backward) and not (placement.recomputed or is_partial or is_compiled)
 
 
 def find_unknown(run: SegmentedOrder) -> Iterator[tuple[Sighting, str]]:

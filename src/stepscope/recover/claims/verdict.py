@@ -226,7 +226,7 @@ def describe_untested(name: str, result: FieldResult) -> str:
     if result.passes_too:
         return f"{_describe_others(result.passes_too)} would also pass (claimed: {result.claimed})"
     if name == "dtype":
-        return "some GEMM kernel names do not contain the dtype"
+        return "some GEMM kernel names do not contain the dtype, or other kernels contradict it"
     return "nothing in the evidence depends on it"
 
 

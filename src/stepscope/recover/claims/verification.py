@@ -28,12 +28,13 @@ from stepscope.recover.claims.refutation import (
     refute_sizes,
     refute_updates,
 )
-from stepscope.recover.claims.regularity import find_irregularities, is_whole
+from stepscope.recover.claims.regularity import disputes_dtype, find_irregularities, is_whole
 from stepscope.recover.claims.repetition import find_step_ns, has_noise
 from stepscope.recover.claims.roofline import find_idle_share
-from stepscope.recover.claims.tying import TyingEvidence, find_tying
+from stepscope.recover.claims.tying import TyingEvidence, find_tying, read_step
 from stepscope.recover.claims.unexplained import (
     UnclaimedWork,
+    count_missing_gradients,
     find_surplus,
     find_unclaimed_products,
     find_unknown,
@@ -171,12 +172,15 @@ class _Judge:
 
     def _find_untrained(self, file: ClaimedRun) -> Iterator[str]:
         """An optimizer that updates fewer parameters than claimed neither contradicts nor supports the claim."""
-        seen, fewest = find_updated(file.run.sightings), self.claim.parameters or self.claim.fewest_parameters
+        recovered = {name: getattr(self.shape, name) for name in LAYER_SIZES if getattr(self.claim, name) is None}
+        whole = msgspec.structs.replace(self.claim, **recovered)
+        seen, fewest = find_updated(file.run.sightings), self.claim.parameters or whole.fewest_parameters
         if seen is not None and fewest is not None and seen[2] < fewest:
             yield (
                 f"the optimizer updates at most {seen[2]:,} parameters, but the claim has at least {fewest:,}: "
                 "layers share weights, some weights are frozen, or other ranks have the rest"
             )
+        yield from (one.doubt for one in read_step(file, self.claim, self.shape) if one.doubt)
 
     def _find_work(self, refutations: list[Refutation]) -> tuple[tuple[UnclaimedWork, ...], float, list[str]]:
         works: list[UnclaimedWork] = []
@@ -207,6 +211,11 @@ class _Judge:
             surplus = find_surplus(file.run, file.placement, file.predictor, self.shape)
             if sum(one.duration_ns for one in surplus) > _MOST_UNCLAIMED * time:
                 missing.append(f"training has {count_noun(len(surplus), 'GEMM')} more than two gradients of every GEMM")
+            if lacking := count_missing_gradients(file.run, file.placement):
+                missing.append(
+                    f"training has {count_noun(lacking, 'GEMM')} less than two gradients of every GEMM: weights are "
+                    "frozen, or kernels are missing"
+                )
             strange = [one for one in file.placement.others if one.zone in _LAYER_ZONES and is_unknown(one.sighting)]
             if strange:
                 missing.append(f"kernels with unknown names inside the layers: {len(strange)}")
@@ -281,7 +290,8 @@ class _Judge:
         kernel on the tensor cores may compute in a narrower dtype."""
         products = [one for file in self.files for one in file.placement.products]
         inside = [one.sighting for one in products if one.role not in OTHER_DTYPE_ROLES]
-        return bool(inside) and all(one.dtype and (one.dtype != "fp32" or not one.counted_dtype) for one in inside)
+        is_known = bool(inside) and all(one.dtype and (one.dtype != "fp32" or not one.counted_dtype) for one in inside)
+        return is_known and not any(disputes_dtype(file.run.sightings, file.placement) for file in self.files)
 
     def _count_misfits(self, file: ClaimedRun) -> int:
         """Count the kernels that would refute the sizes if they could not be one rank's shard."""

@@ -85,4 +85,5 @@ def _keep(evidence: KernelEvidence, kernels: Iterable[Sighting]) -> KernelEviden
         evidence,
         sightings=tuple(msgspec.structs.replace(one, index=place) for place, one in enumerate(kept)),
         exchanges=tuple(bisect_left(indices, index) for index in evidence.exchanges),
+        flaws=(),  # their rows are indices, too, and only a claim is judged by them
     )

@@ -87,9 +87,29 @@ def test_a_forgery_does_not_pass(name: str) -> None:
     assert {trial.outcome for trial in tried} <= {"refuted", "cannot tell", "rejected"}
 
 
+@pytest.mark.parametrize("file", ["neox_fp16.train.json.gz", "llama_compiled.train.json.gz"])
+def test_an_optimizer_does_not_update_copied_layers(file: str) -> None:
+    """In the second file, d_ff cannot be tested and is not claimed."""
+    trial = attack("copied-step-redrawn", FIXTURES / file)
+    assert trial is not None
+    assert trial.outcome == "cannot tell"
+    assert "the optimizer" in trial.why
+
+
+@pytest.mark.parametrize("name", ["copied-each-redrawn", "fewer-layers-twice", "invented-file"])
+@pytest.mark.parametrize("file", [COUNTERS, TRACE])
+def test_numbers_that_are_drawn_again_pass(name: str, file: str) -> None:
+    """A forger who is careful cannot be found out, so a table that says otherwise would mislead."""
+    trial = attack(name, FIXTURES / file)
+    assert trial is not None
+    assert trial.outcome == "consistent", trial.why
+
+
 def _obey(order: str) -> str:
-    if order == "sleep":
-        time.sleep(600)
+    if order == "work":
+        began = time.process_time()
+        while time.process_time() < began + 600:
+            pass
     if order == "die":
         raise SystemExit(3)
     return order.upper()
@@ -97,6 +117,6 @@ def _obey(order: str) -> str:
 
 def test_a_task_that_does_not_end_is_given_up_and_the_others_finish() -> None:
     finished = dict(
-        work_through(["a", "sleep", "die", "b"], _obey, jobs=1, most_seconds=4, most_bytes=2**40, title="orders")
+        work_through(["a", "work", "die", "b"], _obey, jobs=1, most_seconds=1, most_bytes=2**40, title="orders")
     )
-    assert finished == {"a": "A", "sleep": "too slow", "die": "crashed", "b": "B"}
+    assert finished == {"a": "A", "work": "too slow", "die": "crashed", "b": "B"}

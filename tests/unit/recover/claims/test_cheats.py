@@ -85,7 +85,7 @@ def test_busy_work_in_a_layer_is_listed_and_cannot_tell() -> None:
 def test_copied_layers_are_detected() -> None:
     answer = spoil(GPT2, lambda all_: [*all_[:32], *all_[LAYER], *all_[32:]], num_layers=3)
     assert first(answer)[::2] == (ClaimVerdict.REFUTED, "inconsistent evidence")
-    assert "consecutive kernels with exactly the values of those starting at #1" in answer.refuted_by[0].seen
+    assert "kernels in a row with exactly the values of those starting at #1" in answer.refuted_by[0].seen
 
 
 def test_a_layer_copied_in_a_trace_is_detected_by_its_durations() -> None:

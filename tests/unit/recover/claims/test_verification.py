@@ -16,7 +16,7 @@ from stepscope.recover.evidence.recording import gather
 from stepscope.recover.facts import Attention, Rule, Sighting, exactly
 from stepscope.recover.shape import ClaimedShape
 from stepscope.recover.solve.recovery import recover
-from tests.unit.recover.claimed_runs import find, spoil, true_claim, verified
+from tests.unit.recover.claimed_runs import find, run_again, spoil, true_claim, verified
 from tests.unit.recover.evidence_runs import COUNTERS, FOLDER, TRACES, read_evidence, truth_of, with_kernels
 
 GPT2 = "gpt2_bf16_odd.csv.gz"
@@ -238,7 +238,8 @@ def test_decode_steps_are_reported_as_skipped() -> None:
         """Repeat the pass with the grids of a single token."""
         single = {"index", "norm", "GEMM", "attention"}
         again = [
-            msgspec.structs.replace(one, grid=(1, 1, 1)) if one.name.kernel_class in single else one for one in kernels
+            msgspec.structs.replace(one, grid=(1, 1, 1)) if one.name.kernel_class in single else one
+            for one in map(run_again, kernels)
         ]
         return [*kernels, *again]
 
