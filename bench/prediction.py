@@ -3,6 +3,7 @@
     python bench/prediction.py --measure --out truth.jsonl          # on a GPU; about five minutes on an H200
     python bench/prediction.py --measure --group frozen --out truth.jsonl
     python bench/prediction.py --measure --device cpu --tiny        # only to see that everything runs
+    python bench/prediction.py --check --group proposals            # anywhere: are the cases what they should be?
     python bench/prediction.py --predict --from truth.jsonl --group tuned-on      # anywhere; adds predictions
     python bench/prediction.py --from bench/results/prediction_h200.jsonl         # prints the table of such a file
 
@@ -27,7 +28,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from prediction_cases import GROUPS, TRUTHS, Truth, shrink
-from prediction_table import predict, table
+from prediction_table import check_cases, predict, table
 from result_rows import fail, read_rows
 from worker_process import ROOT, WorkerProcess, open_answers
 
@@ -39,11 +40,13 @@ if TYPE_CHECKING:
 WARMUP = 3
 LEAST_STEPS, MOST_STEPS, TIMED_S = 8, 40, 1.2
 KERNELS = 60  # of the longest, per row
+OUT_OF_MEMORY = "out of memory"
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description="Measure steps on a GPU, to compare predictions with.")
     parser.add_argument("--measure", action="store_true", help="measure on this machine")
+    parser.add_argument("--check", action="store_true", help="predict whether the workloads fit as they should")
     parser.add_argument("--predict", action="store_true", help="predict what --from has measured")
     parser.add_argument("--from", dest="source", type=Path, help="rows that were measured before")
     parser.add_argument("--gpu", default="H200", help="that the rows were measured on")
@@ -67,13 +70,23 @@ def main() -> int:
         fail(f"unknown group: {', '.join(sorted(unknown))}; expected {', '.join(GROUPS)}")
     if arguments.source is not None:
         return show(arguments)
+    if arguments.check:
+        return check_cases(choose(arguments), gpu=arguments.gpu, calibration=arguments.calibration)
     if not arguments.measure:
         fail("nothing to do; try --measure, or --from FILE")
     if arguments.out is not None and not arguments.out.parent.is_dir():
         fail(f"not a directory: `{arguments.out.parent}`")
     rows = list(measure(arguments))
     print(measured_table(rows))
-    return 1 if any(row["failure"] for row in rows) else 0
+    wrong = [row["name"] for row in rows if not is_expected(row, is_tiny=arguments.tiny)]
+    print(f"\nnot as expected: {', '.join(wrong) or 'none'}")
+    return 1 if wrong else 0
+
+
+def is_expected(row: dict[str, Any], *, is_tiny: bool) -> bool:
+    """Whether a workload ran, or ran out of memory if it is too large. Nothing tiny is."""
+    fits = is_tiny or TRUTHS[row["name"]].fits
+    return bool(row["failure"] == (None if fits else OUT_OF_MEMORY))
 
 
 def show(arguments: argparse.Namespace) -> int:
@@ -106,13 +119,17 @@ def measured_table(rows: list[dict[str, Any]]) -> str:
 # --- The process that measures ---
 
 
-def measure(arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    started = time.monotonic()
+def choose(arguments: argparse.Namespace) -> list[Truth]:
     groups = arguments.group.split(",")
     chosen = [one for one in TRUTHS.values() if one.group in groups and arguments.only in one.name]
     if not chosen:
         fail(f"no workload of {arguments.group} has `{arguments.only}` in its name")
-    for wave in make_waves(chosen, arguments.at_once):
+    return chosen
+
+
+def measure(arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    started = time.monotonic()
+    for wave in make_waves(choose(arguments), arguments.at_once):
         if time.monotonic() - started > arguments.budget:
             print(f"no time left for {', '.join(one.name for one in wave)}", flush=True)
             continue
@@ -157,7 +174,7 @@ def describe(truth: Truth, answer: Any, arguments: argparse.Namespace, *, late: 
         "compiled": truth.is_compiled,
         "failure": None if answer else failure,
         "command": shlex.join(["python", *sys.argv]),
-        **(answer or {}),
+        **(answer or {}),  # which has another failure if memory ran out
     }
 
 
@@ -180,6 +197,8 @@ def work(what: dict[str, Any]) -> int:
     truth = TRUTHS[what["case"]]
     settings = shrink(truth.settings) if what["tiny"] else truth.settings
     import_all(settings)
+    import torch
+
     from stepscope.measure.environment import resolve_device
     from stepscope.measure.memory.limits import limit_memory
     from stepscope.plan.assumptions import CONTEXT_BYTES
@@ -198,11 +217,15 @@ def work(what: dict[str, Any]) -> int:
         return 0
     faulthandler.cancel_dump_traceback_later()
     faulthandler.dump_traceback_later(0.9 * what["limit_s"], exit=False)
-    if step is None:
-        step = build(workload, device)
-        warmup_ms = warm_up(step)
-    row = measure_step(step, is_alone=not truth.is_compiled, with_kernels=truth.group == "tuned-on")
-    row |= {"warmup_ms": warmup_ms, "environment": describe_environment(device)}
+    try:
+        if step is None:
+            step = build(workload, device)
+            warmup_ms = warm_up(step)
+        row = measure_step(step, is_alone=not truth.is_compiled, with_kernels=truth.group == "tuned-on")
+        row |= {"warmup_ms": warmup_ms}
+    except torch.OutOfMemoryError as error:
+        row = {"failure": OUT_OF_MEMORY, "detail": str(error)}
+    row |= {"environment": describe_environment(device)}
     print(json.dumps(row), file=answers, flush=True)
     return 0
 

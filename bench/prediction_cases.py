@@ -2,7 +2,8 @@
 
 `tuned-on` and `held-out` were fixed before anything was measured. The prediction was tuned on the first; the second
 only scores it. `frozen` was measured, and `chosen-later` even chosen, after the code of the prediction was finished.
-`proposals` are changes that `stepscope plan --fit` proposes, and run with no more memory than it was asked to fit.
+`proposals` are changes that `stepscope plan --fit` proposes, and run with no more memory than it was asked to fit, and
+the next larger batches of two, which must run out of it.
 """
 
 from typing import Any, NamedTuple
@@ -20,6 +21,11 @@ class Truth(NamedTuple):
     @property
     def is_compiled(self) -> bool:
         return bool(self.settings.get("compile")) or "preset" in self.settings
+
+    @property
+    def fits(self) -> bool:
+        """Whether it is expected to fit into its memory limit, or into the GPU."""
+        return self.name not in _TOO_LARGE
 
 
 def _own(family: str, config: Settings, *, optimizer: str, batch: int, context: int, **more: Any) -> Settings:
@@ -382,6 +388,8 @@ _PROPOSALS: dict[str, Settings] = {
         "checkpoint": "7",
         "memory_limit": 48_000_000_000,
     },
+}
+_TOO_LARGE: dict[str, Settings] = {
     "xl in 48 GB, batch 3, does not fit": {"size": "xl", "batch": 3, "memory_limit": 48_000_000_000} | _FASTER,
     "2.7B in 80 GB, batch 5, does not fit": {"size": "2.7B", "batch": 5, "memory_limit": 80_000_000_000} | _FASTER,
 }
@@ -390,7 +398,7 @@ _GROUPS: dict[str, tuple[dict[str, Settings], ...]] = {
     "held-out": (_HELD_OUT, _COMPILED_HELD_OUT),
     "frozen": (_FROZEN,),
     "chosen-later": (_CHOSEN_LATER,),
-    "proposals": (_PROPOSALS,),
+    "proposals": (_PROPOSALS, _TOO_LARGE),
 }
 TRUTHS: dict[str, Truth] = {
     name: Truth(group, name, settings)

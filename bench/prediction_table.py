@@ -8,18 +8,36 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from prediction_cases import GROUPS
+from prediction_cases import GROUPS, Truth
 from worker_process import ROOT
 
 Row = dict[str, Any]
 _EARLY = 0.8  # of a step: if the CPU has launched everything by then, the step waits for the GPU
 
 
+def check_cases(cases: list[Truth], *, gpu: str, calibration: Path | None) -> int:
+    """Print whether workloads are predicted to fit into their limits, or into the GPU. 1 if one is not as expected."""
+    _use_sources()
+    from stepscope.jobs.plan import Planner
+    from stepscope.jobs.plan_target import open_target
+    from stepscope.spec import build_case
+
+    wrong = 0
+    for truth in cases:
+        case = build_case(truth.settings)
+        with Planner(open_target(gpu, case.timing.memory_limit, calibration)) as planner:
+            (found,) = planner.predict_all([case.workload])
+        said = _describe(found)
+        verdict = said.get("refused") or said["verdict"]
+        wrong += (verdict == "fits") != truth.fits
+        peak = gib(said.get("peak_allocated_bytes", 0))
+        print(f"{truth.name}: {verdict}, {peak}, {ms(said.get('step_ns'))}; expected to fit: {truth.fits}", flush=True)
+    return 1 if wrong else 0
+
+
 def predict(rows: list[Row], *, gpu: str, calibration: Path | None) -> list[Row]:
     """The rows with what `stepscope plan` says about the same settings, or why it refuses them."""
-    sys.path.insert(0, str(ROOT / "src"))
-    os.environ["PYTHONPATH"] = str(ROOT / "src")  # for the processes that simulate
-    os.chdir(ROOT)  # for the path of the factory
+    _use_sources()
     from stepscope.jobs.plan import Planner
     from stepscope.jobs.plan_target import open_target
     from stepscope.spec import build_case
@@ -36,12 +54,19 @@ def predict(rows: list[Row], *, gpu: str, calibration: Path | None) -> list[Row]
     return found
 
 
+def _use_sources() -> None:
+    sys.path.insert(0, str(ROOT / "src"))
+    os.environ["PYTHONPATH"] = str(ROOT / "src")  # for the processes that simulate
+    os.chdir(ROOT)  # for the path of the factory
+
+
 def _describe(found: Any) -> Row:
     from stepscope.recording.rows.plan_result import PlanResult
 
     if not isinstance(found, PlanResult):
         return {"refused": f"{found.message} {found.detail}".strip()}
     return {
+        "verdict": found.verdict,
         "peak_allocated_bytes": found.peak_allocated_bytes,
         "peak_requested_bytes": found.peak_requested_bytes,
         "reserved_bytes": list(found.reserved_bytes),

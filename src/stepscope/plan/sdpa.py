@@ -52,15 +52,14 @@ def _attend(
     chosen[kernel] += 1
     if kernel == "flash":
         return _attend_flash(query, key, value, dropout_p, is_causal, scale)
+    mask = _as_bias(attn_mask, query)
     if kernel == "math":
         attend: Any = partial(aten._scaled_dot_product_attention_math, enable_gqa=enable_gqa)
-        found = attend(query, key, value, attn_mask, dropout_p, is_causal, scale=scale)
+        found = attend(query, key, value, mask, dropout_p, is_causal, scale=scale)
     elif kernel == "cudnn":
-        mask = _as_bias(attn_mask, query)
         attend = aten._scaled_dot_product_cudnn_attention
         found = attend(query, key, value, mask, call.needs_grad, dropout_p, is_causal, scale=scale)
     else:
-        mask = _as_bias(attn_mask, query)
         mask = None if mask is None else _pad_mask(mask).expand(*query.shape[:3], key.shape[2])
         attend = aten._scaled_dot_product_efficient_attention
         found = attend(query, key, value, mask, call.needs_grad, dropout_p, is_causal, scale=scale)

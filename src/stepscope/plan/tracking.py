@@ -17,6 +17,7 @@ import weakref
 from types import FrameType
 from typing import Any
 
+import msgspec
 import torch
 from torch import Tensor
 from torch._ops import HigherOrderOperator
@@ -220,6 +221,8 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return False
         self.events.pop()
         self._numbers[address] = first
+        if self.keeps_operations:
+            self.operations[-1] = _write_to(self.operations[-1], made, first)
         return True
 
     def _keep(
@@ -241,6 +244,14 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 scalars_of(func, args, kwargs),
             )
         )
+
+
+def _write_to(operation: Operation, made: int, storage: int) -> Operation:
+    """The same operation with `storage` in place of the one that it made."""
+    outputs = tuple(
+        msgspec.structs.replace(one, storage=storage) if one.storage == made else one for one in operation.outputs
+    )
+    return msgspec.structs.replace(operation, outputs=outputs)
 
 
 def _device_of(tensor: Tensor) -> torch.device:

@@ -113,8 +113,9 @@ class _Attention(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         heads = self.linear(x).to(self.dtype).view(1, 4, 8, 16)
+        mask = torch.ones(8, 8, dtype=torch.bool, device=x.device).tril()
         attend = functional.scaled_dot_product_attention
-        return attend(heads, heads[:, :2], heads[:, :2], enable_gqa=True).float()
+        return attend(heads, heads[:, :2], heads[:, :2], mask, enable_gqa=True).float()
 
 
 class _Experts(nn.Module):
@@ -193,6 +194,7 @@ RUNS: dict[str, Callable[[], Simulation]] = {
     "fp16": _workload(model=SIZES["nano"], precision="fp16", optimizer="adamw-onelaunch", steps=3),
     "graphed": _workload(model=SIZES["nano"], graph=True, steps=3),
     "llama": _workload(model=LLAMA, precision="bf16", context=48, steps=2),
+    "llama-compiled": _workload(model=LLAMA, precision="bf16", context=48, steps=2, compile=True),
     "branching": _train(_Branching),
     "masked": _train(_Masked),
     "on-cpu": _train(_on_cpu),

@@ -19,7 +19,18 @@ MEASURED = {
     "inference": 581_028_864,
     "checkpointed": 2_473_641_984,
 }
-OTHERS = ("nano", "micro-batches", "fp16", "graphed", "llama", "branching", "masked", "on-cpu", "adafactor")
+OTHERS = (
+    "nano",
+    "micro-batches",
+    "fp16",
+    "graphed",
+    "llama",
+    "llama-compiled",
+    "branching",
+    "masked",
+    "on-cpu",
+    "adafactor",
+)
 GROUPED = ("grouped-bf16", "grouped-fp32")
 EXPERTS = ("experts-bf16", "experts-fp32")
 UNUSUAL = ("recomputed-index", "fused-sgd", "compiled", "convolution", "triton")
@@ -131,6 +142,18 @@ def test_transformers_model_takes_the_kernel_of_the_gpu(answers: dict[str, Answe
 def test_grouped_heads_have_no_fused_kernel_in_fp32(answers: dict[str, Answer]) -> None:
     assert "aten._scaled_dot_product_cudnn_attention.default" in operators_of(answers["grouped-bf16"])
     assert "aten._safe_softmax.default" in operators_of(answers["grouped-fp32"])
+
+
+@pytest.mark.parametrize("name", ["grouped-bf16", "grouped-fp32"])
+def test_a_mask_of_booleans_becomes_numbers_before_any_kernel(answers: dict[str, Answer], name: str) -> None:
+    readers = [one.name for one in answers[name].operations if any(fact.dtype == "bool" for fact in one.inputs)]
+    assert readers
+    assert set(readers) <= {"aten.tril.default", "aten.where.self"}
+
+
+def test_a_compiled_transformers_model_builds_its_mask(answers: dict[str, Answer]) -> None:
+    attention = next(one for one in answers["llama-compiled"].operations if "cudnn_attention" in one.name)
+    assert any(fact.shape[-2:] == (48, 48) for fact in attention.inputs)
 
 
 def test_a_condition_on_values_names_the_line(answers: dict[str, Answer]) -> None:

@@ -7,33 +7,18 @@ import pytest
 
 from stepscope.errors import StepscopeError
 from stepscope.hardware import find
-from stepscope.plan.operation import Operation, TensorFacts
+from stepscope.plan.operation import Operation
 from stepscope.plan.step_time import NotCalibratedError, predict_step
 from stepscope.plan.step_time.data_sheets import assume_links, predict_data_parallel, scale_calibration
-from stepscope.plan.step_time.fusion import fuse
 from stepscope.plan.step_time.host_time import HostModel
 from stepscope.plan.step_time.kernels_of import KernelModel
 from stepscope.plan.step_time.measured_times import Curve, MeasuredTimes, product_alignment
-from stepscope.plan.step_time.rewritten_step import merge_products, use_working_weights
+from stepscope.recording.rows.calibration import Series
 from tests.cpu.plan.calibrations import CALL_NS, LAUNCH_NS, bytes_ns, make_calibration, product_ns
+from tests.cpu.plan.operations import addition, call, product, tensor
 
 CALIBRATION = make_calibration()
 FORTH_AND_BACK = ("forward", "backward")
-
-
-def tensor(*shape: int, storage: int, dtype: str = "float32", contiguous: bool = True) -> TensorFacts:
-    return TensorFacts(shape, dtype, contiguous, storage)
-
-
-def call(
-    name: str,
-    inputs: tuple[TensorFacts, ...],
-    outputs: tuple[TensorFacts, ...],
-    phase: str = "forward",
-    module: str = "block",
-    **arguments: object,
-) -> Operation:
-    return Operation(f"aten.{name}", phase, module, inputs, outputs, arguments)  # type: ignore[arg-type]
 
 
 def kernel_of(operation: Operation, *before: Operation) -> object:
@@ -41,16 +26,6 @@ def kernel_of(operation: Operation, *before: Operation) -> object:
     for position, one in enumerate(before):
         model.kernels_of(position, one)
     return model.kernels_of(len(before), operation)
-
-
-def product(phase: str = "forward", *, m: int = 8192, storage: int = 10, dtype: str = "bfloat16") -> Operation:
-    left, right = tensor(m, 2048, storage=storage, dtype=dtype), tensor(2048, 2048, storage=2, dtype=dtype)
-    return call("mm.default", (left, right), (tensor(m, 2048, storage=storage + 1, dtype=dtype),), phase)
-
-
-def addition(elements: int, *, storage: int = 20, phase: str = "forward") -> Operation:
-    inputs = tensor(elements, storage=storage), tensor(elements, storage=storage + 1)
-    return call("add.Tensor", inputs, (tensor(elements, storage=storage + 2),), phase)
 
 
 def test_a_product_between_the_measured_sizes_takes_the_time_of_its_flops() -> None:
@@ -203,65 +178,53 @@ def test_reading_a_value_makes_the_host_wait() -> None:
     assert waiting.ns > running.ns + 10_000
 
 
+@pytest.mark.parametrize(("source", "non_blocking", "waits"), [(-1, False, True), (-1, True, False), (5, False, False)])
+def test_a_copy_from_the_cpu_makes_the_host_wait(source: int, non_blocking: bool, waits: bool) -> None:
+    index = (tensor(1, storage=source, dtype="int64"),), (tensor(1, storage=6, dtype="int64"),)
+    copy = call("_to_copy.default", *index, non_blocking=non_blocking)
+    step = predict_step([product(m=16384), copy], CALIBRATION)
+    assert (step.host_ns > step.gpu_ns) == waits
+
+
+def test_a_safe_softmax_has_three_more_kernels() -> None:
+    scores = (tensor(64, 1024, 1024, storage=1),), (tensor(64, 1024, 1024, storage=2),)
+    plain, safe = (
+        predict_step([call(f"{name}.default", *scores)], CALIBRATION) for name in ("_softmax", "_safe_softmax")
+    )
+    elements = 64 * 1024 * 1024
+    assert safe.launches == plain.launches + 3
+    more = bytes_ns(5 * elements) + bytes_ns(2 * elements) + bytes_ns(8 * elements)
+    assert safe.gpu_ns == pytest.approx(plain.gpu_ns + more, rel=0.1)
+
+
+def attention(*, mask: bool, dropout: float) -> Operation:
+    q, k, v = (tensor(8, 16, 1024, 64, storage=number, dtype="bfloat16") for number in (1, 2, 3))
+    bias = (tensor(8, 1, 1024, 1024, storage=4, dtype="bfloat16"),) if mask else ()
+    name = "_scaled_dot_product_cudnn_attention.default"
+    return call(name, (q, k, v, *bias), (tensor(8, 16, 1024, 64, storage=9, dtype="bfloat16"),), dropout_p=dropout)
+
+
+def test_attention_with_a_mask_and_dropout_pays_for_both() -> None:
+    plain = next(one for one in CALIBRATION.series if (one.operation, one.dtype) == ("sdpa-cudnn", "bf16"))
+    more = [slow_series(plain, "sdpa-cudnn-masked", 2.0), slow_series(plain, "sdpa-cudnn-dropout", 3.0)]
+    calibration = msgspec.structs.replace(CALIBRATION, series=(*CALIBRATION.series, *more))
+    chosen = ((False, 0.0), (True, 0.0), (False, 0.1), (True, 0.1))
+    alone, masked, dropped, both = (
+        predict_step([attention(mask=mask, dropout=dropout)], calibration).gpu_ns for mask, dropout in chosen
+    )
+    assert masked / alone == pytest.approx(2.0, rel=0.05)
+    assert dropped / alone == pytest.approx(3.0, rel=0.05)
+    assert both / alone == pytest.approx(6.0, rel=0.05)
+
+
+def slow_series(series: Series, operation: str, factor: float) -> Series:
+    rows = tuple((*row[:-1], round(factor * row[-1])) for row in series.rows)
+    return msgspec.structs.replace(series, operation=operation, rows=rows)
+
+
 def test_tf32_is_faster_than_fp32() -> None:
     operations = [product(dtype="float32")]
     assert predict_step(operations, CALIBRATION, tf32=True).gpu_ns < 0.3 * predict_step(operations, CALIBRATION).gpu_ns
-
-
-def chain(length: int, *, elements: int = 2**22, phase: str = "forward", first: int = 100) -> list[Operation]:
-    """Elementwise operators, each of which reads what the one before it wrote."""
-    return [
-        call(
-            "mul.Tensor",
-            (tensor(elements, storage=first + number),),
-            (tensor(elements, storage=first + number + 1),),
-            phase,
-            other=2.0,
-        )
-        for number in range(length)
-    ]
-
-
-def test_a_chain_of_elementwise_operators_becomes_one_kernel() -> None:
-    groups = fuse(chain(10))
-    assert len(groups) == 1
-    assert groups[0].bytes == 2 * 4 * 2**22  # the first input and the last result
-
-
-def test_a_product_separates_fused_kernels_and_reads_what_they_wrote() -> None:
-    left = tensor(8192, 512, storage=103)
-    multiply = call("mm.default", (left, tensor(512, 512, storage=7)), (tensor(8192, 512, storage=200),))
-    groups = fuse([*chain(3), multiply, *chain(2, first=200)])
-    assert [group.is_extern for group in groups] == [False, True, False]
-    assert 103 in groups[0].writes
-
-
-def test_what_backward_needs_is_computed_again_instead_of_kept() -> None:
-    forward = chain(3)  # 100 to 103
-    reads = call(
-        "mul.Tensor",
-        (tensor(2**22, storage=102), tensor(2**22, storage=300)),
-        (tensor(2**22, storage=301),),
-        "backward",
-    )
-    groups = fuse([*forward, reads])
-    assert 102 not in groups[0].writes
-    assert set(groups[1].reads) == {100, 300}
-
-
-def test_equal_casts_are_computed_once() -> None:
-    def cast(result: int) -> Operation:
-        out = tensor(2**20, storage=result, dtype="bfloat16")
-        return call("_to_copy.default", (tensor(2**20, storage=1),), (out,))
-
-    assert len(fuse([cast(2), cast(3)])) == 1
-
-
-def test_compiling_makes_a_chain_faster() -> None:
-    operations = chain(50, elements=2**24)
-    eager, compiled = predict_step(operations, CALIBRATION), predict_step(operations, CALIBRATION, compiled=True)
-    assert compiled.ns < 0.1 * eager.ns
-    assert compiled.launches == 1
 
 
 def test_a_repeated_forward_pass_costs_the_host_as_much_as_the_first() -> None:
@@ -321,47 +284,6 @@ def test_communication_hides_behind_backward() -> None:
     assert step.ns < parallel.step_ns < step.ns + parallel.communication_ns
     sent_ns = 20 * 4 * 2048 * 2048 * (2 * 7 / 8) / 3.6e11 * 1e9
     assert sent_ns < parallel.communication_ns < 1.5 * sent_ns
-
-
-def half(*shape: int, storage: int, contiguous: bool = True) -> TensorFacts:
-    return tensor(*shape, storage=storage, dtype="bfloat16", contiguous=contiguous)
-
-
-def linear_step() -> list[Operation]:
-    """Two linear layers with the same input: casts of weights, products, and their gradients with casts."""
-    x, y = half(1024, 512, storage=1), (half(1024, 256, storage=41), half(1024, 256, storage=42))
-    operations = []
-    for number in (0, 1):
-        weight, cast = tensor(512, 256, storage=20 + number), half(512, 256, storage=30 + number)
-        operations.append(call("_to_copy.default", (weight,), (cast,)))
-        operations.append(call("mm.default", (x, cast), (y[number],)))
-    for number in (0, 1):
-        cast, gradient = half(256, 512, storage=30 + number), half(256, 512, storage=50 + number)
-        operations.append(
-            call("mm.default", (half(256, 1024, storage=60, contiguous=False), x), (gradient,), "backward")
-        )
-        operations.append(call("mm.default", (y[number], cast), (half(1024, 512, storage=70 + number),), "backward"))
-        operations.append(call("_to_copy.default", (gradient,), (tensor(256, 512, storage=80 + number),), "backward"))
-    return operations
-
-
-def test_working_weights_need_no_casts() -> None:
-    left = use_working_weights(linear_step())
-    assert {one.name for one in left} == {"aten.mm.default"}
-
-
-def test_merged_products_do_the_same_work_in_fewer_kernels() -> None:
-    plain = [one for one in linear_step() if "mm" in one.name]
-    merged = merge_products(plain)
-    assert [(one.phase, one.inputs[0].shape, one.outputs[0].shape) for one in merged] == [
-        ("forward", (1024, 512), (1024, 512)),
-        ("backward", (512, 1024), (512, 512)),
-        ("backward", (1024, 512), (1024, 512)),
-    ]
-    before, after = predict_step(plain, CALIBRATION), predict_step(plain, CALIBRATION, merge=True)
-    assert after.flops == before.flops
-    assert after.launches == before.launches // 2
-    assert after.gpu_ns < before.gpu_ns
 
 
 def test_continuous_load_slows_products_down_and_nothing_else() -> None:

@@ -7,7 +7,7 @@ is cheap to compute is not kept but computed again, so backward reads the inputs
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -54,8 +54,8 @@ def is_compiled(operation: "Operation") -> bool:
 
 
 def fuse(operations: Sequence["Operation"]) -> list[FusedGroup]:
-    """Return the groups of the compiled phases, in the order in which they run."""
-    operations = share_casts(operations)
+    """Return the groups of the compiled phases, in the order in which they run. The operators are those of
+    `name_values`, with shared casts."""
     groups: list[FusedGroup] = []
     opened: list[FusedGroup] = []  # can still take operators: nothing that depends on them has run
     for position, operation in enumerate(operations):
@@ -82,15 +82,33 @@ def fuse(operations: Sequence["Operation"]) -> list[FusedGroup]:
     return [one for one in groups if one.is_extern or one.writes]
 
 
+def name_values(operations: Sequence["Operation"]) -> list["Operation"]:
+    """The operators as a compiler sees them: what is written to a tensor that exists is another tensor from then on."""
+    following = 1 + max((fact.storage for one in operations for fact in (*one.inputs, *one.outputs)), default=0)
+    current: dict[int, int] = {}  # the last value of each storage
+    known: set[int] = set()
+    changed = []
+    for operation in operations:
+        inputs = tuple(_rename(fact, current) for fact in operation.inputs)
+        known |= {fact.storage for fact in operation.inputs}
+        if short_name(operation.name) not in (*VIEWS, *FREE):
+            for storage in {fact.storage for fact in operation.outputs if fact.storage >= 0} & known:
+                current[storage] = following
+                following += 1
+        outputs = tuple(_rename(fact, current) for fact in operation.outputs)
+        known |= {fact.storage for fact in operation.outputs}
+        changed.append(msgspec.structs.replace(operation, inputs=inputs, outputs=outputs))
+    return changed
+
+
 def share_casts(operations: Sequence["Operation"]) -> list["Operation"]:
     """Let all readers of equal casts of a tensor read the first one, as common subexpressions are computed once."""
     first: dict[tuple[str, int, str], int] = {}
     renamed: dict[int, int] = {}
     changed = []
     for operation in operations:
-        inputs = tuple(_rename(fact, renamed) for fact in operation.inputs)
-        outputs = tuple(_rename(fact, renamed) for fact in operation.outputs)
-        operation = msgspec.structs.replace(operation, inputs=inputs, outputs=outputs)
+        operation = rename_storages(operation, renamed)
+        inputs, outputs = operation.inputs, operation.outputs
         if short_name(operation.name) == "_to_copy" and inputs and outputs:
             key = (operation.phase, inputs[0].storage, outputs[0].dtype)
             if key in first and is_compiled(operation):
@@ -101,7 +119,14 @@ def share_casts(operations: Sequence["Operation"]) -> list["Operation"]:
     return changed
 
 
-def _rename(fact: "TensorFacts", renamed: dict[int, int]) -> "TensorFacts":
+def rename_storages(operation: "Operation", renamed: Mapping[int, int]) -> "Operation":
+    """The same operator on other storages."""
+    inputs = tuple(_rename(fact, renamed) for fact in operation.inputs)
+    outputs = tuple(_rename(fact, renamed) for fact in operation.outputs)
+    return msgspec.structs.replace(operation, inputs=inputs, outputs=outputs)
+
+
+def _rename(fact: "TensorFacts", renamed: Mapping[int, int]) -> "TensorFacts":
     return msgspec.structs.replace(fact, storage=renamed[fact.storage]) if fact.storage in renamed else fact
 
 

@@ -8,7 +8,7 @@ kernels wrote are still in the L2 cache and count as warm.
 
 import math
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Literal
 
 import msgspec
@@ -24,6 +24,7 @@ from stepscope.plan.step_time.operator_kinds import (
     INDEXING,
     LAUNCHES,
     LISTS,
+    MERGED_SIZES,
     OWN,
     PRODUCTS,
     REDUCTIONS,
@@ -70,6 +71,7 @@ class KernelModel:
         self._storage_bytes: dict[int, int] = {}
         self._stepped: set[tuple[int, Sizes]] = set()  # views that skip elements
         self._cached: OrderedDict[int, int] = OrderedDict()
+        self._cached_total = 0
         self._capacity = _WARM_SHARE * times.calibration.l2_bytes
 
     def kernels_of(self, position: int, operation: "Operation") -> PlannedKernel | None:
@@ -102,21 +104,42 @@ class KernelModel:
             precision=self._fp32 if precision == "fp32" else precision,
         )
 
-    def fused(self, position: int, operation: "Operation", moved: int) -> PlannedKernel:
-        """A kernel of a compiled step that moves this many bytes, as fast as an addition of two tensors."""
-        found = self._times.rows("add", "fp32", "cold", (max(1, moved // 12),), 12)
+    def pass_over(self, operation: "Operation") -> None:
+        """Follow an operator that a compiler makes a part of a kernel."""
+        self._follow_view(short_name(operation.name), operation)
+        self._remember_sizes(operation)
+
+    def fused(
+        self, position: int, operation: "Operation", reads: Mapping[int, int], writes: Mapping[int, int]
+    ) -> PlannedKernel:
+        """A kernel of a compiled step that moves these bytes of storages, as fast as an addition of two tensors."""
+        written = sum(writes.values())
+        moved = sum(reads.values()) + written
+        sizes = (max(1, moved // 12),)
+        found = self._times.rows("add", "fp32", "cold", sizes, 12)
+        ns = self._warm_up(found.ns, self._times.rows("add", "fp32", "warm", sizes, 12).ns, self._warm(reads, written))
+        for storage, size in (*reads.items(), *writes.items()):
+            self._keep_cached(storage, size)
         return PlannedKernel(
             position=position,
             name="fused",
             phase=operation.phase,
             module=operation.module,
-            ns=found.ns,
+            ns=ns,
             error=max(_FUSED_ERROR, found.error),
             bytes=moved,
             flops=0,
             launches=1,
             bound="memory" if moved > 2**20 else "launch",
         )
+
+    def product_ns(self, operation: "Operation") -> float:
+        """The time of a product, whatever is in the cache."""
+        return self._product(short_name(operation.name), operation)[0].ns
+
+    def copy_ns(self, size: int) -> float:
+        """The time to copy this many bytes."""
+        return self._times.rows("clone", "fp32", "cold", (max(1, size // 4),), 8).ns
 
     # --- Which measurement -------------------------------------------------------------------------------------------
 
@@ -136,6 +159,8 @@ class KernelModel:
             return self._list(name, operation), name, 0
         if name in INDEXING and len(operation.inputs) > 1:
             return self._indexing(name, operation), name, 0
+        if name == "_safe_softmax":
+            return self._safe_softmax(operation), "softmax", 0
         if name in ROWS:
             return self._rows(name, operation), ROWS[name][0], 0
         if name in REDUCTIONS:
@@ -151,15 +176,18 @@ class KernelModel:
 
     def _product(self, name: str, operation: "Operation") -> tuple[Estimate, str, int]:
         left, right = operation.inputs[-2:]
+        merged = operation.arguments.get(MERGED_SIZES)
+        if isinstance(merged, tuple):
+            left = operation.inputs[0]
         has_bias = name.startswith(("addmm", "_addmm", "baddbmm"))
         precision = self._precision(operation.inputs)
         precision = self._fp32 if precision == "fp32" else precision
         layout = ("n" if left.contiguous else "t") + ("n" if right.contiguous else "t")
         layout = "nn" if layout == "tt" else layout
         if len(right.shape) == 1:  # a vector is a matrix with one column
-            sizes = (math.prod(left.shape[:-1]), 1, left.shape[-1])
+            sizes: Sizes = (math.prod(left.shape[:-1]), 1, left.shape[-1])
             return self._times.product("mm", precision, layout, sizes), "mm", 2 * math.prod(sizes)
-        sizes = (left.shape[-2], right.shape[-1], left.shape[-1])
+        sizes = merged if isinstance(merged, tuple) else (left.shape[-2], right.shape[-1], left.shape[-1])
         if len(left.shape) == 3:
             batch = left.shape[0]
             if batch == 1:
@@ -189,21 +217,30 @@ class KernelModel:
         sizes = (q.shape[0], q.shape[1], k.shape[1], max(q.shape[2], k.shape[2]), q.shape[3])
         causal = bool(operation.arguments.get("is_causal", operation.arguments.get("causal", False)))
         backend = next((one for one in ("cudnn", "efficient", "flash") if one in name), "flash")
-        measured = "stepscope-flash" if operation.name.startswith("stepscope") else f"sdpa-{backend}"
-        if operation.arguments.get("dropout_p"):
-            measured += "-dropout"
+        plain = "stepscope-flash" if operation.name.startswith("stepscope") else f"sdpa-{backend}"
+        has_mask, has_dropout = _has_mask(operation, q, k), bool(operation.arguments.get("dropout_p"))
+        measured = f"{plain}{'-masked' * has_mask or '-dropout' * has_dropout}"
         precision = self._precision(operation.inputs)
         passing = "backward" if is_backward else "forward"
         flops = (5 if is_backward else 2) * 2 * q.shape[0] * q.shape[1] * sizes[3] ** 2 * q.shape[3] // (1 + causal)
-        for operation_name, dtype, mask, factor in _attention_fallbacks(measured, precision, causal):
+        slower = self._dropout_ratio(plain, precision, passing, sizes) if has_mask and has_dropout else 1.0
+        for operation_name, dtype, mask, factor in _attention_fallbacks(measured, plain, precision, causal):
             if self._times.has(operation_name, dtype, f"{mask} {passing}"):
                 found = self._times.attention(operation_name, dtype, f"{mask} {passing}", sizes)
-                return Estimate(found.ns * factor, found.error), measured, flops
+                return Estimate(found.ns * factor * slower, found.error), measured, flops
         return (
             self._times.attention(measured, precision, f"causal {passing}", sizes),
             measured,
             flops,
         )  # says what lacks
+
+    def _dropout_ratio(self, plain: str, precision: str, passing: str, sizes: Sizes) -> float:
+        """How much slower attention is with dropout. Dropout and a mask were measured, but not both together."""
+        for variant in (f"{mask} {passing}" for mask in ("causal", "full")):
+            if self._times.has(f"{plain}-dropout", precision, variant) and self._times.has(plain, precision, variant):
+                with_dropout = self._times.attention(f"{plain}-dropout", precision, variant, sizes).ns
+                return with_dropout / self._times.attention(plain, precision, variant, sizes).ns
+        return 1.0
 
     def _list(self, name: str, operation: "Operation") -> Estimate:
         """A list of tensors. Operators in place return nothing, so what they write is known from their name."""
@@ -236,6 +273,18 @@ class KernelModel:
         moved = self._bytes(operation.inputs) + self._written(operation)
         rows = max(1, round(moved / (passes * itemsize * columns)))
         return self._times.rows(measured, precision, "", (rows, columns), passes * itemsize)
+
+    def _safe_softmax(self, operation: "Operation") -> Estimate:
+        """Softmax that returns zeros for rows of which everything is masked. Three more kernels find what is masked,
+        then the rows, and copy the result."""
+        softmax, fact = self._rows("_safe_softmax", operation), operation.inputs[0]
+        precision, itemsize = ("fp32", 4) if self._precision([fact]) == "fp32" else ("bf16", 2)
+        elements, columns = math.prod(fact.shape), fact.shape[-1]
+        written = elements * (itemsize + 1) // (2 * itemsize)  # a byte for each element
+        masked = self._times.rows("mul_scalar", precision, "cold", (written,), 2 * itemsize)
+        rows = self._times.rows("amax_columns", "bf16", "", (elements // columns, columns), 2)
+        copied = self._times.rows("mul_scalar", precision, "cold", (elements,), 2 * itemsize)
+        return Estimate(softmax.ns + masked.ns + rows.ns + copied.ns, softmax.error)
 
     def _reduction(self, name: str, operation: "Operation") -> tuple[Estimate, str, int]:
         fact = operation.inputs[0]
@@ -287,8 +336,10 @@ class KernelModel:
         if not warm_share or not self._times.has(measured, precision, "warm"):
             return cold, measured, 0
         warm = self._times.rows(measured, precision, "warm", (elements,), base_bytes)
-        ns = warm_share * min(warm.ns, cold.ns) + (1 - warm_share) * cold.ns
-        return Estimate(ns, cold.error), measured, 0
+        return Estimate(self._warm_up(cold.ns, warm.ns, warm_share), cold.error), measured, 0
+
+    def _warm_up(self, cold_ns: float, warm_ns: float, warm_share: float) -> float:
+        return warm_share * min(warm_ns, cold_ns) + (1 - warm_share) * cold_ns
 
     def _resembling(self, name: str, operation: "Operation", inputs: Sequence["TensorFacts"]) -> str:
         """The measured operation that accesses memory like this one."""
@@ -361,20 +412,25 @@ class KernelModel:
         for fact in (*operation.inputs, *operation.outputs):
             if fact.storage >= 0:
                 size = math.prod(fact.shape) * ITEM_BYTES.get(fact.dtype, 4)
-                self._cached[fact.storage] = min(size, self._storage_bytes.get(fact.storage, size))
-                self._cached.move_to_end(fact.storage)
-        while len(self._cached) > 1 and sum(self._cached.values()) > 2 * self._capacity:
-            self._cached.popitem(last=False)
+                self._keep_cached(fact.storage, min(size, self._storage_bytes.get(fact.storage, size)))
+
+    def _keep_cached(self, storage: int, size: int) -> None:
+        self._cached_total += size - self._cached.get(storage, 0)
+        self._cached[storage] = size
+        self._cached.move_to_end(storage)
+        while len(self._cached) > 1 and self._cached_total > 2 * self._capacity:
+            self._cached_total -= self._cached.popitem(last=False)[1]
 
     def _warm_share(self, operation: "Operation") -> float:
-        """The share of an operator's bytes that are in the cache. What it writes goes there if it is small."""
-        warm, total = 0.0, 0
-        for fact in {one.storage: one for one in operation.inputs if one.storage >= 0}.values():
-            size = self._bytes([fact])
-            total += size
-            warm += min(size, self._cached_bytes(fact.storage))
-        written = self._written(operation)
-        return (warm + max(0.0, min(written, self._capacity / 2 - warm / 4))) / max(1, total + written)
+        """The share of an operator's bytes that are in the cache."""
+        facts = {one.storage: one for one in operation.inputs if one.storage >= 0}
+        return self._warm({storage: self._bytes([fact]) for storage, fact in facts.items()}, self._written(operation))
+
+    def _warm(self, reads: Mapping[int, int], written: int) -> float:
+        """The same of bytes that are read and written. What is written goes to the cache if it is small."""
+        warm = sum(min(size, self._cached_bytes(storage)) for storage, size in reads.items())
+        total = sum(reads.values()) + written
+        return (warm + max(0.0, min(written, self._capacity / 2 - warm / 4))) / max(1, total)
 
     def _cached_bytes(self, storage: int) -> float:
         """How much of a tensor is still in the cache: what was used since then has pushed out the rest."""
@@ -421,11 +477,21 @@ def _queries_and_keys(operation: "Operation") -> tuple["TensorFacts", "TensorFac
     return tensors[start], tensors[start + 1]
 
 
-def _attention_fallbacks(measured: str, precision: str, causal: bool) -> Iterator[tuple[str, str, str, float]]:
+def _has_mask(operation: "Operation", queries: "TensorFacts", keys: "TensorFacts") -> bool:
+    """Whether one of the inputs after queries, keys and values, and in backward after their result, has a column per
+    key."""
+    others = operation.inputs[5 if "backward" in operation.name else 3 :]
+    lengths = {(queries.shape[2], keys.shape[2]), (1, keys.shape[2])}
+    return any(len(fact.shape) >= 2 and fact.shape[-2:] in lengths for fact in others)
+
+
+def _attention_fallbacks(
+    measured: str, plain: str, precision: str, causal: bool
+) -> Iterator[tuple[str, str, str, float]]:
     """What was measured, from the same problem to similar ones, each with the factor of its time."""
     mask = "causal" if causal else "full"
     other, factor = ("full", 0.6) if causal else ("causal", 1.7)
-    for name in (measured, measured.removesuffix("-dropout"), "sdpa-cudnn", "sdpa-flash", "sdpa-efficient"):
+    for name in (measured, plain, "sdpa-cudnn", "sdpa-flash", "sdpa-efficient"):
         for dtype in (precision, "bf16" if precision == "fp16" else precision):
             yield name, dtype, mask, 1.0
             yield name, dtype, other, factor

@@ -26,6 +26,7 @@ FREE = frozenset(
     {"detach", "detach_", "alias", "lift_fresh", "empty", "empty_like", "empty_strided", "new_empty", "set_"}
 )
 GROUPED = "_grouped_mm"
+MERGED_SIZES = "merged_sizes"  # an argument of a product that stands for several: rows, columns and depth
 PRODUCTS = frozenset({"mm", "addmm", "bmm", "baddbmm", "_addmm_activation", "addmv", "mv", "dot", GROUPED})
 _WAITING = frozenset({"_local_scalar_dense", "item", "nonzero"})
 COPIES = frozenset({"clone", "copy_", "_to_copy", "contiguous", "cat", "stack", "repeat", "repeat_interleave", "copy"})
@@ -203,6 +204,7 @@ LAUNCHES = {
     "select_backward": 2,
     "masked_fill": 2,
     "_softmax_backward_data": 2,
+    "_safe_softmax": 4,
     "native_layer_norm_backward": 2,
     "_fused_rms_norm_backward": 2,
     "embedding_dense_backward": 8,
@@ -227,8 +229,16 @@ def short_name(name: str) -> str:
 
 
 def waits_for_gpu(operation: "Operation") -> bool:
-    """Whether the host waits for what the GPU has not done yet, because it reads a value."""
-    return short_name(operation.name) in _WAITING or count_calls(operation) > 1
+    """Whether the host waits for what the GPU has not done yet, because it reads a value, or copies one to the GPU from
+    memory that is not pinned."""
+    return short_name(operation.name) in _WAITING or count_calls(operation) > 1 or _is_upload(operation)
+
+
+def _is_upload(operation: "Operation") -> bool:
+    """Whether an operator copies from the CPU to the GPU and returns only when it has: indexing with a list does."""
+    if short_name(operation.name) not in ("_to_copy", "copy_") or operation.arguments.get("non_blocking"):
+        return False
+    return operation.inputs[-1].storage < 0 <= operation.outputs[0].storage
 
 
 def count_calls(operation: "Operation") -> int:

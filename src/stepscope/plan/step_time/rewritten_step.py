@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from stepscope.plan.step_time.fusion import SHARED, share_casts
-from stepscope.plan.step_time.operator_kinds import short_name
+from stepscope.plan.step_time.fusion import SHARED, rename_storages, share_casts
+from stepscope.plan.step_time.operator_kinds import FREE, MERGED_SIZES, VIEWS, short_name
 
 if TYPE_CHECKING:
     from stepscope.plan.operation import Operation, TensorFacts
@@ -26,8 +26,9 @@ def use_working_weights(operations: Sequence["Operation"]) -> list["Operation"]:
     last: list[int] = []  # casts whose results only the optimizer reads
     readers: dict[int, set[str]] = defaultdict(set)
     for operation in operations:
-        for fact in operation.inputs:
-            readers[fact.storage].add(operation.phase)
+        if short_name(operation.name) not in (*VIEWS, *FREE):  # autograd detaches a gradient before it keeps it
+            for fact in operation.inputs:
+                readers[fact.storage].add(operation.phase)
     for position, operation in enumerate(operations):
         if short_name(operation.name) == "_to_copy" and operation.inputs and operation.outputs:
             source, result = operation.inputs[0], operation.outputs[0]
@@ -51,15 +52,19 @@ def merge_products(operations: Sequence["Operation"]) -> list["Operation"]:
         elif _is_product(one) and one.phase == "backward":
             backward[one.inputs[1].storage].append(position)
     kept, dropped = list(operations), set()
+    summed: set[int] = set()  # results that the wider product adds up itself
     for (storage, _), same in groups.items():
         weights = {operations[one].inputs[1].storage for one in same}
         of_inputs = sorted(position for weight in weights for position in backward[weight])
         for positions, axis in ((same, "n"), (of_inputs, "k"), (backward[storage], "m")):
             for first in range(0, len(positions), len(same)):  # one of each per pass of gradient accumulation
                 alike = positions[first : first + len(same)]
-                kept[alike[-1]] = _widen([operations[one] for one in alike], axis)
-                dropped |= set(alike[:-1])
-    return [one for position, one in enumerate(kept) if position not in dropped]
+                products = [operations[one] for one in alike]
+                at = alike[0] if axis == "n" else alike[-1]  # when all of its inputs are there
+                kept[at] = _widen(products, axis)
+                dropped |= {one for one in alike if one != at}
+                summed |= {one.outputs[0].storage for one in products[:-1]} if axis == "k" else set()
+    return _drop_sums([one for position, one in enumerate(kept) if position not in dropped], summed)
 
 
 def _is_product(operation: "Operation") -> bool:
@@ -67,22 +72,39 @@ def _is_product(operation: "Operation") -> bool:
 
 
 def _widen(products: Sequence["Operation"], axis: str) -> "Operation":
-    """One product, as wide along `axis` as all: rows (m) or columns (n) of the result, or what is summed (k)."""
+    """One product, as wide along `axis` as all: rows (m) or columns (n) of the result, or what is summed (k). It reads
+    and writes what they did, as parts of larger tensors, so its sizes are an argument."""
     last = products[-1]
-    left, right, out = last.inputs[0], last.inputs[1], last.outputs[0]
-    total = {
-        "m": sum(one.outputs[0].shape[0] for one in products),
-        "n": sum(one.outputs[0].shape[1] for one in products),
-        "k": sum(one.inputs[0].shape[1] for one in products),
+    if len(products) == 1:
+        return last
+    m, n, k = (*last.outputs[0].shape, last.inputs[0].shape[1])
+    sizes = {
+        "m": (sum(one.outputs[0].shape[0] for one in products), n, k),
+        "n": (m, sum(one.outputs[0].shape[1] for one in products), k),
+        "k": (m, n, sum(one.inputs[0].shape[1] for one in products)),
     }[axis]
-    m, n, k = out.shape[0], out.shape[1], left.shape[1]
-    m, n, k = (total if axis == "m" else m), (total if axis == "n" else n), (total if axis == "k" else k)
-    inputs = (_reshape(left, m, k), _reshape(right, k, n))
-    return msgspec.structs.replace(last, inputs=inputs, outputs=(_reshape(out, m, n),))
+    lefts, rights = (dict.fromkeys(one.inputs[side] for one in products) for side in (0, 1))
+    outputs = last.outputs if axis == "k" else tuple(one.outputs[0] for one in products)
+    arguments = {**last.arguments, MERGED_SIZES: sizes}
+    return msgspec.structs.replace(last, inputs=(*lefts, *rights), outputs=outputs, arguments=arguments)
 
 
-def _reshape(fact: "TensorFacts", *shape: int) -> "TensorFacts":
-    return msgspec.structs.replace(fact, shape=shape)
+def _drop_sums(operations: Sequence["Operation"], absent: set[int]) -> list["Operation"]:
+    """Leave out the casts and additions of results that no longer exist. The sum is the operand that does."""
+    kept: list[Operation] = []
+    renamed: dict[int, int] = {}
+    for operation in operations:
+        operation = rename_storages(operation, renamed)
+        name, outputs = short_name(operation.name), operation.outputs
+        gone = [fact for fact in operation.inputs if fact.storage in absent]
+        if not gone or name not in ("_to_copy", "add", "add_", *VIEWS, *FREE):
+            kept.append(operation)
+        elif len(gone) == len(operation.inputs):
+            absent |= {fact.storage for fact in outputs}
+        else:
+            (left,) = (fact.storage for fact in operation.inputs if fact.storage not in absent)
+            renamed |= {fact.storage: left for fact in outputs if fact.storage != left}
+    return kept
 
 
 def _storages(facts: Sequence["TensorFacts"]) -> set[int]:

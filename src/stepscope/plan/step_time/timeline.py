@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from stepscope.plan.step_time.fusion import OUTSIDE, fuse, is_compiled
+from stepscope.plan.step_time.compiled_step import compile_step
+from stepscope.plan.step_time.fusion import name_values
 from stepscope.plan.step_time.host_time import HostModel, share_modules
 from stepscope.plan.step_time.kernels_of import Bound, KernelModel, PlannedKernel
 from stepscope.plan.step_time.measured_times import MeasuredTimes
@@ -72,13 +73,14 @@ def predict_step(
 ) -> PredictedStep:
     """Predict the step that calls these operators. With `graph` it is replayed from a CUDA graph, without the host. The
     other settings are those of a `Workload`; the operators are those of the step without them."""
+    operations = name_values(operations) if compiled else operations
     operations = use_working_weights(operations) if working_weights else operations
     operations = merge_products(operations) if merge else operations
     model = KernelModel(MeasuredTimes(calibration), tf32=tf32)
     host = HostModel(calibration)
     costs = host_costs(operations, host)
     if compiled:
-        kernels, costs = _compile(operations, model, costs, host, with_loss=graph)
+        kernels, costs = compile_step(operations, model, costs, host, calibration.hardware, with_loss=graph)
     else:
         kernels = [kernel for position, one in enumerate(operations) if (kernel := model.kernels_of(position, one))]
     if graph:
@@ -116,42 +118,6 @@ def _load_ratio(calibration: Calibration, precision: str) -> float:
         if burst and sustained:
             return max(1.0, sustained / burst)
     return 1.0
-
-
-def _compile(
-    operations: Sequence["Operation"],
-    model: KernelModel,
-    costs: Sequence[float],
-    host: HostModel,
-    *,
-    with_loss: bool,
-) -> tuple[list[PlannedKernel], list[float]]:
-    """The kernels and the host's costs if forward and backward are compiled. Each kernel costs a launch. A step that is
-    captured as a graph is compiled with its loss."""
-    operations = [_inside(one) for one in operations] if with_loss else operations
-    groups = {group.position: group for group in fuse(operations)}
-    kernels, changed = [], list(costs)
-    for position, operation in enumerate(operations):
-        kernel = model.kernels_of(position, operation)  # also of operators that are fused: they fill the cache
-        if not is_compiled(operation):
-            kernels += [kernel] if kernel else []
-            continue
-        changed[position] = 0.0
-        if group := groups.get(position):
-            changed[position] = host.compiled_launch_ns
-            fused = kernel if group.is_extern else model.fused(position, operation, group.bytes)
-            kernels += [fused] if fused else []
-    before = ""
-    for position, operation in enumerate(operations):
-        if operation.phase != before and is_compiled(operation):
-            changed[position] += host.compiled_start_ns
-        before = operation.phase
-    return kernels, changed
-
-
-def _inside(operation: "Operation") -> "Operation":
-    """The same operator as a part of the model, if it is outside."""
-    return msgspec.structs.replace(operation, module="loss") if operation.module in OUTSIDE else operation
 
 
 def _run(
