@@ -2,6 +2,7 @@
 
 import os
 import shutil
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -35,33 +36,29 @@ def browser() -> "Iterator[Browser]":
 
 
 class Pages:
-    """Empty pages. To start a process for a new one takes longer than to draw a report in one that is there."""
+    """Empty pages. To start the processes of a new one takes longer than to draw a report in one that is there."""
 
     def __init__(self, browser: "Browser") -> None:
         self._browser = browser
-        self._free: dict[str, Page] = {}  # by the options of their context
+        self._free: dict[str, list[Page]] = defaultdict(list)  # by the options of their context
+        self._options: dict[Page, str] = {}
 
     def take(
-        self, width: int, color_scheme: Any = "light", reduced_motion: Any = "no-preference", **options: Any
+        self, width: int, *, color_scheme: Any = "light", reduced_motion: Any = "no-preference", **options: Any
     ) -> "Page":
-        """Return a page that no one else has, as if it were new."""
-        page = self._free.pop(repr(options), None) or self._browser.new_context(**options).new_page()
+        """Return a page that looks new and that nobody else has."""
+        free = self._free[repr(options)]
+        page = free.pop() if free else self._browser.new_context(**options).new_page()
+        self._options[page] = repr(options)
         page.set_viewport_size({"width": width, "height": 900})
         page.emulate_media(media="null", color_scheme=color_scheme, reduced_motion=reduced_motion)
         return page
 
-    def leave(self, page: "Page") -> None:
-        """What it shows ends, with all that its scripts have set."""
+    def give_back(self, page: "Page") -> None:
+        """What the page shows ends, with all that its scripts have set."""
         page.mouse.move(-1, -1)
         page.goto("about:blank")
-
-    def give_back(self, page: "Page", **options: Any) -> None:
-        for name in ("color_scheme", "reduced_motion"):
-            options.pop(name, None)
-        if repr(options) in self._free:
-            page.context.close()
-        else:
-            self._free[repr(options)] = page
+        self._free[self._options[page]].append(page)
 
 
 @pytest.fixture(scope="session")
@@ -75,7 +72,7 @@ def open_file(pages: Pages) -> Iterator[OpenFile]:
     troubles: list[str] = []
     requests: set[str] = set()
     opened: set[str] = set()
-    taken: list[tuple[Page, dict[str, Any]]] = []
+    taken: list[Page] = []
 
     def refuse(dialog: "Dialog") -> None:
         troubles.append(dialog.message)
@@ -90,7 +87,7 @@ def open_file(pages: Pages) -> Iterator[OpenFile]:
 
     def open_one(target: Path, *, width: int = 900, **options: Any) -> "Page":
         page = pages.take(width, **options)
-        taken.append((page, options))
+        taken.append(page)
         for event, listener in listeners.items():
             page.on(event, listener)  # type: ignore[call-overload]
         opened.add(target.as_uri())
@@ -100,11 +97,10 @@ def open_file(pages: Pages) -> Iterator[OpenFile]:
         return page
 
     yield open_one
-    for page, options in taken:
-        pages.leave(page)
+    for page in taken:
+        pages.give_back(page)
         for event, listener in listeners.items():
             page.remove_listener(event, listener)
-        pages.give_back(page, **options)
     assert not troubles
     assert requests <= opened
 
