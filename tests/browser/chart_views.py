@@ -39,9 +39,15 @@ def read_pixel(page: "Page", selector: str, x: float, y: float) -> list[int]:
     return pixel
 
 
+def wait_for_chart(page: "Page", selector: str) -> None:
+    """Wait for a chart, which is only made when it is about to be seen."""
+    page.wait_for_function("(selector) => document.querySelector(selector).chart", arg=selector)
+    wait_for_frame(page)
+
+
 def ask(page: "Page", kind: str, question: str) -> Any:
     """Evaluate an expression over `chart`."""
-    wait_for_frame(page)
+    wait_for_chart(page, f"figure.{kind}")
     return page.eval_on_selector(f"figure.{kind}", f"({{ chart }}) => ({question})")
 
 

@@ -3,7 +3,7 @@
 import pytest
 
 from stepscope.render.drawing.aligned_steps import cut_blocks
-from tests.browser.chart_views import ask, look_at
+from tests.browser.chart_views import ask, look_at, wait_for_chart
 from tests.browser.conftest import Open
 from tests.unit.render.comparison_samples import aligned_memory, aligned_steps
 from tests.unit.render.report_samples import many_runs, two_runs
@@ -47,6 +47,7 @@ def test_a_column_of_memory_shows_both_sizes(open_report: Open) -> None:
     page = open_report(two_runs(), width=1280)
     figure = page.locator("#changes-memory")
     figure.scroll_into_view_if_needed()
+    wait_for_chart(page, "#changes-memory")
     place = figure.evaluate(f"(one) => one.chart.placeOf({aligned_memory().peak(0)})")
     page.mouse.move(place["x"], place["y"])
     tip = page.locator("#tip").inner_text()

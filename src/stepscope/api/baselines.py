@@ -204,8 +204,10 @@ def find_results(path: Path) -> Path | None:
     results = path / RESULTS_NAME if path.is_dir() and (path / RESULTS_NAME).is_file() else path
     start = b'{"schema":"' + bench.SCHEMA.encode() + b'"'
     try:
+        if not results.is_file():  # opening a pipe could block forever
+            return None
         with results.open("rb") as file:
-            return results if results.is_file() and file.read(len(start)) == start else None
+            return results if file.read(len(start)) == start else None
     except OSError:  # `load` says what is wrong with it
         return None
 

@@ -31,6 +31,7 @@ RunPart = Literal[
     "ranges",
     "loop",
     "syncs",
+    "experts",
     "steps",
     "streams",
     "roofline",

@@ -74,6 +74,7 @@ def describe_loop(recording: Recording, run: LoopRun, *, command: str) -> Record
         command=command,
         started=run.started,
         doubts=run.doubts,
+        expert_tokens=run.expert_tokens,
         parameters=run.parameters,
         optimizer=run.optimizer,
         compiled=run.compiled,

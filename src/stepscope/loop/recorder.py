@@ -27,7 +27,7 @@ from torch.profiler import ProfilerActivity
 
 from stepscope.annotate import Close, Opener, activate, open_range
 from stepscope.files import write_atomically, writing
-from stepscope.loop.annotation import annotating, find_roots, list_wrappers, unwrap
+from stepscope.loop.annotation import annotating, find_roots, list_wrappers, name_modules, unwrap
 from stepscope.loop.finder import LEAST_STEPS, StepFinder
 from stepscope.loop.finish import Finisher
 from stepscope.loop.line_marks import LineMarks
@@ -42,6 +42,7 @@ from stepscope.measure import nvml
 from stepscope.measure.environment import describe_unmeasured
 from stepscope.patches import is_compiled
 from stepscope.recording.rows.loop_run import HANDOVER_NAME, TRACE_NAME, LoaderFacts, LoopFacts, LoopRun, SourceLines
+from stepscope.step.expert_routing import counting_tokens, find_experts
 from stepscope.units import count_noun
 
 Tell = Callable[[str], None]
@@ -84,6 +85,7 @@ class _Kept:
     trace: bool = False
     recorded_ns: list[int] = field(default_factory=list)
     sources: SourceLines = field(default_factory=SourceLines)
+    expert_tokens: dict[str, tuple[int, ...]] = field(default_factory=dict)
     roots: list[nn.Module] = field(default_factory=list)
     clock_mhz: int | None = None
     notes: dict[str, None] = field(default_factory=dict)
@@ -320,10 +322,16 @@ class LoopRecorder:
         yield from self._next_gap()
         with profiler:
             profiler.keep_events()
-            with LineMarks():
+            with LineMarks(), counting_tokens(self._find_experts()) as tokens:
                 yield from self._next_step()
                 yield from self._next_gap()
         self._kept.sources = read_lines(profiler.results)
+        self._kept.expert_tokens = tokens.count()
+
+    def _find_experts(self) -> dict[int, str]:
+        roots = self._kept.roots
+        names = name_modules(roots)
+        return find_experts((names[id(module)], module) for root in roots for module in root.modules())
 
     def _record_memory(self) -> Stage:
         """The memory history of one step, which only CUDA has."""
@@ -426,6 +434,7 @@ class LoopRecorder:
             compiled=any(is_compiled(module) for root in roots for module in root.modules()),
             doubts=self._clock.doubts(),
             sources=kept.sources,
+            expert_tokens=kept.expert_tokens,
         )
 
     def _facts(self) -> LoopFacts:

@@ -29,6 +29,7 @@ from stepscope.recording.rows.compiled_code import LOSS_MODULE, CompiledGraph, s
 from stepscope.spec import Case
 from stepscope.step import Step, build
 from stepscope.step.annotation import annotated, check_functions
+from stepscope.step.expert_routing import counting_tokens, find_experts
 
 Stage = Literal[
     "importing",
@@ -70,6 +71,7 @@ def record(
     with annotated(step, functions=functions) as annotation, _profiling(step, with_stack=with_stack) as profiler:
         annotation.next_step = 0  # one step ran before the profiler kept events
         time_steps(step, record_steps)
+    expert_tokens = _count_expert_tokens(step)
     on_stage("writing the trace")
     profiler.export_chrome_trace(str(folder_raw / RAW_TRACE_NAME))
     graphs = _name_graphs(code, step) if code is not None else ()
@@ -85,7 +87,18 @@ def record(
         optimizer=step.optimizer_name,
         doubts=doubts,
         notes=describe_gaps(step, annotation.uncalled, graphs=graphs),
+        expert_tokens=expert_tokens,
     )
+
+
+def _count_expert_tokens(step: Step) -> dict[str, tuple[int, ...]]:
+    """The tokens of each expert in one more step, if the model has experts."""
+    experts = {} if step.workload.hides_modules else find_experts(step.module.named_modules())
+    if not experts:
+        return {}
+    with counting_tokens(experts) as tokens:
+        step.run()
+    return tokens.count()
 
 
 def _name_graphs(code: CompiledCode, step: Step) -> tuple[CompiledGraph, ...]:

@@ -96,6 +96,8 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     compiled: bool = False
     memory: MemoryFacts | None = None
     loop: LoopFacts | None = None  # of a script that stepscope recorded
+    # Mixtures of experts: the tokens of each expert in one step, by the module that computes them.
+    expert_tokens: dict[str, tuple[Count, ...]] = msgspec.field(default_factory=dict)
     # On disk only: the tables that were written; None in recordings from earlier versions.
     tables: tuple[str, ...] | None = None
     digests: dict[str, str] | None = None  # of the table files

@@ -14,6 +14,7 @@ from stepscope.explain.commands import write_command, write_flags
 from stepscope.explain.ranks.lateness import RankTimes
 from stepscope.explain.rules import (
     copies,
+    experts,
     fusion,
     gemm,
     host,
@@ -34,7 +35,7 @@ from stepscope.files import read_plain, write_atomically
 from stepscope.findings import Column, Finding, Table
 
 _MODULES = (
-    *(host, loading, fusion, naive_attention, gemm, tiles, step, copies),
+    *(host, loading, fusion, naive_attention, gemm, tiles, step, copies, experts),
     *(communication, late_rank, training_loop, remarks, out_of_memory),
 )
 RULES: dict[str, Rule] = {

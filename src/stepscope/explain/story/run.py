@@ -23,6 +23,7 @@ from stepscope.explain.story.opening import Opening, list_facts, name_rank, say_
 from stepscope.explain.story.phrases import shorten
 from stepscope.explain.story.sections.environment_facts import show_environment
 from stepscope.explain.story.sections.experiment_results import show_attention, show_optimised, show_precision
+from stepscope.explain.story.sections.experts import show_experts
 from stepscope.explain.story.sections.loop import show_loop
 from stepscope.explain.story.sections.memory_peak import show_memory, show_saved
 from stepscope.explain.story.sections.out_of_memory import show_out_of_memory
@@ -31,6 +32,7 @@ from stepscope.explain.story.sections.step_picture import draw_steps
 from stepscope.explain.story.sections.step_time import show_roofline, show_time, show_timeline
 from stepscope.explain.story.soundness import judge
 from stepscope.explain.story.sources import Materials, share_peaks
+from stepscope.explain.trace.experts import find_expert_kernels
 from stepscope.explain.trace.profile import Profile
 from stepscope.findings import Advice, Copyable, Exhibit, Finding, Question, Questions, Report, Section
 from stepscope.spec import ModelShape
@@ -91,6 +93,7 @@ SECTIONS: dict[str, Callable[[Materials], Section]] = {
     "loop": show_loop,
     "timeline": show_timeline,
     "time": show_time,
+    "experts": show_experts,
     "roofline": show_roofline,
     "memory": show_memory,
     "autograd": show_saved,
@@ -103,8 +106,8 @@ SECTIONS: dict[str, Callable[[Materials], Section]] = {
 
 
 def is_shown(key: str, materials: Materials) -> bool:
-    """Whether a run has a section: `ranks` only with several, `loop` only if it is that of a training loop, `oom` only
-    if it ran out of memory, and `optimise` only on request."""
+    """Whether a run has a section: `ranks` only with several, `loop` only if it is that of a training loop,
+    `experts` only if the model has some, `oom` only if it ran out of memory, and `optimise` only on request."""
     match key:
         case "oom":
             return materials.out_of_memory is not None
@@ -112,6 +115,8 @@ def is_shown(key: str, materials: Materials) -> bool:
             return len(materials.ranks) > 1
         case "loop":
             return materials.loop is not None
+        case "experts":
+            return materials.profile is not None and bool(find_expert_kernels(materials.profile).height)
         case "optimise":
             return materials.optimisation is not None or "optimise" in materials.absent
         case _:

@@ -6,6 +6,7 @@ from typing import Any
 import polars as pl
 
 from stepscope.explain.experiments.cases import describe_case
+from stepscope.explain.trace.experts import experts_table
 from stepscope.explain.trace.loop.loop_tables import loop_table, syncs_table
 from stepscope.explain.trace.loop.source_lines import main_sources
 from stepscope.explain.trace.module_tree import SMALLER, ModuleNode, add_up_modules, choose_nodes
@@ -374,6 +375,7 @@ _WHOLE: dict[str, Callable[[Profile], Table]] = {
     "steps": steps_table,
     "streams": streams_table,
     "loop": loop_table,
+    "experts": experts_table,
 }
 _RANKED = {
     "kernels": kernels_table,

@@ -224,6 +224,7 @@ def describe_recording(
         started=started,
         doubts=run.doubts,
         sizes=run.sizes,
+        expert_tokens=run.expert_tokens,
         notes=(*recording.manifest.notes, *run.notes, *limit_notes([planned.environment])),
         overhead=Overhead(plain_ns=plain_ns, recorded_ns=recorded_ns, annotated_ns=annotated_ns) if plain_ns else None,
     )

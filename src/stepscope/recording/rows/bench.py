@@ -252,6 +252,8 @@ class RecordedRun(msgspec.Struct, frozen=True, kw_only=True):
     # For the user: what is missing from the trace.
     notes: tuple[str, ...] = ()
     sizes: ConfigSizes = NO_SIZES
+    # Of a step after the recording: the tokens of each expert, by the module that computes them.
+    expert_tokens: dict[str, tuple[int, ...]] = msgspec.field(default_factory=dict)
 
 
 def case_key(case: msgspec.Struct, environment: Environment, source: str | None) -> str:

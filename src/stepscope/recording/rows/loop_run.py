@@ -86,4 +86,5 @@ class LoopRun(msgspec.Struct, frozen=True, kw_only=True):
     compiled: bool = False
     doubts: tuple[Doubt, ...] = ()
     sources: SourceLines = SourceLines()
+    expert_tokens: dict[str, tuple[Count, ...]] = msgspec.field(default_factory=dict)  # by module, in one step
     is_whole_trace: bool = False  # of a user's own profiler: `sources` are those of the trace itself

@@ -7,7 +7,8 @@ places that would be too narrow to see are drawn as one.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import groupby
+from itertools import accumulate, groupby
+from string import ascii_lowercase
 
 from stepscope.findings.compared import AlignedSteps, PlaceTime, StepChange, StepPlace
 from stepscope.render.drawing.axes import find_ticks
@@ -80,16 +81,15 @@ def cut_blocks(steps: AlignedSteps) -> list[PlaceBlock]:
     blocks: list[PlaceBlock] = []
     start = 0
     for _, inside in groupby(steps.places, key=lambda place: place.phase):
-        pending: list[StepPlace] = []
-        taken = list(inside)
-        for at, place in enumerate(taken):
+        places = list(inside)
+        pending, wide, rest = [], 0, sum(place.width_ns for place in places)
+        for place in places:
             pending.append(place)
-            wide = sum(one.width_ns for one in pending)
-            rest = sum(one.width_ns for one in taken[at + 1 :])
-            if at + 1 == len(taken) or (wide >= least_ns and rest >= least_ns):
+            wide, rest = wide + place.width_ns, rest - place.width_ns
+            if place is places[-1] or (wide >= least_ns and rest >= least_ns):
                 blocks.append(PlaceBlock(places=tuple(pending), start_ns=start))
                 start += wide
-                pending = []
+                pending, wide = [], 0
     return blocks
 
 
@@ -153,8 +153,10 @@ def place_aligned_steps(canvas: Canvas, steps: AlignedSteps, width: float, hatch
         with canvas.group(class_="mark", data_mark=at):
             right = max(left + block.width_ns * scale, left + 1)
             canvas.add("rect", x=left, y=first, width=right - left, height=second + _BAR - first, fill="transparent")
-    y = _draw_heading(canvas, steps, 1, second + _BAR + 14, width, scale)
-    y = _write_changes(canvas, steps, y + 14, width)
+    letters = _choose_letters(steps)
+    y = _draw_letters(canvas, steps, letters, scale, second + _BAR)
+    y = _draw_heading(canvas, steps, 1, y + 14, width, scale)
+    y = _write_changes(canvas, steps, letters, y + 14, width)
     y = place_signs(canvas, _list_signs(canvas, steps, hatch), left=0.0, top=y + 8, width=width)
     y = _place_kinds(canvas, steps, y, width)
     return Bounds(left=0.0, top=0.0, right=width, bottom=y)
@@ -185,7 +187,9 @@ def _list_brackets(canvas: Canvas, blocks: Sequence[PlaceBlock], scale: float, w
             both = f"{times[0].removesuffix(' ms')} → {times[1]}"
             values = (f"{times[0].removesuffix(' ms')} →", times[1]) if width < NARROW else (both,)
             lines = (clean(phase, 40), *values, _say_change(change_ns))
-            colours = (*[""] * (len(lines) - 1), canvas.palette.change(change_ns))
+            is_noise = all(block.verdict in _SAME for block in own)
+            last = canvas.palette.faint if is_noise else canvas.palette.change(change_ns)
+            colours = (*[""] * (len(lines) - 1), last)
             brackets.append(Bracket.over(lines, left, right, colours))
     return brackets
 
@@ -264,7 +268,27 @@ def _fill_change(palette: Palette, kind: str) -> str:
     return palette.change(1 if kind in ("longer", "new") else -1, pale=kind in ("longer", "shorter"))
 
 
-def _write_changes(canvas: Canvas, steps: AlignedSteps, y: float, width: float) -> float:
+def _choose_letters(steps: AlignedSteps) -> list[str]:
+    """A letter for each change at a single place; the others are at many, and have none."""
+    letters = iter(ascii_lowercase)
+    return [next(letters) if len(change.places) == 1 else "" for change in steps.changes]
+
+
+def _draw_letters(canvas: Canvas, steps: AlignedSteps, letters: Sequence[str], scale: float, y: float) -> float:
+    """Write each letter below its place. Return the lower edge."""
+    if not any(letters):
+        return y
+    starts = [0, *accumulate(place.width_ns for place in steps.places)]
+    for change, letter in zip(steps.changes, letters, strict=True):
+        if letter:
+            at = change.places[0]
+            x = (starts[at] + starts[at + 1]) / 2 * scale
+            canvas.mark("up", x, y + 6, 3.5, fill=canvas.palette.change(change.change_ns))
+            canvas.write([Text(x=x, y=y + 17, text=letter, align="middle", size=_LABEL_SIZE, bold=True)])
+    return y + 20
+
+
+def _write_changes(canvas: Canvas, steps: AlignedSteps, letters: Sequence[str], y: float, width: float) -> float:
     """Write the largest changes as rows of two columns: the time, and where. Return the lower edge."""
     if not steps.changes:
         return y
@@ -277,7 +301,8 @@ def _write_changes(canvas: Canvas, steps: AlignedSteps, y: float, width: float) 
         column, row = divmod(at, rows)
         left, level = column * width / columns, y + (row + 1) * _LEADING
         colour = canvas.palette.change(change.change_ns)
-        where = f"{_prefix(steps, change)}{clean(change.text)}"
+        named = f"{letters[at]}: " if letters[at] else ""
+        where = f"{named}{_prefix(steps, change)}{clean(change.text)}"
         fitted = fit(where, width / columns - room - 8, _TEXT_SIZE)
         canvas.write(
             [

@@ -53,7 +53,8 @@ _HINTS: dict[type, Hint] = {
             "position in both bars and takes the room of the longer one, so a thin line follows the shorter one.",
             "The row in between is the change: as long as the difference, and with a color for longer, shorter, new "
             "and gone. All changes add up to the change of the step.",
-            "Idle time belongs to the place of the kernel that the device waits for.",
+            "Idle time belongs to the place of the kernel that the device waits for. A letter below the bars marks a "
+            "change that is at one place.",
         ),
         mouse=("Hover over a place to see its times. Keys: ← → move from place to place.",),
         touch=("Tap a place to see its times.",),

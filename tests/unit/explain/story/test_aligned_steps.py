@@ -176,7 +176,8 @@ def test_order_of_products_finds_the_places_without_modules(eager: Profile) -> N
         found.select(found_layer="layer", found_part="part")
     )
     same = (pl.col("layer") == pl.col("found_layer")) & (pl.col("part") == pl.col("found_part"))
-    assert float(together.filter(same)["own_ns"].sum()) > 0.85 * float(together["own_ns"].sum())
+    known_ns, all_ns = (float(one["own_ns"].sum()) for one in (together.filter(same), together))
+    assert known_ns > 0.9 * all_ns
     products = together.hstack(true.select("class")).filter(pl.col("class").is_in(["GEMM", "attention"]))
     assert products.filter(same).height == products.height > 100
 

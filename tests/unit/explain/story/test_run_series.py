@@ -4,14 +4,16 @@ import msgspec
 import pytest
 
 from stepscope.explain.story import Materials, RunSeries, tell_many
-from stepscope.explain.story.comparison.run_figures import RunFigures, reduce_run
-from stepscope.explain.story.comparison.run_series import (
-    TrendCase,
+from stepscope.explain.story.comparison.run_charts import (
     draw_memory_trend,
     draw_step_trend,
     draw_throughput_trend,
-    find_slower,
     stack_parts,
+)
+from stepscope.explain.story.comparison.run_figures import RunFigures, reduce_run
+from stepscope.explain.story.comparison.run_series import (
+    TrendCase,
+    find_slower,
     tabulate_cases,
     tabulate_parts,
     tabulate_runs,

@@ -54,15 +54,17 @@ def order_places(a: pl.DataFrame, b: pl.DataFrame) -> list[Key]:
     orders = [_order(frame) for frame in (a, b)]
     places: list[Key] = []
     for phase in order_phases({key[0] for order in orders for key in order}):
-        merged, other = ([key for key in order if key[0] == phase] for order in orders)
-        after = 0
+        first, other = ([key for key in order if key[0] == phase] for order in orders)
+        known = {key: at for at, key in enumerate(first)}
+        behind: dict[int, list[Key]] = {}
+        last = -1
         for key in other:
-            if key in merged:
-                after = merged.index(key) + 1
-            else:
-                merged.insert(after, key)
-                after += 1
-        places += merged
+            last = known.get(key, last)
+            if key not in known:
+                behind.setdefault(last, []).append(key)
+        places += behind.get(-1, [])
+        for at, key in enumerate(first):
+            places += [key, *behind.get(at, ())]
     return places
 
 

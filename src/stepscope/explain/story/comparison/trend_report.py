@@ -7,14 +7,16 @@ from collections.abc import Iterator
 from stepscope import __version__
 from stepscope.explain.model_names import name_model
 from stepscope.explain.story.comparison.changes import DECIDES_WORK
-from stepscope.explain.story.comparison.run_figures import RunFigures
-from stepscope.explain.story.comparison.run_series import (
-    CasePoint,
-    RunSeries,
+from stepscope.explain.story.comparison.run_charts import (
     draw_memory_trend,
     draw_step_trend,
     draw_throughput_trend,
     stack_parts,
+)
+from stepscope.explain.story.comparison.run_figures import RunFigures
+from stepscope.explain.story.comparison.run_series import (
+    CasePoint,
+    RunSeries,
     tabulate_cases,
     tabulate_runs,
     tabulate_settings,

@@ -1,0 +1,259 @@
+"""Mixtures of experts: the time of the router, of moving tokens, of the experts' GEMMs and of all-to-alls, and how
+evenly the tokens are spread over the experts.
+
+A kernel belongs to a mixture by its module: `mlp.experts`, or `mlp.gate` next to it. Without modules, it does by a name
+that only such kernels have. The tokens of each expert are known if the recorder counted them; otherwise from the rows
+of GEMMs, if each expert has its own.
+"""
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import polars as pl
+
+from stepscope import cost
+from stepscope.explain.kernel_names import decode
+from stepscope.explain.ranks.collectives import find_collectives
+from stepscope.explain.trace.attribution.nesting import look_up
+from stepscope.explain.trace.profile import Profile
+from stepscope.findings import Cell, Column, Table
+from stepscope.units import count_noun
+
+ROUTER, MOVING, PRODUCTS, SHARED, EXCHANGE, REST = (
+    "router",
+    "grouping and moving tokens",
+    "expert GEMMs",
+    "shared experts",
+    "all-to-all",
+    "activations and the rest",
+)
+EXPERT_PARTS = (ROUTER, MOVING, PRODUCTS, REST, SHARED, EXCHANGE)
+_EXPERTS = re.compile(r"(?i)experts?(?:_\d+)?")
+_SHARED = re.compile(r"(?i)shared")
+_ROUTER = re.compile(r"(?i)(?:.*(?:gate|router)(?!_?proj)(?:_\d+)?|.*TopK\w*)")
+_MOVED = ("index", "copy", "sort", "reduction", "memcpy", "memset", "embedding")
+# What names of kernels say, if the recording has no modules.
+_OPERATIONS = {
+    "select experts (top-k)": ROUTER,
+    "group tokens by expert": MOVING,
+    "count tokens by expert": MOVING,
+    "sum the experts' results": MOVING,
+    "grouped GEMM": PRODUCTS,
+}
+_MS = 1e6
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExpertLoad:
+    """The tokens of each expert of one module in a step. Unless `is_complete`, experts without tokens are not among
+    them, and the imbalance is larger than it seems."""
+
+    module: str
+    tokens: tuple[int, ...]
+    is_complete: bool = True
+
+    @property
+    def imbalance(self) -> float:
+        """The tokens of the busiest expert, relative to the mean."""
+        return max(self.tokens) * len(self.tokens) / max(1, sum(self.tokens))
+
+
+# --- Which kernels ----------------------------------------------------------------------------------------------------
+
+
+def find_expert_kernels(profile: Profile, kernels: pl.DataFrame | None = None) -> pl.DataFrame:
+    """Return the kernels of mixtures of experts, with `expert_part`."""
+    source = profile.kernels if kernels is None else kernels
+    parts = _Parts(source["module"].drop_nulls().unique().sort().to_list())
+    distinct = source.select("module", "class", "name").unique()
+    rows = [(*row, parts.choose(*row)) for row in distinct.iter_rows()]
+    chosen = pl.DataFrame(rows, schema={**distinct.schema, "expert_part": pl.String}, orient="row")
+    chosen = chosen.filter(pl.col("expert_part").is_not_null())
+    keys = ["module", "class", "name"]
+    found = source.join(chosen, on=keys, how="inner", nulls_equal=True, maintain_order="left")
+    if not found.height:
+        return found
+    exchanges = find_collectives(profile, source).filter(pl.col("kind") == "all-to-all")
+    outside = exchanges.join(found, on=["start_ns", "end_ns", "stream", "name"], how="anti", nulls_equal=True)
+    return pl.concat([found, outside.select(source.columns).with_columns(expert_part=pl.lit(EXCHANGE))])
+
+
+class _Parts:
+    """The part of a mixture that a kernel belongs to."""
+
+    def __init__(self, modules: Sequence[str]) -> None:
+        self._mixtures = {path[: path.rindex(".")] for one in modules if "." in (path := _find_experts(one) or "")}
+
+    def choose(self, module: str | None, kernel_class: str, name: str) -> str | None:
+        if module is None or not self._mixtures:
+            return _OPERATIONS.get(decode(name).operation)
+        if (mixture := self.find_mixture(module)) is None:
+            return None
+        below = module[len(mixture) + 1 :].split(".")
+        if kernel_class == "communication":
+            return EXCHANGE
+        if any(map(_SHARED.match, below)):
+            return SHARED
+        if not any(map(_EXPERTS.fullmatch, below)) and _ROUTER.fullmatch(below[0]):
+            return ROUTER
+        if kernel_class == "GEMM":
+            return PRODUCTS
+        return MOVING if kernel_class in _MOVED else REST
+
+    def find_mixture(self, module: str) -> str | None:
+        return next((one for one in _list_parents(module) if one in self._mixtures), None)
+
+
+def _find_experts(module: str) -> str | None:
+    """The path of the routed experts that a module is, or is part of."""
+    labels = module.split(".")
+    for depth, label in enumerate(labels, start=1):
+        if _SHARED.match(label):
+            return None
+        if _EXPERTS.fullmatch(label) or re.fullmatch(r"\w+Experts_\d+", label):
+            return ".".join(labels[:depth])
+    return None
+
+
+def _list_parents(module: str) -> Iterable[str]:
+    """The module itself and those around it, the innermost first."""
+    while module:
+        yield module
+        module = module.rpartition(".")[0]
+
+
+# --- How many tokens --------------------------------------------------------------------------------------------------
+
+
+def find_expert_loads(profile: Profile) -> tuple[ExpertLoad, ...]:
+    """The tokens of each expert, by module in the order of their names; empty if unknown."""
+    counted = profile.recording.manifest.expert_tokens
+    if counted:
+        return tuple(ExpertLoad(module=module, tokens=tokens) for module, tokens in counted.items() if sum(tokens) > 0)
+    found = find_expert_kernels(profile)
+    return tuple(_read_rows(list_products(profile, found, PRODUCTS), list_products(profile, found, ROUTER)))
+
+
+def list_products(profile: Profile, kernels: pl.DataFrame, part: str) -> pl.DataFrame:
+    """Return the forward GEMMs of a part that are one GEMM each: `mixture` (the module around router and experts),
+    step, module, m, n and k, in the order of their start."""
+    kernels = kernels.filter(
+        (pl.col("expert_part") == part)
+        & pl.col("module").is_not_null()
+        & (pl.col("class") == "GEMM")
+        & (pl.col("phase").fill_null("forward") == "forward")
+        & ~pl.col("recomputed").fill_null(value=False)
+    ).sort("start_ns", maintain_order=True)
+    parts = _Parts(profile.kernels["module"].drop_nulls().unique().sort().to_list())
+    kernels = kernels.with_columns(shapes=look_up(profile.ops, "shapes", kernels["op_row"]))
+    rows = []
+    for module, op, shapes, step in kernels.select("module", "op", "shapes", "step").iter_rows():
+        sizes = cost.product_dims(op or "", shapes)
+        if sizes is not None and sizes[0] == 1:
+            rows.append((parts.find_mixture(module), step, module, *sizes[1:]))
+    whole = dict.fromkeys(("m", "n", "k"), pl.Int64())
+    schema = {"mixture": pl.String(), "step": kernels.schema["step"], "module": pl.String(), **whole}
+    return pl.DataFrame(rows, schema=schema, orient="row")
+
+
+def _read_rows(products: pl.DataFrame, routers: pl.DataFrame) -> Iterable[ExpertLoad]:
+    """Loads from the rows of one weight's GEMMs in the first step: the weight that most of them have. A router has a
+    column for each expert."""
+    columns = dict(routers.group_by("mixture").agg(pl.col("n").first()).iter_rows())
+    for (mixture,), own in products.group_by(["mixture"], maintain_order=True):
+        experts = _find_experts(own["module"][0]) or str(mixture)
+        first = own.filter(pl.col("step").eq_missing(own["step"][0]))
+        per_weight = [one for _, one in first.group_by("module", "n", "k", maintain_order=True)]
+        if len({one["module"][0] for one in per_weight}) > 1:  # a module for each expert, called once or more
+            tokens = _add_up_modules(experts, first)
+        else:
+            tokens = max(per_weight, key=lambda one: one.height)["m"].to_list()
+        if len(tokens) > 1:
+            idle = max(0, columns.get(mixture, 0) - len(tokens))
+            is_complete = mixture in columns
+            yield ExpertLoad(module=experts, tokens=(*tokens, *[0] * idle), is_complete=is_complete)
+
+
+def _add_up_modules(experts: str, products: pl.DataFrame) -> list[int]:
+    """The rows of `experts.3.w1`: every expert has the same weights, and the first one of each counts."""
+    sums: dict[str, dict[str, int]] = {}
+    for module, rows in products.select("module", "m").iter_rows():
+        number, _, weight = module[len(experts) + 1 :].partition(".")
+        own = sums.setdefault(number, {})
+        own[weight] = own.get(weight, 0) + rows
+    return [next(iter(own.values())) for own in sums.values()]
+
+
+# --- Tables -----------------------------------------------------------------------------------------------------------
+
+
+def experts_table(profile: Profile) -> Table:
+    """Return the kernel time of mixtures of experts by part."""
+    found = find_expert_kernels(profile)
+    times = sum_parts(found)
+    total = max(1, profile.gpu_time_ns)
+    rows: list[tuple[Cell, ...]] = [
+        (part, time_ns / profile.num_steps / _MS, time_ns / total, count / profile.num_steps)
+        for part, (time_ns, count) in times.items()
+    ]
+    loads = find_expert_loads(profile)
+    return Table(
+        title="Time of mixtures of experts",
+        columns=(
+            Column(key="part", label="part"),
+            Column(key="kernel_ms", label="kernels ms", kind="ms"),
+            Column(key="share", label="share", kind="share"),
+            Column(key="count", label="count", kind="number"),
+        ),
+        rows=tuple(rows),
+        notes=("share: of total kernel time", say_loads(loads)) if rows else ("the recording has no experts",),
+    )
+
+
+def sum_parts(kernels: pl.DataFrame) -> Mapping[str, tuple[int, int]]:
+    """The time and the number of kernels of each part, in the order of `EXPERT_PARTS`."""
+    sums = kernels.group_by("expert_part").agg(pl.col("time_ns", "count").sum())
+    known = {part: (time_ns, count) for part, time_ns, count in sums.iter_rows()}
+    return {part: known[part] for part in EXPERT_PARTS if part in known}
+
+
+def say_loads(loads: Sequence[ExpertLoad]) -> str:
+    """How evenly tokens are spread over the experts."""
+    if not loads:
+        return "tokens per expert: not in the recording"
+    worst = max(loads, key=lambda one: one.imbalance)
+    least = "" if worst.is_complete else "at least "
+    busiest = f"the busiest expert has {least}{worst.imbalance:.2f} times the mean number of tokens, in {worst.module}"
+    if len(loads) == 1:
+        return busiest
+    mean = sum(one.imbalance for one in loads) / len(loads)
+    return f"{busiest}; {mean:.2f} times on average over {count_noun(len(loads), 'layer')}"
+
+
+def loads_table(loads: Sequence[ExpertLoad]) -> Table:
+    rows = tuple(
+        (
+            one.module,
+            len(one.tokens),
+            min(one.tokens),
+            sum(one.tokens) / len(one.tokens),
+            max(one.tokens),
+            one.imbalance,
+        )
+        for one in loads
+    )
+    is_complete = all(one.is_complete for one in loads)
+    return Table(
+        title="Tokens per expert",
+        columns=(
+            Column(key="module", label="experts"),
+            Column(key="experts", label="number", kind="number"),
+            Column(key="min", label="fewest", kind="number"),
+            Column(key="mean", label="mean", kind="number"),
+            Column(key="max", label="most", kind="number"),
+            Column(key="imbalance", label="most / mean", kind="ratio"),
+        ),
+        rows=rows,
+        notes=() if is_complete else ("from the rows of their GEMMs: an expert without tokens has none",),
+    )
