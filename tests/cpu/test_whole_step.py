@@ -4,10 +4,12 @@ do."""
 from collections.abc import Iterator
 from pathlib import Path
 
+import polars as pl
 import pytest
 import torch
 from torch import Tensor
 
+from stepscope.jobs.recorders.recording_job import read_traces
 from stepscope.measure.bench import measure
 from stepscope.measure.memory.recorder import record_memory
 from stepscope.measure.profiler import record
@@ -213,6 +215,38 @@ def test_profile_has_phases_and_notes(tmp_path: Path) -> None:
     assert any("not captured" in note for note in run.notes)
     ranges = kineto.read(tmp_path / RAW_TRACE_NAME).ranges["name"].to_list()
     assert {"phase:forward", "phase:backward", "phase:optimizer"} <= set(ranges)
+
+
+@pytest.fixture
+def pretended_capture(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A CPU has no CUDA graphs: the phases stay what they are, and recorders see a captured step."""
+    monkeypatch.setattr(Step, "capture", lambda step: setattr(step, "is_captured", True))
+
+
+@pytest.mark.usefixtures("pretended_capture")
+@pytest.mark.parametrize("settings", [{"graph": True}, {"graph": True, "compile": True}], ids=["graph", "compiled"])
+def test_a_captured_step_is_recorded_without_its_graphs_too(tmp_path: Path, settings: dict[str, Scalar]) -> None:
+    case = case_of(**BF16, **settings)
+    run = record(case, CPU, folder_raw=tmp_path, record_steps=2, on_stage=lambda _: None)
+    assert any("those of the same step without them" in note for note in run.notes)
+    assert not any("only the step and its phases" in note for note in run.notes)
+    recording = read_traces(tmp_path)
+    assert recording.manifest.modules_recorded
+    captured = recording.captured
+    products = captured.filter(pl.col("op").str.contains("mm") & pl.col("module").str.starts_with("blocks.1."))
+    assert {"forward", "backward"} <= set(products["phase"])
+    known = captured.filter(pl.col("module").is_not_null())
+    assert {"(loss)", "(optimizer)"} <= set(known["module"])
+    assert known.height > 0.9 * captured.height
+    if not case.workload.compile:
+        assert not [name for name in recording.ranges["name"] if name.startswith("module:")]
+
+
+def test_what_is_not_captured_has_no_other_order(tmp_path: Path) -> None:
+    record(case_of(**BF16, graph=True), CPU, folder_raw=tmp_path, record_steps=1, on_stage=lambda _: None)
+    recording = read_traces(tmp_path)
+    assert recording.captured.is_empty()
+    assert any(name.startswith("module:blocks.1.") for name in recording.ranges["name"])
 
 
 def test_memory_is_recorded_without_graphs(tmp_path: Path) -> None:

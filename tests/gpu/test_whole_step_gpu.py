@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from stepscope.explain.memory import make_memory_profile
-from stepscope.explain.trace.profile import make_profile
+from stepscope.explain.trace.profile import coverage_in_graphs, make_profile
+from stepscope.jobs.recorders.recording_job import read_traces
 from stepscope.measure.bench import measure
 from stepscope.measure.memory.recorder import record_memory
 from stepscope.measure.profiler import record
@@ -143,6 +144,20 @@ def test_kernels_of_graphs_belong_to_phases(tmp_path: Path, passes: int) -> None
     assert {"forward", "backward", "optimizer"} <= set(kernels["phase"].drop_nulls())
     unknown = kernels.filter(pl.col("phase").is_null())["time_ns"]
     assert float(unknown.sum()) < 0.02 * float(kernels["time_ns"].sum())
+
+
+@pytest.mark.parametrize("settings", [{"graph": True}, {**FAST, "compile": True}], ids=["graph", "fast"])
+def test_kernels_of_graphs_have_the_modules_of_the_step_without_them(
+    tmp_path: Path, settings: dict[str, Scalar]
+) -> None:
+    case = case_of(**settings)
+    record(case, CUDA, folder_raw=tmp_path, record_steps=2, on_stage=lambda _: None)
+    profile = make_profile(read_traces(tmp_path).with_manifest(case=case))
+    graphs = profile.kernels.filter(pl.col("launched") == "graph")
+    assert set(graphs["matched"].drop_nulls()) == {"capture"}
+    known = coverage_in_graphs(profile)
+    assert min(known["phase"], known["module"], known["operator"]) > 0.9, known
+    assert {0, 1} <= set(graphs["layer"])
 
 
 def test_memory_of_a_captured_step_is_that_of_its_phases(tmp_path: Path) -> None:

@@ -179,6 +179,34 @@ class Timeline:
             texts = {key: json.dumps(value) for key, value in described.items()}
             self._add("ops", name=op, start_ns=start, end_ns=self._now, source=self._line, **texts, **self._place())
 
+    def replay(self, kernels: Sequence[str], **columns: Sequence[int]) -> None:
+        """The launch of a CUDA graph, and its kernels one after the other, of 10 µs each. `columns` have a value per
+        kernel."""
+        called = self._now
+        self._now += round(self.host_us * 1000)
+        self._correlation += 1
+        shared = {"correlation": self._correlation, "process": PROCESS}
+        times = {"start_ns": called, "end_ns": called + CALL_US * 1000}
+        self._add("launches", name="cudaGraphLaunch", thread=self._thread, **times, **shared)
+        for place, kernel in enumerate(kernels):
+            begin = max(called + LATENCY_US * 1000, *self._free.values(), 0)
+            self._free[STREAM] = begin + 10_000
+            kind = "memcpy" if kernel.startswith("Memcpy") else "memset" if kernel.startswith("Memset") else "kernel"
+            own = {name: values[place] for name, values in columns.items()}
+            times = {"start_ns": begin, "end_ns": self._free[STREAM]}
+            self._add("kernels", name=kernel, kind=kind, device=0, stream=STREAM, graph=True, **times, **shared, **own)
+
+    def capture(self, operators: Sequence[tuple[str, str]]) -> None:
+        """A capture of operators, each with the call that it makes: nothing runs."""
+        calls = [(None, "cudaStreamBeginCapture"), *operators, (None, "cudaStreamEndCapture")]
+        for op, call in calls:
+            self._correlation += 1
+            start, self._now = self._now, self._now + round(self.host_us * 1000)
+            times = {"start_ns": start + 1, "end_ns": start + CALL_US * 1000}
+            self._add("launches", name=call, correlation=self._correlation, **times, **self._place())
+            if op is not None:
+                self._add("ops", name=op, start_ns=start, end_ns=self._now, **self._place())
+
     def compute(
         self, op: str, us: float, *, shapes: Sequence[object] | None = None, dtypes: Sequence[str] = ()
     ) -> None:

@@ -5,6 +5,7 @@ The module and the optimizer stay what they are: parameters and state are update
 and schedules of the learning rate work as before.
 """
 
+import gc
 import itertools
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -91,6 +92,16 @@ class Program:
         if len(inside) < len(parts):
             phases.append(("optimizer", self._step_optimizer))
         self.phases = self._between(phases)
+
+    def release(self) -> None:
+        """Replace the graphs by what was captured, and free their memory."""
+        self.phases = self._between([(part.name, part.run) for part in self._parts()])
+        self._captured_gradients = None
+        self.losses = []
+        self.weights.forget_gradients()
+        gc.collect()
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
 
     @property
     def gradient_norm(self) -> Tensor | None:

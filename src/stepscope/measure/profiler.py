@@ -8,6 +8,10 @@ changes on the machine affect both.
 The profiler is slow at first, when it loads its libraries, and in the first step after it starts. Both are kept out of
 the trace: one recording is discarded, and every recording begins with a step between `prepare_trace`, which starts the
 profiler, and `start_trace`, from which events are kept.
+
+A step in CUDA graphs is recorded once more at the end, without them: the graphs run the same kernels in the same order,
+and show neither operators nor modules (`explain.trace.attribution.graphs`). Not before the capture, because the step is
+timed before a profiler has run; and a recording of the capture would have no kernels, because none run then.
 """
 
 import warnings
@@ -24,7 +28,7 @@ from stepscope.measure.compiled_code import CompiledCode, noting_compiled_code
 from stepscope.measure.memory.limits import limit_memory
 from stepscope.measure.soundness import MachineWatch, doubt_numbers, doubt_samples
 from stepscope.measure.timing import Samples, settle_heap, time_in_turns, time_steps, wait_for
-from stepscope.recording.rows.bench import RAW_TRACE_NAME, Doubt, RecordedRun
+from stepscope.recording.rows.bench import RAW_TRACE_NAME, UNCAPTURED_TRACE_NAME, Doubt, RecordedRun
 from stepscope.recording.rows.compiled_code import LOSS_MODULE, CompiledGraph, save_graphs
 from stepscope.spec import Case
 from stepscope.step import Step, build
@@ -40,6 +44,7 @@ Stage = Literal[
     "measuring the overhead",
     "recording",
     "writing the trace",
+    "recording a step without graphs",
 ]
 OnStage = Callable[[Stage], None]
 
@@ -76,6 +81,10 @@ def record(
     profiler.export_chrome_trace(str(folder_raw / RAW_TRACE_NAME))
     graphs = _name_graphs(code, step) if code is not None else ()
     save_graphs(folder_raw, graphs)
+    notes = describe_gaps(step, annotation.uncalled, graphs=graphs, has_order=step.is_captured)
+    if step.is_captured:
+        on_stage("recording a step without graphs")
+        _record_uncaptured(step, functions, folder_raw)
     return RecordedRun(
         clock="cuda events" if device.type == "cuda" else "host",
         phases_ns={name: tuple(values) for name, values in plain.phases_ns.items()},
@@ -86,9 +95,17 @@ def record(
         sizes=step.sizes,
         optimizer=step.optimizer_name,
         doubts=doubts,
-        notes=describe_gaps(step, annotation.uncalled, graphs=graphs),
+        notes=notes,
         expert_tokens=expert_tokens,
     )
+
+
+def _record_uncaptured(step: Step, functions: Sequence[str], folder_raw: Path) -> None:
+    """Write the trace of one step without its CUDA graphs."""
+    step.release()
+    with annotated(step, functions=functions), _profiling(step, with_stack=False) as profiler:
+        step.run()
+    profiler.export_chrome_trace(str(folder_raw / UNCAPTURED_TRACE_NAME))
 
 
 def _count_expert_tokens(step: Step) -> dict[str, tuple[int, ...]]:
@@ -166,14 +183,16 @@ def keeping_events(profiler: _KinetoProfile, warm_up: Callable[[], None] = lambd
 
 
 def describe_gaps(
-    step: Step, uncalled: Sequence[str] | set[str], *, graphs: Sequence[CompiledGraph] = ()
+    step: Step, uncalled: Sequence[str] | set[str], *, graphs: Sequence[CompiledGraph] = (), has_order: bool = False
 ) -> tuple[str, ...]:
     """What a recording lacks, in sentences: ranges, or settings that the step could not follow. `graphs` have the
-    modules of compiled code."""
+    modules of compiled code. With `has_order`, the step is recorded without its CUDA graphs, too."""
     notes = [f"`{target}` was not annotated: nothing with that name ran" for target in sorted(uncalled)]
+    if has_order:
+        notes.append("captured in CUDA graphs: operators and modules are those of the same step without them")
     if graphs:
         notes.append("compiled: a kernel that computes parts of several modules counts for the one with most of them")
-    elif step.workload.is_program:
+    elif (step.workload.is_traced and step.workload.is_program) or (step.is_captured and not has_order):
         notes.append("traced or captured as a whole: only the step and its phases are annotated")
     elif step.workload.compile:
         notes.append("compiled: only the step, its phases and the whole model are annotated")

@@ -113,6 +113,7 @@ class Recording:
     ops: pl.DataFrame = field(default_factory=partial(tables.empty, "ops"))
     ranges: pl.DataFrame = field(default_factory=partial(tables.empty, "ranges"))
     links: pl.DataFrame = field(default_factory=partial(tables.empty, "links"))
+    captured: pl.DataFrame = field(default_factory=partial(tables.empty, "captured"))
     steps: pl.DataFrame = field(default_factory=partial(tables.empty, "steps"))
     counters: pl.DataFrame = field(default_factory=partial(tables.empty, "counters"))
     allocations: pl.DataFrame = field(default_factory=partial(tables.empty, "allocations"))

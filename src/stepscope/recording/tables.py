@@ -63,6 +63,7 @@ KERNELS = {
     "stream": ColumnRule(pl.Int64, absent=0),
     "correlation": _NUMBER,  # matches the launch in the same process; the ID in a file of Nsight Compute
     "graph": ColumnRule(pl.Boolean),  # launched by a CUDA graph
+    "graph_node": ColumnRule(pl.Int64, is_new=True),  # of the CUDA graph: within one, in the order of the capture
     "bytes": _BYTES,  # of a copy, or of a collective's message
     # Of a collective: its name in the framework, its process group, and the number of ranks in it.
     "collective": ColumnRule(pl.String, is_new=True),
@@ -105,6 +106,15 @@ LINKS = {
     "backward_ns": _TIME,
     "backward_thread": _NUMBER,
     "process": _NUMBER,
+}
+# The kernels of a step that runs as CUDA graphs, launched one by one instead: their order, and what each belongs to.
+CAPTURED = {
+    **{name: KERNELS[name] for name in ("name", "kind", "grid_x", "grid_y", "grid_z")},
+    "op": _TEXT,
+    "module": _TEXT,
+    "part": _TEXT,
+    "phase": _TEXT,
+    "recomputed": ColumnRule(pl.Boolean),
 }
 # Unprofiled steps, one row per phase and step: the reference for the recorded times.
 STEPS = {
@@ -182,6 +192,7 @@ TABLES: dict[str, dict[str, ColumnRule]] = {
     "ops": OPS,
     "ranges": RANGES,
     "links": LINKS,
+    "captured": CAPTURED,
     "steps": STEPS,
     "counters": COUNTERS,
     "allocations": ALLOCATIONS,

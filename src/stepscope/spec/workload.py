@@ -416,9 +416,14 @@ class Workload(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         return any(getattr(self, name) for name in WHOLE_STEP)
 
     @property
+    def is_traced(self) -> bool:
+        """Whether a step runs code that was traced from its modules, which then do not run."""
+        return self.compile or any(getattr(self, name) for name in WHOLE_STEP if name != "graph")
+
+    @property
     def hides_modules(self) -> bool:
-        """Whether a recorder cannot see modules in a step, because it runs code that was traced from them."""
-        return self.compile or self.is_program
+        """Whether a recorder cannot see modules in a step, because it runs traced code or CUDA graphs."""
+        return self.is_traced or self.graph
 
     @property
     def checkpointing(self) -> Checkpointing | None:

@@ -65,7 +65,7 @@ def annotated(
         replace_attribute(step, "measure_loss", wrap(step.measure_loss, "phase:loss"), undo)
         if modules and not step.workload.is_program:
             _annotate_root(step, undo)
-        if modules and not step.workload.hides_modules:
+        if modules and not step.hides_modules:
             _annotate_inside(step.module, undo)
         for target in functions:
             name = f"function:{target.partition(':')[2]}"

@@ -65,6 +65,7 @@ class Step:
         self.waits_inside = workload.precision == "fp16" and workload.mode == "train"
         self.program: Program | None = None
         self.remarks: list[Doubt] = []
+        self.is_captured = False
         if workload.is_program:
             self.program, self.remarks = self._build_program(parts)
         self.phases: tuple[Phase, ...] = self._choose_phases()
@@ -77,13 +78,26 @@ class Step:
             return
         try:
             self.program.capture()
+            self.is_captured = True
         except CannotCapture as error:
             self.remarks.append(Doubt(code="uncaptured", text=f"not captured: {error}"))
         self.phases = self.program.phases
 
+    def release(self) -> None:
+        """Run without the CUDA graphs from now on."""
+        assert self.program is not None, "only a program can be captured"
+        self.phases = ()  # they hold the graphs
+        self.program.release()
+        self.phases, self.is_captured = self.program.phases, False
+
     def run(self) -> None:
         for _, phase in self.phases:
             phase()
+
+    @property
+    def hides_modules(self) -> bool:
+        """Whether a recorder cannot see modules, because none is called."""
+        return self.workload.is_traced or self.is_captured
 
     @property
     def parameters(self) -> int:
@@ -154,7 +168,11 @@ class Step:
         def loss_of(batch: Any) -> Tensor:
             return measure(call(module, batch), batch)
 
-        return build_program(self.workload, module, loss_of, parts.inputs, self._optimizer, self.device)
+        def annotated_loss_of(batch: Any) -> Tensor:
+            return self.measure_loss(call(module, batch), batch)
+
+        loss = loss_of if self.workload.is_traced else annotated_loss_of
+        return build_program(self.workload, module, loss, parts.inputs, self._optimizer, self.device)
 
     def _choose_phases(self) -> tuple[Phase, ...]:
         if self.program is not None:

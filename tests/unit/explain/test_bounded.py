@@ -2,6 +2,7 @@
 
 import errno
 import random
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -280,6 +281,32 @@ def test_a_graph_replay(tmp_path: Path) -> None:
         events.append(launch(f"{100 + 50 * n}.000", "5.000", n, name="cudaGraphLaunch"))
         events += [kernel(GEMM, f"{110 + 50 * n + i}.000", "1.500", n, stream=7 + i % 2) for i in range(30)]
     assert [one.launched for one in check_same(write_trace(tmp_path / "t.json", events)).launched] == ["graph"]
+
+
+def test_graphs_of_a_model_in_pieces(tmp_path: Path) -> None:
+    """The pieces of a pass are in several windows; the second pass is launched one by one."""
+    events = []
+    for number in range(3):
+        at, first = 1_000 * number, 100 * number
+        events.append(event("python_function", "nn.Module: Model_0", f"{at}.000", "900.000"))
+        for n in range(8):
+            call = first + 10 * n
+            is_graph = number != 1
+            name = "cudaGraphLaunch" if is_graph else "cudaLaunchKernel"
+            for i, one in enumerate((GEMM, ADD, GEMM, ADD, NCCL)):
+                correlation = call if is_graph else call + i
+                if i == 0 or not is_graph:
+                    events.append(launch(f"{at + 100 * n + 10 * i + 1}.000", "1.000", correlation, name=name))
+                    events += [] if is_graph else [op("aten::mm", f"{at + 100 * n + 10 * i}.000", "5.000")]
+                events.append(kernel(one, f"{at + 100 * n + 10 * i + 5}.000", "2.000", correlation))
+            events.append(op("aten::softmax", f"{at + 100 * n + 80}.000", "5.000"))
+            events.append(launch(f"{at + 100 * n + 81}.000", "1.000", call + 9))
+            events.append(kernel("softmax", f"{at + 100 * n + 90}.000", "2.000", call + 9))
+    found = check_same(write_trace(tmp_path / "t.json", events))
+    assert [(one.matched, one.count) for one in found.graphs] == [("eager", 80)]
+    without = [one for one in events if not re.search(r'"correlation": 1\d\d\b', one)]
+    found = check_same(write_trace(tmp_path / "u.json", without))
+    assert [one.matched for one in found.graphs] == ["repetition"]
 
 
 def test_repeated_correlation_refers_to_the_first_call(tmp_path: Path) -> None:

@@ -56,6 +56,7 @@ def test_kernels_keep_their_times_places_and_sizes(path: Path) -> None:
         "stream": 7,
         "correlation": 1,
         "graph": False,
+        "graph_node": None,
         "bytes": None,
         "collective": None,
         "process_group": None,

@@ -131,7 +131,7 @@ def explain_copy(
     if op and re.search(r"c10d|all_?reduce|reduce_scatter|bucket", op):
         return "communication: gradients are copied into and out of buckets"
     if launched == "graph":
-        return "unknown: launched by a CUDA graph, which records no operators"
+        return "unknown: launched by a CUDA graph, which records no autograd nodes"
     if node and asked == "aten::pow":
         return "powers: the gradient of a square needs the first power, which is a copy"
     if node and asked and re.search(r"masked_fill|index_fill|index_put|scatter|fill$", asked):

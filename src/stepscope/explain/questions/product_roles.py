@@ -72,7 +72,7 @@ def find_products(profile: Profile) -> pl.DataFrame:
     products = kernels.filter(pl.col("class") == "GEMM").filter(
         ~pl.col("op").str.contains("conv").fill_null(value=False)
     )
-    # Kernels of a CUDA graph have no operator, so each counts separately.
+    # Kernels of a CUDA graph have no recorded call of an operator, so each counts separately.
     alone = pl.col("op_row").is_null() | (pl.col("launched") == "graph")
     identity = pl.when(alone).then(-1 - pl.col("order").cast(pl.Int64)).otherwise("op_row")
     grouped = (

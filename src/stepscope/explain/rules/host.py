@@ -10,7 +10,6 @@ from stepscope.explain.ranks.collectives import CoveredTime
 from stepscope.explain.rules.dependent_waits import find_host_updates, is_decoding, is_large_copy, is_of_scaler
 from stepscope.explain.rules.evidence import StepEvidence, ms, often
 from stepscope.explain.rules.loop.loading import find_loading, is_input_copy
-from stepscope.explain.rules.remarks import find_captures
 from stepscope.explain.rules.replay import LONG_GAP_NS, Bools
 from stepscope.explain.rules.rule import (
     COMPILE,
@@ -27,6 +26,7 @@ from stepscope.explain.rules.rule import (
     settle,
     workload_of,
 )
+from stepscope.explain.trace.attribution.graphs import find_captures
 from stepscope.explain.trace.profile import Profile
 from stepscope.findings import Copyable
 from stepscope.recording.store import Manifest
@@ -201,7 +201,12 @@ def find_host_absence(evidence: StepEvidence) -> Hit | None:
     """Stalls that SS012 (loading), SS002 and SS018 (waiting), SS020 (updates on the CPU) and SS025 (captures) do not
     explain."""
     calls = evidence.waits.filter(pl.col("kind") == "call")
-    known = (find_loading(evidence), calls, find_host_updates(evidence), find_captures(evidence))
+    known = (
+        find_loading(evidence),
+        calls,
+        find_host_updates(evidence),
+        find_captures(evidence.profile.recording.launches),
+    )
     explained = pl.concat([one.select("start_ns", "end_ns") for one in known])
     until, idle = evidence.replay.start, evidence.replay.idle_before
     gaps = idle - CoveredTime(explained).between(until - idle, until)

@@ -10,6 +10,7 @@ from stepscope.explain.ranks.collectives import CoveredTime
 from stepscope.explain.rules.evidence import StepEvidence, ms, often
 from stepscope.explain.rules.replay import LONG_GAP_NS, NEVER
 from stepscope.explain.rules.rule import Hit, Rule
+from stepscope.explain.trace.attribution.graphs import find_captures
 from stepscope.explain.trace.profile import Profile, device_word, kernel_word
 from stepscope.findings import Copyable
 from stepscope.units import count_noun, say_factor, say_percent
@@ -25,7 +26,6 @@ _TOP = 2
 # Times that depend on other ranks or on the bus.
 _NOT_COMPUTED = ("communication", "memcpy")
 _LONGEST_NAME = 1000  # characters that still make sense in a command
-_CAPTURE = r"(?i)^(?:cuda|hip|cu)Stream(?:Begin|End)Capture"
 _MOST_OF_WINDOW = 0.5
 LEAST_BLOCKED = 0.05  # of the step
 NOT_FINITE, DENORMAL = ("not-finite", "skipped"), ("denormal",)
@@ -99,17 +99,6 @@ def find_slowdown(evidence: StepEvidence) -> Hit | None:
     return Hit(title=title, evidence=text)
 
 
-def find_captures(evidence: StepEvidence) -> pl.DataFrame:
-    """Return the time (start_ns, end_ns) in which the CPU captures CUDA graphs: what it launches then does not run."""
-    calls = evidence.profile.recording.launches.filter(pl.col("name").str.contains(_CAPTURE)).sort("start_ns")
-    begins = pl.col("name").str.contains("Begin")
-    by_thread = ["process", "thread"]
-    ends = calls.with_columns(
-        next_begins=begins.shift(-1).over(by_thread), next_ns=pl.col("end_ns").shift(-1).over(by_thread)
-    )
-    return ends.filter(begins & ~pl.col("next_begins")).select("start_ns", end_ns="next_ns")
-
-
 def find_blocked_queue(evidence: StepEvidence) -> Hit | None:
     """Long gaps on an idle GPU whose next kernel had been launched before they began."""
     replay, idle = evidence.replay, evidence.replay.idle_before
@@ -131,7 +120,7 @@ def find_blocked_queue(evidence: StepEvidence) -> Hit | None:
 
 
 def find_graph_capture(evidence: StepEvidence) -> Hit | None:
-    captures = find_captures(evidence)
+    captures = find_captures(evidence.profile.recording.launches)
     begin, stop = evidence.window
     captured = float(CoveredTime(captures).between(np.array([begin]), np.array([stop]))[0])
     if captured < _MOST_OF_WINDOW * max(1, stop - begin):

@@ -19,6 +19,7 @@ from stepscope.explain.story.sections.environment_facts import find_environment
 from stepscope.explain.story.sources import Materials
 from stepscope.explain.trace.clock import Clock
 from stepscope.explain.trace.profile import Profile, kernel_word
+from stepscope.explain.trace.profile_tables import say_graphs
 from stepscope.findings import Soundness
 from stepscope.recording.rows.bench import STEP_DOUBTS, Doubt
 from stepscope.units import count_noun, say_percent, say_size, say_time
@@ -221,8 +222,10 @@ def _recording(opening: Opening) -> Iterator[str]:
     else:
         yield f"recorded with {name_source(manifest)}; no steps are marked"
     covered = profile.coverage()
-    said = ", ".join(f"{name} {say_percent(share)}" for name, share in covered.items())
-    yield f"{kernel_word(profile)} time attributed: {said}"
+    said = [f"{name} {say_percent(share)}" for name, share in covered.items()]
+    said += [f"layer {say_percent(profile.layer_share)}"] if profile.layer_share else []
+    yield f"{kernel_word(profile)} time attributed: {', '.join(said)}"
+    yield from [told] if (told := say_graphs(profile)) else []
     weak = [name for name, share in covered.items() if 0 < share < WELL_KNOWN]
     if weak:
         yield f"the rest has an unknown {' and '.join(weak)}"

@@ -43,7 +43,7 @@ CUT_NOTE = "the kernels of the last operators are missing, so idle time is too h
 # The tables that are available in this mode.
 PARTS = ("classes", "phases", "kernels", "modules", "tree", "layers", "ops", "ranges", "streams")
 _ON_A_PAGE = 6
-_GROUPED = ("name", "kind", "launched", "op", "module", "phase", "user_range", "forward_range")
+_GROUPED = ("name", "kind", "launched", "matched", "op", "module", "phase", "user_range", "forward_range")
 _ON_DEVICE = ("start_ns", "end_ns", "process", "device", "stream", "step", "launch_ns")
 _MOST_GROUPS = 100_000
 

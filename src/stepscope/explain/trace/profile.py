@@ -16,6 +16,7 @@ from stepscope import hardware
 from stepscope.errors import StepscopeError
 from stepscope.explain.trace.accounting import DeviceAccount, account_devices
 from stepscope.explain.trace.attribution import attribute_kernels, attribute_ops
+from stepscope.explain.trace.attribution.graphs import REPEAT
 from stepscope.explain.trace.attribution.phases import step_ranges
 from stepscope.explain.trace.clock import Clock
 from stepscope.explain.trace.extent import StepExtent, StepRuns, find_extent, find_incomplete, without_steps
@@ -159,19 +160,45 @@ class Profile:
         return grouped.with_columns(share=share).sort("time_ns", *columns, descending=[True, *([False] * len(columns))])
 
     def coverage(self) -> dict[str, float]:
-        """Return the shares of GPU time whose class, phase and module are known."""
+        """Return the shares of GPU time whose class, phase and module are known. A repeat is not a module."""
         total = max(1, self.gpu_time_ns)
         known = {
             "class": pl.col("class") != "other",
             "phase": pl.col("phase").is_not_null(),
-            "module": pl.col("module").is_not_null(),
+            "module": ~pl.col("module").str.starts_with(REPEAT),
         }
         return {name: float(self.kernels.filter(test)["time_ns"].sum() / total) for name, test in known.items()}
+
+    @property
+    def layer_share(self) -> float:
+        """The share of GPU time inside layers, as far as they are known."""
+        inside = self.kernels.filter(pl.col("layer").is_not_null())
+        return float(inside["time_ns"].sum() / max(1, self.gpu_time_ns))
 
 
 def shares_by_launch(profile: Profile) -> dict[str, float]:
     """Return the shares of kernel time by kind of launch: `op`, `graph` or `before` the window."""
     return dict(profile.time_by("launched").select("launched", "share").iter_rows())
+
+
+def times_in_graphs(profile: Profile) -> pl.DataFrame:
+    """Return the time of kernels that CUDA graphs launched, by the way in which their owners are known."""
+    return profile.time_by("matched", kernels=profile.kernels.filter(pl.col("launched") == "graph"))
+
+
+def coverage_in_graphs(profile: Profile) -> dict[str, float]:
+    """Return the shares of the time of CUDA graphs whose phase, layer, module and operator are known. What is open
+    around the launch of a graph tells the phase, and nothing about single kernels."""
+    graphs = profile.kernels.filter(pl.col("launched") == "graph")
+    in_order = pl.col("matched").is_in(["capture", "eager"])
+    known = {
+        "phase": pl.col("phase").is_not_null(),
+        "layer": pl.col("layer").is_not_null() & pl.col("matched").is_not_null(),
+        "module": pl.col("module").is_not_null() & in_order,
+        "operator": pl.col("op").is_not_null() & in_order,
+    }
+    total = max(1, int(graphs["time_ns"].sum()))
+    return {name: float(graphs.filter(test)["time_ns"].sum() / total) for name, test in known.items()}
 
 
 def make_profile(recording: Recording, kept_in: Path | None = None) -> Profile:

@@ -6,11 +6,12 @@ from typing import Any
 import polars as pl
 
 from stepscope.explain.experiments.cases import describe_case
+from stepscope.explain.trace.attribution.graphs import WAYS
 from stepscope.explain.trace.experts import experts_table
 from stepscope.explain.trace.loop.loop_tables import loop_table, syncs_table
 from stepscope.explain.trace.loop.source_lines import main_sources
 from stepscope.explain.trace.module_tree import SMALLER, ModuleNode, add_up_modules, choose_nodes
-from stepscope.explain.trace.profile import Profile, order_phases, shares_by_launch
+from stepscope.explain.trace.profile import Profile, coverage_in_graphs, order_phases, shares_by_launch, times_in_graphs
 from stepscope.explain.trace.ranges_table import ranges_table
 from stepscope.explain.trace.summary import KernelTime, kernel_times
 from stepscope.findings import Cell, Column, Finding, Table, joint_saving
@@ -41,7 +42,8 @@ def headline(profile: Profile) -> str:
             f"{shares['module']:.1%}"
             if manifest.modules_recorded or shares["module"]
             else "unknown: the recording has no module names"
-        ),
+        )
+        + (f", layer {profile.layer_share:.1%}" if profile.layer_share else ""),
     ]
     if len(profile.devices) > 1:
         lines.append(f"{len(profile.devices)} devices; tables add up their times, findings are about the busiest one")
@@ -53,12 +55,23 @@ def headline(profile: Profile) -> str:
         matched = float(before["time_ns"].sum() / max(1, profile.gpu_time_ns))
         known = f"{matched:.1%} matched with later steps" if matched else "known by name only"
         lines.append(f"launched before the recording began: {by_launch['before']:.1%} of kernel time, {known}")
-    if by_launch.get("graph"):
-        lines.append(f"launched by CUDA graphs: {by_launch['graph']:.1%} of kernel time")
+    lines.extend([told] if (told := say_graphs(profile)) else [])
     lines.extend(f"note: {note}" for note in profile.notes)
     # They are about the steps that were timed before profiling.
     lines.extend(f"warning: unprofiled steps: {doubt.text}" for doubt in manifest.doubts)
     return "\n".join(lines)
+
+
+def say_graphs(profile: Profile) -> str:
+    """Return what is known about the kernels of CUDA graphs, and how; empty without any."""
+    share = shares_by_launch(profile).get("graph")
+    if not share:
+        return ""
+    known = ", ".join(f"{name} {part:.1%}" for name, part in coverage_in_graphs(profile).items())
+    times = times_in_graphs(profile).select("matched", "time_ns")
+    total = max(1, int(times["time_ns"].sum()))
+    ways = ", ".join(f"{time / total:.1%} {WAYS.get(way, 'not matched')}" for way, time in times.iter_rows())
+    return f"launched by CUDA graphs: {share:.1%} of kernel time; of it {known} known ({ways})"
 
 
 def _say_clock(profile: Profile) -> str:

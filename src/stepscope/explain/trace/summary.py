@@ -12,7 +12,7 @@ import msgspec
 import polars as pl
 
 from stepscope.explain.trace.accounting import Account
-from stepscope.explain.trace.profile import UNKNOWN, Profile
+from stepscope.explain.trace.profile import UNKNOWN, Profile, times_in_graphs
 from stepscope.findings import Finding, joint_saving
 
 SCHEMA = "stepscope.explain/2"
@@ -54,11 +54,12 @@ class ModuleTime(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Coverage(msgspec.Struct, frozen=True, kw_only=True, rename={"kernel_class": "class"}):
-    """Shares of GPU time whose class, phase and module are known."""
+    """Shares of GPU time whose class, phase and module are known, and of that inside layers."""
 
     kernel_class: float
     phase: float
     module: float
+    layer: float
 
 
 class Swept(msgspec.Struct, frozen=True, kw_only=True):
@@ -89,6 +90,15 @@ class LaunchTime(msgspec.Struct, frozen=True, kw_only=True):
     """`op`: launched by a recorded call; `graph`: by the replay of a CUDA graph; `before`: launch not recorded."""
 
     launched: str
+    time_ns: int
+    count: int
+
+
+class MatchedTime(msgspec.Struct, frozen=True, kw_only=True):
+    """Time of CUDA graphs whose operators and modules are known from the captured order (`capture`) or from `eager`
+    launches of the same kernels, or whose layers are known from `repetition`; the rest is `unknown`."""
+
+    matched: str
     time_ns: int
     count: int
 
@@ -129,6 +139,7 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     kernels: tuple[KernelTime, ...]
     coverage: Coverage
     launched: tuple[LaunchTime, ...]
+    graphs: tuple[MatchedTime, ...]
     devices: tuple[SweptDevice, ...]
     findings: tuple[Finding, ...]
     joint_saving_ns: int | None  # of all findings together, per step
@@ -164,8 +175,11 @@ def summarise(profile: Profile, findings: Sequence[Finding]) -> Summary:
         ),
         modules=tuple(ModuleTime(**row) for row in profile.time_by("module", "layer").iter_rows(named=True)),
         kernels=kernel_times(profile),
-        coverage=Coverage(kernel_class=covered["class"], phase=covered["phase"], module=covered["module"]),
+        coverage=Coverage(
+            kernel_class=covered["class"], phase=covered["phase"], module=covered["module"], layer=profile.layer_share
+        ),
         launched=tuple(LaunchTime(**row) for row in profile.time_by("launched").drop("share").iter_rows(named=True)),
+        graphs=tuple(MatchedTime(**row) for row in times_in_graphs(profile).drop("share").iter_rows(named=True)),
         devices=tuple(
             SweptDevice(
                 device=one.device,

@@ -21,7 +21,7 @@ from stepscope.files import scratch_folder
 from stepscope.jobs.experiments.sweep import Planned, PlannedCase, judge, look_at, place_cases
 from stepscope.jobs.workers.messages import Failed, Record, StepsRecorded
 from stepscope.jobs.workers.process import Ended, InputRefusedError, OnStage, Workers, require_torch
-from stepscope.recording.rows.bench import RAW_TRACE_NAME, Environment, RecordedRun
+from stepscope.recording.rows.bench import RAW_TRACE_NAME, UNCAPTURED_TRACE_NAME, Environment, RecordedRun
 from stepscope.recording.rows.compiled_code import load_graphs
 from stepscope.spec import Case, Grid, HuggingFace, Workload, grid_from_flags
 
@@ -79,12 +79,7 @@ class ProfileJob(_RecordingJob, frozen=True, kw_only=True):
             if not isinstance(ended.answer, StepsRecorded):
                 raise explain_failure(ended, planned.case, "recorded")
             on_stage("reading the trace")
-            from stepscope.recording.compiled_code import name_modules
-            from stepscope.recording.readers import kineto
-
-            raw = scratch / RAW_TRACE_NAME
-            recording = name_modules(kineto.read(raw), load_graphs(scratch))
-            return self._keep(recording, planned, ended.answer.run, started, raw)
+            return self._keep(read_traces(scratch), planned, ended.answer.run, started, scratch / RAW_TRACE_NAME)
 
 
 class NsysJob(_RecordingJob, frozen=True, kw_only=True):
@@ -121,6 +116,26 @@ class NsysJob(_RecordingJob, frozen=True, kw_only=True):
         from stepscope.recording.readers import nsys
 
         return self._keep(nsys.read(run.exported), planned, run.recorded.run, started), run
+
+
+def read_traces(folder: Path) -> "Recording":
+    """Read what PyTorch's profiler wrote to the directory of a worker. If the step runs CUDA graphs, the recording has
+    the kernels of the same step without them, and what they belong to."""
+    from stepscope.explain.trace.attribution import attribute_kernels
+    from stepscope.recording import tables
+    from stepscope.recording.compiled_code import name_modules
+    from stepscope.recording.readers import kineto
+
+    graphs = load_graphs(folder)
+    recording = name_modules(kineto.read(folder / RAW_TRACE_NAME), graphs)
+    uncaptured = folder / UNCAPTURED_TRACE_NAME
+    if not uncaptured.exists():
+        return recording
+    plain = name_modules(kineto.read(uncaptured), graphs)
+    kernels = attribute_kernels(plain).sort("launch_ns", "start_ns", maintain_order=True)
+    captured = tables.conform("captured", kernels.select(tables.SCHEMAS["captured"].keys()))
+    has_modules = recording.manifest.modules_recorded or plain.manifest.modules_recorded
+    return replace(recording, captured=captured).with_manifest(modules_recorded=has_modules)
 
 
 def check_folder(folder: Path, *, force: bool, command: str) -> None:

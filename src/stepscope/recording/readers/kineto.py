@@ -267,7 +267,7 @@ def _kernels(frame: pl.DataFrame) -> pl.DataFrame:
     if not frame.height:
         return conform("kernels", frame)
     graph = pl.col("graph_node").fill_null(0) > 0
-    return conform("kernels", frame.with_columns(graph=graph).drop("graph_node"))
+    return conform("kernels", frame.with_columns(graph=graph, graph_node=pl.when(graph).then("graph_node")))
 
 
 def _host_kernels(ops: pl.DataFrame) -> pl.DataFrame:

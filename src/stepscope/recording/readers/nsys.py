@@ -155,6 +155,7 @@ def _read_kernels(database: Database, strings: pl.DataFrame) -> pl.DataFrame:
         pl.coalesce(*(f"{name}Text" for name in names), pl.lit("(unnamed kernel)")).alias("name"),
         *_place("kernel"),
         ((pl.col("graphNodeId").fill_null(0) != 0) | (pl.col("graphId").fill_null(0) != 0)).alias("graph"),
+        pl.col("graphNodeId").alias("graph_node"),
         *(pl.col(name).alias(f"{name[:-1]}_{name[-1].lower()}") for name in shape),
         pl.col("registersPerThread").alias("registers"),
         pl.sum_horizontal(memory, ignore_nulls=False).alias("shared_bytes"),
@@ -175,6 +176,7 @@ def _read_copies(database: Database) -> pl.DataFrame:
         ).alias("name"),
         *_place("memcpy"),
         (pl.col("graphNodeId").fill_null(0) != 0).alias("graph"),
+        pl.col("graphNodeId").alias("graph_node"),
         "bytes",
     )
 
@@ -185,6 +187,7 @@ def _read_sets(database: Database) -> pl.DataFrame:
         pl.format("Memset ({})", _named("memKind", _memory_kinds(database))).alias("name"),
         *_place("memset"),
         (pl.col("graphNodeId").fill_null(0) != 0).alias("graph"),
+        pl.col("graphNodeId").alias("graph_node"),
         "bytes",
     )
 

@@ -234,6 +234,7 @@ class BenchRow(CaseRow, frozen=True, kw_only=True):
 
 
 RAW_TRACE_NAME = "raw.json.gz"  # the PyTorch profiler trace, in the directory of a worker
+UNCAPTURED_TRACE_NAME = "uncaptured.json.gz"  # that of one step without its CUDA graphs
 
 
 class RecordedRun(msgspec.Struct, frozen=True, kw_only=True):

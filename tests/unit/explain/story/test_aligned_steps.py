@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from stepscope.explain.alignment import align
 from stepscope.explain.story.comparison.aligned_steps import align_steps, tabulate_phases, tabulate_places
-from stepscope.explain.story.comparison.alignment import align
 from stepscope.explain.story.comparison.places import find_places, order_places
 from stepscope.explain.trace.compare import IDLE, compare
 from stepscope.explain.trace.profile import Profile, make_profile
@@ -101,7 +101,7 @@ def test_alignment_is_as_long_as_possible_and_in_order(a: list[int], b: list[int
 
 
 def test_sequences_that_are_too_long_are_not_aligned(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("stepscope.explain.story.comparison.alignment.MOST_ITEMS", 3)
+    monkeypatch.setattr("stepscope.explain.alignment.MOST_ITEMS", 3)
     assert align("abc", "abc") == [(0, 0), (1, 1), (2, 2)]
     assert align("abcd", "abcd") == []
 

@@ -11,9 +11,9 @@ from itertools import pairwise
 
 import numpy as np
 
+from stepscope.explain.alignment import align
 from stepscope.explain.memory import MemoryProfile
 from stepscope.explain.memory.timeline import Instants, stack_categories
-from stepscope.explain.story.comparison.alignment import align
 from stepscope.findings import Cell, Column, Table
 from stepscope.findings.compared import AlignedMemory, MemoryStretch
 

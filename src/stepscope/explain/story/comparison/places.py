@@ -19,7 +19,7 @@ import polars as pl
 from numpy.typing import NDArray
 
 from stepscope import cost
-from stepscope.explain.story.comparison.alignment import align
+from stepscope.explain.alignment import align
 from stepscope.explain.story.sections.step_picture import sweep_step
 from stepscope.explain.trace.attribution.modules import label_layers
 from stepscope.explain.trace.attribution.nesting import look_up

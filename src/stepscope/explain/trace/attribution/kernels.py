@@ -17,6 +17,7 @@ from collections.abc import Iterator
 import numpy as np
 import polars as pl
 
+from stepscope.explain.trace.attribution.graphs import CAPTURED_KINDS, fill_graphs, find_captures, is_capture
 from stepscope.explain.trace.attribution.modules import (
     is_module_call,
     is_own_call,
@@ -35,6 +36,7 @@ from stepscope.explain.trace.attribution.user_ranges import (
     is_backward_pass,
     range_paths,
 )
+from stepscope.recording import tables
 from stepscope.recording.compiled_code import COMPILED
 from stepscope.recording.rows.compiled_code import LOSS_MODULE
 from stepscope.recording.store import Recording
@@ -50,13 +52,14 @@ _USER_PARTS = "user part:"  # from ranges whose names say it
 _THREAD = ("process", "thread")
 _INTERVAL = (*_THREAD, "start_ns", "end_ns", "name")
 _NODE = (*_INTERVAL, "sequence", "forward_thread", "node")
+_NODES = ("graph_node", "grid_x", "grid_y", "grid_z")  # what tells kernels of CUDA graphs apart
 
 
 def attribute_kernels(recording: Recording) -> pl.DataFrame:
     """Return the kernels with these columns added: `names.NAME_COLUMNS`, launched (`op`, `graph` or `before` the
     window), launch_name, launch_ns, launch_end_ns, thread, op_row (in `recording.ops`), op, module, layer, part, phase,
-    step, recomputed, user_range (the path of the range that launched it) and forward_range (in backward, that of the
-    range whose gradients it computes)."""
+    step, recomputed, user_range (the path of the range that launched it), forward_range (in backward, that of the
+    range whose gradients it computes) and matched (`graphs.WAYS`; null if its own launch tells)."""
     attribution = Attribution()
     attribution.add(recording)
     (kernels,) = attribution.kernel_windows()
@@ -73,7 +76,7 @@ def attribute_ops(recording: Recording, rows: pl.Series) -> pl.DataFrame:
     points = EventTable(pl.col("ns"))
     points.add(pl.concat([ops.select(pl.all().gather(rows)), witnesses]))
     (found,) = attribution.point_windows(points)
-    asked = found.head(rows.len()).drop("ns", "op_row")
+    asked = found.head(rows.len()).drop("ns", "op_row", "called_ns")
     return attribution.name(asked, modules_recorded=recording.manifest.modules_recorded)
 
 
@@ -85,7 +88,18 @@ class Attribution:
         self._disk = disk
         by_start = pl.col("start_ns")
         launched = (*_INTERVAL, "correlation")
-        on_device = ("start_ns", "end_ns", "name", "kind", "process", "device", "stream", "correlation", "graph")
+        on_device = (
+            "start_ns",
+            "end_ns",
+            "name",
+            "kind",
+            "process",
+            "device",
+            "stream",
+            "correlation",
+            "graph",
+            *_NODES,
+        )
         # Rows without a number fit into any window; time spreads them over many.
         by_correlation, by_sequence = pl.coalesce("correlation", by_start), pl.coalesce("sequence", by_start)
         self.kernels = make_table(disk, "kernels", by_correlation, on_device)
@@ -106,6 +120,8 @@ class Attribution:
         self._range_time: list[pl.DataFrame] = []
         self._user_parts: set[str] = set()
         self._steps: list[pl.DataFrame] = []
+        self._captures: list[pl.DataFrame] = []
+        self._captured = tables.empty("captured")
         self._forward_work: list[pl.DataFrame] = []
         self._first_calls = pl.DataFrame(schema={"path": pl.String, "name": pl.String, "start_ns": pl.Int64})
         # stepscope's annotation takes precedence over the profiler's stacks, and these over names of ranges.
@@ -146,18 +162,22 @@ class Attribution:
         self._user_ranges.add(users)
         self._range_time.append(users.group_by(_THREAD).agg(ns=(pl.col("end_ns") - pl.col("start_ns")).sum()))
         self._steps.append(step_ranges(recording))
+        self._captures.append(recording.launches.filter(is_capture()))
+        if recording.captured.height:
+            self._captured = recording.captured
 
     def kernel_windows(self) -> Iterator[pl.DataFrame]:
         """Yield the kernels in windows, with everything that does not depend on later windows. `op_row` is a row of the
         window."""
         ns = pl.coalesce("ns", "start_ns")
         columns = ("ns", "start_ns", "end_ns", "process", "thread", "name", "kind", "launched")
-        points = make_table(self._disk, "points", ns, (*columns, "device", "stream", "correlation"))
+        points = make_table(self._disk, "points", ns, (*columns, "device", "stream", "correlation", "capture", *_NODES))
+        captures = find_captures(pl.concat(self._captures))
         for kernels, launches in in_windows(self.kernels, self._launches):
-            points.add(_join_launches(kernels, launches))
+            points.add(_add_captured(_join_launches(kernels, launches), launches, captures))
         self.kernels.delete()
         self._launches.delete()
-        yield from fill_from_repeats(self.point_windows(points))
+        yield from fill_from_repeats(fill_graphs(self.point_windows(points), self._captured))
 
     def point_windows(self, points: EventTable) -> Iterator[pl.DataFrame]:
         """Add op_row, op, module, part, phase, step and recomputed to moments on threads. Operators already have their
@@ -336,6 +356,21 @@ def _join_launches(kernels: pl.DataFrame, launches: pl.DataFrame) -> pl.DataFram
     ).with_columns(ns="launch_ns")
 
 
+def _add_captured(kernels: pl.DataFrame, launches: pl.DataFrame, captures: pl.DataFrame) -> pl.DataFrame:
+    """Add what was launched during captures and did not run, with `capture`, the number of the capture."""
+    kernels = kernels.with_columns(capture=pl.lit(None, pl.Int64))
+    if not captures.height:
+        return kernels
+    kind = pl.coalesce(
+        pl.when(pl.col("name").str.contains(form)).then(pl.lit(kind)) for kind, form in CAPTURED_KINDS.items()
+    )
+    moments = launches.with_columns(ns="start_ns", launch_ns="start_ns", kind=kind, launched=pl.lit("op"))
+    captured = moments.with_columns(capture=innermost(captures, moments, by_thread=False))
+    captured = captured.filter(pl.col("capture").is_not_null(), pl.col("kind").is_not_null())
+    captured = captured.join(kernels, on=["process", "correlation"], how="anti", nulls_equal=True)
+    return pl.concat([kernels, captured.select(name for name in captured.columns if name in kernels)], how="diagonal")
+
+
 def _find_launches(kernels: pl.DataFrame, launches: pl.DataFrame) -> pl.Series:
     """Return the row of each kernel's launch, null if there is none. A correlation identifies one call; of repeated
     ones (two processes merged into one file), the first counts."""
@@ -358,7 +393,8 @@ def _find_launches(kernels: pl.DataFrame, launches: pl.DataFrame) -> pl.Series:
 def _find_modules(
     points: pl.DataFrame, nodes: pl.DataFrame, modules: pl.DataFrame, parts: pl.DataFrame
 ) -> pl.DataFrame:
-    """Return module, part, forward_range, in_backward and recomputed for each moment."""
+    """Return module, part, forward_range, in_backward, recomputed and called_ns (when the module was called) for each
+    moment."""
     node_row, module_row = innermost(nodes, points), innermost(modules, points)
     in_backward = node_row.is_not_null()
     # A module called inside the evaluation of a node runs a second time: activation checkpointing.
@@ -374,6 +410,7 @@ def _find_modules(
         forward_range=pl.when(~here).then(look_up(nodes, "forward_range", node_row)),
         in_backward=in_backward,
         recomputed=recomputed,
+        called_ns=look_up(modules, "start_ns", module_row),
     )
 
 

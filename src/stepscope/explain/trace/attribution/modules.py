@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import polars as pl
 
+from stepscope.explain.trace.attribution.graphs import REPEAT
 from stepscope.explain.trace.attribution.names import cut_name
 
 _OURS = "module:"
@@ -100,6 +101,8 @@ class _Siblings:
         labels = path.split(".")
         for depth, label in enumerate(labels):
             key = (".".join(labels[:depth]), self._kind(".".join(labels[:depth]), label) or "")
+            if key in self._layers and label.startswith(REPEAT):
+                return int(label.rpartition("_")[2])  # not in the order of calls: it is not a module
             if key in self._layers:
                 return self._members[key].index(label) if self._by_class else int(label)
         return None
@@ -143,6 +146,8 @@ def label_layers(kernels: pl.DataFrame) -> pl.Series:
 def _label_layer(module: str | None, layer: int | None) -> str | None:
     if layer is None:
         return None
+    if module is not None and REPEAT in module:
+        return cut_name(module)  # not a layer by name: it has the number of the repeat
     found = _NUMBERED.match(module or "")
     # Paths made of class names count layers differently and have no path up to the number.
     return cut_name(found[0]) if found and int(found[1]) == layer else f"layer {layer}"
