@@ -38,7 +38,7 @@ run: setup ## run `stepscope report` on the default workload, on the GPU if ther
 PROCESSES ?= $(shell echo $$((2 * $$(nproc))))
 test: setup ## run all tests that need no GPU; page tests need Chromium, which is installed automatically as root
 	@sh tools/chromium.sh
-	env -u PYTHONDONTWRITEBYTECODE OMP_NUM_THREADS=1 "$(bin)/python" -m pytest -n $(PROCESSES) --dist loadgroup --no-loadscope-reorder \
+	env -u PYTHONDONTWRITEBYTECODE OMP_NUM_THREADS=1 POLARS_MAX_THREADS=1 "$(bin)/python" -m pytest -n $(PROCESSES) --dist loadgroup --no-loadscope-reorder \
 		tests/cli tests/browser tests/cpu tests/fuzz tests/unit $(ARGS)
 
 gpu: setup ## run the tests that need a CUDA GPU

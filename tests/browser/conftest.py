@@ -1,7 +1,8 @@
-"""One browser for all tests. Each page has its own context, and must end without messages and requests."""
+"""One browser for all tests, and pages that they use one after another. Each must end without messages and requests."""
 
 import os
 import shutil
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,7 +15,7 @@ from stepscope.render.site import write_site
 from tests.unit.render.report_samples import one_run
 
 if TYPE_CHECKING:
-    from playwright.sync_api import Browser, BrowserContext, Dialog, Page
+    from playwright.sync_api import Browser, Dialog, Page
 
 OpenFile = Callable[..., "Page"]
 Open = Callable[..., "Page"]
@@ -34,26 +35,61 @@ def browser() -> "Iterator[Browser]":
         browser.close()
 
 
+class Pages:
+    """Empty pages. To start the processes of a new one takes longer than to draw a report in one that is there."""
+
+    def __init__(self, browser: "Browser") -> None:
+        self._browser = browser
+        self._free: dict[str, list[Page]] = defaultdict(list)  # by the options of their context
+        self._options: dict[Page, str] = {}
+
+    def take(
+        self, width: int, *, color_scheme: Any = "light", reduced_motion: Any = "no-preference", **options: Any
+    ) -> "Page":
+        """Return a page that looks new and that nobody else has."""
+        free = self._free[repr(options)]
+        page = free.pop() if free else self._browser.new_context(**options).new_page()
+        self._options[page] = repr(options)
+        page.set_viewport_size({"width": width, "height": 900})
+        page.emulate_media(media="null", color_scheme=color_scheme, reduced_motion=reduced_motion)
+        return page
+
+    def give_back(self, page: "Page") -> None:
+        """What the page shows ends, with all that its scripts have set."""
+        page.mouse.move(-1, -1)
+        page.goto("about:blank")
+        self._free[self._options[page]].append(page)
+
+
+@pytest.fixture(scope="session")
+def pages(browser: "Browser") -> Pages:
+    return Pages(browser)
+
+
 @pytest.fixture
-def open_file(browser: "Browser") -> Iterator[OpenFile]:
+def open_file(pages: Pages) -> Iterator[OpenFile]:
     """Open pages from files. At the end, check for errors, messages, and requests other than the pages."""
     troubles: list[str] = []
     requests: set[str] = set()
     opened: set[str] = set()
-    contexts: list[BrowserContext] = []
+    taken: list[Page] = []
 
     def refuse(dialog: "Dialog") -> None:
         troubles.append(dialog.message)
         dialog.dismiss()
 
+    listeners: dict[str, Callable[[Any], None]] = {
+        "console": lambda message: troubles.append(message.text),
+        "pageerror": lambda error: troubles.append(str(error)),
+        "dialog": refuse,
+        "request": lambda request: requests.add(request.url),
+    }
+
     def open_one(target: Path, *, width: int = 900, **options: Any) -> "Page":
-        context = browser.new_context(viewport={"width": width, "height": 900}, **options)
-        contexts.append(context)
-        page = context.new_page()
-        page.on("console", lambda message: troubles.append(message.text))
-        page.on("pageerror", lambda error: troubles.append(str(error)))
-        page.on("dialog", refuse)
-        page.on("request", lambda request: requests.add(request.url))
+        page = pages.take(width, **options)
+        taken.append(page)
+        for event, listener in listeners.items():
+            page.on(event, listener)  # type: ignore[call-overload]
         opened.add(target.as_uri())
         page.goto(target.as_uri())
         if options.get("java_script_enabled", True):
@@ -61,8 +97,10 @@ def open_file(browser: "Browser") -> Iterator[OpenFile]:
         return page
 
     yield open_one
-    for context in contexts:
-        context.close()
+    for page in taken:
+        pages.give_back(page)
+        for event, listener in listeners.items():
+            page.remove_listener(event, listener)
     assert not troubles
     assert requests <= opened
 

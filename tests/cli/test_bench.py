@@ -309,7 +309,7 @@ def test_bad_input_is_an_error_with_a_hint_and_leaves_nothing(
     (tmp_path / "mine.py").write_text(FACTORY)
     (tmp_path / "broken.py").write_text("def build(:\n")
     (tmp_path / "deep.toml").write_text("context = " + "[" * 100_000)
-    (tmp_path / "endless.py").write_text("while True: pass\n")
+    (tmp_path / "endless.py").write_text("import time\nwhile True: time.sleep(1)\n")
     (tmp_path / "quits.py").write_text("raise SystemExit('bye')\n")
     (tmp_path / "half.py").write_text("from torch import no_such_thing\n")
     (tmp_path / "old").mkdir()

@@ -140,7 +140,7 @@ def main(arguments: list[str]) -> None:
         import torch._dynamo  # noqa: F401
 
         _import(_MEASURING)
-        _measure_peaks_briefly()
+        measure_peaks_briefly()
     # Nothing imported here is ever garbage: the collectors of forked processes need not scan it, nor copy its pages.
     gc.collect()
     gc.freeze()
@@ -167,7 +167,7 @@ def _parse_once() -> None:
     CliRunner().invoke(app, ["kernel", "gemm"])
 
 
-def _measure_peaks_briefly() -> None:
+def measure_peaks_briefly() -> None:
     """Most commands measure the peaks of the CPU, which takes over a second and only scales the shares that they print.
     The tests of `measure.environment` measure them in full."""
     from stepscope.measure import environment

@@ -279,7 +279,7 @@ class Run:
         """Time per module of the model. For a memory snapshot, bytes at the peak per module."""
         return self.table("modules").frame
 
-    @property
+    @cached_property
     def findings(self) -> tuple[Finding, ...]:
         """What costs time and how to fix it, what matters most first."""
         return find_once(self.require_kernels(), self.rank_times)
@@ -318,8 +318,12 @@ class Run:
     def _time_table(self, profile: Profile, name: str, top: int | None) -> DataTable:
         """The table of one rank. Its findings include those that compare it with the other ranks."""
         if name == "findings":
-            return DataTable.of(profile_tables.findings_table(find_once(profile, self.rank_times)))
+            return DataTable.of(profile_tables.findings_table(self._findings_of(profile)))
         return DataTable.of(_time_part(profile, name, top))
+
+    def _findings_of(self, profile: Profile) -> tuple[Finding, ...]:
+        """The findings of one rank, which for the first one are computed once."""
+        return self.findings if profile is self.profile else find_once(profile, self.rank_times)
 
     def _rank_part(self, name: str, top: int | None) -> Table:
         from stepscope.explain.ranks import rank_tables
@@ -405,7 +409,7 @@ class Run:
         """The whole analysis as a typed document."""
         if self.is_of_memory:
             return self.memory.summary
-        summaries = tuple(summarise(rank.profile, find_once(rank.profile, self.rank_times)) for rank in self.ranks)
+        summaries = tuple(summarise(rank.profile, self._findings_of(rank.profile)) for rank in self.ranks)
         if len(summaries) == 1:
             return summaries[0]
         return RanksSummary(files=summaries, lateness=self.rank_times.lateness if self.rank_times else ())

@@ -80,7 +80,10 @@ def _walk(roots: list[Any]) -> Iterator[tuple[int, _Called]]:
     began_ns = min((root.start_time_ns for root in roots), default=0)
     while waiting:
         event, line = waiting.pop()
+        children = event.children
         if event.tag in (_EventType.PyCall, _EventType.PyCCall):
+            if not children:  # most calls; reading the names of their files takes longer than the rest
+                continue
             fields = event.extra_fields
             # Calls that began before the recording have the line at which that began.
             is_older = event.start_time_ns <= began_ns
@@ -93,7 +96,7 @@ def _walk(roots: list[Any]) -> Iterator[tuple[int, _Called]]:
                 continue
             if event.extra_fields.scope != RecordScope.USER_SCOPE or event.name.startswith(MARK):
                 yield event.start_tid, (event.start_time_ns, event.name, line)
-        waiting.extend((child, line) for child in event.children)
+        waiting.extend((child, line) for child in children)
 
 
 def _nearer(line: Line, frame: Any, *, is_function: bool = False, has_line: bool = True) -> Line:

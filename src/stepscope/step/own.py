@@ -172,13 +172,16 @@ _entered: set[Path] = set()
 
 def _forget_other_folders(folder: Path) -> None:
     """Forget what an earlier model imported from its own directory: both directories may have a `layers.py`."""
+    others = _entered - {folder}
+    _entered.add(folder)
+    if not others:  # almost always; to look at the files of thousands of modules takes a quarter of a second
+        return
     for name, module in list(sys.modules.items()):
         file = _file_of(module)
-        if file is None or folder in file.parents or _entered.isdisjoint(file.parents):
+        if file is None or folder in file.parents or others.isdisjoint(file.parents):
             continue
         if _is_own(file):  # a project directory may contain its .venv
             del sys.modules[name]
-    _entered.add(folder)
 
 
 def _file_of(module: ModuleType) -> Path | None:

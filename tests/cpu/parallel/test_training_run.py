@@ -16,6 +16,7 @@ from stepscope.parallel.journal import FOLDER_VARIABLE
 from stepscope.recording.rows.checkpoints import FOLDER_NAME, newest
 from stepscope.recording.rows.training_log import LOG_NAME, TrainMemory, TrainRow, read_log, read_memory
 from stepscope.spec import ModelShape, SpecError, Training, Workload
+from tests.cli.warm import measure_peaks_briefly
 from tests.cpu.parallel.ranks import run_ranks, start_ranks
 
 SHAPE = ModelShape(d_model=32, d_ff=64, num_layers=2, num_heads=2, num_kv_heads=2, vocab=64)
@@ -46,8 +47,13 @@ def train_here(rank: int, world: int, training: Training, folder: Path) -> None:
     train(training, folder, Communicator(), device="cpu", command="test", listener=Silence())
 
 
+def train_quickly(rank: int, world: int, training: Training, folder: Path) -> None:
+    measure_peaks_briefly()
+    train_here(rank, world, training, folder)
+
+
 def train_on(training: Training, folder: Path) -> None:
-    run_ranks(train_here, training.ranks, training, folder)
+    run_ranks(train_quickly, training.ranks, training, folder)
 
 
 def state_of(folder: Path) -> dict[str, Any]:

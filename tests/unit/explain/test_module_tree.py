@@ -113,7 +113,7 @@ def test_work_outside_all_modules_is_not_split() -> None:
 
 
 def test_deep_paths_end_somewhere() -> None:
-    modules = [".".join(["a"] * depth) for depth in range(1, 1_000)]
+    modules = [".".join(["a"] * depth) for depth in (*range(1, 60), 1_000)]
     folded = fold_modules(dict.fromkeys(modules, ""))
     assert max(map(len, folded.values())) == 24
     assert len({tuple(level.label for level in levels) for levels in folded.values()}) == len(modules)

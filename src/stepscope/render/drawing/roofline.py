@@ -177,7 +177,8 @@ def _move_aside(width: float, y: float, size: float, taken: Sequence[tuple[Place
     def find_overlap(place: Place) -> float:
         return max((size + other - math.dist(place, centre) for centre, other in taken), default=0.0)
 
-    return next((place for place in candidates if find_overlap(place) <= 0), min(candidates, key=find_overlap))
+    free = next((place for place in candidates if find_overlap(place) <= 0), None)
+    return free or min(candidates, key=find_overlap)
 
 
 def _draw_axes(canvas: Canvas, plane: _Plane, width: float, height: float) -> None:
