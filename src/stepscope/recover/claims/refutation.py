@@ -15,7 +15,7 @@ from stepscope.recover.shape import ClaimedShape
 from stepscope.units import count_noun
 
 # A fused step, or the running mean of gradients in a step of many kernels: each runs once per parameter.
-_ONCE = re.compile(r"Fused\w*(?:Adam|Sgd|Adagrad)\w*Functor|LerpFunctor")
+RUNS_ONCE = re.compile(r"Fused\w*(?:Adam|Sgd|Adagrad)\w*Functor|LerpFunctor")
 OTHER_DTYPE_ROLES: tuple[Role, ...] = ("head",)  # often uses another precision on purpose
 
 
@@ -149,18 +149,18 @@ def find_updated(sightings: Sequence[Sighting]) -> tuple[Sighting, int, int] | N
     if not known or len(known) < len(launches):
         return None
     low, high = 0, 0
-    for step in _split_steps(sightings):
+    for step in split_steps(sightings):
         calls = [(call[0].name.name, found) for call in split_calls(step) if (found := join_launches(call))]
         low = max([low, *(found.elements.low for _, found in calls)])
         totals: dict[str, int] = {}
         for name, found in calls:
             totals[name] = totals.get(name, 0) + found.elements.high
-        once = [total for name, total in totals.items() if _ONCE.search(name)]
+        once = [total for name, total in totals.items() if RUNS_ONCE.search(name)]
         high = max([high, *(once or totals.values())])
     return known[0], low, high
 
 
-def _split_steps(sightings: Sequence[Sighting]) -> Iterator[list[Sighting]]:
+def split_steps(sightings: Sequence[Sighting]) -> Iterator[list[Sighting]]:
     """Yield the optimizer's launches between one forward pass and the next."""
     step: list[Sighting] = []
     for one in sightings:

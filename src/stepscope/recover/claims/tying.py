@@ -19,7 +19,7 @@ from stepscope.recover.families import Platform, find_platform
 from stepscope.recover.shape import ClaimedShape, Size, times
 
 _MOST_POSITIONS = 1 << 15  # of a learned table
-_ROTARY_MODELS = ("llama", "mistral", "qwen2", "qwen3", "gpt_neox")
+ROTARY_MODELS = ("llama", "mistral", "qwen2", "qwen3", "gpt_neox")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,7 +57,7 @@ def read_step(file: ClaimedRun, claim: Claim, shape: ClaimedShape) -> Iterator[T
         addition = None
     if updated is not None and not file.evidence.exchanges:
         first, low, high = updated
-        positions = 0 if claim.model_type in _ROTARY_MODELS or _has_one_lookup(file) else _MOST_POSITIONS
+        positions = 0 if claim.model_type in ROTARY_MODELS or has_one_lookup(file) else _MOST_POSITIONS
         most_tied = claim.count_most(is_tied=True, positions=positions)
         fewest_apart = claim.count_matrices(is_tied=False)
         if most_tied is not None and low > most_tied:
@@ -84,7 +84,7 @@ def read_step(file: ClaimedRun, claim: Claim, shape: ClaimedShape) -> Iterator[T
         yield TyingEvidence(is_tied=True, why=why, file=file, sighting=addition)
 
 
-def _has_one_lookup(file: ClaimedRun) -> bool:
+def has_one_lookup(file: ClaimedRun) -> bool:
     """Whether a pass looks up only tokens. A learned position has to be looked up, too."""
     before = [one.sighting for one in file.placement.others if one.zone == "before" and one.pass_number == 1]
     is_compiled = any(one.name.library == "Inductor" for one in before)

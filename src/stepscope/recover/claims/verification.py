@@ -43,6 +43,7 @@ from stepscope.recover.claims.unexplained import (
     is_unknown,
     summarise,
 )
+from stepscope.recover.claims.updated_blocks import doubt_blocks
 from stepscope.recover.claims.verdict import (
     ClaimVerdict,
     FieldResult,
@@ -171,7 +172,8 @@ class _Judge:
         )
 
     def _find_untrained(self, file: ClaimedRun) -> Iterator[str]:
-        """An optimizer that updates fewer parameters than claimed neither contradicts nor supports the claim."""
+        """An optimizer that updates fewer or more parameters than claimed neither contradicts nor supports the
+        claim."""
         recovered = {name: getattr(self.shape, name) for name in LAYER_SIZES if getattr(self.claim, name) is None}
         whole = msgspec.structs.replace(self.claim, **recovered)
         seen, fewest = find_updated(file.run.sightings), self.claim.parameters or whole.fewest_parameters
@@ -181,6 +183,7 @@ class _Judge:
                 "layers share weights, some weights are frozen, or other ranks have the rest"
             )
         yield from (one.doubt for one in read_step(file, self.claim, self.shape) if one.doubt)
+        yield from doubt_blocks(file, whole)
 
     def _find_work(self, refutations: list[Refutation]) -> tuple[tuple[UnclaimedWork, ...], float, list[str]]:
         works: list[UnclaimedWork] = []
