@@ -38,7 +38,7 @@ def test_the_document_has_its_schema_and_adds_up(tmp_path: Path, trace: Path) ->
     swept = device["account"]
     assert sum(swept["classes"].values()) + swept["overlap_ns"] + swept["idle_ns"] == swept["wall_ns"] == 1_000_000
     assert {"class", "time_ns", "share", "count"} == set(found["classes"][0])
-    assert {"class", "phase", "module"} == set(found["coverage"])
+    assert {"class", "phase", "module", "layer"} == set(found["coverage"])
     for one in found["findings"]:
         assert {"code", "title", "evidence", "saving_ns", "fix"} <= set(one)
 

@@ -94,6 +94,7 @@ def test_kernels_are_placed_end_to_end(path: Path, pack: Any) -> None:
         "stream": 7,
         "correlation": 0,
         "graph": None,
+        "graph_node": None,
         "bytes": None,
         "collective": None,
         "process_group": None,
