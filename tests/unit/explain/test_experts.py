@@ -130,6 +130,15 @@ def test_a_module_for_each_expert() -> None:
     assert "at least 1.80 times" in say_loads([load])
 
 
+def test_two_weights_are_not_two_experts() -> None:
+    timeline = Timeline()
+    with timeline.step(), timeline.phase("forward"):
+        for weight in ("up", "down"):
+            with timeline.module(f"layers.0.moe.experts.{weight}"):
+                timeline.launch(GEMM_BF16, 50, op="aten::mm", shapes=[[70, 64], [64, 64]])
+    assert find_expert_loads(timeline.profile()) == ()
+
+
 def test_counted_tokens_come_first() -> None:
     (load,) = find_expert_loads(run_model(expert_tokens={"model.layers.0.mlp.experts": (1, 3)}))
     assert load.tokens == (1, 3)

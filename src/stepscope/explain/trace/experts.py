@@ -164,10 +164,10 @@ def _read_rows(products: pl.DataFrame, routers: pl.DataFrame) -> Iterable[Expert
     for (mixture,), own in products.group_by(["mixture"], maintain_order=True):
         experts = _find_experts(own["module"][0]) or str(mixture)
         first = own.filter(pl.col("step").eq_missing(own["step"][0]))
-        per_weight = [one for _, one in first.group_by("module", "n", "k", maintain_order=True)]
-        if len({one["module"][0] for one in per_weight}) > 1:  # a module for each expert, called once or more
+        if all(module[len(experts) + 1 :].partition(".")[0].isdecimal() for module in first["module"].to_list()):
             tokens = _add_up_modules(experts, first)
         else:
+            per_weight = [one for _, one in first.group_by("module", "n", "k", maintain_order=True)]
             tokens = max(per_weight, key=lambda one: one.height)["m"].to_list()
         if len(tokens) > 1:
             idle = max(0, columns.get(mixture, 0) - len(tokens))

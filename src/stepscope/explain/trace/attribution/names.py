@@ -17,7 +17,7 @@ _SAID = ("part", "short", "kernel_class")
 
 # Operators by class; the first matching pattern wins. Names come without namespace and overload.
 _OPERATORS: tuple[tuple[KernelClass, str], ...] = (
-    ("communication", r"c10d|nccl|gloo|all_?reduce|all_?gather|reduce_scatter|broadcast_$"),
+    ("communication", r"c10d|nccl|gloo|all_?reduce|all_?gather|all_?to_?all|reduce_scatter|broadcast_$"),
     ("attention", r"scaled_dot_product|flash_attention|efficient_attention"),
     ("loss", r"cross_entropy|nll_loss|log_softmax|mse_loss|l1_loss|kl_div|binary_cross_entropy|huber|ctc_loss"),
     (
