@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from stepscope.findings import Page
 
 Memory = int | str  # bytes, or text such as `80GB`
+_LEAST_MEMORY = 1_000_000
 
 
 class StepPlan:
@@ -187,6 +188,10 @@ def plan_fit(
     if len(cases) > 1:
         raise StepscopeError(f"`--fit` needs a single workload; got {len(cases)}", hint="leave out other values")
     named = isinstance(fit, str) and find(fit) is not None
+    if named and gpu is not None:
+        raise StepscopeError(
+            f"`--fit {fit}` and `--gpu {gpu}` both name a GPU", hint=f"--fit {fit}, or --gpu {gpu} --fit 24GB"
+        )
     table = as_path(calibration)
     target = open_target(str(fit), None, table) if named else open_target(gpu, as_bytes(fit), table)
     with Planner(target, on_stage=progress or (lambda _: None), at_once=os.cpu_count() or 1) as planner:
@@ -194,7 +199,13 @@ def plan_fit(
 
 
 def as_bytes(memory: Memory | None) -> int | None:
-    return parse_bytes(memory) if isinstance(memory, str) else memory
+    """Raise StepscopeError for less than any GPU has: a unit may be missing."""
+    size = parse_bytes(memory) if isinstance(memory, str) else memory
+    if size is not None and size < _LEAST_MEMORY:
+        raise StepscopeError(
+            f"not the memory of a GPU: `{memory}`", detail="expected a number and a unit", hint="24GB, 80GiB"
+        )
+    return size
 
 
 def as_ranks(count: int, strategy: Strategy | None = None, *, shard_optimizer: bool = False) -> PlannedRanks:

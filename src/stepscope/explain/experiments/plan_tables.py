@@ -249,7 +249,7 @@ def say_fit(found: FitResult) -> str:
     if found.start.can_fit:
         return words
     kept = say_bytes(found.start.kept_bytes)
-    return f"One GPU is not enough: parameters, gradients and optimizer state alone take {kept}. {words}"
+    return f"One GPU is not enough: at the peak, parameters, gradients and optimizer state alone take {kept}. {words}"
 
 
 def limits_table(found: FitResult) -> Table:
@@ -303,7 +303,7 @@ def proposals_table(found: FitResult) -> Table:
         ),
         rows=tuple(_proposal_row(one, start) for one in found.proposals),
         notes=(
-            f"Every line was simulated as it is; {found.simulations} simulations in all.",
+            f"Every line follows from a simulation; lines for several GPUs share some: {found.simulations} in all.",
             "front: nothing else for one GPU needs both less memory and less time.",
             *(f"Not simulated: {one.title}: {one.refused}." for one in found.proposals if one.refused),
             *found.notes,
