@@ -22,7 +22,7 @@ _MOST_POSITIONS = 4096  # of a learned table
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Model:
+class _ClaimedWeights:
     """The weights of a claim: matrices of a layer as they are most often stored, apart or joined."""
 
     claim: Claim
@@ -58,7 +58,9 @@ def doubt_blocks(file: ClaimedRun, claim: Claim) -> Iterator[str]:
     ties = (False, True) if claim.tied is None else (claim.tied,)
     gates = (_is_gated(file),) if claim.gated is None else (claim.gated,)
     is_rotary = claim.model_type in ROTARY_MODELS or has_one_lookup(file)
-    models = [_Model(claim=claim, is_tied=is_tied, is_gated=is_gated) for is_tied, is_gated in product(ties, gates)]
+    models = [
+        _ClaimedWeights(claim=claim, is_tied=is_tied, is_gated=is_gated) for is_tied, is_gated in product(ties, gates)
+    ]
     counts = [one.count(0 if is_rotary else _MOST_POSITIONS) for one in models]
     below = [one[-1] for one in counts if one[-1] < seen]
     if below and not any(seen in one for one in counts):
