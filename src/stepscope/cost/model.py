@@ -97,6 +97,15 @@ class DecoderShape(msgspec.Struct, frozen=True, kw_only=True):
     has_feed_forward_bias: bool = False
 
 
+def decoder_matrices(shape: DecoderShape, *, are_joined: bool) -> tuple[int, ...]:
+    """The elements of each matrix of one layer, with query, key and value joined, and gate and up, or all apart."""
+    width = shape.d_model
+    projections = (shape.query_width, shape.key_width, shape.key_width)
+    into_hidden = (shape.d_ff,) * (2 if shape.is_gated else 1)
+    groups = ((sum(projections),), (sum(into_hidden),)) if are_joined else (projections, into_hidden)
+    return tuple(width * size for size in (*groups[0], shape.query_width, *groups[1], shape.d_ff))
+
+
 def decoder_parameters(shape: DecoderShape) -> dict[str, int]:
     """Parameters of decoders of any kind: GPT-2, Llama, NeoX, Qwen and what lies between them, item by item."""
     width, layers = shape.d_model, shape.num_layers

@@ -25,10 +25,7 @@ def find_experts_in_turn(evidence: StepEvidence) -> Hit | None:
     profile = evidence.profile
     kernels = find_expert_kernels(profile, evidence.kernels)
     products = list_products(profile, _without_grouped(evidence, kernels), PRODUCTS)
-    per_layer = products.group_by("mixture", "step", "n", "k").agg(
-        in_turn=pl.len(), least=pl.min("m"), most=pl.max("m")
-    )
-    in_turn = per_layer.filter(pl.col("in_turn") >= FEWEST_IN_TURN)
+    in_turn = products.group_by("mixture", "step", "n", "k").agg(in_turn=pl.len(), least=pl.min("m"), most=pl.max("m"))
     # A batch that is processed in parts calls the router once for each of them.
     routers = list_products(profile, kernels, ROUTER).group_by("mixture", "step").agg(calls=pl.len())
     in_turn = in_turn.join(routers, on=["mixture", "step"], how="left", nulls_equal=True)

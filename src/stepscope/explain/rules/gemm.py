@@ -5,7 +5,6 @@ from dataclasses import replace
 
 import polars as pl
 
-from stepscope import cost
 from stepscope.explain.rules.evidence import BANDWIDTH_SHARE, PRODUCT_SHARE, StepEvidence, ms
 from stepscope.explain.rules.naive_attention import unfused_attention
 from stepscope.explain.rules.rule import (
@@ -18,6 +17,7 @@ from stepscope.explain.rules.rule import (
     settle,
     workload_of,
 )
+from stepscope.explain.trace.roofline import add_product_sizes
 from stepscope.hardware import Hardware
 from stepscope.recording.store import Manifest
 
@@ -32,12 +32,9 @@ def gemms(evidence: StepEvidence) -> pl.DataFrame:
     """Return the GEMM kernels with batch, m, n and k, null if unknown, and `batched`: whether one kernel computes many
     GEMMs."""
     products = evidence.kernels.filter((pl.col("class") == "GEMM") & (pl.col("kind") == "kernel"))
-    distinct = products.select("op", "shapes").unique()
-    rows = [(op, shapes, *(cost.product_dims(op or "", shapes) or (None,) * 4)) for op, shapes in distinct.iter_rows()]
-    schema = {"op": pl.String, "shapes": pl.String, **dict.fromkeys(("batch", "m", "n", "k"), pl.Int64)}
-    sizes = pl.DataFrame(rows, schema=schema, orient="row")
-    joined = products.join(sizes, on=["op", "shapes"], how="left", nulls_equal=True, maintain_order="left")
-    return joined.with_columns(batched=pl.col("op").is_in(_BATCHED) | (pl.col("batch").fill_null(1) > 1))
+    return add_product_sizes(products).with_columns(
+        batched=pl.col("op").is_in(_BATCHED) | (pl.col("batch").fill_null(1) > 1)
+    )
 
 
 def without_attention(evidence: StepEvidence, products: pl.DataFrame) -> pl.DataFrame:

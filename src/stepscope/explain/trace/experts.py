@@ -7,16 +7,16 @@ of GEMMs, if each expert has its own.
 """
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import polars as pl
 
-from stepscope import cost
 from stepscope.explain.kernel_names import decode
 from stepscope.explain.ranks.collectives import find_collectives
 from stepscope.explain.trace.attribution.nesting import look_up
 from stepscope.explain.trace.profile import Profile
+from stepscope.explain.trace.roofline import add_product_sizes
 from stepscope.findings import Cell, Column, Table
 from stepscope.units import count_noun
 
@@ -28,10 +28,11 @@ ROUTER, MOVING, PRODUCTS, SHARED, EXCHANGE, REST = (
     "all-to-all",
     "activations and the rest",
 )
-EXPERT_PARTS = (ROUTER, MOVING, PRODUCTS, REST, SHARED, EXCHANGE)
-_EXPERTS = re.compile(r"(?i)experts?(?:_\d+)?")
+_PARTS = (ROUTER, MOVING, PRODUCTS, REST, SHARED, EXCHANGE)
+# Labels of a path: names, or classes with a number.
+_EXPERTS = re.compile(r"(?i)experts?(?:_\d+)?|\w+Experts_\d+")
 _SHARED = re.compile(r"(?i)shared")
-_ROUTER = re.compile(r"(?i)(?:.*(?:gate|router)(?!_?proj)(?:_\d+)?|.*TopK\w*)")
+_ROUTER = re.compile(r"(?i).*(?:gate|router)(?:_\d+)?|.*TopK\w*")
 _MOVED = ("index", "copy", "sort", "reduction", "memcpy", "memset", "embedding")
 # What names of kernels say, if the recording has no modules.
 _OPERATIONS = {
@@ -63,12 +64,14 @@ class ExpertLoad:
 
 
 def find_expert_kernels(profile: Profile, kernels: pl.DataFrame | None = None) -> pl.DataFrame:
-    """Return the kernels of mixtures of experts, with `expert_part`."""
+    """Return the kernels of mixtures of experts, with `expert_part` and `mixture`, the module around router and
+    experts."""
     source = profile.kernels if kernels is None else kernels
-    parts = _Parts(source["module"].drop_nulls().unique().sort().to_list())
+    parts = _Parts(source["module"].drop_nulls().unique().to_list())
     distinct = source.select("module", "class", "name").unique()
-    rows = [(*row, parts.choose(*row)) for row in distinct.iter_rows()]
-    chosen = pl.DataFrame(rows, schema={**distinct.schema, "expert_part": pl.String}, orient="row")
+    rows = [(*row, parts.choose(*row), parts.find_mixture(row[0])) for row in distinct.iter_rows()]
+    added = {"expert_part": pl.String, "mixture": pl.String}
+    chosen = pl.DataFrame(rows, schema={**distinct.schema, **added}, orient="row")
     chosen = chosen.filter(pl.col("expert_part").is_not_null())
     keys = ["module", "class", "name"]
     found = source.join(chosen, on=keys, how="inner", nulls_equal=True, maintain_order="left")
@@ -76,7 +79,8 @@ def find_expert_kernels(profile: Profile, kernels: pl.DataFrame | None = None) -
         return found
     exchanges = find_collectives(profile, source).filter(pl.col("kind") == "all-to-all")
     outside = exchanges.join(found, on=["start_ns", "end_ns", "stream", "name"], how="anti", nulls_equal=True)
-    return pl.concat([found, outside.select(source.columns).with_columns(expert_part=pl.lit(EXCHANGE))])
+    outside = outside.select(source.columns).with_columns(expert_part=pl.lit(EXCHANGE), mixture=pl.lit(None, pl.String))
+    return pl.concat([found, outside])
 
 
 class _Parts:
@@ -88,7 +92,8 @@ class _Parts:
     def choose(self, module: str | None, kernel_class: str, name: str) -> str | None:
         if module is None or not self._mixtures:
             return _OPERATIONS.get(decode(name).operation)
-        if (mixture := self.find_mixture(module)) is None:
+        mixture = self.find_mixture(module)
+        if mixture is None:
             return None
         below = module[len(mixture) + 1 :].split(".")
         if kernel_class == "communication":
@@ -101,8 +106,8 @@ class _Parts:
             return PRODUCTS
         return MOVING if kernel_class in _MOVED else REST
 
-    def find_mixture(self, module: str) -> str | None:
-        return next((one for one in _list_parents(module) if one in self._mixtures), None)
+    def find_mixture(self, module: str | None) -> str | None:
+        return next((one for one in _list_parents(module or "") if one in self._mixtures), None)
 
 
 def _find_experts(module: str) -> str | None:
@@ -111,7 +116,7 @@ def _find_experts(module: str) -> str | None:
     for depth, label in enumerate(labels, start=1):
         if _SHARED.match(label):
             return None
-        if _EXPERTS.fullmatch(label) or re.fullmatch(r"\w+Experts_\d+", label):
+        if _EXPERTS.fullmatch(label):
             return ".".join(labels[:depth])
     return None
 
@@ -136,25 +141,16 @@ def find_expert_loads(profile: Profile) -> tuple[ExpertLoad, ...]:
 
 
 def list_products(profile: Profile, kernels: pl.DataFrame, part: str) -> pl.DataFrame:
-    """Return the forward GEMMs of a part that are one GEMM each: `mixture` (the module around router and experts),
-    step, module, m, n and k, in the order of their start."""
+    """Return the forward GEMMs of a part that are one GEMM each, with m, n and k, in the order of their start."""
     kernels = kernels.filter(
         (pl.col("expert_part") == part)
-        & pl.col("module").is_not_null()
+        & pl.col("mixture").is_not_null()
         & (pl.col("class") == "GEMM")
         & (pl.col("phase").fill_null("forward") == "forward")
         & ~pl.col("recomputed").fill_null(value=False)
     ).sort("start_ns", maintain_order=True)
-    parts = _Parts(profile.kernels["module"].drop_nulls().unique().sort().to_list())
     kernels = kernels.with_columns(shapes=look_up(profile.ops, "shapes", kernels["op_row"]))
-    rows = []
-    for module, op, shapes, step in kernels.select("module", "op", "shapes", "step").iter_rows():
-        sizes = cost.product_dims(op or "", shapes)
-        if sizes is not None and sizes[0] == 1:
-            rows.append((parts.find_mixture(module), step, module, *sizes[1:]))
-    whole = dict.fromkeys(("m", "n", "k"), pl.Int64())
-    schema = {"mixture": pl.String(), "step": kernels.schema["step"], "module": pl.String(), **whole}
-    return pl.DataFrame(rows, schema=schema, orient="row")
+    return add_product_sizes(kernels).filter(pl.col("batch") == 1)
 
 
 def _read_rows(products: pl.DataFrame, routers: pl.DataFrame) -> Iterable[ExpertLoad]:
@@ -190,12 +186,10 @@ def _add_up_modules(experts: str, products: pl.DataFrame) -> list[int]:
 
 def experts_table(profile: Profile) -> Table:
     """Return the kernel time of mixtures of experts by part."""
-    found = find_expert_kernels(profile)
-    times = sum_parts(found)
-    total = max(1, profile.gpu_time_ns)
+    times = profile.time_by("expert_part", kernels=find_expert_kernels(profile)).iter_rows(named=True)
     rows: list[tuple[Cell, ...]] = [
-        (part, time_ns / profile.num_steps / _MS, time_ns / total, count / profile.num_steps)
-        for part, (time_ns, count) in times.items()
+        (one["expert_part"], one["time_ns"] / profile.num_steps / _MS, one["share"], one["count"] / profile.num_steps)
+        for one in sorted(times, key=lambda one: _PARTS.index(one["expert_part"]))
     ]
     loads = find_expert_loads(profile)
     return Table(
@@ -209,13 +203,6 @@ def experts_table(profile: Profile) -> Table:
         rows=tuple(rows),
         notes=("share: of total kernel time", say_loads(loads)) if rows else ("the recording has no experts",),
     )
-
-
-def sum_parts(kernels: pl.DataFrame) -> Mapping[str, tuple[int, int]]:
-    """The time and the number of kernels of each part, in the order of `EXPERT_PARTS`."""
-    sums = kernels.group_by("expert_part").agg(pl.col("time_ns", "count").sum())
-    known = {part: (time_ns, count) for part, time_ns, count in sums.iter_rows()}
-    return {part: known[part] for part in EXPERT_PARTS if part in known}
 
 
 def say_loads(loads: Sequence[ExpertLoad]) -> str:

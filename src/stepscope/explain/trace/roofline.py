@@ -69,6 +69,15 @@ def operator_calls(profile: Profile) -> pl.DataFrame:
     return costed.with_columns(unit=pl.coalesce("unit", "op_dtype"))
 
 
+def add_product_sizes(kernels: pl.DataFrame) -> pl.DataFrame:
+    """Add batch, m, n and k of GEMMs from `op` and `shapes`, null if unknown."""
+    distinct = kernels.select("op", "shapes").unique()
+    rows = [(op, shapes, *(cost.product_dims(op or "", shapes) or (None,) * 4)) for op, shapes in distinct.iter_rows()]
+    schema = {"op": pl.String, "shapes": pl.String, **dict.fromkeys(("batch", "m", "n", "k"), pl.Int64)}
+    sizes = pl.DataFrame(rows, schema=schema, orient="row")
+    return kernels.join(sizes, on=["op", "shapes"], how="left", nulls_equal=True, maintain_order="left")
+
+
 def roofline(profile: Profile) -> pl.DataFrame:
     """Return one row per kind of call (op, shapes, class, short), the largest total time first: calls, kernels,
     time_ns, flops and bytes (of all calls), dtype (whose peak applies), flops_per_s, bytes_per_s, intensity, limit_ns,

@@ -66,12 +66,12 @@ class Claim(RunShape, frozen=True, kw_only=True):
         return self.count_matrices(is_tied=self.tied is not False)
 
     def count_matrices(self, *, is_tied: bool) -> int | None:
-        shape = self._describe(is_tied=is_tied, is_gated=self.gated is True)
+        shape = self.describe(is_tied=is_tied, is_gated=self.gated is True)
         return None if shape is None else sum(decoder_parameters(shape).values())
 
     def count_most(self, *, is_tied: bool, positions: int) -> int | None:
         """Return the parameters with every bias and norm that a decoder may have, and this many learned positions."""
-        shape = self._describe(is_tied=is_tied, is_gated=self.gated is not False)
+        shape = self.describe(is_tied=is_tied, is_gated=self.gated is not False)
         if shape is None:
             return None
         most = msgspec.structs.replace(
@@ -85,7 +85,8 @@ class Claim(RunShape, frozen=True, kw_only=True):
         )
         return sum(decoder_parameters(most).values())
 
-    def _describe(self, *, is_tied: bool, is_gated: bool) -> DecoderShape | None:
+    def describe(self, *, is_tied: bool, is_gated: bool) -> DecoderShape | None:
+        """The claimed decoder without biases and norms; None if a size is not claimed."""
         sizes = (self.num_layers, self.d_model, self.num_heads, self.num_kv_heads, self.d_head, self.d_ff)
         layers, width, heads, kv_heads, head, hidden = (size or 0 for size in sizes)
         if None in sizes or self.vocab_size is None:
