@@ -13,7 +13,7 @@ from pathlib import Path
 from result_rows import fail
 from stepscope.jobs.plan import Planner
 from stepscope.jobs.plan_target import open_target
-from stepscope.plan.assumptions import CONTEXT_BYTES
+from stepscope.planner.assumptions import CONTEXT_BYTES
 from stepscope.recording.rows.bench import BenchRow
 from stepscope.recording.rows.plan_result import PlanResult
 from stepscope.recording.rows.results_file import read_rows

@@ -6,6 +6,7 @@
     python bench/prediction.py --check --group proposals            # anywhere: are the cases what they should be?
     python bench/prediction.py --predict --from truth.jsonl --group tuned-on      # anywhere; adds predictions
     python bench/prediction.py --from bench/results/prediction_h200.jsonl         # prints the table of such a file
+    python bench/prediction.py --from truth.jsonl --add-trials calibration.json   # the host's time in large steps
 
 Every workload of `prediction_cases.py` has a process of its own, so that its peak is that of a fresh process. Processes
 import in parallel, and compiled workloads also compile in parallel. Then the machine is quiet, and one process after
@@ -28,7 +29,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from prediction_cases import GROUPS, TRUTHS, Truth, shrink
-from prediction_table import check_cases, predict, table
+from prediction_table import add_trials, check_cases, predict, table
 from result_rows import fail, read_rows
 from worker_process import ROOT, WorkerProcess, open_answers
 
@@ -49,6 +50,7 @@ def main() -> int:
     parser.add_argument("--check", action="store_true", help="predict whether the workloads fit as they should")
     parser.add_argument("--predict", action="store_true", help="predict what --from has measured")
     parser.add_argument("--from", dest="source", type=Path, help="rows that were measured before")
+    parser.add_argument("--add-trials", metavar="CALIBRATION", type=Path, help="add the steps of --from to this table")
     parser.add_argument("--gpu", default="H200", help="that the rows were measured on")
     parser.add_argument("--calibration", type=Path, help="table of times, instead of the one of the package")
     parser.add_argument("--group", default="tuned-on,held-out", help=f"of {', '.join(GROUPS)}")
@@ -94,6 +96,9 @@ def show(arguments: argparse.Namespace) -> int:
     groups = arguments.group.split(",")
     rows = [row for row in read_rows(arguments.source, "prediction") if row["group"] in groups]
     rows = [row for row in rows if arguments.only in row["name"] and not row["failure"]]
+    if arguments.add_trials is not None:
+        add_trials(rows, gpu=arguments.gpu, path=arguments.add_trials)
+        return 0
     if arguments.predict:
         rows = predict(rows, gpu=arguments.gpu, calibration=arguments.calibration)
         if arguments.out is not None:
@@ -201,7 +206,7 @@ def work(what: dict[str, Any]) -> int:
 
     from stepscope.measure.environment import resolve_device
     from stepscope.measure.memory.limits import limit_memory
-    from stepscope.plan.assumptions import CONTEXT_BYTES
+    from stepscope.planner.assumptions import CONTEXT_BYTES
     from stepscope.spec import build_case
     from stepscope.step import build
 

@@ -1,7 +1,7 @@
 """Models of `transformers` in ways that `--hf` does not offer, for `prediction.py`: other optimizers, the library's own
 gradient checkpointing, and bf16 weights without autocast.
 
-    stepscope plan --model bench/prediction_models.py:build --set family=opt,optimizer=sgd-momentum --context 512
+    stepscope plan --model bench/prediction_models.py:build --set family=opt --set optimizer=sgd-momentum
 """
 
 from collections.abc import Callable

@@ -4,14 +4,23 @@ import os
 import statistics
 import sys
 import time
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+import msgspec
 
 from prediction_cases import GROUPS, Truth
 from worker_process import ROOT
 
+if TYPE_CHECKING:
+    from stepscope.planner.operation import Operation
+    from stepscope.recording.rows.calibration import HostTrial
+    from stepscope.spec import Workload
+
 Row = dict[str, Any]
+_WAITING = 1.15  # times as long as the GPU's work, at least, takes a phase that waits for the host
 _EARLY = 0.8  # of a step: if the CPU has launched everything by then, the step waits for the GPU
 
 
@@ -52,6 +61,56 @@ def predict(rows: list[Row], *, gpu: str, calibration: Path | None) -> list[Row]
             print(f"{said['predict_s']:6.1f} s  {row['name']} {said.get('refused', '')}", file=sys.stderr, flush=True)
             found.append(row | {"predicted": said})
     return found
+
+
+def add_trials(rows: list[Row], *, gpu: str, path: Path) -> None:
+    """Give a calibration the measured phases of `tuned-on` that waited for the host, as trials of full size in place of
+    those it has. Phases with checkpoints have other costs."""
+    _use_sources()
+    from stepscope.jobs.plan_target import open_target
+    from stepscope.planner.simulation import simulate_workload
+    from stepscope.planner.step_time import predict_step
+    from stepscope.planner.step_time.timeline import find_repeated
+    from stepscope.recording.rows.calibration import read_calibration, write_calibration
+    from stepscope.spec import build_case
+
+    table = read_calibration(path)
+    small = msgspec.structs.replace(table, trials=tuple(one for one in table.trials if not one.is_full_size))
+    accelerator = open_target(gpu, None, path).accelerator
+    found = []
+    for row in rows:
+        workload = build_case(row["settings"]).workload
+        if row["group"] != "tuned-on" or row["compiled"] or workload.mode != "train":
+            continue
+        operations = simulate_workload(workload, accelerator).operations
+        if any(find_repeated(operations)):
+            continue
+        for phase in predict_step(operations, small, tf32=workload.precision == "tf32").phases:
+            least_ns = _WAITING * phase.gpu_ns
+            if phase.name != "optimizer" and phase.host_ns > least_ns < 1e6 * row["phases_ms"][phase.name]:
+                found.append(_make_trial(row, workload, phase.name, operations))
+                print(f"{row['name']}, {phase.name}: {found[-1].ns / 1e6:.1f} ms, {ms(round(phase.host_ns))} expected")
+    write_calibration(msgspec.structs.replace(small, trials=(*small.trials, *found)), path)
+
+
+def _make_trial(row: Row, workload: "Workload", phase: str, operations: "list[Operation]") -> "HostTrial":
+    from stepscope.planner.step_time.host_time import share_modules
+    from stepscope.recording.rows.calibration import HostTrial
+
+    inside = [number for number, one in enumerate(operations) if one.phase == phase]
+    names = [operations[number].name.removeprefix("aten.").removesuffix(".default") for number in inside]
+    entered = share_modules(operations)
+    return HostTrial(
+        model=row["name"],
+        precision=workload.precision,
+        optimizer=row["optimizer"],
+        phase=phase,
+        ns=round(1e6 * row["phases_ms"][phase]),
+        modules=sum(entered.get(number, 0) for number in inside),
+        parameters=0,
+        operations=dict(sorted(Counter(names).items())),
+        is_full_size=True,
+    )
 
 
 def _use_sources() -> None:
@@ -111,7 +170,11 @@ def _summaries(rows: list[Row]) -> Iterator[str]:
             alike = [
                 row for row in rows if (row["group"], row["compiled"]) == (group, is_compiled) and not row["failure"]
             ]
-            for what, read in (("allocated peak", memory_error), ("step time", time_error)):
+            for what, read in (
+                ("allocated peak", memory_error),
+                ("reserved memory", reserved_error),
+                ("step time", time_error),
+            ):
                 errors = {row["name"]: error for row in alike if (error := read(row)) is not None}
                 if errors:
                     worst = max(errors, key=lambda name: abs(errors[name]))
@@ -153,8 +216,25 @@ def _surprises(rows: list[Row]) -> Iterator[str]:
 
 
 def peak_of(row: Row) -> int:
-    """Compiling needs memory of its own, so the peak of a compiled step is that of warm steps."""
-    return int(row["warm_allocated_bytes" if row["compiled"] else "peak_allocated_bytes"])
+    """Compiling needs memory of its own, so the peak of a compiled step is that of warm steps. Replays of CUDA graphs
+    request nothing, so the peak of a captured step is that of its capture."""
+    is_warm = row["compiled"] and not is_captured(row)
+    return int(row["warm_allocated_bytes" if is_warm else "peak_allocated_bytes"])
+
+
+def is_captured(row: Row) -> bool:
+    settings = row["settings"]
+    return bool(settings.get("graph")) or settings.get("preset") == "fast"
+
+
+def reserved_error(row: Row) -> float | None:
+    """How far reserved memory is outside the predicted range."""
+    said = row["predicted"].get("reserved_bytes")
+    if said is None:
+        return None
+    low, high = map(int, said)
+    measured = int(row["peak_reserved_bytes"])
+    return min(max(measured, low), high) / measured - 1
 
 
 def memory_error(row: Row) -> float | None:

@@ -535,7 +535,8 @@ def check_target(path: Path, *, force: bool, flag: str, command: str | None = No
             f"`{path}` already exists", detail=detail, hint=f"--force to overwrite it, or another name: {flag} FILE"
         )
     if not os.access(path.parent, os.W_OK | os.X_OK):
-        raise StepscopeError(f"cannot write to `{path.parent}`", hint=f"{flag} FILE")
+        code = errno.EROFS if os.statvfs(path.parent).f_flag & os.ST_RDONLY else errno.EACCES
+        raise StepscopeError(f"cannot write to `{path.parent}`: {os.strerror(code)}", hint=f"{flag} FILE")
 
 
 def require_parent(path: Path) -> None:

@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import jsonschema
 import pytest
 
 from tests.cli.command import stepscope
@@ -40,7 +41,13 @@ def document(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return found
 
 
+def validate(document: dict[str, Any], file: str) -> None:
+    schema = json.loads((Path(__file__).parents[2] / "docs/schemas" / file).read_text())
+    jsonschema.Draft202012Validator(schema).validate(document)
+
+
 def test_document_has_the_promised_fields(document: dict[str, Any]) -> None:
+    validate(document, "plan-1.schema.json")
     assert document["schema"] == "stepscope.plan/1"
     assert document["fits"] is True
     assert 0 < document["peak_allocated_bytes"] <= min(document["reserved_bytes"])
@@ -82,6 +89,7 @@ def test_search_ends_with_the_command_to_type(tmp_path: Path) -> None:
     )
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
+    validate(found, "plan-fit-1.schema.json")
     assert found["schema"] == "stepscope.plan-fit/1"
     batch, context = found["limits"]
     assert batch["setting"] == "batch"
@@ -97,6 +105,12 @@ def test_search_ends_with_the_command_to_type(tmp_path: Path) -> None:
         (["--gpu", "MI300X"], "memory on `MI300X` cannot be predicted", "--gpu H200"),
         (["--memory", "much"], "not a memory size: `much`", "24GB"),
         (["--memory", "80"], "not the memory of a GPU: `80`", "24GB"),
+        (["--memory", "0GB"], "it is too small", "24GB"),
+        (["--fit", "200KB"], "it is too small", "24GB"),
+        (["--fit", "RTX4O90"], "unknown GPU: `RTX4O90`", "--fit 'RTX 4090'"),
+        (["--fit", "Foo"], "unknown GPU: `Foo`", "--fit 24GB"),
+        (["--calibration", "."], "`.` is a directory", "--calibration FILE"),
+        (["--context", "1000000000", "--gpu", "H200"], "more bytes than PyTorch can count", "a smaller --batch"),
         (["--fit", "24"], "not the memory of a GPU: `24`", "24GB"),
         (["--fit", "H200", "--gpu", "A100"], "`--fit H200` and `--gpu A100` both name a GPU", "--gpu A100 --fit 24GB"),
         (["--fit", "24GB", "--memory", "24GB"], "mutually exclusive", "--fit 24GB"),

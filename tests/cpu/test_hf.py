@@ -55,6 +55,13 @@ class TestTransformers:
         "gpt2": TINY_GPT2,
         "bert": TINY_BERT,
         "t5": {"d_model": 32, "d_ff": 64, "d_kv": 8, "num_layers": 2, "num_heads": 4, "vocab_size": 60},
+        "granitemoe": {
+            "hidden_size": 32,
+            "intermediate_size": 32,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 2,
+            "vocab_size": 60,
+        },
         "whisper": TINY_WHISPER,
         "vit": {**TINY_BERT, "image_size": 32, "patch_size": 8},
         "deit": {**TINY_BERT, "image_size": 32, "patch_size": 8},
@@ -63,7 +70,7 @@ class TestTransformers:
     }
 
     def make_tiny(self, config: str, **settings: Scalar) -> Step:
-        context = {"context": 16} if config in ("gpt2", "bert", "t5", "whisper") else {}
+        context = {"context": 16} if config in ("gpt2", "bert", "t5", "granitemoe", "whisper") else {}
         sizes = {name: value for name, value in self.TINY_ONES[config].items() if name != "vocab_size" or context}
         run: dict[str, Scalar] = {"batch": 2, "device": "cpu", **context, **settings}
         return build(build_case({**run, "hf": config, "set": sizes}).workload, CPU)
@@ -104,6 +111,8 @@ class TestTransformers:
         [
             ("gtp2", {}, "did you mean `gpt2`"),
             ("gpt2", {"n_layers_": 2}, "no field `n_layers_`"),
+            ("gpt2", {"kv_lora_rank": 2}, "expected a field of GPT2Config\nhint: remove --set kv_lora_rank"),
+            ("phi3", {"vocab_size": 60, "num_hidden_layers": 1}, "hint: --set pad_token_id=0"),
             ("gpt2", {"n_positions": 8}, "`8` positions"),
             ("sam", {}, "from its config alone"),
             ("vit", {}, "does not support `--context`"),
@@ -118,6 +127,14 @@ class TestTransformers:
         with pytest.raises(StepscopeError) as raised:
             make(hf=config, set=overrides)
         assert said in str(raised.value)
+
+    def test_a_model_that_refuses_its_config_without_a_word_is_an_error(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        def refuse(*_: object, **__: object) -> None:
+            raise AssertionError
+
+        monkeypatch.setattr("transformers.AutoModelForCausalLM.from_config", refuse)
+        with pytest.raises(StepscopeError, match=r"cannot build GPT2LMHeadModel .*\n.*AssertionError"):
+            make(hf="gpt2", set=self.TINY_GPT2)
 
     @pytest.mark.parametrize(("config", "kind"), [*KINDS.items()])
     @pytest.mark.parametrize("mode", ["train", "inference"])
@@ -175,9 +192,12 @@ class TestTransformers:
         with pytest.raises(StepscopeError, match="not found: `configs/llama`"):
             make(hf="configs/llama")
 
-    @pytest.mark.parametrize("config", ["t5", "whisper", "vit"])
+    @pytest.mark.parametrize("config", ["t5", "granitemoe", "whisper", "vit"])
     def test_encoder_and_decoder_layers_are_checkpointed(self, config: str) -> None:
-        plain, saved = (self.make_tiny(config, mode="forward-backward", checkpoint=one) for one in ("none", "block"))
+        plain, saved = (
+            self.make_tiny(config, mode="forward-backward", attention="naive", checkpoint=one)
+            for one in ("none", "block")
+        )
         for step in (plain, saved):
             step.module.eval()  # dropout would draw other masks
             step.run()

@@ -7,6 +7,7 @@ import stat
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -479,3 +480,15 @@ def test_first_foreign_entry_is_named(tmp_path: Path) -> None:
     (tmp_path / "own" / "a").unlink()
     (tmp_path / "own" / "a").symlink_to(tmp_path)
     assert find_foreign(tmp_path, {"own/", "own/a"}.__contains__) == "own/a"
+
+
+@pytest.mark.parametrize(
+    ("flag", "reason"), [(os.ST_RDONLY, "Read-only file system"), (0, "Permission denied")], ids=["disk", "folder"]
+)
+def test_target_that_cannot_be_written_has_the_reason(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, flag: int, reason: str
+) -> None:
+    monkeypatch.setattr(os, "access", lambda *_: False)
+    monkeypatch.setattr(os, "statvfs", lambda _: SimpleNamespace(f_flag=flag))
+    with pytest.raises(StepscopeError, match=f"cannot write to .*: {reason}"):
+        check_target(tmp_path / "a.svg", force=False, flag="--plot")

@@ -25,7 +25,7 @@ from stepscope.explain.experiments.plan_tables import (
 from stepscope.hardware import find
 from stepscope.jobs.plan import Planner, check_plan_settings, plan_grid
 from stepscope.jobs.plan_search import find_fit
-from stepscope.jobs.plan_target import open_target
+from stepscope.jobs.plan_target import find_card, open_target
 from stepscope.jobs.workers.process import OnStage
 from stepscope.recording.rows.plan_result import ALONE, FitResult, PlannedRanks, PlanResult
 from stepscope.spec import Grid, Strategy, Workload
@@ -187,11 +187,13 @@ def plan_fit(
     cases = grid.cases()
     if len(cases) > 1:
         raise StepscopeError(f"`--fit` needs a single workload; got {len(cases)}", hint="leave out other values")
-    named = isinstance(fit, str) and find(fit) is not None
+    named = isinstance(fit, str) and (find(fit) is not None or fit[:1].isalpha())
     if named and gpu is not None:
         raise StepscopeError(
             f"`--fit {fit}` and `--gpu {gpu}` both name a GPU", hint=f"--fit {fit}, or --gpu {gpu} --fit 24GB"
         )
+    if named:
+        find_card(str(fit), flag="--fit")
     table = as_path(calibration)
     target = open_target(str(fit), None, table) if named else open_target(gpu, as_bytes(fit), table)
     with Planner(target, on_stage=progress or (lambda _: None), at_once=os.cpu_count() or 1) as planner:
@@ -202,8 +204,11 @@ def as_bytes(memory: Memory | None) -> int | None:
     """Raise StepscopeError for less than any GPU has: a unit may be missing."""
     size = parse_bytes(memory) if isinstance(memory, str) else memory
     if size is not None and size < _LEAST_MEMORY:
+        has_unit = isinstance(memory, str) and memory[-1:] in "bB"
         raise StepscopeError(
-            f"not the memory of a GPU: `{memory}`", detail="expected a number and a unit", hint="24GB, 80GiB"
+            f"not the memory of a GPU: `{memory}`",
+            detail="it is too small" if has_unit else "expected a number and a unit",
+            hint="24GB, 80GiB",
         )
     return size
 

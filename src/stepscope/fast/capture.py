@@ -51,7 +51,7 @@ def capture(parts: Sequence[Part], device: torch.device) -> tuple[Phase, ...]:
     with torch.cuda.stream(stream):
         for number in range(WARMUP):
             for part in parts:
-                _prepare(part)
+                prepare(part)
                 if part.warm_up is not None:
                     part.warm_up()
                     continue
@@ -63,7 +63,7 @@ def capture(parts: Sequence[Part], device: torch.device) -> tuple[Phase, ...]:
     pool = torch.cuda.graph_pool_handle()
     captured = []
     for part in parts:
-        _prepare(part)
+        prepare(part)
         graph = torch.cuda.CUDAGraph()
         with _naming_lines(), torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
             part.run()
@@ -72,7 +72,8 @@ def capture(parts: Sequence[Part], device: torch.device) -> tuple[Phase, ...]:
     return tuple(captured)
 
 
-def _prepare(part: Part) -> None:
+def prepare(part: Part) -> None:
+    """Run what a part needs before it is captured."""
     if part.prepare is not None:
         part.prepare()
 
@@ -97,7 +98,7 @@ def _naming_lines() -> Iterator[None]:
     except torch.cuda.OutOfMemoryError:
         raise
     except RuntimeError as error:
-        text = str(error).splitlines()[0]
+        text = str(error).partition("\n")[0]
         if "synchronizing" not in text and "captur" not in str(error):
             raise
         line = _line_of(error)

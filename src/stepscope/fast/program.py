@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from stepscope.fast.capture import CannotCapture, Part, Phase, capture
 from stepscope.fast.rewrites import Rewrites
-from stepscope.fast.tracing import RewritingBackend
+from stepscope.fast.tracing import RewritingBackend, compile_code
 from stepscope.fast.update import OneLaunchUpdate
 from stepscope.fast.weights import WorkingWeights
 from stepscope.kernels.accumulation import Accumulator
@@ -64,8 +64,7 @@ class Program:
         is_traced = changes.compiler is not None or changes.rewrites != Rewrites()
         self._loss_of = loss_of
         if is_traced:
-            compiled = torch.compile(_with_own_code(loss_of), backend=self.backend, dynamic=False)
-            self._loss_of = _without_logging(compiled)
+            self._loss_of = without_logging(compile_code(_with_own_code(loss_of), self.backend))
         self.losses: list[Tensor] = []
         self._captured_gradients: dict[nn.Parameter, Tensor] | None = None
         self._update: OneLaunchUpdate | None = None
@@ -238,21 +237,21 @@ def _with_own_code(function: LossOf) -> LossOf:
     return FunctionType(code, globals(), code.co_name, None, compute_loss.__closure__)
 
 
-def _without_logging(function: LossOf) -> LossOf:
+def without_logging(function: Callable[..., Any]) -> Callable[..., Any]:
     """The compiled function. While it is traced, calls of loggers are left out: each would split the graph, and models
     of `transformers` warn about their config in forward. PyTorch 2.11 cannot sort that set of functions for its own
     statistics, and would print the error."""
     statistics = logging.getLogger("torch._dynamo.metrics_context")
 
-    def compute_loss(batch: Any) -> Tensor:
+    def run(*args: Any, **kwargs: Any) -> Any:
         statistics.addFilter(_is_not_about_statistics)
         try:
             with torch._dynamo.config.patch(ignore_logger_methods={*_LOGGING, *_transformers_logging()}):
-                return function(batch)
+                return function(*args, **kwargs)
         finally:
             statistics.removeFilter(_is_not_about_statistics)
 
-    return compute_loss
+    return run
 
 
 def _is_not_about_statistics(record: logging.LogRecord) -> bool:

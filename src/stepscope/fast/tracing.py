@@ -16,6 +16,12 @@ from stepscope.fast.rewrites import Rewrites, rewrite
 from stepscope.fast.weights import WorkingWeights
 
 
+def compile_code(function: Callable[..., Any], backend: Any = "inductor") -> Callable[..., Any]:
+    """A function or module under `torch.compile`, compiled for each shape. `stepscope plan` replaces this."""
+    compiled: Callable[..., Any] = torch.compile(function, backend=backend, dynamic=False)
+    return compiled
+
+
 class RewritingBackend:
     """The backend for `torch.compile`. `compiler` compiles the rewritten graph; without one, it runs as it is. `done`
     says what was rewritten."""

@@ -7,7 +7,7 @@ believe in a GPU, which must not happen to a process that does anything else.
 import math
 import time
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
 from queue import Empty, SimpleQueue
 from types import TracebackType
@@ -37,8 +37,9 @@ _WITHOUT_EFFECT = {
     "memory_limit": "--memory says how much there is",
 }
 Answers = list[PlanResult | StepscopeError]
-_MODULES = ("stepscope.plan.prediction",)
+_MODULES = ("stepscope.planner.prediction",)
 _MOST_AT_ONCE = 4
+_LOOK_S = 0.1  # between looks for Ctrl-C
 
 
 class Planner:
@@ -61,6 +62,7 @@ class Planner:
         self._threads = ThreadPoolExecutor(min(at_once, _MOST_AT_ONCE))
         self._idle: SimpleQueue[Workers] = SimpleQueue()
         self._all: list[Workers] = []
+        self._started: list[Future[Answers]] = []
         self._known: dict[tuple[Workload, tuple[PlannedRanks, ...]], Answers] = {}
 
     @property
@@ -74,9 +76,13 @@ class Planner:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
+        running = [one for one in self._started if not one.cancel()]
+        while wait(running, timeout=_LOOK_S).not_done:
+            for workers in self._all:
+                workers.kill()
+        self._threads.shutdown()
         for workers in self._all:
             workers.__exit__(kind, error, traceback)
-        self._threads.shutdown()
 
     def predict(self, workload: Workload, ranks: PlannedRanks = ALONE) -> PlanResult:
         """Predict a step whose batch is shared by `ranks`. Raise StepscopeError if it cannot be simulated."""
@@ -97,7 +103,9 @@ class Planner:
 
     def _predict(self, wanted: Sequence[tuple[Workload, tuple[PlannedRanks, ...]]]) -> list[Answers]:
         missing = [one for one in dict.fromkeys(wanted) if one not in self._known]
-        self._known |= dict(zip(missing, self._threads.map(self._simulate, missing), strict=True))
+        started = [self._threads.submit(self._simulate, one) for one in missing]
+        self._started += started
+        self._known |= {one: _await(future) for one, future in zip(missing, started, strict=True)}
         return [self._known[one] for one in wanted]
 
     def _simulate(self, wanted: tuple[Workload, tuple[PlannedRanks, ...]]) -> Answers:
@@ -126,11 +134,20 @@ class Planner:
             return self._start(workload)
 
     def _start(self, workload: Workload) -> Workers:
-        more = ("transformers.modeling_utils",) if _needs_transformers(workload) else ()
+        more = ["transformers.modeling_utils"] if _needs_transformers(workload) else []
+        if workload.is_traced:
+            more.append("torch._inductor.compile_fx")
         # Threads of libraries would only wait for each other: simulated tensors have no values to compute.
         workers = Workers((*_MODULES, *more), is_serial=True)
         self._all.append(workers)
         return workers
+
+
+def _await(future: Future[Answers]) -> Answers:
+    """The result. Polars makes system calls go on after Ctrl-C, so one long wait would end only with the simulation."""
+    while not wait([future], timeout=_LOOK_S).done:
+        pass
+    return future.result()
 
 
 def _needs_transformers(workload: Workload) -> bool:

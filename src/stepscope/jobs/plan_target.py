@@ -3,6 +3,7 @@
 import shlex
 from importlib import metadata
 from pathlib import Path
+from typing import Literal
 
 import msgspec
 
@@ -10,8 +11,8 @@ from stepscope.errors import StepscopeError, nearest
 from stepscope.hardware import Hardware, find, known
 from stepscope.jobs.workers.messages import Inspect, Inspected
 from stepscope.jobs.workers.process import Workers, require_torch
-from stepscope.plan.assumptions import Accelerator, accelerator_of
-from stepscope.plan.step_time.data_sheets import SHIPPED, find_calibration, scale_calibration
+from stepscope.planner.assumptions import Accelerator, accelerator_of
+from stepscope.planner.step_time.data_sheets import SHIPPED, find_calibration, scale_calibration
 from stepscope.recording.rows.calibration import Calibration, read_calibration
 from stepscope.recording.rows.plan_result import PlannedGpu
 
@@ -54,7 +55,7 @@ def open_target(gpu: str | None, memory_bytes: int | None, calibration: Path | N
 
 def choose_gpu(name: str, memory_bytes: int | None, table: Calibration | None = None) -> Target:
     """The GPU with this name; StepscopeError if it is unknown."""
-    return make_target(_find_card(name), memory_bytes, table)
+    return make_target(find_card(name), memory_bytes, table)
 
 
 def find_here(workers: Workers) -> Hardware | None:
@@ -87,15 +88,18 @@ def _release(version: str) -> tuple[int, int]:
     return int(major), int(minor)
 
 
-def _find_card(name: str) -> Hardware:
+def find_card(name: str, *, flag: Literal["--gpu", "--fit"] = "--gpu") -> Hardware:
+    """The GPU that the value of `flag` names. Raise StepscopeError if it is unknown."""
     card = find(name) or find(f"RTX {name}")
     if card is None:
         names = [one.name for one in known()]
         close = nearest(name.upper(), [*names, *(one.split()[0] for one in names)])
+        other = "give its memory" if flag == "--fit" else "add --memory"
+        example = "--fit 24GB" if flag == "--fit" else f"--gpu {USUAL_GPU} --memory 80GB"
         raise StepscopeError(
             f"unknown GPU: `{name}`",
-            detail=f"expected one of {', '.join(names)}; for another with the same kernels, add --memory",
-            hint=f"--gpu '{close}'" if close else f"--gpu {USUAL_GPU} --memory 80GB",
+            detail=f"expected one of {', '.join(names)}; for another with the same kernels, {other}",
+            hint=f"{flag} '{close}'" if close else example,
         )
     return card
 

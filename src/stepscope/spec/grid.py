@@ -1,6 +1,7 @@
 """Build a case from flat settings, and grids of cases from flags, a TOML file or Python."""
 
 import itertools
+import re
 import tomllib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -222,6 +223,13 @@ def _parse_argument(pair: str) -> tuple[str, tuple[Scalar, ...]]:
     name, equals, text = pair.partition("=")
     if not equals or not name.isidentifier():
         raise SpecError(f"invalid argument: `--set {pair}`", detail="expected name=value", hint="--set depth=4")
+    if re.search(r",\s*[A-Za-z_]\w*=", text):
+        pairs = re.split(r",\s*(?=[A-Za-z_]\w*=)", pair)
+        raise SpecError(
+            f"`--set` takes one argument: `{pair}`",
+            detail="commas separate values of the same argument",
+            hint=" ".join(f"--set {one}" for one in pairs),
+        )
     return name, tuple(_parse_scalar(part) for part in split_values("set", text))
 
 

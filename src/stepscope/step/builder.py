@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from stepscope.fast.capture import CannotCapture, Phase
 from stepscope.fast.program import Program
+from stepscope.fast.tracing import compile_code
 from stepscope.kernels import OneLaunchAdamW
 from stepscope.nn import AdamW
 from stepscope.recording.rows.bench import ConfigSizes, Doubt
@@ -50,7 +51,7 @@ class Step:
         self.measure_loss = parts.loss
         self.run_module: Callable[..., object] = self.module
         if workload.compile and not workload.is_program:
-            self.run_module = torch.compile(self.module, dynamic=False)
+            self.run_module = compile_code(self.module)
         self._loss: Tensor | None = None
         self._scaler = torch.amp.GradScaler(device.type, enabled=workload.precision == "fp16")
         self._optimizer: torch.optim.Optimizer | None = None

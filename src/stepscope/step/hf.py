@@ -90,13 +90,17 @@ def build_hf(workload: Workload, spec: HuggingFace) -> Parts:
     if workload.attention is not None:
         options["attn_implementation"] = _attention_name(workload.attention)
     model.config.architectures = [model.kind.__name__]  # some configs have several classes for a head and name none
+    for config in (model.config, model.config.get_text_config()):
+        config.use_cache = False  # some models take no such argument, and a checkpoint would fill the cache twice
     try:
         module = getattr(transformers, f"AutoModelFor{model.head.auto}").from_config(model.config, **options)
-    except ValueError as error:
+    except (ValueError, AssertionError) as error:
+        said = str(error).partition("\n")[0][:200] or type(error).__name__
+        change = "change its config with --set FIELD=VALUE, or choose another --attention"
         raise StepscopeError(
             f"transformers cannot build {model.kind.__name__} for `{spec.name}`",
-            detail=str(error).splitlines()[0][:200],
-            hint="change its config with --set FIELD=VALUE, or choose another --attention",
+            detail=said,
+            hint="--set pad_token_id=0" if said.startswith("Padding_idx") else change,
         ) from None
     if workload.is_program and isinstance(getattr(type(module), "loss_function", None), property):
         module.loss_function = module.loss_function  # found once: the search logs, which would end a traced graph
@@ -169,7 +173,7 @@ def _unknown_config(spec: HuggingFace, kind: str, path: Path, known: Mapping[str
     family = re.split(r"[^a-z]", name.lower())[0] if slash else ""
     is_file = spec.config.startswith(("/", ".", "~")) or "/" in name or path.suffix == ".json" or Path(owner).is_dir()
     if slash and name and not is_file:
-        local = f"hf download {spec.config} config.json --local-dir {name} && stepscope bench --hf {name}"
+        local = f"hf download {spec.config} config.json --local-dir {name}  # then: --hf {name}"
         return StepscopeError(
             f"`{spec.config}` looks like a model on the Hugging Face Hub, and stepscope downloads nothing",
             detail="--hf takes a model type or a local config; weights are random",
@@ -207,8 +211,8 @@ def _check_names(config: "PretrainedConfig", spec: HuggingFace) -> None:
             close = nearest(name, config.to_dict())
             raise StepscopeError(
                 f"the config of `{spec.config}` has no field `{name}`",
-                detail=f"did you mean `{close}`?" if close else "",
-                hint=f"--set {close or 'num_hidden_layers'}={value}",
+                detail=f"did you mean `{close}`?" if close else f"expected a field of {type(config).__name__}",
+                hint=f"--set {close}={value}" if close else f"remove --set {name}",
             )
 
 

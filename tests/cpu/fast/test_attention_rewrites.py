@@ -11,7 +11,7 @@ from stepscope.fast.rewrites import Rewrites
 from tests.cpu.fast.tiny import Function, check_gradients, make_program, normal, rewritten_nodes
 
 ATTENTION = Changes(rewrites=Rewrites(attention=True))
-REPLACED = ["attention: 1 calls of scaled_dot_product_attention are flash_attention"]
+REPLACED = ["attention: 1 call of scaled_dot_product_attention replaced with flash_attention"]
 SDPA = nn.functional.scaled_dot_product_attention
 LENGTH = 6
 

@@ -240,7 +240,9 @@ def test_the_error_of_a_capture_keeps_no_tensors() -> None:
     assert kept[0]() is None, caught.value
 
 
-@pytest.mark.parametrize("error", [RuntimeError("size mismatch"), torch.OutOfMemoryError("CUDA out of memory")])
+@pytest.mark.parametrize(
+    "error", [RuntimeError("size mismatch"), RuntimeError(), torch.OutOfMemoryError("CUDA out of memory")]
+)
 def test_other_errors_pass_through_a_capture(error: Exception) -> None:
     with pytest.raises(type(error)) as caught, capture._naming_lines():
         raise error

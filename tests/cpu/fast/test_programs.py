@@ -106,7 +106,7 @@ CASES: dict[str, Case] = {
 }
 DONE = {
     "llama": (
-        "attention: 2 calls of scaled_dot_product_attention are flash_attention",
+        "attention: 2 calls of scaled_dot_product_attention replaced with flash_attention",
         "norms: 5 fused, 4 with the addition in front of them",
         "loss: cross entropy reads the logits in the precision of the product",
         "GEMMs: 10 products that share their input are merged",
@@ -114,7 +114,7 @@ DONE = {
         "RoPE: 2 layers rotate q and k, and split q, k and v, in one kernel",
     ),
     "gpt2": (
-        "attention: 2 calls of scaled_dot_product_attention are flash_attention",
+        "attention: 2 calls of scaled_dot_product_attention replaced with flash_attention",
         "norms: 5 fused, 4 with the addition in front of them",
         "loss: cross entropy reads the logits in the precision of the product",
     ),

@@ -154,6 +154,30 @@ def test_simulation_that_takes_too_long_is_stopped(monkeypatch: pytest.MonkeyPat
     assert len(limits) == 1, "nothing starts after the limit"
 
 
+@pytest.mark.parametrize(
+    ("settings", "limit_s", "expected_s"),
+    [({}, 60, 30), ({"compile": True}, 180, 90), ({"preset": "fast"}, 180, 90), ({"graph": True}, 60, 30)],
+)
+def test_a_compiled_step_has_three_times_as_long(
+    settings: dict[str, Scalar], limit_s: int, expected_s: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    limits: list[float] = []
+
+    def start(*_: object, limit_s: float, **__: object) -> None:
+        limits.append(limit_s)
+        raise UnavailableError("nothing starts")
+
+    monkeypatch.setattr(plan_stage, "Planner", start)
+    with pytest.raises(UnavailableError, match="nothing starts"):
+        PlanStage().run(work_on(**cast(Any, settings)), Materials(name="a"))
+    assert limits == [limit_s]
+    assert PlanStage().expected_s(work_on(**cast(Any, settings))) == expected_s
+    assert PlanStage().expected_s(work_on(device="cpu")) == 0
+    planner = Late(1)
+    found = search(start_of(planner, batch=4, **settings), (), planner, lambda _: None)
+    assert found.notes == (f"The search stopped after {limit_s} s.",)
+
+
 def test_target_is_the_gpu_of_the_report() -> None:
     assert find_target(work_on()).planned.name == "H200 SXM"
     assert find_target(work_on(memory_limit=10**10)).planned.memory_bytes == 10**10

@@ -1,5 +1,7 @@
 """The processes that simulate steps for `stepscope plan`."""
 
+import os
+import signal
 import threading
 from typing import Any
 
@@ -46,3 +48,34 @@ def test_threads_that_started_processes_live_as_long_as_they(monkeypatch: pytest
             planner.predict_all([workload(batch=1), workload(batch=2)])
         assert started
         assert all(one.thread.is_alive() for one in started)
+
+
+class SlowWorkers(DeadWorkers):
+    """Their process simulates until it is killed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.killed = threading.Event()
+        self.ends: list[bool] = []  # of requests: whether they were killed
+
+    def run(self, *_: Any, **__: Any) -> Ended:
+        threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGINT)).start()
+        self.ends.append(self.killed.wait(10))
+        return super().run()
+
+    def kill(self) -> None:
+        self.killed.set()
+
+
+def test_an_interrupt_ends_what_is_simulated(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Even if system calls go on after a signal, as they do with polars."""
+    slow = SlowWorkers()
+    monkeypatch.setattr("stepscope.jobs.plan.Workers", lambda *_, **__: slow)
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.siginterrupt(signal.SIGINT, False)  # noqa: FBT003
+    try:
+        with pytest.raises(KeyboardInterrupt), Planner(choose_gpu("H200", None)) as planner:
+            planner.predict_all([workload(batch=1), workload(batch=2)])
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert slow.ends == [True]

@@ -2,8 +2,10 @@
 
 import os
 import socket
+import subprocess
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from tempfile import TemporaryFile
 from types import SimpleNamespace
 
@@ -11,7 +13,7 @@ import msgspec
 import pytest
 
 from stepscope.jobs.workers.messages import Failed, Inspect
-from stepscope.jobs.workers.process import _Worker
+from stepscope.jobs.workers.process import Died, Workers, _Worker
 from stepscope.measure.failures import say_in_a_line
 
 ANSWER = Failed(message="no GPU", detail="", hint="")
@@ -40,6 +42,31 @@ def test_importing_torch_does_not_count_against_the_timeout() -> None:
     theirs.close()
     assert not worker.timed_out
     assert worker.answer == ANSWER
+
+
+def test_killing_ends_what_another_thread_waits_for() -> None:
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    process = subprocess.Popen(["sleep", "60"], start_new_session=True)
+
+    def watch() -> None:
+        _, descriptors, _, _ = socket.recv_fds(theirs, 16, 3)
+        theirs.send(f"pid {process.pid}".encode())
+        theirs.send(f"end {process.pid} {process.wait()}".encode())
+        for descriptor in descriptors:
+            os.close(descriptor)
+
+    workers = Workers()
+    workers.kill()  # nothing runs
+    workers._nursery = SimpleNamespace(socket=ours, is_alive=lambda: True)  # type: ignore[assignment]
+    with ThreadPoolExecutor() as threads:
+        threads.submit(watch)
+        ended = threads.submit(workers.run, Inspect())
+        while (worker := workers._running) is None or worker._pid is None:
+            time.sleep(0.001)
+        workers.kill()
+        assert ended.result(10).answer == Died(status="killed", reason="killed by SIGKILL while starting")
+    ours.close()
+    theirs.close()
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,9 @@ from itertools import pairwise
 import pytest
 
 from stepscope.recording.memory.allocator_model import (
+    GRAPH,
     PLACEMENTS,
+    RELEASE,
     AllocatorModel,
     MemoryEvent,
     OutOfSpaceError,
@@ -50,6 +52,37 @@ def test_without_room_cached_segments_are_released_first() -> None:
         model.request(2, 30 * MIB)
 
 
+@pytest.mark.parametrize(("capacity", "reserved"), [(160, 160), (159, 100), (100, 100)])
+def test_cached_segments_are_released_only_if_there_is_no_room(capacity: int, reserved: int) -> None:
+    model = AllocatorModel(capacity=capacity * MIB)
+    model.follow([MemoryEvent(0, 60 * MIB), MemoryEvent(0, 0), MemoryEvent(1, 100 * MIB)])
+    assert model.reserved_bytes == reserved * MIB
+
+
+def test_a_stream_does_not_use_what_another_freed() -> None:
+    model = AllocatorModel(pools={1: "other"})
+    model.follow([MemoryEvent(0, 30 * MIB), MemoryEvent(0, 0), MemoryEvent(1, 30 * MIB)])
+    assert model.reserved_bytes == 60 * MIB
+
+
+def test_releasing_returns_what_is_free_except_that_of_graphs() -> None:
+    model = AllocatorModel(pools={0: GRAPH, 1: "other"})
+    sizes = {0: 30, 1: 40, 2: 50, 3: 60}
+    model.follow(MemoryEvent(number, size * MIB) for number, size in sizes.items())
+    model.follow([*(MemoryEvent(number, 0) for number in range(3)), MemoryEvent(RELEASE, 0)])
+    assert model.reserved_bytes == (30 + 60) * MIB
+
+
+def test_a_segment_in_use_is_not_released_and_addresses_serve_again() -> None:
+    model = AllocatorModel()
+    model.follow([MemoryEvent(0, 9 * MIB), MemoryEvent(1, 9 * MIB), MemoryEvent(2, 30 * MIB), MemoryEvent(0, 0)])
+    before = model.blocks[2][0]
+    model.follow([MemoryEvent(2, 0), MemoryEvent(RELEASE, 0)])
+    assert model.reserved_bytes == 20 * MIB  # of which one half is used
+    model.request(3, 30 * MIB)
+    assert model.blocks[3][0] == before
+
+
 def test_segments_share_pieces_of_addresses() -> None:
     """As seen on an H200: 20 MiB at the start of a piece of 32 MiB, and a later segment of 10 MiB behind it."""
     model = AllocatorModel("pieces")
@@ -59,12 +92,25 @@ def test_segments_share_pieces_of_addresses() -> None:
     assert third == second + 48 * MIB
 
 
+def test_addresses_of_segments_rise_fall_or_do_neither() -> None:
+    found = {}
+    for placement in PLACEMENTS[1:]:
+        model = AllocatorModel(placement)
+        model.follow(MemoryEvent(number, 30 * MIB) for number in range(9))
+        found[placement] = [model.blocks[number][0] for number in range(9)]
+    assert found["rising"] == sorted(found["rising"])
+    assert found["falling"] == sorted(found["falling"], reverse=True)
+    assert found["scattered"] not in (sorted(found["scattered"]), sorted(found["scattered"], reverse=True))
+
+
 @pytest.mark.parametrize("placement", PLACEMENTS)
 def test_everything_freed_is_one_free_block_per_segment(placement: Placement) -> None:
     model, chance = AllocatorModel(placement), random.Random(0)
     live: list[int] = []
     for number in range(2000):
-        model.request(number, chance.choice((100, 5000, MIB, 3 * MIB, 40 * MIB)) + chance.randrange(1000))
+        size = chance.choice((100, 5000, MIB, 3 * MIB, 40 * MIB)) + chance.randrange(1000)
+        model.request(number, size)
+        assert model.blocks[number][1] >= size
         live.append(number)
         if chance.random() < 0.6:
             model.free(live.pop(chance.randrange(len(live))))

@@ -203,6 +203,12 @@ def test_duplicate_argument_is_rejected() -> None:
         grid_from_flags({"model": "a:b"}, ["depth=2", "depth=4"])
 
 
+def test_two_arguments_in_one_flag_are_two_flags() -> None:
+    with pytest.raises(SpecError) as raised:
+        grid_from_flags({"model": "a:b"}, ["depth=2,4,name=a"])
+    assert raised.value.hint == "--set depth=2,4 --set name=a"
+
+
 def test_named_size_keeps_its_name_with_any_vocabulary() -> None:
     shape = msgspec.structs.replace(SIZES["xl"], vocab=50_257)
     assert shape.name == "xl"

@@ -14,6 +14,7 @@ from torch import Tensor, fx
 from stepscope.fast.rewrites.nodes import ALL, SDPA, is_call, operands, replace_node, value_of
 from stepscope.kernels.attention.function import flash_attention_in_graph
 from stepscope.kernels.attention.problem import MAX_HEAD_DIM
+from stepscope.units import count_noun
 
 _HIDDEN = -1e4  # exp of this is zero; masks have -inf, or the smallest number of some dtype
 _NAMES = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
@@ -40,7 +41,7 @@ def replace_attention(graph: fx.Graph) -> Iterator[str]:
         graph.erase_node(node)
         count += 1
     if count:
-        yield f"attention: {count} calls of scaled_dot_product_attention are flash_attention"
+        yield f"attention: {count_noun(count, 'call')} of scaled_dot_product_attention replaced with flash_attention"
     for reason in sorted(reasons):
         yield f"attention: kept as it is, because {reason}"
 

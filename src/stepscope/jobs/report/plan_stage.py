@@ -37,10 +37,12 @@ from stepscope.jobs.plan_target import USUAL_GPU, Target, find_here, make_target
 from stepscope.jobs.report.stage import ReportStage, StageWork, UnavailableError
 from stepscope.jobs.workers.process import OnStage
 from stepscope.recording.rows.plan_result import FitResult, Limit, PlanResult, read_fit, write_fit
+from stepscope.spec import Workload
 from stepscope.units import count_noun, say_bytes
 
 _LIMIT_S = 60.0  # for all simulations; a large model needs about as long for one as this for a dozen of a small one
 _USUAL_S = 30.0
+_COMPILING = 3  # times as long: how long the simulation of a compiled step takes
 
 
 class PlanStage(ReportStage):
@@ -51,7 +53,8 @@ class PlanStage(ReportStage):
         return f"{command} --gpu {USUAL_GPU}" if work.planned.environment.device == "cpu" else command
 
     def expected_s(self, work: StageWork) -> float:
-        return 0.0 if work.planned.environment.device == "cpu" else _USUAL_S
+        usual_s = _USUAL_S * (_COMPILING if work.planned.case.workload.is_traced else 1)
+        return 0.0 if work.planned.environment.device == "cpu" else usual_s
 
     def load(self, folder: Path, _keys: Sequence[str], materials: Materials, /) -> Materials:
         return replace(materials, plan=read_fit(folder / f"{self.name}.json"))
@@ -60,7 +63,7 @@ class PlanStage(ReportStage):
         workload = work.planned.case.workload
         try:
             target = find_target(work)
-            with Planner(target, at_once=os.cpu_count() or 1, limit_s=_LIMIT_S) as planner:
+            with Planner(target, at_once=os.cpu_count() or 1, limit_s=_limit_s(workload)) as planner:
                 start = _predict_start(planner, work)
                 changes = list(choose_changes(start, list_advice(materials) or ()))
                 found = search(start, changes, planner, work.on_stage)
@@ -77,6 +80,10 @@ class PlanStage(ReportStage):
         largest = [f"largest batch that fits: {one.value}" for one in materials.plan.limits if one.value]
         peak = say_bytes(materials.plan.start.peak_allocated_bytes)
         return ", ".join((f"predicted peak memory {peak}", *largest))
+
+
+def _limit_s(workload: Workload) -> float:
+    return _LIMIT_S * (_COMPILING if workload.is_traced else 1)
 
 
 def find_target(work: StageWork) -> Target:
@@ -136,7 +143,7 @@ def search(
     try:
         limits = find_limits(("batch",), start, planner)
     except OutOfTimeError:
-        notes = (f"The search stopped after {_LIMIT_S:g} s.",)
+        notes = (f"The search stopped after {_limit_s(start.workload):g} s.",)
     return FitResult(
         gpu=start.gpu,
         command=start.command,

@@ -5,7 +5,7 @@ The standard output and error of a process belong to the model that runs there; 
 
 import msgspec
 
-from stepscope.plan.assumptions import Accelerator
+from stepscope.planner.assumptions import Accelerator
 from stepscope.recording.memory.labels import MemoryRun
 from stepscope.recording.rows.attention_case import AttentionCase, AttentionOutcome
 from stepscope.recording.rows.bench import Doubt, Environment, Inspection, Measurement, RecordedRun

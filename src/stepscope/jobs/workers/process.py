@@ -74,6 +74,7 @@ class Workers:
         self._modules = tuple(modules)
         self._environment = {"OMP_NUM_THREADS": "1"} if is_serial else {}
         self._nursery: Nursery | None = None
+        self._running: _Worker | None = None
 
     def __enter__(self) -> Self:
         return self
@@ -103,12 +104,14 @@ class Workers:
         self.start()
         assert self._nursery is not None
         with TemporaryFile() as output, _Worker(self._nursery, request, output) as worker:
+            self._running = worker
             for said in worker.listen(timeout_s):
                 if isinstance(said, StageReached):
                     on_stage(said.name)
                 else:
                     on_part(said)
             worker.end()
+            self._running = None
             log = _content(output)
         if worker.answer is not None:
             return Ended(answer=worker.answer, log=log)
@@ -123,6 +126,11 @@ class Workers:
             returncode = self._close()
         oom_killed = _kernel_oom_kills() > oom_kills
         return Ended(answer=_explain_death(returncode, worker.stage, log, oom_killed=oom_killed), log=log)
+
+    def kill(self) -> None:
+        """Kill the process of a request that another thread waits for, which then hears how it ended."""
+        if (worker := self._running) is not None:
+            worker.kill()
 
     def _close(self) -> int:
         returncode = self._nursery.close() if self._nursery else 0
@@ -220,7 +228,7 @@ class _Worker:
     ) -> None:
         os.close(self._answers)
         if not self._gone:
-            self._kill()
+            self.kill()
 
     def listen(self, timeout_s: float | None) -> Iterator[StageReached | Part]:
         """Yield the stages and parts the worker reports, until it has answered, ended or timed out. Time counts from
@@ -260,7 +268,7 @@ class _Worker:
         if self.answer is not None and select.select([self._nursery.socket], [], [], _LEAVE_S)[0]:
             self._hear()
         if not self._gone:
-            self._kill()
+            self.kill()
         while not self._gone:
             self._hear()
 
@@ -284,7 +292,7 @@ class _Worker:
         if word == b"end":
             self.returncode = numbers[1]
 
-    def _kill(self) -> None:
+    def kill(self) -> None:
         """The process and everything in its session. Before the fork, the nursery itself: importing torch is what takes
         so long.
         """

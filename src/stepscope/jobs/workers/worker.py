@@ -143,7 +143,7 @@ def _serve(request: Request, on_stage: Callable[[str], None], tell: Callable[[An
             return StepOptimised()
         case PredictStep(case=case, gpu=gpu):
             from stepscope.measure.environment import check_torch
-            from stepscope.plan.prediction import predict_workload
+            from stepscope.planner.prediction import predict_workload
 
             check_torch()
             workload = _with_context(case.workload, _check_model(case, on_stage))

@@ -1,14 +1,16 @@
 """A model of PyTorch's caching allocator: which block it would choose for each request, and what it asks CUDA for.
 
-One stream and default settings. The requests are exact, and so are rounding, best fit, splitting and merging. Of two
-free blocks of the same size the allocator takes the one at the lower address, so the addresses that CUDA returns
-matter. On an H200 they fall in pieces of 32 MiB, whose rests serve later segments, the lowest first. That is the first
+Default settings. The requests are exact, and so are rounding, best fit, splitting and merging. Every stream has memory
+of its own (`MAIN` is that of the default one), and so have CUDA graphs. Of two free blocks of the same size the
+allocator takes the one at the lower address, so the addresses that CUDA returns matter. On an H200 they fall in pieces
+of 32 MiB, whose rests serve later segments, the lowest first. That is the first
 of `PLACEMENTS`; the others give a range for drivers that do otherwise.
 """
 
 import random
 from bisect import bisect_left, insort
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from types import MappingProxyType
 from typing import Literal, NamedTuple, get_args
 
 from stepscope.recording.memory.free_blocks import LEAST, SMALL, FreeBlocks
@@ -16,6 +18,8 @@ from stepscope.recording.memory.free_blocks import LEAST, SMALL, FreeBlocks
 Placement = Literal["pieces", "falling", "rising", "scattered"]
 PLACEMENTS: tuple[Placement, ...] = get_args(Placement)
 SMALL_SEGMENT = 2 << 20  # what CUDA is asked for on behalf of the small pool
+MAIN, GRAPH = "", "graph"  # whose memory: the default stream's, and that of CUDA graphs, which is never released
+RELEASE = -1  # the number of an event that releases cached memory, as `torch.cuda.empty_cache` does
 LARGE_SEGMENT = 20 << 20  # and for blocks between 1 and 10 MiB
 OWN_SEGMENT = 10 << 20  # a larger block gets a segment of its own
 SEGMENT_STEP = 2 << 20  # which is a multiple of this
@@ -24,7 +28,7 @@ _SPACE = 1 << 50  # addresses of segments are below it
 
 
 class MemoryEvent(NamedTuple):
-    """A request (`bytes` above 0) or the free of an earlier request of the same number (`bytes` 0)."""
+    """A request (`bytes` above 0) or the free of an earlier request of the same number (`bytes` 0); or `RELEASE`."""
 
     number: int
     bytes: int
@@ -80,13 +84,21 @@ class _Pool:
 
 class AllocatorModel:
     """The state of the allocator. With a `capacity`, it releases cached segments when it runs out, as PyTorch does,
-    and raises `OutOfSpaceError` if that is not enough."""
+    and raises `OutOfSpaceError` if that is not enough. `pools` says which requests are not from memory of the default
+    stream."""
 
-    def __init__(self, placement: Placement = PLACEMENTS[0], *, capacity: int | None = None) -> None:
+    def __init__(
+        self,
+        placement: Placement = PLACEMENTS[0],
+        *,
+        capacity: int | None = None,
+        pools: Mapping[int, str] = MappingProxyType({}),
+    ) -> None:
         self.allocated_bytes = self.requested_bytes = self.reserved_bytes = 0
         self.peak_allocated_bytes = self.peak_requested_bytes = self.peak_reserved_bytes = 0
         self.blocks: dict[int, tuple[int, int, int]] = {}  # number of the request: address, bytes, requested bytes
-        self._small, self._large = _Pool(), _Pool()
+        self._pools: dict[tuple[str, bool], _Pool] = {}  # by whose memory it is, and whether for small blocks
+        self._pool_names = pools
         self._segments: dict[int, int] = {}  # address to bytes
         self._capacity = capacity
         self._placement = placement
@@ -97,7 +109,7 @@ class AllocatorModel:
 
     def request(self, number: int, requested: int) -> None:
         rounded = max(LEAST, -(-requested // LEAST) * LEAST)
-        pool = self._small if rounded <= SMALL else self._large
+        pool = self._pool_of(number, rounded)
         size, address = pool.find(rounded) or self._reserve(pool, rounded)
         taken = pool.take(address, size, rounded)
         self.blocks[number] = (address, taken, requested)
@@ -107,10 +119,14 @@ class AllocatorModel:
         self.peak_requested_bytes = max(self.peak_requested_bytes, self.requested_bytes)
 
     def free(self, number: int) -> None:
+        """Free a request, or release cached memory."""
+        if number == RELEASE:
+            self.release_cached()
+            return
         address, size, requested = self.blocks.pop(number)
         self.allocated_bytes -= size
         self.requested_bytes -= requested
-        (self._small if size <= SMALL else self._large).give(address, size)
+        self._pool_of(number, size).give(address, size)
 
     def follow(self, events: Iterable[MemoryEvent]) -> None:
         for number, size in events:
@@ -119,9 +135,17 @@ class AllocatorModel:
             else:
                 self.free(number)
 
+    def _pool_of(self, number: int, size: int) -> _Pool:
+        key = (self._pool_names.get(number, MAIN), size <= SMALL)
+        if key not in self._pools:
+            self._pools[key] = _Pool()
+        return self._pools[key]
+
     def release_cached(self) -> None:
         """Return the segments without a used block to CUDA."""
-        for pool in (self._small, self._large):
+        for (name, _), pool in self._pools.items():
+            if name == GRAPH:
+                continue
             for size, address in list(pool.order):
                 if self._segments.get(address) == size:
                     pool.drop(address, size)

@@ -50,7 +50,8 @@ class HostCost(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
 
 class HostTrial(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One phase of a small model, whose time is that of the host: what it called, and how long it took."""
+    """One phase whose time is that of the host: what it called, and how long it took. Of a small model, unless
+    `is_full_size`."""
 
     model: str
     precision: str
@@ -60,6 +61,7 @@ class HostTrial(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     modules: int  # calls of `nn.Module`
     parameters: int
     operations: dict[str, int]  # calls below autograd, by name without `aten.` and `.default`
+    is_full_size: bool = False
 
 
 class Calibration(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -99,6 +101,12 @@ def read_calibration(path: Path) -> Calibration:
         return decode_as(read_plain(path), Calibration, CALIBRATION_SCHEMA)
     except (OSError, msgspec.DecodeError) as problem:
         reason = problem.strerror if isinstance(problem, OSError) else str(problem)
+        if path.is_dir():
+            raise StepscopeError(
+                f"`{path}` is a directory",
+                detail="expected a file that `stepscope calibrate` wrote",
+                hint="--calibration FILE",
+            ) from None
         raise StepscopeError(
             f"cannot read the calibration: `{path}`", detail=reason or "", hint=f"stepscope calibrate --out {path}"
         ) from None
