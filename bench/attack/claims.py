@@ -5,10 +5,13 @@ from typing import Any
 
 from attack.documents import read_document
 from attack.forgery import COUNTERS, FORWARD, TRACES, Family, redraw, renumber
-from attack.layers import copied_each_renumbered, is_close
+from attack.layers import copied_each_renumbered, is_close, other_run
 from attack.names import other_dtype_in_counters
 from attack.subject import Forged, Subject
 from recovery import FIXTURES
+from stepscope.recording.readers.formats import open_recording
+from stepscope.recover.evidence.recording import gather
+from stepscope.recover.solve.recovery import recover
 
 CLAIMS = Family("false claims")
 OTHER_FILES = Family("files of other runs")
@@ -63,6 +66,21 @@ def claim_vocab_size(subject: Subject) -> Forged:
 @CLAIMS.add("A vocab_size that would be right if the LM head ran on the last token of each sequence only.")
 def claim_head_on_last_token(subject: Subject) -> Forged:
     return _claim(subject, vocab_size=subject.truth["vocab_size"] * subject.truth["context"])
+
+
+@CLAIMS.add("The vocab_size that recovery considers possible and that is farthest off, by a factor of two or more.")
+def claim_possible_vocab_size(subject: Subject) -> Forged | None:
+    found = recover([gather(open_recording(subject.document.path))]).fields["vocab_size"]
+    listed = [size for size in (found.low, found.high, *found.alternatives) if isinstance(size, int)]
+    truth = subject.truth["vocab_size"]
+    farthest = max(listed, key=lambda size: abs(size - truth), default=truth)
+    is_far = not truth / 2 < farthest < 2 * truth  # `verify` lists what is nearer
+    return _claim(subject, vocab_size=farthest) if is_far else None
+
+
+@CLAIMS.add("Batch and context in each other's place.")
+def claim_batch_as_context(subject: Subject) -> Forged:
+    return _claim(subject, batch=subject.truth["context"], context=subject.truth["batch"])
 
 
 @CLAIMS.add("Twice the batch.")
@@ -206,6 +224,21 @@ def counters_of_a_shallower_run(subject: Subject) -> Forged | None:
     document = read_document(path)
     forged = _claim(subject, num_layers=layers)
     return Forged(files=(*forged.files, (document.file, document.write())), claim=forged.claim)
+
+
+@OTHER_FILES.add("A file of another run of the same kind, and nothing but the number of layers is claimed.")
+def two_runs_bare_claim(subject: Subject) -> Forged:
+    other = other_run(subject)
+    forged = _claim(subject)
+    claim = {"num_layers": subject.truth["num_layers"]}
+    return Forged(files=(*forged.files, (f"other.{other.file}", other.write())), claim=claim)
+
+
+@OTHER_FILES.add("The same file twice, and twice the layers are claimed.")
+def file_twice(subject: Subject) -> Forged:
+    forged = _claim(subject, num_layers=2 * subject.truth["num_layers"])
+    (name, content), *_ = forged.files
+    return Forged(files=(*forged.files, (f"again.{name}", content)), claim=forged.claim)
 
 
 # --- Invented evidence

@@ -6,7 +6,7 @@ from dataclasses import replace
 from attack.documents import Document, Launch, read_document
 from attack.forgery import ALL, COUNTERS, FORWARD, TRAINING, Family, redraw, renumber
 from attack.subject import TRUTHS, Forged, Subject, find_files
-from recovery import truth_of
+from recovery import FIXTURES, truth_of
 
 COPIED = Family("copied layers")
 SPLICED = Family("spliced runs")
@@ -202,6 +202,29 @@ def two_runs_in_one_file(subject: Subject) -> Forged:
     shift = last.start_ns + last.duration_ns + 1e6 - other.launches[0].start_ns if last.start_ns else 0.0
     later = [replace(one, start_ns=one.start_ns + shift) for one in other.launches]
     return subject.forge([*subject.launches, *later])
+
+
+@SPLICED.add("A training step of another run follows, in the same process.", kinds=TRAINING)
+def step_of_another_run(subject: Subject) -> Forged:
+    other = other_run(subject).launches
+    return subject.forge(_in_sequence([*subject.launches, *adopt(other[: len(other) // 2], subject)]))
+
+
+@SPLICED.add(
+    "The layers of the same model's training step follow the run's own.",
+    kinds=("forward trace",),
+    undetectable="these are genuine layers of the claimed shape; nothing shows whether they have weights of their own",
+)
+def layers_of_own_training(subject: Subject) -> Forged | None:
+    path = FIXTURES / f"{subject.run}.train.json.gz"
+    if not path.is_file():
+        return None
+    other = read_document(path)
+    found = Subject(other, subject.truth, {}).forward
+    end = subject.forward.end
+    layers = adopt(other.launches[found.start : found.end], subject)
+    kernels = [*subject.launches[:end], *layers, *subject.launches[end:]]
+    return subject.forge(_in_sequence(kernels), num_layers=subject.truth["num_layers"] + found.layers)
 
 
 @SPLICED.add("Another run's first half precedes the run's second half.")

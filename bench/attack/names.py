@@ -137,6 +137,52 @@ def attention_renamed(subject: Subject) -> Forged | None:
     return subject.edit(found[0], lambda one: replace(one, name=plain), num_layers=subject.truth["num_layers"] - 1)
 
 
+def _hide_layer(subject: Subject, name: str) -> Forged | None:
+    """Give the GEMMs and the attention of the last layer this name, and claim one layer fewer."""
+    if subject.forward.layers < 2:
+        return None  # of two compiled layers, only one is found
+    block = subject.forward.slice(subject.forward.layers - 1)
+    kernels = [
+        replace(one, name=name)
+        if block.start <= index < block.stop and decode(one.name).kernel_class in ("GEMM", "attention")
+        else one
+        for index, one in enumerate(subject.launches)
+    ]
+    return subject.forge(kernels, num_layers=subject.truth["num_layers"] - 1)
+
+
+@RENAMED.add(
+    "The last layer's GEMMs and attention have the name of a memset, and one layer fewer is claimed.", kinds=FORWARD
+)
+def layer_as_memset(subject: Subject) -> Forged | None:
+    return _hide_layer(subject, "Memset (Device)")
+
+
+@RENAMED.add(
+    "The last layer's GEMMs and attention have the name of a sort, and one layer fewer is claimed.", kinds=FORWARD
+)
+def layer_as_sort(subject: Subject) -> Forged | None:
+    return _hide_layer(subject, "void at_cuda_detail::cub::DeviceRadixSortOnesweepKernel<int>(int)")
+
+
+@RENAMED.add(
+    "The last layer's GEMMs and attention have the name of a row sum, and one layer fewer is claimed.", kinds=FORWARD
+)
+def layer_as_sum(subject: Subject) -> Forged | None:
+    functor = "at::native::func_wrapper_t<float, at::native::sum_functor<float> >"
+    name = (
+        f"void at::native::reduce_kernel<512, 1, at::native::ReduceOp<float, {functor}, unsigned int, float, 4> >(int)"
+    )
+    return _hide_layer(subject, name)
+
+
+@RENAMED.add(
+    "The last layer's GEMMs and attention have the name of a collective, and one layer fewer is claimed.", kinds=FORWARD
+)
+def layer_as_collective(subject: Subject) -> Forged | None:
+    return _hide_layer(subject, "ncclDevKernel_AllReduce_Sum_f32_RING_LL(ncclDevKernelArgsStorage<4096ul>)")
+
+
 @RENAMED.add("A GEMM of one layer has an unknown name.")
 def unknown_name(subject: Subject) -> Forged:
     return subject.edit(subject.longest_product, lambda one: replace(one, name="kernel_7f"))

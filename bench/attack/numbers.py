@@ -15,7 +15,7 @@ from attack.documents import (
     Launch,
     TraceDocument,
 )
-from attack.forgery import COUNTERS, FORWARD, TRACES, Family
+from attack.forgery import COUNTERS, FORWARD, TRACES, Family, redraw
 from attack.subject import Forged, Subject, is_gemm
 from stepscope.explain.kernel_names import decode
 
@@ -264,6 +264,16 @@ def _forge_document(subject: Subject, document: Document) -> Forged:
 @DEVICES.add("Every second kernel ran on a second GPU.")
 def kernels_of_two_devices(subject: Subject) -> Forged:
     return subject.forge(replace(one, device=one.device + index % 2) for index, one in enumerate(subject.launches))
+
+
+@DEVICES.add("The kernels appear again on a second GPU, and twice the batch is claimed.")
+def second_rank(subject: Subject) -> Forged:
+    last = subject.launches[-1].number + 1
+    again = [
+        replace(one, device=one.device + 1, number=last + index)
+        for index, one in enumerate(redraw(subject.launches, subject.name))
+    ]
+    return subject.forge([*subject.launches, *again], batch=2 * subject.truth["batch"])
 
 
 @DEVICES.add("The last layer's rows are from another kind of GPU, with the same index.", kinds=COUNTERS)

@@ -1,11 +1,12 @@
 """Forgeries that leave kernels out, cut the file, or change the order."""
 
+import itertools
 import random
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 from attack.documents import Launch
 from attack.forgery import FORWARD, TRAINING, Family, renumber
-from attack.subject import Forged, Subject, is_gemm
+from attack.subject import Forged, Region, Subject, is_gemm
 from stepscope.explain.kernel_names import decode
 
 DROPPED = Family("dropped kernels")
@@ -87,6 +88,48 @@ def thinner_layers(subject: Subject) -> Forged | None:
     return subject.forge(_close(subject, (one for index, one in enumerate(subject.launches) if index not in gone)))
 
 
+def _without_places(subject: Subject, choose: Callable[[Region], Iterable[int]]) -> list[Launch]:
+    """Return the kernels without those at these positions of the first layer, in every layer."""
+    gone = {
+        index
+        for region in subject.regions
+        for first in choose(region)
+        for index in range(first, region.end, region.period)
+    }
+    return _close(subject, (one for index, one in enumerate(subject.launches) if index not in gone))
+
+
+@DROPPED.add("The norms of all layers are left out.", kinds=FORWARD)
+def dropped_norms(subject: Subject) -> Forged | None:
+    def choose(region: Region) -> Iterable[int]:
+        first = range(region.start, region.start + region.period)
+        return [index for index in first if decode(subject.launches[index].name).kernel_class in ("norm", "reduction")]
+
+    is_compiled = any(decode(one.name).library == "Inductor" for one in subject.launches)
+    return None if is_compiled or not list(choose(subject.forward)) else subject.forge(_without_places(subject, choose))
+
+
+@DROPPED.add("The key projection of every layer is left out, and half of the key-value heads are claimed.")
+def dropped_key_projections(subject: Subject) -> Forged | None:
+    """Keys and values are the shortest two equal GEMMs in a row."""
+    heads = subject.truth["num_kv_heads"]
+
+    def look(index: int) -> tuple[object, ...]:
+        return subject.launches[index].name, subject.launches[index].grid
+
+    def choose(region: Region) -> Iterable[int]:
+        first = [
+            index for index in range(region.start, region.start + region.period) if is_gemm(subject.launches[index])
+        ]
+        pairs = [one for one, following in itertools.pairwise(first) if look(one) == look(following)]
+        return sorted(pairs, key=lambda index: subject.launches[index].duration_ns)[:1]
+
+    if heads % 2 or not list(choose(subject.forward)) or "num_kv_heads" not in subject.claim:
+        return None
+    sizes = {name: subject.truth[name] for name in ("num_heads", "d_head")}
+    return subject.forge(_without_places(subject, choose), **sizes, num_kv_heads=heads // 2)
+
+
 @DROPPED.add("Every second GEMM is left out.")
 def dropped_every_second_gemm(subject: Subject) -> Forged:
     products = [index for index, one in enumerate(subject.launches) if is_gemm(one)]
@@ -165,6 +208,31 @@ def shuffled(subject: Subject) -> Forged:
 @REORDERED.add("All kernels are in reverse order.")
 def reversed_order(subject: Subject) -> Forged:
     return subject.forge(renumber(reversed(subject.launches)))
+
+
+@REORDERED.add("The optimizer's kernels come first.", kinds=TRAINING)
+def optimizer_first(subject: Subject) -> Forged:
+    return subject.forge(renumber(sorted(subject.launches, key=lambda one: not _is_of_optimizer(one))))
+
+
+def _is_of_optimizer(launch: Launch) -> bool:
+    return decode(launch.name).kernel_class == "optimizer"
+
+
+@REORDERED.add("The layers run backward before they run forward.", kinds=TRAINING)
+def backward_first(subject: Subject) -> Forged | None:
+    if len(subject.regions) != 4:
+        return None
+    forward, backward = subject.regions[:2]
+    rows = subject.launches
+    kernels = [
+        *rows[: forward.start],
+        *rows[backward.start : backward.end],
+        *rows[forward.end : backward.start],
+        *rows[forward.start : forward.end],
+        *rows[backward.end :],
+    ]
+    return subject.forge(renumber(kernels))
 
 
 @REORDERED.add("Two different GEMMs of one layer are swapped.")

@@ -1,5 +1,6 @@
 """Forgeries of signed reports. Each starts from a report that `stepscope verify --sign` would write."""
 
+import json
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -46,6 +47,19 @@ def edited_report(subject: Subject) -> Forged:
 def edited_nonce(subject: Subject) -> Forged:
     forged, content, public_key = _sign(subject, nonce="a90b77")
     return _hand_in(forged, content.replace(b"a90b77", _NONCE.encode()), public_key)
+
+
+@REPORTS.add("A signed report is written again with other whitespace.", kinds=COUNTERS)
+def reformatted_report(subject: Subject) -> Forged:
+    forged, content, public_key = _sign(subject)
+    return _hand_in(forged, json.dumps(json.loads(content), indent=1).encode(), public_key)
+
+
+@REPORTS.add("A key in a signed report appears twice, first with another value.", kinds=COUNTERS)
+def repeated_key_in_report(subject: Subject) -> Forged:
+    forged, content, public_key = _sign(subject, verdict="refuted")
+    repeated = b'"verdict":"consistent","verdict":"refuted"'
+    return _hand_in(forged, content.replace(b'"verdict":"refuted"', repeated), public_key)
 
 
 @REPORTS.add("The evidence was changed after the report was signed.", kinds=COUNTERS)

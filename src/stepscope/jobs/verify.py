@@ -154,7 +154,8 @@ def describe(verified: Verified, paths: Sequence[Path]) -> Iterator[str | Table]
 
 def _list_fields(answer: Verification) -> str:
     """Return what the verdict is about: the claimed fields by how they were tested."""
-    verdicts: dict[str, list[str]] = {one: [] for one in ("refuted", "not refuted", "tested", "narrowed", "not tested")}
+    order = ("refuted", "follows", "not refuted", "tested", "narrowed", "not tested")
+    verdicts: dict[str, list[str]] = {one: [] for one in order}
     for name, result in answer.fields.items():
         if result.verdict in verdicts:
             verdicts[result.verdict].append(f"{name} (implied)" if result.implied else name)

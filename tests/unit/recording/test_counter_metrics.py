@@ -5,7 +5,7 @@ import pytest
 
 from stepscope.recording import tables
 from stepscope.recording.readers import ncu
-from stepscope.recording.readers.counter_metrics import FEW, FULL, METRICS, canonical_counters, key_of
+from stepscope.recording.readers.counter_metrics import FEW, FULL, METRICS, canonical_counters, find_exact, key_of
 from tests.unit.ncu_files import COUNTED
 
 
@@ -57,6 +57,12 @@ def test_two_spellings_of_a_metric_count_once() -> None:
 def test_bytes_are_converted_from_any_unit() -> None:
     rows = [(n, "dram__bytes_read.sum", unit, 2.5) for n, unit in enumerate(("byte", "Kbyte", "Mbyte", "Gbyte"))]
     assert list(canonical(*rows).values()) == [2.5, 2500, 2_500_000, 2_500_000_000]
+
+
+def test_only_counters_in_base_units_are_exact() -> None:
+    units = ("byte", "", "inst", "sector", "Kbyte", "Mbyte", "Kinst")
+    table = pl.DataFrame({"kernel": range(len(units)), "unit": units})
+    assert find_exact(table)["unit"].to_list() == ["byte", "", "inst", "sector"]
 
 
 def test_unmeasured_counter_is_missing_and_not_zero() -> None:

@@ -204,6 +204,23 @@ def test_output_of_the_program_is_counted_and_left_out(path: Path) -> None:
     assert "1 row with too few or too many fields" in notes(recording)
 
 
+def test_rows_that_are_left_out_are_lost(path: Path) -> None:
+    assert not ncu.has_lost_rows(read(path, raw(kernel(0))).manifest.notes)
+    assert ncu.has_lost_rows(read(path, raw(kernel(0), '"1","other columns"\n', kernel(1))).manifest.notes)
+
+
+def test_files_have_a_size_limit(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A small gzip file can contain any number of rows and lines."""
+    monkeypatch.setattr(ncu, "_MOST_CELLS", 3 * len(HEADER) - 1)
+    recording = read(path, raw(*map(kernel, range(5))))
+    assert recording.kernels.height == 3
+    assert "2 rows beyond the size limit left out" in notes(recording)
+    assert ncu.has_lost_rows(recording.manifest.notes)
+    monkeypatch.setattr(ncu, "_MOST_OTHER_LINES", 100)
+    with pytest.raises(StepscopeError, match="too many lines that are not CSV"):
+        read(path, gzip.compress((raw(kernel(0)) + "\n" * 200).encode()))
+
+
 def test_two_outputs_in_one_file_are_one_recording(path: Path) -> None:
     assert read(path, raw(kernel(0)) + raw(kernel(0))).kernels.height == 2
 
@@ -262,11 +279,23 @@ def test_pages_with_one_row_per_metric_are_read(path: Path) -> None:
     ]
 
 
-def test_decimal_comma_is_not_a_thousands_separator(path: Path) -> None:
-    recording = read(path, raw(kernel(0, share="9,25")))
-    share = recording.counters.filter(pl.col("metric").str.starts_with("sm__"))
-    assert rows(share, "value", "text") == [(None, "9,25")]
-    assert "LC_ALL=C" in notes(recording)
+@pytest.mark.parametrize(
+    ("duration", "share", "other"),
+    [
+        ("1,003,200", "9,876.25", "1,234"),
+        ("1.003.200", "9.876,25", "1.234"),
+        ("1\u202f003\u202f200", "9\u202f876,25", "1\u202f234"),
+        ("1'003'200", "9'876.25", "1'234"),
+        ("1003200", "9876,25", "1234"),
+    ],
+)
+def test_numbers_are_read_in_the_notation_of_their_file(path: Path, duration: str, share: str, other: str) -> None:
+    content = raw(kernel(0, duration=duration, share=share), kernel(1, share=other))
+    recording = read(path, content.replace("24.58", "24,58") if share.endswith(",25") else content)
+    assert recording.kernels["end_ns"][0] == 1_003_200
+    assert recording.kernels["shared_bytes"].to_list() == [24_596, 24_596]
+    shares = recording.counters.filter(pl.col("metric").str.starts_with("sm__"))["value"]
+    assert shares.to_list() == [9876.25, 1234.0]
 
 
 def test_a_metric_may_have_any_name(path: Path) -> None:

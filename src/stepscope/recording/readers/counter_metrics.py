@@ -108,7 +108,8 @@ _NOISY = re.compile(
     r"^(?P<base>\w*__cycles_\w+|dram__(?:bytes|sectors)\w*|lts__t_(?:sectors|requests)\w*)\.(?P<what>\w+)$"
 )
 _STATISTICS = ("sum", "avg", "max")
-_SCALES = {"Kbyte": 10**3, "Mbyte": 10**6, "Gbyte": 10**9, "Tbyte": 10**12}
+_SCALES = {"K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
+_SCALED = r"^([KMGT])[a-z]"  # base units start with a small letter
 
 
 def key_of(metric: str) -> CounterKey | None:
@@ -133,6 +134,11 @@ def choose_noisy(metrics: Iterable[str]) -> list[str]:
     return [metric for _, metric in chosen.values()]
 
 
+def find_exact(counters: pl.DataFrame) -> pl.DataFrame:
+    """Return the counters in base units. Nsight Compute rounds the others to two decimals."""
+    return counters.filter(~pl.col("unit").str.contains(r"^[A-Z]").fill_null(value=False))
+
+
 def canonical_counters(counters: pl.DataFrame) -> pl.DataFrame:
     """Return the counters that have a key, with the columns `kernel`, `key` and `value`.
 
@@ -140,7 +146,8 @@ def canonical_counters(counters: pl.DataFrame) -> pl.DataFrame:
     """
     known = {metric: key for metric in counters["metric"].unique() if (key := key_of(metric)) is not None}
     spelled = pl.col("metric").str.replace(_SUBPARTITION.pattern, "sm__")
-    scale = pl.col("unit").replace_strict(list(_SCALES), list(_SCALES.values()), default=1, return_dtype=pl.Int64)
+    prefix = pl.col("unit").str.extract(_SCALED)
+    scale = prefix.replace_strict(list(_SCALES), list(_SCALES.values()), default=1, return_dtype=pl.Int64)
     return (
         counters.filter(pl.col("metric").is_in(list(known)), pl.col("value").is_not_null())
         .with_columns(pl.col("metric").replace_strict(known, return_dtype=pl.String).alias("key"), spelled)

@@ -24,6 +24,8 @@ from stepscope.units import count_noun
 _GZIP = b"\x1f\x8b"
 _LINE_BYTES = 4 * 2**20
 _PREAMBLE_BYTES = 64 * 2**20  # stop looking for a header after this
+_MOST_OTHER_LINES = 5_000_000  # about 5 s
+_MOST_CELLS = 8_000_000  # about 1 GB in memory
 _NAME_BYTES = 16 * 1024
 _BLOCK_ROWS = 2048
 _RECORD = "ncu --csv --page raw --log-file kernels.csv python train.py"
@@ -32,6 +34,8 @@ _KERNEL_COLUMNS = ("ID", "Process ID", "Kernel Name", "Stream", "Block Size", "G
 _SKIPPED = ("Process Name", "Host Name", "Kernel Time", "Context", "CC", "Section Name")
 CUT_SHORT = "the file ends in the middle of a row, which is left out"
 _LOST_ROWS = "missing: the launch IDs are not consecutive"
+_PAST_LIMIT = "beyond the size limit left out"
+_BAD_ROWS = "too few or too many fields left out"
 _ATTRIBUTES = ("device__attribute_", "nvlink__", "numa__", "c2clink__")
 _OF_DEVICE = ("device__attribute_display_name", "device__attribute_multiprocessor_count")
 _LONG_COLUMNS = ("Metric Name", "Metric Unit", "Metric Value")
@@ -39,8 +43,12 @@ _PRIVATE = r"(?i)uuid|serial"
 _DURATIONS = ("gpu__time_duration.sum", "gpu__time_duration.avg", "gpu__time_duration.max", "Duration")
 _NANOSECONDS = {"ns": 1, "us": 10**3, "ms": 10**6, "s": 10**9}
 _BYTES = {"byte": 1, "Kbyte": 10**3, "Mbyte": 10**6}
+# Some locales group digits by spaces or apostrophes, or swap comma and point. Two decimals, or two groups, show which.
+_SPACE = r"['\u2019\u00a0\u202f\u2009 ]"
+_SPACED = rf"^[+-]?\d{{1,3}}({_SPACE}\d{{3}})+([.,]\d*)?$"
 _NUMBER = r"^[+-]?(\d+|\d{1,3}(,\d{3})+)(\.\d*)?([eE][+-]?\d{1,3})?$"
-_DECIMAL_COMMA = r"^-?\d+,(\d{1,2}|\d{4,})$"
+_WITH_COMMA = r"^[+-]?(\d+|\d{1,3}(\.\d{3})+)(,\d{1,2}|,\d{4,})$|^[+-]?\d{1,3}(\.\d{3}){2,}$"
+_WITH_POINT = r"^[+-]?(\d+|\d{1,3}(,\d{3})+)(\.\d{1,2}|\.\d{4,})$|^[+-]?\d{1,3}(,\d{3}){2,}$"
 _TRIPLE = r"^\s*\((?P<x>\d+),\s*(?P<y>\d+),\s*(?P<z>\d+)\)\s*$"
 # Names on the raw page, and on other pages.
 _REGISTERS = ("launch__registers_per_thread", "Registers Per Thread")
@@ -53,6 +61,7 @@ class _Seen:
 
     program_lines: int = 0
     bad_rows: int = 0
+    rows_past_limit: int = 0
     cut_short: bool = False
     complaint: str = ""  # the first error line of ncu
     header: list[str] = field(default_factory=list)
@@ -83,7 +92,7 @@ def read(path: Path) -> Recording:
     kernels, notes = _lay_out(kernels, counters)
     repairs = Repairs()
     kernels, counters = repair("kernels", kernels, repairs), repair("counters", counters, repairs)
-    notes += [*_explain(seen, counters), *_find_lost_rows(rows["ID"]), *repairs.notes()]
+    notes += [*_explain(seen), *_find_lost_rows(rows["ID"]), *repairs.notes()]
     return Recording(
         manifest=_describe(path, counters, notes),
         kernels=tables.conform("kernels", kernels),
@@ -117,7 +126,14 @@ def _is_kept(column: str) -> bool:
 def _read_rows(path: Path, seen: _Seen) -> Iterator[list[str]]:
     """Yield the rows below the header that have as many fields as the header."""
     was_row = True
-    for line in _read_lines(path, seen):
+    rows = 0
+    for number, line in enumerate(_read_lines(path, seen)):
+        if number - rows > _MOST_OTHER_LINES:
+            raise StepscopeError(
+                f"too many lines that are not CSV: `{path}`",
+                detail=f"expected at most {_MOST_OTHER_LINES:,}",
+                hint=_RECORD,
+            )
         was_row = True
         fields = _split(line)
         if line.startswith("=="):
@@ -132,7 +148,10 @@ def _read_rows(path: Path, seen: _Seen) -> Iterator[list[str]]:
             was_row = False
         elif fields[seen.header.index("ID")] == "":
             seen.units = seen.units or dict(zip(seen.header, fields, strict=True))
+        elif rows * len(fields) > _MOST_CELLS:
+            seen.rows_past_limit += 1
         elif fields[0] != seen.header[0]:
+            rows += 1
             yield fields
     if not was_row:
         seen.bad_rows -= 1
@@ -204,13 +223,20 @@ def _from_long(rows: pl.DataFrame) -> tuple[pl.DataFrame, pl.DataFrame]:
 def _parse_values(counters: pl.DataFrame) -> pl.DataFrame:
     """Parse numbers, keep other values as text, and drop empty values."""
     said = pl.col("said").str.strip_chars()
-    number = said.str.replace_all(",", "", literal=True).cast(pl.Float64, strict=False)
+    plain = pl.when(said.str.contains(_SPACED)).then(said.str.replace_all(_SPACE, "")).otherwise(said)
+    if _has_decimal_comma(counters.select(plain)["said"]):
+        plain = plain.str.replace_many({",": ".", ".": ","})
+    number = plain.str.replace_all(",", "", literal=True).cast(pl.Float64, strict=False)
     return (
         counters.filter(said != "", ~pl.col("metric").str.contains(_PRIVATE))
-        .with_columns(pl.when(said.str.contains(_NUMBER)).then(number).alias("value"))
+        .with_columns(pl.when(plain.str.contains(_NUMBER)).then(number).alias("value"))
         .with_columns(pl.when(pl.col("value").is_null()).then(said.str.head(_NAME_BYTES)).alias("text"))
         .select(pl.col("kernel").cast(pl.Int64), "metric", "unit", "value", "text")
     )
+
+
+def _has_decimal_comma(said: pl.Series) -> bool:
+    return said.str.contains(_WITH_COMMA).sum() > said.str.contains(_WITH_POINT).sum()
 
 
 def _lay_out(rows: pl.DataFrame, counters: pl.DataFrame) -> tuple[pl.DataFrame, list[str]]:
@@ -266,7 +292,7 @@ def _possible(duration: pl.Series) -> pl.Series:
 
 
 def _whole(name: str) -> pl.Expr:
-    return pl.col(name).str.replace_all(",", "", literal=True).cast(pl.Int64, strict=False)
+    return pl.col(name).str.replace_all(rf"[.,]|{_SPACE}", "").cast(pl.Int64, strict=False)
 
 
 def _first_of(counters: pl.DataFrame, kernels: int, metrics: tuple[str, ...], scales: dict[str, int]) -> pl.Series:
@@ -283,22 +309,22 @@ def _first_of(counters: pl.DataFrame, kernels: int, metrics: tuple[str, ...], sc
     return frame.select(pl.coalesce(*metrics).alias("first"))["first"]
 
 
-def _explain(seen: _Seen, counters: pl.DataFrame) -> list[str]:
+def _explain(seen: _Seen) -> list[str]:
     notes = []
     if seen.program_lines:
         notes.append(f"{count_noun(seen.program_lines, 'line is', 'lines are')} not CSV, such as program output")
     if seen.bad_rows:
-        notes.append(f"{count_noun(seen.bad_rows, 'row')} with too few or too many fields left out")
+        notes.append(f"{count_noun(seen.bad_rows, 'row')} with {_BAD_ROWS}")
+    if seen.rows_past_limit:
+        notes.append(f"{count_noun(seen.rows_past_limit, 'row')} {_PAST_LIMIT}")
     if seen.cut_short:
         notes.append(CUT_SHORT)
-    if counters["text"].str.contains(_DECIMAL_COMMA).any():
-        notes.append("numbers with a decimal comma are kept as text: record with LC_ALL=C")
     return notes
 
 
 def _find_lost_rows(ids: pl.Series) -> Iterator[str]:
     """Yield a note about rows that are missing. Nsight Compute numbers the launches that it profiles."""
-    known = ids.str.replace_all(",", "", literal=True).cast(pl.Int64, strict=False).drop_nulls().unique().sort()
+    known = ids.to_frame().select(_whole(ids.name))[ids.name].drop_nulls().unique().sort()
     lost = (known[-1] - known[0] + 1 - len(known)) if len(known) else 0
     if lost:
         yield f"{count_noun(lost, 'row is', 'rows are')} {_LOST_ROWS}"
@@ -306,7 +332,7 @@ def _find_lost_rows(ids: pl.Series) -> Iterator[str]:
 
 def has_lost_rows(notes: Sequence[str]) -> bool:
     """Whether a file with these notes lacks kernels that were profiled."""
-    return any(note.endswith(_LOST_ROWS) for note in notes)
+    return any(note.endswith((_LOST_ROWS, _BAD_ROWS, _PAST_LIMIT)) for note in notes)
 
 
 def _describe(path: Path, counters: pl.DataFrame, notes: list[str]) -> Manifest:

@@ -9,6 +9,7 @@ are not checked, and the result says so.
 import json
 import tomllib
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -248,43 +249,62 @@ def _from_config(plain: Mapping[str, Any], path: Path) -> dict[str, Any]:
     return {**known, "model_type": str(model_type)}
 
 
+def _need(plain: Mapping[str, Any], name: str, alias: str = "") -> Any:
+    """Return a value that a config must have, under one name or under a second one for the same. Raises KeyError for
+    null as well: a size that is left out of a claim would not be checked."""
+    found = [plain[one] for one in (name, alias) if plain.get(one) is not None]
+    if not found:
+        raise KeyError(name)
+    if found[0] != found[-1]:
+        raise StepscopeError(
+            f"the config contradicts itself: {name} `{str(found[0])[:60]}` and {alias} `{str(found[-1])[:60]}`",
+            detail="they are two names for the same size",
+        )
+    return found[0]
+
+
 def _gpt2(plain: Mapping[str, Any]) -> dict[str, Any]:
     inner = plain.get("n_inner")
-    width = plain["n_embd"]
+    width = _need(plain, "n_embd", "hidden_size")
     return {
-        "num_layers": plain["n_layer"],
+        "num_layers": _need(plain, "n_layer", "num_hidden_layers"),
         "d_model": width,
-        "num_heads": plain["n_head"],
+        "num_heads": _need(plain, "n_head", "num_attention_heads"),
         "d_ff": 4 * width if inner is None and isinstance(width, int) else inner,
-        "vocab_size": plain["vocab_size"],
+        "vocab_size": _need(plain, "vocab_size"),
         "gated": False,
         "tied": plain.get("tie_word_embeddings", True),
     }
 
 
 def _plain_decoder(plain: Mapping[str, Any], *, gated: bool, head: int | None = None) -> dict[str, Any]:
+    size = plain.get("head_dim")
     return {
-        "num_layers": plain["num_hidden_layers"],
-        "d_model": plain["hidden_size"],
-        "num_heads": plain["num_attention_heads"],
+        "num_layers": _need(plain, "num_hidden_layers"),
+        "d_model": _need(plain, "hidden_size"),
+        "num_heads": _need(plain, "num_attention_heads"),
         "num_kv_heads": plain.get("num_key_value_heads"),
-        "d_head": plain.get("head_dim") or head,
-        "d_ff": plain["intermediate_size"],
-        "vocab_size": plain["vocab_size"],
+        "d_head": head if size is None else size,
+        "d_ff": _need(plain, "intermediate_size"),
+        "vocab_size": _need(plain, "vocab_size"),
         "gated": gated,
         "tied": plain.get("tie_word_embeddings", False),
     }
 
 
-def _gated_decoder(plain: Mapping[str, Any]) -> dict[str, Any]:
-    return _plain_decoder(plain, gated=True)
+def _grouped_decoder(plain: Mapping[str, Any], *, head: int | None = None) -> dict[str, Any]:
+    """Read the config of a model type whose default for num_key_value_heads is a number: without it, nobody knows how
+    many heads the claim is about."""
+    if "num_key_value_heads" not in plain:
+        raise KeyError("num_key_value_heads")
+    return _plain_decoder(plain, gated=True, head=head)
 
 
 _CONFIGS: dict[str, Callable[[Mapping[str, Any]], dict[str, Any]]] = {
     "gpt2": _gpt2,
-    "llama": _gated_decoder,
-    "mistral": _gated_decoder,
-    "qwen2": _gated_decoder,
-    "qwen3": lambda plain: _plain_decoder(plain, gated=True, head=128),
-    "gpt_neox": lambda plain: _plain_decoder(plain, gated=False),
+    "llama": partial(_plain_decoder, gated=True),
+    "mistral": _grouped_decoder,
+    "qwen2": _grouped_decoder,
+    "qwen3": partial(_grouped_decoder, head=128),
+    "gpt_neox": partial(_plain_decoder, gated=False),
 }

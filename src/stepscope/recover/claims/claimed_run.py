@@ -75,7 +75,7 @@ class ClaimedRuns:
 def open_all(evidence: Sequence[KernelEvidence], claim: Claim) -> ClaimedRuns:
     opened = [_Opened(one) for one in evidence]
     best: tuple[int, ClaimedRuns] | None = None
-    for shape, left_open in _complete(make_shape(claim), opened, cache(lambda: _recover(evidence))):
+    for shape, left_open in _complete(make_shape(claim), opened, cache(lambda: recover_sizes(evidence))):
         if best is not None and any(one.is_spent for one in opened):
             return _finish(best[1], opened, is_cut=True)
         files = [one.lay_out(claim, shape) for one in opened]
@@ -115,7 +115,7 @@ def _complete(
         yield shape, ()
 
 
-def _recover(evidence: Sequence[KernelEvidence]) -> Recovery | None:
+def recover_sizes(evidence: Sequence[KernelEvidence]) -> Recovery | None:
     try:
         return recover(evidence)
     except NoTransformerError:

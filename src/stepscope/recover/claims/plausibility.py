@@ -67,7 +67,7 @@ def _check_device(
         )
     major, minor = chip.capability
     for one in sightings:
-        found = re.fullmatch(r"sm_(\d+)[a-z]?", one.name.architecture or "")
+        found = re.fullmatch(r"sm_(\d{1,3})[a-z]?", one.name.architecture or "")
         if found and int(found[1]) > 10 * major + minor:
             yield Complaint(
                 sighting=one,
@@ -98,7 +98,7 @@ def _check_resources(sightings: Sequence[Sighting]) -> Iterator[Complaint]:
             ("block", first.block, one.block, first),
             ("shared memory", alike.shared_bytes, one.shared_bytes, alike),
         ):
-            if usual != other:
+            if usual != other and None not in (usual, other):
                 yield Complaint(sighting=one, expected=f"{what} {usual}, as in #{example.index}", seen=str(other))
 
 
@@ -140,13 +140,18 @@ def _check_names(sightings: Sequence[Sighting]) -> Iterator[Complaint]:
 
 
 def _check_dtypes(sightings: Sequence[Sighting]) -> Iterator[Complaint]:
-    """The tensor cores count operations by the dtype of their inputs, whatever the kernel is called."""
+    """The tensor cores count operations by the dtype of their inputs, whatever the kernel is called. A kernel whose
+    name has a dtype multiplies in one."""
     for one in sightings:
-        if one.is_misnamed and one.name.kernel_class in ("GEMM", "attention"):
+        counted = [dtype for dtype, operations in one.tensor_dtypes.items() if operations]
+        if one.name.dtype is None or one.name.kernel_class not in ("GEMM", "attention"):
+            continue
+        if one.is_misnamed or len(counted) > 1:
+            said = " and ".join(f"{one.tensor_dtypes[dtype]:,} in {dtype}" for dtype in counted)
             yield Complaint(
                 sighting=one,
                 expected=f"operations in {one.name.dtype}, according to its name",
-                seen=f"{one.tensor_dtypes[one.counted_dtype or '']:,} in {one.counted_dtype}, by the counters",
+                seen=f"{said}, by the counters",
             )
 
 

@@ -8,15 +8,18 @@ differently.
 from collections import Counter
 from collections.abc import Hashable, Iterator, Sequence
 
-from stepscope.recover.evidence.completeness import look, skips_launches
+from stepscope.recover.evidence.completeness import find_hidden_layers, look, skips_launches
 from stepscope.recover.evidence.layout import Placement
-from stepscope.recover.evidence.order import is_product
+from stepscope.recover.evidence.order import Zone, breaks_feed_forward, is_norm, is_product
 from stepscope.recover.evidence.recording import KernelEvidence
 from stepscope.recover.facts import Sighting
 from stepscope.units import count_noun
 
 _HALF = {"bf16", "fp16"}
+_LONG_LAYER = 1.7  # times another layer; the highest measured was 1.2
 
+# Kernels in these zones belong to a layer.
+LAYER_ZONES: tuple[Zone, ...] = ("between", "middle", "feed_forward", "heads", "merge")
 Span = tuple[int, int]  # indices of the first and the last kernel
 
 
@@ -24,8 +27,12 @@ def find_irregularities(evidence: KernelEvidence, placement: Placement) -> Itera
     sightings = evidence.sightings
     spans = _find_spans(placement)
     yield from _compare_layers(sightings, spans)
+    yield from _compare_times(sightings, spans)
+    yield from _find_bare_layers(placement)
+    yield from _find_leftovers(placement)
     yield from _compare_heads(placement)
     yield from _compare_steps(sightings, placement)
+    yield from _find_long_ends(sightings, placement, spans)
     yield from _find_skipped(sightings, placement, spans)
 
 
@@ -79,8 +86,36 @@ def _compare_layers(sightings: Sequence[Sighting], spans: dict[tuple[int, int], 
             return
 
 
+def _compare_times(sightings: Sequence[Sighting], spans: dict[tuple[int, int], Span]) -> Iterator[str]:
+    """Find layers that contain another one under other names, also where a compiler makes layers different."""
+    spent = {place: sum(one.duration_ns for one in sightings[a : b + 1]) for place, (a, b) in spans.items()}
+    for (number, layer), time in spent.items():
+        shortest = min(spent[one] for one in spent if one[0] == number)
+        if 0 < _LONG_LAYER * shortest < time:
+            yield f"layers differ: pass {number}, layer {layer} takes {time / shortest:.1f}× as long as another"
+            return
+
+
 def _look_roughly(sighting: Sighting) -> Hashable:
     return sighting.name.kernel_class, sighting.grid
+
+
+def _find_bare_layers(placement: Placement) -> Iterator[str]:
+    """A layer has norms, and an activation between the GEMMs of its feed-forward half."""
+    inside = [one.sighting for one in placement.others if one.zone in LAYER_ZONES]
+    is_fused = any(one.name.library in ("Inductor", "Triton") or one.name.kernel_class == "other" for one in inside)
+    if not is_fused and not any(map(is_norm, inside)):
+        yield "the layers have no norm: kernels may be missing"
+    if breaks_feed_forward(placement.find_zone("feed_forward")):
+        yield "the feed-forward layers have no activation between their GEMMs: kernels may be missing"
+
+
+def _find_leftovers(placement: Placement) -> Iterator[str]:
+    """Find GEMMs before the first layer that are like those of a layer: others may lack one."""
+    start = min(one.sighting.index for one in placement.attentions)
+    inside = {look(one.sighting) for one in placement.products if one.layer is not None}
+    if found := [one for one in placement.extras if one.index < start and look(one) in inside]:
+        yield f"before the first layer: {count_noun(len(found), 'GEMM')} with the kernel and grid of a layer's"
 
 
 def _compare_heads(placement: Placement) -> Iterator[str]:
@@ -103,6 +138,22 @@ def _compare_steps(sightings: Sequence[Sighting], placement: Placement) -> Itera
             gradients.add(sum(is_product(one) for one in following if one.index < update))
     if len(gradients) > 1:
         yield f"training steps differ: {' and '.join(map(str, sorted(gradients)))} GEMMs after the forward pass"
+
+
+def _find_long_ends(
+    sightings: Sequence[Sighting], placement: Placement, spans: dict[tuple[int, int], Span]
+) -> Iterator[str]:
+    """Find what may be a layer under other names, before the first layer or between the last one and the LM head."""
+    headed = {one.pass_number for one in placement.products if one.role == "head"}
+    for number in range(1, len(placement.num_layers) + 1):
+        first, last = spans.get((number, 1), (0, -1))
+        layer = sightings[first : last + 1]
+        zones: dict[Zone | None, list[Sighting]] = {"before": [], "final": []}
+        for one in placement.others:
+            if one.pass_number == number:
+                zones.setdefault(one.zone, []).append(one.sighting)
+        final = zones["final"] if number in headed else []
+        yield from (f"in pass {number}, {text}" for text in find_hidden_layers(zones["before"], final, layer))
 
 
 def _find_skipped(

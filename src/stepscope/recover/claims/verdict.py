@@ -9,6 +9,7 @@ import msgspec
 from stepscope.recover.claims.claim import FIELDS, Claim
 from stepscope.recover.claims.unexplained import UnclaimedWork
 from stepscope.recover.evidence.recording import KernelEvidence
+from stepscope.recover.facts import Window
 from stepscope.recover.shape import ClaimedShape, divisors
 
 # --- Other values that pass
@@ -48,6 +49,18 @@ def find_passing(shape: ClaimedShape, name: str, passes: Callable[[ClaimedShape]
     apart |= {size for factor in _FACTORS for size in _scale(value, factor) if passes_with(size)}
     found += [(size, size) for size in apart if not low <= size <= high]
     return tuple(sorted(found, key=lambda one: one[0]))
+
+
+def find_within(
+    shape: ClaimedShape, name: str, window: Window, passes: Callable[[ClaimedShape], bool]
+) -> Interval | None:
+    """Return an interval of this window in which every value passes, if one of its ends or its middle does."""
+
+    def passes_with(size: int) -> bool:
+        return size in window and passes(msgspec.structs.replace(shape, **{name: size}))
+
+    found = next(filter(passes_with, (window.low, (window.low + window.high) // 2, window.high)), None)
+    return None if found is None else (_reach(found, -1, passes_with), _reach(found, 1, passes_with))
 
 
 def is_tested(value: int, others: tuple[Interval, ...]) -> bool:
@@ -116,7 +129,8 @@ def _swap(shape: ClaimedShape, name: str, passes: Callable[[ClaimedShape], bool]
 
 _MOST_SHOWN = 4  # intervals of other values that pass
 # "narrowed": values that are more than 5% off pass, but neither half nor twice the claimed value.
-FieldVerdict = Literal["tested", "narrowed", "refuted", "not refuted", "not tested", "not claimed"]
+# "follows": contradicted only because another field is wrong.
+FieldVerdict = Literal["tested", "narrowed", "refuted", "follows", "not refuted", "not tested", "not claimed"]
 
 
 class ClaimVerdict(StrEnum):

@@ -9,13 +9,13 @@ may be one rank's shard of the claimed model.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import msgspec
 
 from stepscope.recover.claims.allocations import count_feed_forward, find_misfits
 from stepscope.recover.claims.claim import FIELDS, Claim
-from stepscope.recover.claims.claimed_run import ClaimedRun, ClaimedRuns, open_all
+from stepscope.recover.claims.claimed_run import ClaimedRun, ClaimedRuns, open_all, recover_sizes
 from stepscope.recover.claims.plausibility import find_overlap_ns
 from stepscope.recover.claims.refutation import (
     OTHER_DTYPE_ROLES,
@@ -28,7 +28,7 @@ from stepscope.recover.claims.refutation import (
     refute_sizes,
     refute_updates,
 )
-from stepscope.recover.claims.regularity import disputes_dtype, find_irregularities, is_whole
+from stepscope.recover.claims.regularity import LAYER_ZONES, disputes_dtype, find_irregularities, is_whole
 from stepscope.recover.claims.repetition import find_step_ns, has_noise
 from stepscope.recover.claims.roofline import find_idle_share
 from stepscope.recover.claims.tying import TyingEvidence, find_tying, read_step
@@ -52,18 +52,19 @@ from stepscope.recover.claims.verdict import (
     KernelComparison,
     Refutation,
     Verification,
+    describe_interval,
     describe_untested,
     explain,
     find_passing,
+    find_within,
     group_fields,
     is_narrowed,
     is_tested,
     undecided,
 )
-from stepscope.recover.evidence.order import Zone
-from stepscope.recover.evidence.recording import KernelEvidence
-from stepscope.recover.facts import Sighting
-from stepscope.recover.shape import HEAD_ROWS, LAYER_SIZES, ClaimedShape
+from stepscope.recover.evidence.recording import KernelEvidence, count_cut_names
+from stepscope.recover.facts import Sighting, find_window
+from stepscope.recover.shape import HEAD_ROWS, LAYER_SIZES, ClaimedShape, count_head_rows
 from stepscope.recover.solve.devices import foreign_devices, make_portable, say_foreign
 from stepscope.recover.solve.variants import refuse_variants
 from stepscope.units import count_noun
@@ -73,8 +74,6 @@ _MOST_UNCLAIMED = 0.01
 _MOST_UNKNOWN = 0.01
 _MOST_UNEXPLAINED = 0.05
 _MOST_OVERLAP = 0.01  # of kernels on one stream
-# Kernels in these zones belong to a layer.
-_LAYER_ZONES: tuple[Zone, ...] = ("between", "middle", "feed_forward", "heads", "merge")
 
 
 def verify(evidence: Sequence[KernelEvidence], claim: Claim, *, unseen: float = 0.0) -> Verification:
@@ -82,8 +81,15 @@ def verify(evidence: Sequence[KernelEvidence], claim: Claim, *, unseen: float = 
     file does not show a decoder, or more than a plain one."""
     refuse_variants(evidence)
     found = _judge(evidence, claim, unseen)
+    if found.verdict is not ClaimVerdict.REFUTED:
+        return found
+    if cut := sum(count_cut_names(one.sightings) for one in evidence):
+        reason = (
+            f"{count_noun(cut, 'kernel name')} of {found.kernels:,} lack template arguments, so kernels may be misread"
+        )
+        return undecided(claim, reason, evidence)
     foreign = foreign_devices(evidence)
-    if found.verdict is not ClaimVerdict.REFUTED or not foreign:
+    if not foreign:
         return found
     anywhere = {_identify(one) for one in _judge(make_portable(evidence), claim, unseen).refuted_by}
     proven = tuple(one for one in found.refuted_by if _identify(one) in anywhere)
@@ -113,6 +119,7 @@ class _Judge:
     snapshots: list[KernelEvidence]
     tying: TyingEvidence | None
     unseen: float
+    assumptions: list[str] = field(default_factory=list)
 
     @property
     def files(self) -> list[ClaimedRun]:
@@ -219,7 +226,7 @@ class _Judge:
                     f"training has {count_noun(lacking, 'GEMM')} less than two gradients of every GEMM: weights are "
                     "frozen, or kernels are missing"
                 )
-            strange = [one for one in file.placement.others if one.zone in _LAYER_ZONES and is_unknown(one.sighting)]
+            strange = [one for one in file.placement.others if one.zone in LAYER_ZONES and is_unknown(one.sighting)]
             if strange:
                 missing.append(f"kernels with unknown names inside the layers: {len(strange)}")
             if is_too_much(unknown, time, _MOST_UNKNOWN):
@@ -229,7 +236,7 @@ class _Judge:
                     f"kernels with element counts that the claim does not explain take more than "
                     f"{_MOST_UNEXPLAINED:.0%} of the GPU time"
                 )
-            inside = [seen.sighting for zone, seen in file.counts if zone in _LAYER_ZONES]
+            inside = [seen.sighting for zone, seen in file.counts if zone in LAYER_ZONES]
             unexplained = {one.index for one, _ in odd}
             if number := sum(one.index in unexplained for one in inside):
                 missing.append(
@@ -254,23 +261,25 @@ class _Judge:
     def _test_fields(self, refutations: list[Refutation]) -> dict[str, FieldResult]:
         claimed = self.claim.fields
         passes = self._make_passes()
+        disputed = {name for name in claimed if self._is_disputed(name)} if refutations else set()
+        following = self._find_following(disputed)
         fields: dict[str, FieldResult] = {}
         for name in FIELDS:
             value = claimed.get(name)
             if value is None:
                 fields[name] = FieldResult(claimed=None, verdict="not claimed")
                 continue
-            verdict, others = self._test_field(name, value, passes, is_refuted=bool(refutations))
+            verdict, others = self._test_field(name, value, passes) if not refutations else ("not refuted", ())
+            if name in disputed:
+                verdict = "follows" if name in following else "refuted"
             fields[name] = FieldResult(
                 claimed=value, verdict=verdict, passes_too=others, implied=name in self.claim.implied
             )
         return fields
 
     def _test_field(
-        self, name: str, value: int | str | bool, passes: Callable[[ClaimedShape], bool], *, is_refuted: bool
+        self, name: str, value: int | str | bool, passes: Callable[[ClaimedShape], bool]
     ) -> tuple[FieldVerdict, tuple[Interval, ...]]:
-        if is_refuted:
-            return ("refuted" if self._is_disputed(name) else "not refuted"), ()
         match name:
             case "num_layers":
                 return ("tested" if all(map(self._has_whole_pass, self.files)) else "not tested"), ()
@@ -285,7 +294,14 @@ class _Judge:
         assert isinstance(value, int)
         if self.runs.is_cut or any(self._count_misfits(file) for file in self.files):
             return "not tested", ()
-        others = find_passing(self._settle_head(passes), name, passes)
+        settled = self._settle_head(passes)
+        others = find_passing(settled, name, passes)
+        if name == "vocab_size" and (apart := list(self._find_other_heads(settled, passes))):
+            if settled.head_rows == HEAD_ROWS[0]:
+                said = ", ".join(map(describe_interval, apart))
+                self.assumptions.append(f"vocab_size: if the LM head ran on fewer positions, {said} would pass")
+            else:
+                others = tuple(sorted({*others, *apart}))
         return _judge_others(value, others), others
 
     def _knows_dtypes(self) -> bool:
@@ -301,10 +317,24 @@ class _Judge:
         return sum(1 for _ in refute_sizes(file, self.shape)) if is_share(file) else 0
 
     def _settle_head(self, passes: Callable[[ClaimedShape], bool]) -> ClaimedShape:
-        """Fix the positions that the LM head runs on. Fewer positions with a larger vocab_size would look the same, but
-        that is a different question."""
+        """Fix the positions that the LM head runs on: sizes are changed one at a time."""
         ways = (msgspec.structs.replace(self.shape, head_rows=way) for way in HEAD_ROWS)
         return next((shape for shape in ways if passes(shape)), self.shape)
+
+    def _find_other_heads(self, settled: ClaimedShape, passes: Callable[[ClaimedShape], bool]) -> Iterator[Interval]:
+        """Yield the values of vocab_size that pass if the LM head runs on other positions, far from the claimed one."""
+        places = ((file, one) for file in self.files for one in file.placement.products if one.role == "head")
+        file, head = next(places, (None, None))
+        product = file.predictor.product(head.sighting) if file and head else None
+        for way in HEAD_ROWS:
+            rows = count_head_rows(settled, way)
+            if way == settled.head_rows or product is None or not rows or settled.d_model is None:
+                continue
+            window = find_window(product, rows=rows, inner=settled.d_model)
+            moved = msgspec.structs.replace(settled, head_rows=way)
+            found = find_within(moved, "vocab_size", window, passes) if window else None
+            if found and not found[0] <= (settled.vocab_size or 0) <= (found[1] or 0):
+                yield found
 
     def _test_parameters(self) -> tuple[FieldVerdict, tuple[Interval, ...]]:
         value = self.claim.parameters or 0
@@ -333,6 +363,25 @@ class _Judge:
                 if any(one.test(opened) is not False for one in wrong):
                     return True
         return False
+
+    def _find_following(self, disputed: set[str]) -> set[str]:
+        """Return the disputed sizes that fit as soon as another one is changed to what the evidence shows, or that the
+        evidence itself shows."""
+        sizes = disputed & set(LAYER_SIZES)
+        answer = recover_sizes([file.evidence for file in self.files]) if len(sizes) > 1 else None
+        if answer is None:
+            return set()
+        checks = [check for file in self.files for check in file.checks]
+        found = [(name, value) for name in sizes for one in answer.candidates if (value := getattr(one, name))]
+        wrong = {
+            name
+            for name, value in dict.fromkeys(found)
+            for shape in [msgspec.structs.replace(self.shape, **{name: value})]
+            if all(check.test(shape) is not False for check in checks)
+        }
+        fields = answer.fields
+        shown = {name for name in sizes if fields[name].certain and fields[name].value == getattr(self.shape, name)}
+        return sizes - wrong if wrong else shown if shown < sizes else set()
 
     def _make_passes(self) -> Callable[[ClaimedShape], bool]:
         """Return a test whether a shape passes every check of every file, and explains every count the claim does."""
@@ -364,11 +413,15 @@ class _Judge:
             is_aside = name == "tied" and result.implied
             if result.verdict == "not tested" and not is_told and not is_aside:
                 yield f"{name}: {self._describe_tying() if name == 'tied' else describe_untested(name, result)}"
+        if "num_kv_heads" in self.claim.fields and any("key_value" in one.placement.pattern for one in self.files):
+            yield "num_kv_heads: keys and values are one projection, or one of two is missing from every layer"
         if self.unseen > _MOST_UNKNOWN:
             yield f"{self.unseen:.1%} of the GPU time is in kernels on other streams, which were ignored"
         claimed = [name for name in LAYER_SIZES if name in self.claim.fields]
         if self.shape.core is None and claimed:
             yield "no values for the unclaimed sizes fit the claimed ones"
+        elif self.shape.core is None and len(self.files) > 1:
+            yield "the files may be of different runs: no sizes fit all of them"
         matrices = count_feed_forward(self.snapshots, self.claim)
         if matrices is not None and 0 < matrices[0] < matrices[1]:
             yield "fewer feed-forward matrices were allocated than the claim has: layers may share weights"
@@ -431,6 +484,7 @@ class _Judge:
                 )
 
     def _take_notes(self) -> Iterator[str]:
+        yield from self.assumptions
         for file in self.files:
             yield from file.evidence.notes
             yield from _note_limits(file)

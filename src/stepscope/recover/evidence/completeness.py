@@ -12,10 +12,13 @@ from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from statistics import median
 
-from stepscope.recover.evidence.order import Anchor, KernelOrder, is_attention, is_lookup, is_of_training
+from stepscope.recover.evidence.order import Anchor, KernelOrder, Role, is_attention, is_lookup, is_of_training
 from stepscope.recover.facts import Sighting
 from stepscope.units import count_noun
 
+_WHOLE_LAYER = 0.9  # of its time; the kernels between the last layer and the LM head take up to 0.77, with padding
+# Kernels that look something up or build a mask before the first layer.
+_PREPARING = ("embedding", "index", "elementwise", "copy", "reduction", "norm", "GEMM", "other")
 _PART_OF_LAYER = 0.5  # of its launches: what happens between two kernels of a layer takes at most a third
 _COMPILED_NUMBER = re.compile(r"_(\d{1,9})$")
 _LOOKED_UP = frozenset({"embedding", "index_select"})  # operators in a compiled kernel
@@ -74,6 +77,27 @@ def doubt_ends(
         yield StructureDoubt(
             text="what follows the last layer may be the start of another", of_layers=True, of_sizes=True
         )
+
+
+def doubt_projections(ahead: Sequence[Role]) -> Iterator[StructureDoubt]:
+    """Keys and values are one projection where queries are part of it as well. Without the query's, a file that lost
+    the key's projection in every layer looks the same."""
+    if "key_value" in ahead:
+        yield StructureDoubt(
+            text="two projections before attention: a third may be missing from every layer", of_sizes=True
+        )
+
+
+def find_hidden_layers(
+    before: Sequence[Sighting], final: Sequence[Sighting], layer: Sequence[Sighting]
+) -> Iterator[str]:
+    """Yield where kernels take so long that they may be a layer under other names: before the first layer, or between
+    the last one and the LM head."""
+    strange = [one for one in before if one.name.kernel_class not in _PREPARING]
+    for kernels, share, where in ((strange, 0.5, "before the first"), (final, _WHOLE_LAYER, "after the last")):
+        spent, usual = (sum(one.duration_ns for one in part) for part in (kernels, layer))
+        if 0 < share * usual <= spent:
+            yield f"kernels {where} layer take {spent / 1e3:,.1f} µs, a layer {usual / 1e3:,.1f} µs"
 
 
 def doubt_layers(

@@ -19,6 +19,7 @@ from stepscope.recording.readers.counter_metrics import (
     CounterKey,
     canonical_counters,
     choose_noisy,
+    find_exact,
     tensor_dtype_of,
 )
 from stepscope.recording.readers.ncu import has_lost_rows
@@ -31,8 +32,10 @@ from stepscope.units import count_noun
 Sizes = tuple[int, int, int, int]
 # Its rows have consecutive IDs, which the reader checks, but no times: kernels are placed end to end.
 _NSIGHT_COMPUTE = "nsight compute"
+_BARE_TEMPLATE = re.compile(r"\b(\w*elementwise_kernel|reduce_kernel|Kernel2|flash_fwd_kernel)(\([^()]*\))?$")
 _MOST_KERNELS = 200_000
-_MOST = 2.0**100  # larger than any count: an overflow in the file
+# A larger count is an overflow in the file. Other values, and text such as `n/a`, were not measured.
+_IS_MEASURED = pl.col("value").is_between(0, 2.0**100)
 _MOST_UNTIMED = 0.01  # share of kernels without a duration
 _MOST_UNLAUNCHED = 0.01  # share of kernels without a launch, which profilers may lose
 
@@ -88,6 +91,8 @@ def gather(recording: Recording, *, file: str = "", use_shapes: bool = False) ->
         notes.append(
             f"{len(streams)} streams: only the busiest was used ({kernels.height:,} of {streams.total():,} kernels)"
         )
+    if canonical_counters(recording.counters).height > canonical_counters(find_exact(recording.counters)).height:
+        notes.append("counters in units such as Kbyte are rounded, and were not used: add --print-units base to ncu")
     lost = _count_lost(recording)
     if lost:
         notes.append(f"{count_noun(lost, 'kernel')} missing: launched, but not in the file")
@@ -115,12 +120,20 @@ def gather(recording: Recording, *, file: str = "", use_shapes: bool = False) ->
     )
 
 
+def count_cut_names(sightings: Iterable[Sighting]) -> int:
+    """Return how many kernels have a name without all of its template arguments, which say what the kernel does."""
+    names = (one.name.name for one in sightings)
+    return sum(
+        name.count("<") != name.count(">") or "<...>" in name or bool(_BARE_TEMPLATE.search(name)) for name in names
+    )
+
+
 def _find_gaps(recording: Recording, kernels: pl.DataFrame) -> Iterable[str]:
     """Yield what is missing: durations, counters, and the launches of kernels."""
     timeless = kernels.filter(pl.col("end_ns") <= pl.col("start_ns")).height
     if timeless > _MOST_UNTIMED * kernels.height:
         yield f"{timeless:,} of {kernels.height:,} kernels have no duration, so the share of any work is unknown"
-    counted = recording.counters.filter(pl.col("kernel").is_in(kernels["row"].implode()))
+    counted = recording.counters.filter(pl.col("kernel").is_in(kernels["row"].implode()), _IS_MEASURED)
     metrics = counted.group_by("kernel").agg(pl.col("metric").n_unique())["metric"]
     if counted.height and (metrics.max() != metrics.min() or len(metrics) < kernels.height):
         fewer = kernels.height - (metrics == metrics.max()).sum()
@@ -161,10 +174,10 @@ def _find_exchanges(everything: pl.DataFrame, kernels: pl.DataFrame) -> tuple[in
 
 
 def _counters(table: pl.DataFrame) -> dict[int, dict[CounterKey, int]]:
-    """Return counters by row of the kernel. Values beyond any possible count are treated as not measured."""
+    """Return counters by row of the kernel."""
     counters: dict[int, dict[CounterKey, int]] = {}
-    sane = pl.col("value").is_finite() & pl.col("value").is_between(0, _MOST)
-    for kernel, key, value in canonical_counters(table).filter(sane).select("kernel", "key", "value").iter_rows():
+    measured = canonical_counters(table).filter(_IS_MEASURED)
+    for kernel, key, value in measured.select("kernel", "key", "value").iter_rows():
         counters.setdefault(kernel, {})[key] = round(value)
     return counters
 
@@ -201,14 +214,15 @@ def _noise(table: pl.DataFrame) -> dict[int, dict[str, float]]:
 
 
 def _values(table: pl.DataFrame, metrics: Iterable[str]) -> Iterable[tuple[int, str, float]]:
-    wanted = table.filter(pl.col("metric").is_in(list(metrics)), pl.col("value").is_between(0, _MOST))
+    wanted = table.filter(pl.col("metric").is_in(list(metrics)), _IS_MEASURED)
     return wanted.select("kernel", "metric", "value").iter_rows()
 
 
 def _sightings(
     kernels: pl.DataFrame, table: pl.DataFrame, told: dict[int, Sizes], *, has_timeline: bool
 ) -> Iterable[Sighting]:
-    counters, dtypes, noise = _counters(table), _tensor_dtypes(table), _noise(table)
+    exact = find_exact(table)
+    counters, dtypes, noise = _counters(exact), _tensor_dtypes(table), _noise(exact)
     for index, row in enumerate(kernels.iter_rows(named=True)):
         sighting = Sighting(
             index=index,
@@ -249,7 +263,7 @@ _LONGEST = 256
 _NVJET = re.compile(r"nvjet_sm90_\w+_[NT]{2}(?P<layout>[NT])$")
 _HOPPER_XMMA = re.compile(r"sm90_xmma_gemm_\w*tf32")
 _MMA = re.compile(r"_(?:s|h|bf16_s|f16_s)?(?P<shape>1688|16816)gemm")
-_CUDNN = re.compile(r"_flash_fprop_wgmma_\w+?_(?P<rows>\d+)x(?P<keys>\d+)x(?P<width>\d+)_")
+_CUDNN = re.compile(r"_flash_fprop_wgmma_\w+?_\d+x(?P<keys>[1-9]\d{1,3})x(?P<width>[1-9]\d{1,3})_")
 _FLASH = "flash_fwd_kernel"
 _MMA_OPS = {"1688": 2 * 16 * 8 * 8, "16816": 2 * 16 * 8 * 16}
 

@@ -10,7 +10,14 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import get_args
 
-from stepscope.recover.evidence.completeness import StructureDoubt, doubt_ends, doubt_layers, find_lookup
+from stepscope.recover.evidence.completeness import (
+    StructureDoubt,
+    doubt_ends,
+    doubt_layers,
+    doubt_projections,
+    find_hidden_layers,
+    find_lookup,
+)
 from stepscope.recover.evidence.order import (
     KERNELS_AFTER_HEAD,
     Anchor,
@@ -266,7 +273,17 @@ def _read_roles(
         if not breaks_feed_forward(zones["feed_forward"]):
             products = {role: one for stretch in placed for role, one in stretch}
             head_too: dict[Role, Sighting] = {"head": head} if head else {}
-            yield RoleReading(products={**products, **head_too}, zones=zones, doubts=tuple(doubts))
+            between = order.sightings[first.index : layers[1][0].index] if len(layers) > 1 else ()
+            hidden = find_hidden_layers(zones["before"], zones["final"] if head else (), between)
+            yield RoleReading(
+                products={**products, **head_too},
+                zones=zones,
+                doubts=(
+                    *doubts,
+                    *doubt_projections(ahead),
+                    *(StructureDoubt(text=one, of_layers=True) for one in hidden),
+                ),
+            )
 
 
 def _find_start(order: KernelOrder, end_before: int, begin: int) -> int:

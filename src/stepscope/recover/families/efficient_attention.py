@@ -244,7 +244,7 @@ def _finish_rows(variant: Variant) -> InstructionCounts:
 # --- Facts
 
 _NAME = re.compile(
-    r"fmha_cutlass(?P<way>[FB])_(?P<type>\w+?)_(?:not)?aligned_(?P<rows>\d+)x(?P<keys>\d+)_(?P<rest>\w+)"
+    r"fmha_cutlass(?P<way>[FB])_(?P<type>\w+?)_(?:not)?aligned_(?P<rows>[1-9]\d{0,3})x(?P<keys>[1-9]\d{0,3})_(?P<rest>\w+)"
 )
 _WIDEST_HEAD = 1 << 16
 # Where the result is kept, and the tile of keys: the range of head sizes.
@@ -278,7 +278,7 @@ def read_efficient(sighting: Sighting) -> Attention | None:
 def _read_backward(sighting: Sighting, keys: int, rest: str) -> Attention:
     """A block processes some of the tiles of keys: there are no more blocks than tiles."""
     blocks, heads, batch = sighting.grid
-    widest = re.search(r"(?:^|_)k(\d+)(?:_|$)", rest)
+    widest = re.search(r"(?:^|_)k([1-9]\d{0,5})(?:_|$)", rest)
     return Attention(
         "backward",
         (lambda problem: blocks <= ceil_div(problem.keys, keys),),

@@ -31,7 +31,7 @@ from stepscope.recover.facts import (
 from stepscope.recover.families.efficient_attention import read_efficient
 from stepscope.recover.families.grids import UNKNOWN
 
-_CUDNN = re.compile(r"_flash_(fprop|bprop)_wgmma_\w+?_(\d+)x(\d+)x(\d+)_\d+x\d+x1_cga1x1x1")
+_CUDNN = re.compile(r"_flash_(fprop|bprop)_wgmma_\w+?_([1-9]\d{0,3})x([1-9]\d{0,3})x([1-9]\d{0,3})_\d+x\d+x1_cga1x1x1")
 # Tiles of (queries or keys, the other of the two, the head) with a known assignment to blocks.
 _CUDNN_SEEN = {"fprop": ((64, 128, 64), (64, 128, 128)), "bprop": ((64, 64, 64),)}
 # The rows per block, in the grid's first dimension, for heads of 64; unknown for others.
@@ -216,7 +216,7 @@ def _persistent(sighting: Sighting, launched: Callable[[AttentionSizes], int], p
 # tiles of queries. A single query with grouped heads runs as one group of queries: the heads of a group become its
 # rows.
 
-_TRAITS = re.compile(r"Flash_(?:fwd|bwd)_kernel_traits<(?:\(int\))?(\d+), (?:\(int\))?(\d+), (?:\(int\))?(\d+),")
+_TRAITS = re.compile(r"Flash_(?:fwd|bwd)_kernel_traits<" + 3 * r"(?:\(int\))?([1-9]\d{0,3}), ")
 _FLAGS = re.compile(r">\s*((?:, *(?:true|false|\(bool\)[01]|[01])){7,8})>")
 # The compiled head sizes, and the smallest head that each is used for. Some builds leave out 160 and 224.
 _BUCKETS = {32: 1, 64: 33, 96: 65, 128: 97, 160: 129, 192: 129, 224: 193, 256: 193}

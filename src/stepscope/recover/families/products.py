@@ -34,7 +34,7 @@ from stepscope.recover.facts import Measure, Product, Sighting, SizeBound, Tripl
 # Clusters of more than two blocks do not divide the GPCs evenly, so a full GPU may have fewer blocks than SMs: 120 of
 # 132 in one measurement. A grid below this share was never limited by the GPU.
 _FULLEST = 0.8
-_CLUSTER = re.compile(r"_(\d+)x(\d+)_[hv](?:_|$)")
+_CLUSTER = re.compile(r"_([1-9]\d?)x([1-9]\d?)_[hv](?:_|$)")
 
 
 class Tiling(msgspec.Struct, frozen=True, kw_only=True):
@@ -122,12 +122,12 @@ def is_full(tiling: Tiling, grid: Triple, processors: int, *, clusters_known: bo
 # Before CUDA 13, the names have no architecture. On an H100 these have the same grids.
 _NVJET = re.compile(r"nvjet_(?:sm90_)?[a-z]{3,6}_(?:tf32_|mma_)?\d+x\d+_(?!\w*2cta)\w+")
 _NVJET_BIAS = re.compile(r"_bias_[NT]{3}$")
-_XMMA = re.compile(r"sm(\d+)_xmma_gemm_(\w+)")
+_XMMA = re.compile(r"sm(\d{2,3})_xmma_gemm_(\w+)")
 _FP32_XMMA = "_f32f32_f32f32_f32_"
 _CUTLASS = re.compile(r"cutlass_(\d+)_(simt|tensorop|wmma_tensorop)_(\w+)")
 _HALF_RESULT = re.compile(r"(?:b?f16_[shi]|h)\d*gemm_")
 _HAND_NAMED = re.compile(r"(?:maxwell|volta|turing|ampere)_\w*gemm_")
-_SUM_OF_PARTS = re.compile(r"splitKreduce_kernel<(?:\(int\))?(\d+), (?:\(int\))?(\d+),")
+_SUM_OF_PARTS = re.compile(r"splitKreduce_kernel<(?:\(int\))?([1-9]\d{0,3}), (?:\(int\))?([1-9]\d{0,3}),")
 _DEPTHS = (8, 64)  # the smallest and largest K step, if the name does not show it
 # The maximum number of tiles per cluster in each direction.
 _WIDEST_CLUSTER = 4

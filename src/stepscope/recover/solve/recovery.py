@@ -34,7 +34,9 @@ from stepscope.recover.solve.search import FileFit, FittedReading, fit_file, joi
 Value = int | str | None
 FIELDS = (*SIZES, "dtype", "parameters")
 _SLACK = 1  # how many more counts than the best candidate the truth may leave unexplained
-_ENOUGH = 0.85  # share of the counts that must be explained before candidates that agree make a value certain
+# The counts that the best candidate may leave unexplained if a value is to be certain: one, or this share.
+_MOST_UNEXPLAINED = 0.1
+_FEWEST_EXPLAINED = 0.8  # share of the counts, below which no size is certain
 _MOST_WORK = 100_000_000  # units of effort for all files together: about 20 s on a slow machine, and under 1 GB
 # The fields that stay open if attention admits nearly all sizes, with their upper bounds. None: the number of tokens.
 _OPEN: dict[str, int | None] = {"num_heads": 256, "num_kv_heads": 256, "d_head": 512, "batch": None, "context": None}
@@ -131,6 +133,8 @@ def _assemble(found: FileFit) -> Recovery:
     left_open = tuple(_find_left_open(found))
     notes = [*evidence.notes, *left_open]
     doubts = [doubt.text for doubt in _find_doubts(found, likely) if doubt.of_sizes]
+    if first.solution.best.explained < min(_FEWEST_EXPLAINED * first.solution.facts, first.solution.facts - 2):
+        doubts.append("too few element counts are explained: kernels may be missing or misread")
     if doubts:
         notes += doubts
         fields |= {name: msgspec.structs.replace(fields[name], certain=False) for name in LAYER_SIZES}
@@ -205,7 +209,7 @@ def _largest(name: str, likely: list[FittedReading]) -> int | None:
 def _agreeing(solution: Solution) -> Cores:
     """Return the candidates that must agree on a value for it to be certain."""
     best = solution.best.explained
-    if best < _ENOUGH * solution.facts:
+    if solution.facts - best > max(1, _MOST_UNEXPLAINED * solution.facts):
         return solution.consistent
     return solution.consistent.take(solution.explained >= best - _SLACK)
 

@@ -9,6 +9,7 @@ import pytest
 
 from attack.crew import work_through
 from attack.documents import read_document
+from attack.forgery import TRAINING
 from attack.scoreboard import listed_forgeries
 from attack.subject import find_files, open_subject
 from attack.trial import FORGERIES, admit, attack, find_untested, honest_claims
@@ -19,10 +20,11 @@ TRACE = "gpt2_fp32_efficient.forward.json.gz"
 STEP = "held_gpt2_fp16.train.json.gz"
 PAGE = Path(__file__).parents[4] / "docs" / "trust.md"
 CAUGHT = ("spliced runs", "reordered kernels", "scaled counters", "signed reports", "large numbers", "false claims")
+ELSEWHERE = ("claim-tied", "many-layers", "claim-possible-vocab-size")  # not with these files, or slow
 DETECTED = [
     name
     for name, one in FORGERIES.items()
-    if one.family in CAUGHT and one.promise == "detected" and name not in ("claim-tied", "many-layers")
+    if one.family in CAUGHT and one.promise == "detected" and name not in ELSEWHERE
 ]
 # Forgeries that change neither the file nor the claim: what they hide is not in the evidence.
 UNCHANGED = {"idle-layers", "replayed-file", "random-weights", "zero-padding"}
@@ -82,7 +84,8 @@ def test_no_true_claim_is_refuted(file: str) -> None:
 
 @pytest.mark.parametrize("name", DETECTED)
 def test_a_forgery_does_not_pass(name: str) -> None:
-    tried = [trial for file in (COUNTERS, TRACE) if (trial := attack(name, FIXTURES / file)) is not None]
+    files = (STEP,) if FORGERIES[name].kinds == TRAINING else (COUNTERS, TRACE)
+    tried = [trial for file in files if (trial := attack(name, FIXTURES / file)) is not None]
     assert tried
     assert {trial.outcome for trial in tried} <= {"refuted", "cannot tell", "rejected"}
 

@@ -59,11 +59,18 @@ def test_transformers_configs_are_claims(tmp_path: Path) -> None:
 
 
 def test_d_head_of_a_config_depends_on_its_model_type(tmp_path: Path) -> None:
-    plain = {name: value for name, value in LLAMA.items() if name not in ("head_dim", "num_key_value_heads")}
+    plain = {name: value for name, value in LLAMA.items() if name != "head_dim"}
     assert read_claim(write(tmp_path, {**plain, "model_type": "mistral"})).d_head == 64
     assert read_claim(write(tmp_path, {**plain, "model_type": "qwen3"})).d_head == 128
+    del plain["num_key_value_heads"]
     neox = read_claim(write(tmp_path, {**plain, "model_type": "gpt_neox", "tie_word_embeddings": False}))
     assert (neox.gated, neox.tied, neox.num_kv_heads) == (False, False, 32)
+
+
+def test_two_names_for_the_same_size_of_a_config_must_agree(tmp_path: Path) -> None:
+    assert read_claim(write(tmp_path, {**GPT2, "hidden_size": 768, "num_hidden_layers": 12})).d_model == 768
+    renamed = {"model_type": "gpt2", "num_hidden_layers": 12, "hidden_size": 768, "n_head": 12, "vocab_size": 50257}
+    assert read_claim(write(tmp_path, renamed)).fields == read_claim(write(tmp_path, GPT2)).fields
 
 
 def test_certain_fields_of_a_recovery_are_a_claim(tmp_path: Path) -> None:
@@ -101,6 +108,15 @@ def test_certain_fields_of_a_recovery_are_a_claim(tmp_path: Path) -> None:
         ({"model_type": "bert"}, "expected one of gpt2, llama"),
         ({"model_type": "gpt2", "n_layer": 2}, "`n_embd` is missing"),
         ({**GPT2, "n_layer": "12"}, "invalid num_layers: `12`"),
+        ({**GPT2, "n_embd": None}, "`n_embd` is missing"),
+        ({**GPT2, "num_hidden_layers": 24}, "contradicts itself: n_layer `12` and num_hidden_layers `24`"),
+        ({**LLAMA, "intermediate_size": None}, "`intermediate_size` is missing"),
+        ({**LLAMA, "head_dim": 0}, "invalid d_head: `0`"),
+        ({**LLAMA, "head_dim": False}, "invalid d_head: `False`"),
+        (
+            {**{name: LLAMA[name] for name in LLAMA if name != "num_key_value_heads"}, "model_type": "mistral"},
+            "`num_key_value_heads` is missing",
+        ),
         ({"verdict": "cannot tell", "reason": "", "candidates": [], "notes": []}, "no certain fields"),
         (
             {"verdict": "recovered", "candidates": [], "fields": {"d_ff": {"value": 1, "certain": 1}}},

@@ -115,6 +115,16 @@ def test_a_false_name_does_not_change_the_dtype(file: str) -> None:
     assert "the evidence contradicts itself" in found.evidence[-1]
 
 
+def test_a_gemm_multiplies_in_one_dtype() -> None:
+    def share(one: Sighting) -> dict[str, object]:
+        whole = one.tensor_dtypes.get("bf16", 0)
+        return {"tensor_dtypes": {"bf16": whole - whole // 4, "fp16": whole // 4}} if one.index == 19 else {}
+
+    [found] = complaints(change(GPT2, share))
+    assert found.sighting.index == 19
+    assert found.seen == "1,533,542,400 in bf16 and 511,180,800 in fp16, by the counters"
+
+
 def test_recover_says_that_counters_decided_the_dtype() -> None:
     found = recover([read_evidence(GPT2)]).fields["dtype"]
     assert (found.value, found.certain) == ("bf16", True)
@@ -153,6 +163,16 @@ def test_launches_of_a_kernel_need_the_same_resources(file: str, edit: dict[str,
     last = [one for one in gemms if launches[one.name.name, one.grid] > 1][-1].index
     found = complaints(change(file, lambda one: edit if one.index == last else {}))
     assert any(one.sighting.index == last and expected in one.expected for one in found), found
+
+
+@pytest.mark.parametrize("first", [False, True])
+def test_a_resource_that_was_not_measured_contradicts_nothing(first: bool) -> None:
+    sightings = read_evidence(GPT2).sightings
+    repeated = Counter(one.name.name for one in sightings if one.name.kernel_class == "GEMM").most_common(1)[0][0]
+    launches = [one.index for one in sightings if one.name.name == repeated]
+    gone = launches[0 if first else -1]
+    assert len(launches) > 1
+    assert not complaints(change(GPT2, lambda seen: {"registers": None} if seen.index == gone else {}))
 
 
 def test_shared_memory_is_compared_among_launches_with_the_same_grid() -> None:

@@ -9,7 +9,8 @@ from stepscope.recover.claims.verdict import ClaimVerdict
 from stepscope.recover.claims.verification import verify
 from stepscope.recover.evidence.order import is_product
 from stepscope.recover.facts import Sighting
-from tests.unit.recover.claimed_runs import find, spoil, true_claim, verified
+from stepscope.recover.solve.recovery import recover
+from tests.unit.recover.claimed_runs import claim_fields, find, rename, spoil, true_claim, verified
 from tests.unit.recover.evidence_runs import read_evidence, with_kernels
 
 TRACE = "gpt2_fp32_efficient.forward.json.gz"  # three layers of 17 kernels; attention is #15, #32 and #49
@@ -41,6 +42,82 @@ def test_compiled_layers_may_differ_in_what_they_fuse() -> None:
     names = {one.name.name for one in sightings if one.name.kernel_class == "norm"}
     assert len(names) > 4, "the norms of the layers have different names"
     assert not any("layers differ" in text for text in verified(COMPILED).missing)
+
+
+def test_norms_that_every_layer_lacks_cannot_tell() -> None:
+    answer = spoil(TRACE, lambda kernels: [one for one in kernels if one.name.kernel_class != "norm"])
+    assert answer.verdict is ClaimVerdict.UNDECIDED
+    assert any("no norm" in text for text in answer.missing)
+
+
+def test_an_activation_that_every_layer_lacks_cannot_tell() -> None:
+    gemms = find(read_evidence(TRACE), "GEMM")
+    between = {index for up, down in zip(gemms[2:12:4], gemms[3:12:4], strict=True) for index in range(up + 1, down)}
+    answer = spoil(TRACE, lambda kernels: [one for one in kernels if one.index not in between])
+    assert answer.verdict is ClaimVerdict.UNDECIDED
+    assert any("no activation" in text for text in answer.missing)
+
+
+@pytest.mark.parametrize(
+    "name", ["Memset (Device)", "void at_cuda_detail::cub::DeviceRadixSortOnesweepKernel<int>(int)"]
+)
+@pytest.mark.parametrize("layer", [slice(0, 5), slice(10, 15)])  # the first and the last, with their attention
+def test_a_layer_under_other_names_is_not_left_out(name: str, layer: slice) -> None:
+    evidence = read_evidence(TRACE)
+    heavy = [one.index for one in evidence.sightings if one.name.kernel_class in ("GEMM", "attention")]
+    hidden = with_kernels(
+        evidence, (rename(one, name) if one.index in heavy[layer] else one for one in evidence.sightings)
+    )
+    answer = verify([hidden], true_claim(TRACE, num_layers=2))
+    assert answer.verdict is ClaimVerdict.UNDECIDED
+    assert any("in pass 1, kernels" in text for text in answer.missing)
+    assert not recover([hidden]).fields["num_layers"].certain
+
+
+def test_a_layer_inside_a_compiled_layer_is_not_left_out() -> None:
+    """A compiler fuses other operations in some layers, so only their times can be compared."""
+    file = "neox_compiled.forward.json.gz"
+    evidence = read_evidence(file)
+    heavy = [one.index for one in evidence.sightings if one.name.kernel_class in ("GEMM", "attention")]
+    hidden = heavy[next(place for place, index in enumerate(heavy) if index == 17) :][:7]
+    kernels = [rename(one, "Memset (Device)") if one.index in hidden else one for one in evidence.sightings]
+    answer = spoil(file, lambda _: kernels, num_layers=2)
+    assert answer.verdict is ClaimVerdict.UNDECIDED
+    assert any("× as long as another" in text for text in answer.missing)
+
+
+def test_a_key_projection_that_every_layer_lacks_cannot_tell() -> None:
+    """Half of the key-value heads, in one projection, would look the same."""
+    file = "llama_bf16.csv.gz"
+    evidence = read_evidence(file)
+    keys = find(evidence, "GEMM")[2:15:7]  # the first GEMM computes rotary angles
+    lacking = with_kernels(evidence, (one for one in evidence.sightings if one.index not in keys))
+    answer = verify([lacking], true_claim(file, num_kv_heads=2))
+    assert answer.verdict is ClaimVerdict.UNDECIDED
+    assert any(text.startswith("num_kv_heads: keys and values are one projection") for text in answer.missing)
+    found = recover([lacking]).fields["num_kv_heads"]
+    assert found.value == 2
+    assert not found.certain
+
+
+def test_a_gemm_that_the_first_layer_has_left_over_cannot_tell() -> None:
+    """Without num_heads, a joint projection of keys and values would fit the second layer."""
+    file = "llama_compiled.csv.gz"
+    claimed = ("num_layers", "d_model", "num_kv_heads", "d_ff", "vocab_size", "dtype", "gated")
+    value = find(read_evidence(file), "GEMM")[9]
+    open_fields = {name: None for name in claim_fields(file) if name not in claimed}
+    answer = spoil(file, lambda kernels: [one for one in kernels if one.index != value], **open_fields)
+    assert answer.verdict is ClaimVerdict.UNDECIDED
+    assert any("before the first layer: 1 GEMM" in text for text in answer.missing)
+
+
+def test_no_size_is_certain_if_many_counts_are_unexplained() -> None:
+    """Without the last GEMM of every layer, the widths of what follows fit no model."""
+    evidence = read_evidence("held_llama.forward.json.gz")
+    last = find(evidence, "GEMM")[7:22:7]  # the first GEMM computes rotary angles
+    lacking = with_kernels(evidence, (one for one in evidence.sightings if one.index not in last))
+    fields = recover([lacking]).fields
+    assert not [name for name, one in fields.items() if one.certain and name not in ("num_layers", "dtype")]
 
 
 def test_a_layer_less_leaves_a_gap_in_the_numbers() -> None:

@@ -1,5 +1,6 @@
 """Verification: what refutes a claim, which fields are tested, and when it cannot tell."""
 
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,7 +17,7 @@ from stepscope.recover.evidence.recording import gather
 from stepscope.recover.facts import Attention, Rule, Sighting, exactly
 from stepscope.recover.shape import ClaimedShape
 from stepscope.recover.solve.recovery import recover
-from tests.unit.recover.claimed_runs import find, run_again, spoil, true_claim, verified
+from tests.unit.recover.claimed_runs import find, rename, run_again, spoil, true_claim, verified
 from tests.unit.recover.evidence_runs import COUNTERS, FOLDER, TRACES, read_evidence, truth_of, with_kernels
 
 GPT2 = "gpt2_bf16_odd.csv.gz"
@@ -377,3 +378,48 @@ def test_a_compiled_run_can_be_verified_without_batch_and_context(file: str) -> 
     assert (
         verify([read_evidence(file)], make_claim({**claim, "d_ff": 2 * truth["d_ff"]})).verdict is ClaimVerdict.REFUTED
     )
+
+
+def test_a_vocab_size_that_fits_a_head_on_fewer_positions_is_not_tested() -> None:
+    """An LM head on the last token of each sequence has more outputs for the same work."""
+    file = "builtin_autocast.csv.gz"
+    answer = verify([read_evidence(file)], true_claim(file, vocab_size=40_000))
+    assert answer.verdict is ClaimVerdict.UNDECIDED
+    assert answer.fields["vocab_size"].verdict == "not tested"
+    assert (9_729, 10_032) in answer.fields["vocab_size"].passes_too
+    assert "vocab_size" in verify([read_evidence(file)], true_claim(file)).tested
+
+
+@pytest.mark.parametrize(("name", "value"), [("d_ff", 3072), ("batch", 6), ("context", 100)])
+def test_fields_that_follow_from_a_wrong_one_are_named(name: str, value: int) -> None:
+    file = "gpt2_bf16_odd.csv.gz"
+    fields = verify([read_evidence(file)], true_claim(file, **{name: value})).fields
+    assert [one for one, result in fields.items() if result.verdict == "refuted"] == [name]
+    others = {result.verdict for one, result in fields.items() if one != name and result.claimed is not None}
+    assert others <= {"follows", "not refuted"}
+
+
+def test_several_wrong_fields_are_all_refuted() -> None:
+    file = "gpt2_bf16_odd.csv.gz"
+    fields = verify([read_evidence(file)], true_claim(file, num_heads=20, num_kv_heads=20, d_head=32, d_ff=3072)).fields
+    assert {one for one, result in fields.items() if result.verdict == "refuted"} == {
+        "num_heads",
+        "num_kv_heads",
+        "d_head",
+        "d_ff",
+    }
+
+
+def test_files_of_two_runs_cannot_tell() -> None:
+    """The number of layers is that of both, but no sizes fit both."""
+    files = [read_evidence(file) for file in ("gpt2_bf16_odd.csv.gz", "gpt2_compiled.csv.gz")]
+    answer = verify(files, make_claim({"num_layers": 2}))
+    assert answer.verdict is ClaimVerdict.UNDECIDED
+    assert any("different runs" in text for text in answer.missing)
+
+
+@pytest.mark.parametrize("cut", [lambda name: name.partition("<")[0], lambda name: name[:60]])
+def test_names_without_template_arguments_do_not_refute(cut: Callable[[str], str]) -> None:
+    for file in ("gpt2_bf16_odd.csv.gz", "held_gpt2_fp16.train.json.gz"):
+        answer = spoil(file, lambda kernels: [rename(one, cut(one.name.name)) for one in kernels])
+        assert answer.verdict is ClaimVerdict.UNDECIDED

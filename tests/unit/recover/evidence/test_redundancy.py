@@ -86,6 +86,24 @@ def test_statistics_in_different_units_are_not_compared(tmp_path: Path) -> None:
     assert not gather(open_recording(tmp_path / "units.csv")).flaws
 
 
+def test_rounded_counters_are_not_used(tmp_path: Path) -> None:
+    """By default, Nsight Compute prints two decimals in the largest unit that fits."""
+    lines = gzip.decompress((FOLDER / GPT2).read_bytes()).decode().splitlines()
+    header, units, *rows = csv.reader(lines)
+    places = [place for place, unit in enumerate(units) if unit == "byte"]
+    for place in places:
+        units[place] = "Kbyte"
+        for row in rows:
+            row[place] = f"{float(row[place].replace(',', '')) / 1000:.2f}" if row[place] else ""
+    with (tmp_path / "rounded.csv").open("w", newline="") as out:
+        csv.writer(out, quoting=csv.QUOTE_ALL).writerows([header, units, *rows])
+    evidence = gather(open_recording(tmp_path / "rounded.csv"))
+    assert not any("store_bytes" in one.counters for one in evidence.sightings)
+    assert all("tensor_ops" in one.counters for one in evidence.sightings)
+    assert any("--print-units base" in note for note in evidence.notes)
+    assert check(evidence).verdict is not ClaimVerdict.REFUTED
+
+
 def test_ids_of_rows_are_kept(tmp_path: Path) -> None:
     assert [one.launch for one in read_evidence(GPT2).sightings] == list(range(51, 100))
     twice = rewrite(GPT2, tmp_path, lambda rows: [*rows[:32], *rows[15:32], *rows[32:]])
@@ -98,12 +116,16 @@ def _drop(rows: Rows) -> Rows:
     return [*rows[:20], *rows[21:]]
 
 
-def _strip(rows: Rows) -> Rows:
+def _strip(rows: Rows, text: str = "") -> Rows:
     counted = ("sm__", "dram__", "lts__")
     return [
-        {name: "" if number >= 32 and name.startswith(counted) else value for name, value in row.items()}
+        {name: text if number >= 32 and name.startswith(counted) else value for name, value in row.items()}
         for number, row in enumerate(rows)
     ]
+
+
+def _blur(rows: Rows) -> Rows:
+    return _strip(rows, "n/a")
 
 
 def _freeze(rows: Rows) -> Rows:
@@ -115,9 +137,10 @@ def _freeze(rows: Rows) -> Rows:
     [
         (_drop, "kernels of the run are missing"),
         (_strip, "kernels lack counters that the others have"),
+        (_blur, "kernels lack counters that the others have"),
         (_freeze, "kernels have no duration"),
     ],
-    ids=["row", "counters", "durations"],
+    ids=["row", "counters", "text instead of counters", "durations"],
 )
 def test_what_is_missing_cannot_tell(change: Callable[[Rows], Rows], why: str, tmp_path: Path) -> None:
     answer = check(rewrite(GPT2, tmp_path, change))

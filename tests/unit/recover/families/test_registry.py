@@ -1,8 +1,25 @@
+import re
+from collections.abc import Iterator
+
 import msgspec
 import pytest
 
-from stepscope.recover.facts import Elements, Gather, Rows, Sighting, Update, Window
+from stepscope.explain.kernel_names import decode
+from stepscope.recover.evidence.recording import operations_each
+from stepscope.recover.facts import (
+    Attention,
+    Elements,
+    Fact,
+    Gather,
+    Product,
+    Rows,
+    Sighting,
+    Update,
+    Window,
+    find_window,
+)
 from stepscope.recover.families import FAMILIES, Platform, read_fact, read_facts
+from tests.unit.recover.evidence_runs import COUNTERS, TRACES, read_evidence
 from tests.unit.recover.families import (
     launches,
     test_concatenation,
@@ -55,3 +72,34 @@ def test_unknown_kernels_have_no_facts(name: str) -> None:
 def test_an_empty_launch_has_no_facts(launch: Sighting, sizes: dict[str, tuple[int, int, int]]) -> None:
     empty = msgspec.structs.replace(launch, counters={"store_bytes": 4096}, **sizes)
     assert read_fact(empty) is None
+
+
+HOSTILE_NUMBERS = ("0", "", "9" * 4400)  # Python does not read numbers with more than 4,300 digits
+
+
+def hostile_launches() -> Iterator[Sighting]:
+    """Yield the recorded GEMM and attention kernels with every number in their names replaced."""
+    recorded = {one.name.name: one for file in (*COUNTERS, *TRACES) for one in read_evidence(file).sightings}
+    for name, one in recorded.items():
+        if one.name.kernel_class in ("GEMM", "attention"):
+            for found in re.finditer(r"\d+", name):
+                for number in HOSTILE_NUMBERS:
+                    changed = decode(name[: found.start()] + number + name[found.end() :])
+                    yield msgspec.structs.replace(one, name=changed)
+
+
+def ask(fact: Fact) -> None:
+    if isinstance(fact, Product):
+        fact.admits(128, 64, 32, 1)
+        find_window(fact, rows=128, columns=64)
+    elif isinstance(fact, Attention):
+        fact.admits(2, 4, 2, 128, 128, 64, causal=True)
+
+
+def test_no_number_in_a_name_stops_a_reader() -> None:
+    hostile = list(hostile_launches())
+    assert len(hostile) > 1000
+    for launch in hostile:
+        operations_each(launch)
+        for fact in read_facts(launch):
+            ask(fact)
