@@ -2,7 +2,7 @@
 
     python bench/loop_runs.py [SCRIPT …] [--ranks 2] [--out FILE.jsonl] [--keep DIR] [-- --device cuda …]
 
-Without scripts: the six in bench/loops, which know nothing about stepscope; ddp.py runs with two ranks. For each:
+Without scripts: those in bench/loops, which know nothing about stepscope; ddp.py runs with two ranks. For each:
 
 - `stepscope run --stop SCRIPT` in its own process: how steps were found, the page's headline, and its first finding.
 - The overhead on steps that are not recorded: the script runs again, and stepscope's hooks are installed for six steps

@@ -24,6 +24,7 @@ parser.add_argument("--out-dir", type=Path, default=Path(tempfile.gettempdir()) 
 parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
 parser.add_argument("--dtype", choices=["float32", "bfloat16", "float16"], default=None)
 parser.add_argument("--compile", action="store_true")
+parser.add_argument("--compile-mode", help="such as reduce-overhead")
 parser.add_argument("--vocab", type=int, default=1024)
 parser.add_argument("--num-layers", type=int, default=4)
 parser.add_argument("--num-heads", type=int, default=4)
@@ -166,7 +167,7 @@ optimizer = torch.optim.AdamW(
     fused=device_type == "cuda",
 )
 scaler = torch.amp.GradScaler(device_type)
-model = torch.compile(raw_model) if args.compile else raw_model
+model = torch.compile(raw_model, mode=args.compile_mode) if args.compile else raw_model
 
 
 @torch.no_grad()

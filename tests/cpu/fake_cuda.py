@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
 
 from stepscope.loop import oom
 from stepscope.measure.memory.saved_tensors import held_tensors
@@ -83,18 +82,11 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> FakeCuda:
 
 
 def _hide_the_past(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Models of earlier tests in the process, which something may still hold, are not part of the stand-in's memory."""
-    is_frozen = gc.get_freeze_count() > 0  # a timer hides them from the collector; what is tested here brings them back
-    gc.unfreeze()
+    """Models of earlier tests in the process, which something may still hold, are not part of the stand-in's memory.
+    They are frozen, and nothing says so to what is tested, which would bring them back."""
     gc.collect()
-    get_objects = gc.get_objects
-    past = [one for one in get_objects() if issubclass(type(one), Tensor | nn.Module | Optimizer)]
-    hidden = {id(one) for one in past}  # `past` keeps them, so that no new object gets one of their numbers
-    if is_frozen:
-        gc.freeze()
-    monkeypatch.setattr(
-        gc, "get_objects", lambda: [one for one in get_objects() if id(one) not in hidden and one is not past]
-    )
+    gc.freeze()
+    monkeypatch.setattr(gc, "get_freeze_count", lambda: 0)
 
 
 def install(monkeypatch: pytest.MonkeyPatch) -> FakeCuda:

@@ -210,7 +210,9 @@ class TestCompiled:
         torch._dynamo.reset()
         counter = CompileCounter()
         compile_ = torch.compile
-        monkeypatch.setattr(torch, "compile", lambda module, **options: compile_(module, backend=counter, **options))
+        monkeypatch.setattr(
+            torch, "compile", lambda module, **options: compile_(module, **options | {"backend": counter})
+        )
         yield counter
         assert counter.frame_count == 1
 

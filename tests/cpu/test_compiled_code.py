@@ -1,34 +1,14 @@
 """What the compiler says about the modules of its kernels."""
 
 import torch
-from torch import Tensor, fx, nn
+from torch import fx
 
-from stepscope.measure.compiled_code import find_module, noting_compiled_code
-
-
-class _Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.up = nn.Linear(4, 8, bias=False)
-        self.down = nn.Linear(8, 4, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.down(self.up(x))  # type: ignore[no-any-return]
-
-
-class _Model(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList([_Block(), _Block()])
-
-    def forward(self, x: Tensor) -> Tensor:
-        for block in self.blocks:
-            x = block(x)
-        return x
+from stepscope.measure.compiled_code import FoundModule, find_module, noting_compiled_code
+from tests.cpu.product_model import ProductModel
 
 
 def test_every_product_of_a_compiled_model_has_its_module() -> None:
-    model = _Model()
+    model = ProductModel()
     with noting_compiled_code() as code:
         torch.compile(model)(torch.randn(3, 4)).sum().backward()
     forward, backward = code.graphs(name for name, _ in model.named_modules())
@@ -43,7 +23,7 @@ def test_every_product_of_a_compiled_model_has_its_module() -> None:
 
 
 def test_names_are_those_of_the_model_and_what_is_in_none_is_outside() -> None:
-    model = _Model()
+    model = ProductModel()
     with noting_compiled_code() as code:
         torch.compile(lambda x: model(x) @ torch.ones(4, 4))(torch.randn(3, 4))
     (graph,) = code.graphs((name for name, _ in model.named_modules()), outside="(loss)")
@@ -55,18 +35,18 @@ def _node(operator: str, module: str | None, *, backward: bool = False) -> fx.No
     node = fx.Graph().placeholder("x")
     node.meta["original_aten"] = f"aten.{operator}.default"
     if module is not None:
-        node.meta["fwd_nn_module_stack" if backward else "nn_module_stack"] = {"m": (module, object)}
+        node.meta["fwd_nn_module_stack" if backward else "nn_module_stack"] = {"7@2": (module, object)}
     return node
 
 
 def test_a_kernel_belongs_to_the_module_with_most_of_its_operators() -> None:
     nodes = [_node("add", "a"), _node("mul", "b"), _node("rsqrt", "b"), *(_node("view", "c") for _ in range(5))]
-    assert find_module(nodes) == "b"
-    assert find_module([_node("view", "c")]) == "c"
+    assert find_module(nodes) == FoundModule("b", 7, object)
+    assert find_module([_node("view", "c")]) == FoundModule("c", 7, object)
     assert find_module([_node("add", None)]) is None
     assert find_module([]) is None
 
 
 def test_operators_of_forward_inside_a_kernel_of_backward_do_not_count() -> None:
     nodes = [*(_node("mul", "a") for _ in range(3)), _node("mul", "b", backward=True)]
-    assert find_module(nodes) == "b"
+    assert find_module(nodes) == FoundModule("b", 7, object)

@@ -2,6 +2,7 @@
 
 import torch
 from torch import nn
+from torch.nn.modules import module
 
 from stepscope.step.expert_routing import counting_tokens, find_experts
 
@@ -51,3 +52,9 @@ def test_a_compiled_model_is_left_alone() -> None:
     model = TinyMixture()
     model.other.compile()
     assert find_experts(model.named_modules()) == {}
+
+
+def test_a_model_without_experts_gets_no_hook() -> None:
+    with counting_tokens({}) as tokens:
+        assert not module._global_forward_pre_hooks
+    assert tokens.count() == {}

@@ -1,5 +1,6 @@
 """`explain_oom` with a stand-in for CUDA: what it records, what it leaves to the script, and what it removes again."""
 
+import gc
 import os
 import subprocess
 import sys
@@ -282,6 +283,15 @@ def test_variables_of_the_user_have_their_names() -> None:
     mine = next(fact for fact in facts if fact.address == batch.untyped_storage().data_ptr())
     assert mine.name == "batch in test_variables_of_the_user_have_their_names"
     assert mine.category == "temporaries"
+
+
+def test_what_a_program_has_frozen_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = nn.Linear(100, 100, bias=False)
+    monkeypatch.setattr(gc, "get_freeze_count", lambda: 1)  # the stand-in hides that there is anything
+    gc.freeze()
+    owners = find_owners(CPU, [], mark=0)
+    gc.freeze()  # what later tests need not scan
+    assert model.weight.untyped_storage().data_ptr() in {fact.address for fact in owners.facts}
 
 
 @pytest.mark.parametrize(

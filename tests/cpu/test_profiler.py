@@ -105,7 +105,6 @@ def test_unprofiled_steps_run_without_ranges_or_profiler(tmp_path: Path, monkeyp
 
     for module in (profiler, timing):
         monkeypatch.setattr(module, "time_steps", spy)
-    monkeypatch.setattr(timing, "TURNS_S", 0.0)
     run(tmp_path)
     turns = [(True, False), (True, True)] * 3
     assert seen == [(False, False), (False, False), *turns, (True, True)]

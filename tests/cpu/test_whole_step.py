@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from stepscope.jobs.recorders.recording_job import read_traces
+from stepscope.measure import timing
 from stepscope.measure.bench import measure
 from stepscope.measure.memory.recorder import record_memory
 from stepscope.measure.profiler import record
@@ -224,6 +225,7 @@ def record_captured(case: Case, folder: Path) -> tuple[str, ...]:
     and recorders see a captured step."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Step, "capture", lambda step: setattr(step, "is_captured", True))
+        patch.setattr(timing, "TURNS_S", 0.0)
         return record(case, CPU, folder_raw=folder, record_steps=2, on_stage=lambda _: None).notes
 
 

@@ -5,6 +5,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+from stepscope.recording.rows.compiled_code import CompiledCall, CompiledGraph, save_graphs
+
 MAIN, AUTOGRAD = 100, 200  # threads of the host
 PROCESS = 77
 
@@ -50,6 +52,18 @@ def write_trace(path: Path, events: list[str], *, separator: str = ",\n  ", prop
     content = text.encode()
     path.write_bytes(gzip.compress(content) if path.suffix == ".gz" else content)
     return path
+
+
+def replayed_code(folder: Path) -> list[str]:
+    """The replay of compiled code, whose calls are noted in `folder`: an embedding and a GEMM of the head."""
+    calls = CompiledCall("triton_poi_fused_add_0", "embedding"), CompiledCall("extern_kernels.mm", "head")
+    save_graphs(folder, [CompiledGraph(key="key", is_backward=False, calls=calls)])
+    return [
+        event("user_annotation", "## Call CompiledFxGraph key ##", "5.000", "10.000"),
+        launch("6.000", "2.000", 1, name="cudaGraphLaunch"),
+        kernel("triton_poi_fused_add_0", "9.000", "1.000", 1),
+        kernel("gemm", "10.000", "1.000", 1),
+    ]
 
 
 def training_step() -> list[str]:

@@ -19,7 +19,7 @@ from typing import Any
 
 import polars as pl
 
-from stepscope.explain.trace.attribution import EVALUATE
+from stepscope.explain.trace.attribution import EVALUATE, attribute_kernels
 from stepscope.explain.trace.profile import Profile, make_profile
 from stepscope.recording import tables
 from stepscope.recording.store import Manifest, Overhead, Recording
@@ -254,3 +254,28 @@ def add_unprofiled_steps(profile: Profile, *durations_ns: int) -> Profile:
     rows = [{"phase": "forward", "step": n, "duration_ns": ns, "clock": "host"} for n, ns in enumerate(durations_ns)]
     recording = profile.recording.with_manifest(overhead=Overhead(plain_ns=round(statistics.median(durations_ns))))
     return make_profile(replace(recording, steps=tables.conform("steps", pl.DataFrame(rows))))
+
+
+def as_replays(recording: Recording) -> tuple[Recording, pl.DataFrame]:
+    """The second step of a recording, launched as one graph per phase, with the first one as the same step without
+    graphs; and the kernels as they were attributed."""
+    numbers = {"forward": 1, "loss": 1, "backward": 2, "optimizer": 3}
+    kernels = attribute_kernels(recording)
+    first, second = (kernels.with_row_index("row").filter(step=step) for step in (0, 1))
+    (begin,) = recording.ranges.filter(name="step:1")["start_ns"]
+    ranges = recording.ranges.filter(pl.col("start_ns") >= begin, pl.col("name").str.contains("^(?:step|phase):"))
+    phases = ranges.with_columns(
+        correlation=pl.col("name").str.strip_prefix("phase:").replace_strict(numbers, default=None)
+    )
+    calls = phases.filter(pl.col("correlation").is_not_null(), pl.col("name") != "phase:loss")
+    calls = calls.with_columns(pl.lit("cudaGraphLaunch").alias("name"), end_ns=pl.col("start_ns") + 1)
+    replayed = Recording(
+        manifest=recording.manifest,
+        kernels=recording.kernels[second["row"]].with_columns(
+            correlation=second["phase"].replace_strict(numbers).cast(pl.Int64), graph=pl.lit(value=True)
+        ),
+        launches=tables.conform("launches", calls.drop("source", "source_line")),
+        ranges=ranges.filter(pl.col("name") != "phase:loss"),
+        captured=tables.conform("captured", first.sort("launch_ns").select(tables.SCHEMAS["captured"].keys())),
+    )
+    return replayed, second

@@ -19,9 +19,11 @@ from stepscope.explain.statistics import summarise
 from stepscope.explain.trace.attribution.nesting import around, innermost
 from stepscope.files import decode_as, read_plain
 from stepscope.recording import store, tables
+from stepscope.recording.compiled_code import keep_calls, name_modules, say_unknown_runs
 from stepscope.recording.memory import reader
 from stepscope.recording.memory.labels import SNAPSHOT_NAME
 from stepscope.recording.readers import kineto
+from stepscope.recording.rows.compiled_code import load_graphs
 from stepscope.recording.rows.loop_run import HANDOVER_NAME, SCHEMA, TRACE_NAME, UNKNOWN_LINE, LoopRun, SourceLines
 from stepscope.recording.store import Overhead, Recording
 
@@ -33,7 +35,10 @@ _NODE = "autograd::engine::evaluate_function"
 def reduce_rank(raw: Path, folder: Path, *, command: str) -> Recording:
     """Save the recording of a rank in `folder`, and delete the raw files."""
     run = _read_handover(raw)
-    recording = describe_loop(kineto.read(raw / TRACE_NAME), run, command=command)
+    trace, graphs = kineto.read(raw / TRACE_NAME), load_graphs(raw)
+    notes = (*trace.manifest.notes, *say_unknown_runs(trace, graphs))
+    named = keep_calls(name_modules(trace, graphs), graphs)
+    recording = describe_loop(named.with_manifest(notes=notes), run, command=command)
     save_rank(recording, folder, force=True)
     shutil.rmtree(raw)
     return recording

@@ -13,7 +13,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial, wraps
-from types import FunctionType
+from types import FunctionType, MethodType
 from typing import Any
 
 import torch
@@ -109,19 +109,55 @@ def _name_calls(roots: Sequence[nn.Module], undo: ExitStack) -> None:
     names, original = name_modules(roots), nn.Module.__call__
     models = {id(root) for root in roots}
 
+    def enter(module: nn.Module) -> ExitStack | None:
+        if (name := names.get(id(module))) is None:
+            return None
+        closing = ExitStack()
+        # A model in evaluation mode is not training, whatever calls it inside a step.
+        if id(module) in models and not module.training:
+            closing.callback(open_range("phase:validation"))
+        if name:
+            closing.callback(open_range(f"module:{name}"))
+        return closing
+
+    def leave(closing: ExitStack) -> None:
+        closing.close()
+
     @wraps(original)
     def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_dynamo_compiling() or (name := names.get(id(module))) is None:
+        if torch.compiler.is_dynamo_compiling() or (closing := enter(module)) is None:
             return original(module, *args, **kwargs)
-        with ExitStack() as closing:
-            # A model in evaluation mode is not training, whatever calls it inside a step.
-            if id(module) in models and not module.training:
-                closing.callback(open_range("phase:validation"))
-            if name:
-                closing.callback(open_range(f"module:{name}"))
+        try:
             return original(module, *args, **kwargs)
+        finally:
+            leave(closing)
 
-    replace_attribute(nn.Module, "__call__", call, undo)
+    if "torch._dynamo" in sys.modules:
+        # Between two parts of a model with a graph break, modules are called with the compiler on: it may compile them,
+        # and none of this.
+        disable: Any = torch.compiler.disable
+        enter, leave = disable(enter), disable(leave)
+        call = disable(call, recursive=False)
+    named = _NamedCall(original, call)
+    # Code is traced with the original call, as it would be without a recorder.
+    handler = getattr(sys.modules.get("torch._dynamo.callback"), "callback_handler", None)
+    if handler is not None:
+        start = handler.register_start_callback(lambda *_: setattr(nn.Module, "__call__", original))
+        undo.callback(handler.remove_start_callback, start)
+        end = handler.register_end_callback(lambda *_: setattr(nn.Module, "__call__", named))
+        undo.callback(handler.remove_end_callback, end)
+    replace_attribute(nn.Module, "__call__", named, undo)
+
+
+class _NamedCall:
+    """A method whose instances call another function. The class still has the original: compiled code looks for it
+    there, and would be compiled again if it found another one."""
+
+    def __init__(self, original: Callable[..., Any], replacement: Callable[..., Any]) -> None:
+        self._original, self._replacement = original, replacement
+
+    def __get__(self, module: nn.Module | None, kind: type) -> Callable[..., Any]:
+        return self._original if module is None else MethodType(self._replacement, module)
 
 
 def name_modules(roots: Sequence[nn.Module]) -> dict[int, str]:

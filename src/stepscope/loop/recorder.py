@@ -24,10 +24,12 @@ import torch
 from torch import nn
 from torch.optim.optimizer import Optimizer
 from torch.profiler import ProfilerActivity
+from torch.utils.data import IterableDataset
 
 from stepscope.annotate import Close, Opener, activate, open_range
 from stepscope.files import write_atomically, writing
 from stepscope.loop.annotation import annotating, find_roots, list_wrappers, name_modules, unwrap
+from stepscope.loop.compiled.notes import CompiledNotes, naming_loops
 from stepscope.loop.finder import LEAST_STEPS, StepFinder
 from stepscope.loop.finish import Finisher
 from stepscope.loop.line_marks import LineMarks
@@ -41,6 +43,7 @@ from stepscope.loop.watch import LoopWatch
 from stepscope.measure import nvml
 from stepscope.measure.environment import describe_unmeasured
 from stepscope.patches import is_compiled
+from stepscope.recording.rows.compiled_code import save_graphs
 from stepscope.recording.rows.loop_run import HANDOVER_NAME, TRACE_NAME, LoaderFacts, LoopFacts, LoopRun, SourceLines
 from stepscope.step.expert_routing import counting_tokens, find_experts
 from stepscope.units import count_noun
@@ -128,6 +131,7 @@ class LoopRecorder:
         self._is_advancing = self._has_failed = False
         self._is_profiling = False
         self._others = OtherProfilers(self._give_way)
+        self._compiled = CompiledNotes()
         self._undo = ExitStack()
         self.finisher: Finisher | None = None
         self.oom = ExitStack()  # closed when the loop ends, and not when the recording does
@@ -136,6 +140,7 @@ class LoopRecorder:
     def start(self) -> None:
         self._watch.install()
         self._others.install(self._undo)
+        self._compiled.install(self._undo)
         self.oom.enter_context(watching_memory(self.place.folder, lambda: Place(step=self.steps_seen)))
         next(self._stages)
 
@@ -294,7 +299,7 @@ class LoopRecorder:
                 yield from self._next_gap()
                 _wait_for(device)
                 profiler.keep_events()
-                with annotating(kept.roots):
+                with annotating(kept.roots), naming_loops():
                     yield from self._next_step()
                     yield from self._mark_steps()
                 kept.clock_mhz = _read_clock(device)
@@ -329,9 +334,7 @@ class LoopRecorder:
         self._kept.expert_tokens = tokens.count()
 
     def _find_experts(self) -> dict[int, str]:
-        roots = self._kept.roots
-        names = name_modules(roots)
-        return find_experts((names[id(module)], module) for root in roots for module in root.modules())
+        return find_experts(self._named_modules().values())
 
     def _record_memory(self) -> Stage:
         """The memory history of one step, which only CUDA has."""
@@ -367,7 +370,12 @@ class LoopRecorder:
         with writing(folder, if_full="nothing was recorded", hint="--out DIR"):
             folder.mkdir(parents=True, exist_ok=True)
             profiler.write(folder / TRACE_NAME)
+            save_graphs(folder, self._compiled.graphs(self._named_modules()))
         self._kept.trace = True
+
+    def _named_modules(self) -> dict[int, tuple[str, nn.Module]]:
+        names = name_modules(self._kept.roots)
+        return {id(module): (names[id(module)], module) for root in self._kept.roots for module in root.modules()}
 
     def _give_way(self) -> None:
         """The script starts a profiler. If ours is running or about to, it stops."""
@@ -455,7 +463,7 @@ class LoopRecorder:
             skipped_steps=self._skipped,
             steps_seen=steps,
             clock_mhz=self._kept.clock_mhz,
-            notes=tuple(self._kept.notes),
+            notes=(*self._kept.notes, *filter(None, [self._compiled.problem])),
         )
 
     def _say_found(self) -> str:
@@ -546,6 +554,7 @@ def _describe_loader(iterator: Any) -> LoaderFacts:
     workers = int(getattr(iterator, "_num_workers", 0))
     return LoaderFacts(
         dataset=type(iterator._dataset).__name__,
+        is_iterable=isinstance(iterator._dataset, IterableDataset),
         batch_size=size if isinstance(size, int) else None,
         num_workers=workers,
         pin_memory=bool(getattr(iterator, "_pin_memory", False)),

@@ -5,15 +5,12 @@ fresh Python. Nothing of PyTorch is loaded before the script asks for it: a scri
 The recorder is installed when the script's own `import torch` has finished.
 """
 
-import importlib.util
 import os
 import runpy
 import signal
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from importlib.abc import Loader, MetaPathFinder
-from importlib.machinery import ModuleSpec
 from io import open_code
 from pathlib import Path
 from types import CodeType, ModuleType
@@ -22,6 +19,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import msgspec
 
 from stepscope.errors import Exit, StepscopeError
+from stepscope.loop.compiled.import_hook import after_import
 from stepscope.loop.messages import tell
 from stepscope.loop.place import RunPlace
 
@@ -60,7 +58,7 @@ class ScriptRun:
 
     def run(self, arguments: Sequence[str]) -> NoReturn:
         """Run the script to its end, finish the page, and exit as the script would."""
-        _after_import("torch", self._install)
+        after_import("torch", self._install)
         exit_at_once = os._exit
         os._exit = self._watch_exit(exit_at_once)  # type: ignore[assignment]
         status: int | str | None = 0
@@ -173,51 +171,6 @@ def _own_part(error: BaseException) -> Any:
     ):
         traceback = traceback.tb_next
     return traceback
-
-
-# --- Waiting for an import --------------------------------------------------------------------------------------------
-
-
-def _after_import(name: str, call: Callable[[], None]) -> None:
-    """Call a function as soon as a module has been imported, at once if it was before."""
-    if name in sys.modules:
-        call()
-    else:
-        sys.meta_path.insert(0, _Waiting(name, call))
-
-
-class _Waiting(MetaPathFinder):
-    """Finds a module like the other finders, and wraps its loader."""
-
-    def __init__(self, name: str, call: Callable[[], None]) -> None:
-        self._name = name
-        self._call = call
-
-    def find_spec(self, name: str, *_: object) -> ModuleSpec | None:
-        if name != self._name:
-            return None
-        sys.meta_path.remove(self)
-        spec = importlib.util.find_spec(name)
-        if spec is not None and spec.loader is not None:
-            spec.loader = _Calling(spec.loader, self._call)
-        return spec
-
-
-class _Calling(Loader):
-    """Loads a module with another loader, and then calls a function."""
-
-    def __init__(self, loader: Loader, call: Callable[[], None]) -> None:
-        self._loader = loader
-        self._call = call
-
-    def create_module(self, spec: ModuleSpec) -> ModuleType | None:
-        return self._loader.create_module(spec)
-
-    def exec_module(self, module: ModuleType) -> None:
-        assert module.__spec__ is not None
-        module.__spec__.loader = module.__loader__ = self._loader  # as without this wrapper
-        self._loader.exec_module(module)
-        self._call()
 
 
 def main() -> NoReturn:

@@ -16,6 +16,7 @@ from functools import wraps
 from typing import Any, Protocol
 
 import torch
+from torch import nn
 from torch.optim.optimizer import (
     Optimizer,
     register_optimizer_step_post_hook,
@@ -68,7 +69,8 @@ class LoopWatch:
         replace_attribute(torch.autograd, "backward", self._watch_backward(torch.autograd.backward), undo)
         iterators = dataloader._BaseDataLoaderIter
         replace_attribute(iterators, "__next__", self._watch_next(iterators.__next__), undo)
-        replace_attribute(Optimizer, "zero_grad", self._watch_clearing(Optimizer.zero_grad), undo)
+        for holder in (Optimizer, nn.Module):
+            replace_attribute(holder, "zero_grad", self._watch_clearing(holder.zero_grad), undo)
         scaler: Any = torch.amp.GradScaler
         replace_attribute(scaler, "step", self._watch_scaler(scaler.step), undo)
 

@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import fx
 from torch._functorch import config as functorch_config
@@ -26,9 +26,19 @@ from stepscope.patches import replace_attribute
 from stepscope.recording.rows.compiled_code import CompiledCall, CompiledGraph
 
 _NOTED = "set_kernel_post_grad_provenance_tracing"
+_TELLING = (debug, triton, cpp)  # Inductor's modules import the function by name
 _VIEWS = {"view", "_unsafe_view", "reshape", "permute", "expand", "t", "transpose", "unsqueeze", "squeeze", "slice"}
 _VIEWS |= {"select", "alias", "detach", "split", "split_with_sizes"}
 _ITEM = re.compile(r"\._modules\['([^']+)'\]|\['([^']+)'\]")
+
+
+class FoundModule(NamedTuple):
+    """A module in a traced graph: its path from the root of the traced function, its `id` (None if the tracer did not
+    keep it), and its class."""
+
+    path: str
+    number: int | None
+    kind: type | None
 
 
 @dataclass(slots=True)
@@ -40,7 +50,8 @@ class CompiledCode:
     def note(self, schedule: Any, kernel: str, *, is_extern: bool) -> None:
         graph = V.graph
         calls = self._graphs.setdefault(id(graph), (graph, []))[1]
-        calls.append(CompiledCall(kernel, find_module(_origins(schedule, is_extern=is_extern))))
+        found = find_module(find_origins(schedule, is_extern=is_extern))
+        calls.append(CompiledCall(kernel, found.path if found else None))
 
     def graphs(self, modules: Iterable[str], *, outside: str | None = None) -> tuple[CompiledGraph, ...]:
         """The graphs, with paths as the model of these `modules` has them, and `outside` for what is in none."""
@@ -59,36 +70,46 @@ def noting_compiled_code() -> Iterator[CompiledCode]:
     """Note what is compiled within this context."""
     code = CompiledCode()
     with ExitStack() as undo:
-        # Inductor's modules import it by name.
-        for holder in (debug, triton, cpp):
-            replace_attribute(holder, _NOTED, _noting(getattr(holder, _NOTED), code), undo)
+        tell_kernels(code.note, undo)
         undo.enter_context(inductor_config.patch({"fx_graph_cache": False, "cpp.enable_kernel_profile": True}))
         undo.enter_context(functorch_config.patch(enable_autograd_cache=False))
         yield code
 
 
-def _noting(function: Callable[..., int | None], code: CompiledCode) -> Callable[..., int | None]:
-    def note(node_schedule: Any, kernel_name: str, is_extern: bool = False) -> int | None:
-        code.note(node_schedule, kernel_name, is_extern=is_extern)
+def can_tell_kernels() -> bool:
+    """Whether this version of PyTorch has the functions that `tell_kernels` replaces."""
+    return all(callable(getattr(holder, _NOTED, None)) for holder in _TELLING)
+
+
+def tell_kernels(note: Callable[..., None], undo: ExitStack) -> None:
+    """Call `note(schedule, kernel, is_extern=...)` for every call that Inductor generates."""
+    for holder in _TELLING:
+        replace_attribute(holder, _NOTED, _noting(getattr(holder, _NOTED), note), undo)
+
+
+def _noting(function: Callable[..., int | None], note: Callable[..., None]) -> Callable[..., int | None]:
+    def noting(node_schedule: Any, kernel_name: str, is_extern: bool = False) -> int | None:
+        note(node_schedule, kernel_name, is_extern=is_extern)
         return function(node_schedule, kernel_name, is_extern)
 
-    return note
+    return noting
 
 
-def _origins(schedule: Any, *, is_extern: bool) -> Sequence[fx.Node]:
+def find_origins(schedule: Any, *, is_extern: bool) -> Sequence[fx.Node]:
+    """The nodes of the traced graph that a call computes."""
     if is_extern:
         return [schedule.origin_node] if schedule.origin_node is not None else list(schedule.origins)
     computed = [one.node for one in schedule if getattr(one, "node", None) is not None]
     return list(dict.fromkeys(node for one in computed for node in one.origins))
 
 
-def find_module(nodes: Sequence[fx.Node]) -> str | None:
-    """The path of the module with most of these nodes, from the root of the traced function."""
+def find_module(nodes: Sequence[fx.Node]) -> FoundModule | None:
+    """The module with most of these nodes."""
     computing = [one for one in nodes if _operator(one) not in _VIEWS] or nodes
     placed = [one for one in computing if _stack(one)]
     backward = [one for one in placed if "fwd_nn_module_stack" in one.meta]
-    counted = Counter(_path(one) for one in backward or placed)
-    return max(counted, key=lambda path: (counted[path], path.count("."))) if counted else None
+    counted = Counter(_innermost(one) for one in backward or placed)
+    return max(counted, key=lambda one: (counted[one], one.path.count("."))) if counted else None
 
 
 def _operator(node: fx.Node) -> str:
@@ -99,10 +120,16 @@ def _stack(node: fx.Node) -> dict[str, tuple[str, Any]] | None:
     return node.meta.get("fwd_nn_module_stack") or node.meta.get("nn_module_stack")
 
 
-def _path(node: fx.Node) -> str:
+def _innermost(node: fx.Node) -> FoundModule:
     stack = _stack(node)
     assert stack, "the caller has checked it"
-    return _ITEM.sub(lambda found: f".{found[1] or found[2]}", list(stack.values())[-1][0])
+    key, (path, kind) = list(stack.items())[-1]
+    number = key.partition("@")[0]  # what follows counts the calls
+    return FoundModule(
+        path=_ITEM.sub(lambda found: f".{found[1] or found[2]}", path),
+        number=int(number) if number.isdecimal() else None,
+        kind=kind if isinstance(kind, type) else None,
+    )
 
 
 def _shorten(path: str | None, known: set[str]) -> str | None:

@@ -4,7 +4,8 @@ A compiler makes one function of a model, in which no module is called any more.
 comes when it generates the code. This is noted then (`measure.compiled_code`), and joined here to the operators of a
 trace: both have the same order, and every call of the function is a range in the trace.
 
-The result are ranges like those of annotated modules, one around each operator, with the source `compiled`.
+The results are ranges like those of annotated modules, one around each operator, with the source `compiled`. Kernels of
+CUDA graphs have no operator in the trace: for them, the calls become a table of the recording.
 """
 
 from collections.abc import Iterator, Sequence
@@ -14,21 +15,30 @@ from typing import Any
 
 import polars as pl
 
+from stepscope.recording import tables
 from stepscope.recording.rows.compiled_code import CompiledGraph
 from stepscope.recording.store import Recording
 
 COMPILED = "compiled"  # the source of these ranges
 MODULE_RANGE = "module:"
-_RUN = r"^## Call CompiledFxGraph "
-_PLACE = ("start_ns", "end_ns", "process", "thread")
+_RUN = r"^## Call CompiledFxGraph (\S+) ##"
+_NO_KEY = "None"
+_NODE = "autograd::engine::evaluate_function: "
+_PLACE = ("process", "thread", "start_ns", "end_ns")
 _NUMBERED = r"^graph_\d+_"  # before the names of kernels for CPUs
+
+_Modules = dict[int, str | None]  # of operators, by position
 
 
 def name_modules(recording: Recording, graphs: Sequence[CompiledGraph]) -> Recording:
     """Add a range for each operator of compiled code that comes from a known module."""
-    # Depending on the version of PyTorch, the profiler records them as ranges or as operators.
-    runs = pl.concat([table.filter(_is_run()).select(_PLACE) for table in (recording.ranges, recording.ops)])
-    found = [one for run in runs.iter_rows(named=True) for one in _name_run(run, recording.ops, graphs)]
+    runs = find_runs(recording)
+    callers = _find_callers(runs, recording) if graphs else []
+    found = [
+        one
+        for run, caller in zip(runs.iter_rows(named=True), callers, strict=False)
+        for one in _name_run(run, caller, recording.ops, graphs)
+    ]
     if not found:
         return recording
     named = pl.DataFrame(found, schema_overrides=recording.ranges.schema).select(recording.ranges.columns)
@@ -36,28 +46,86 @@ def name_modules(recording: Recording, graphs: Sequence[CompiledGraph]) -> Recor
     return replace(recording, ranges=ranges).with_manifest(modules_recorded=True)
 
 
+def keep_calls(recording: Recording, graphs: Sequence[CompiledGraph]) -> Recording:
+    """Keep the calls of compiled functions if CUDA graphs run kernels: they show the modules of these."""
+    has_graphs = recording.launches["name"].str.contains("GraphLaunch").any() or recording.kernels["graph"].any()
+    rows = [
+        (number, graph.key, graph.is_backward, call.kernel, call.module)
+        for number, graph in enumerate(graphs)
+        for call in graph.calls
+    ]
+    if not has_graphs or not any(module for *_, module in rows):
+        return recording
+    calls = pl.DataFrame(rows, schema=tables.SCHEMAS["compiled_calls"], orient="row")
+    return replace(recording, compiled_calls=calls).with_manifest(modules_recorded=True)
+
+
+def find_runs(recording: Recording) -> pl.DataFrame:
+    """The calls of compiled functions (process, thread, start_ns, end_ns, key)."""
+    # Depending on the version of PyTorch, the profiler records them as ranges or as operators.
+    key = pl.col("name").str.extract(_RUN).replace(_NO_KEY, None).alias("key")
+    return pl.concat([table.filter(_is_run()).select(*_PLACE, key) for table in (recording.ranges, recording.ops)])
+
+
+def say_unknown_runs(recording: Recording, graphs: Sequence[CompiledGraph]) -> tuple[str, ...]:
+    """Say that there are calls of code that was not seen when it was compiled, and how to see it."""
+    runs = find_runs(recording)
+    unknown = runs.filter(~pl.col("key").is_in({one.key for one in graphs}, nulls_equal=True)).height
+    if not unknown:
+        return ()
+    return (
+        f"modules are unknown in {unknown:,} of {runs.height:,} calls of compiled code, which may have been compiled "
+        "before the recording began or come from the cache of AOTAutograd; `TORCHINDUCTOR_AUTOGRAD_CACHE=0 stepscope "
+        "run SCRIPT` sees all of it",
+    )
+
+
 def _is_run() -> pl.Expr:
     return pl.col("name").str.contains(_RUN)
 
 
-def _name_run(run: dict[str, Any], ops: pl.DataFrame, graphs: Sequence[CompiledGraph]) -> Iterator[dict[str, Any]]:
-    """Yield ranges for one call of a compiled function. Which graph it ran is known from the order of its operators."""
+def _is_here(place: dict[str, Any]) -> pl.Expr:
+    return pl.all_horizontal(pl.col(name).eq_missing(place[name]) for name in ("process", "thread"))
+
+
+def _find_callers(runs: pl.DataFrame, recording: Recording) -> list[str | None]:
+    """The module that called each run of compiled code, and in backward the one that called the run of forward."""
+    calls = recording.ranges.filter(pl.col("name").str.starts_with(MODULE_RANGE))
+    is_node = pl.col("name").str.starts_with(_NODE)
+    numbered = recording.ops.filter(pl.col("sequence").is_not_null())
+    nodes, forward = numbered.filter(is_node), numbered.filter(pl.col("forward_thread").is_null())
+
+    def innermost(rows: pl.DataFrame, place: dict[str, Any]) -> pl.DataFrame:
+        around = (pl.col("start_ns") <= place["start_ns"]) & (pl.col("end_ns") > place["start_ns"])
+        return rows.filter(_is_here(place), around).sort("start_ns").tail(1)
+
+    def caller(run: dict[str, Any]) -> str | None:
+        called = innermost(calls, run)["name"].to_list()
+        for process, number in innermost(nodes, run).select("process", "sequence").iter_rows():
+            same = pl.col("process").eq_missing(process) & (pl.col("sequence") == number)
+            makers = forward.filter(same, pl.col("start_ns") < run["start_ns"]).sort("start_ns").tail(1)
+            for maker in makers.iter_rows(named=True):
+                called = called or innermost(calls, maker)["name"].to_list()
+        return called[0].removeprefix(MODULE_RANGE) if called else None
+
+    return [caller(run) for run in runs.iter_rows(named=True)]
+
+
+def _name_run(
+    run: dict[str, Any], caller: str | None, ops: pl.DataFrame, graphs: Sequence[CompiledGraph]
+) -> Iterator[dict[str, Any]]:
+    """Yield ranges for one call of a compiled function."""
     here = ops.filter(
-        pl.col("process").eq_missing(run["process"]),
-        pl.col("thread").eq_missing(run["thread"]),
-        pl.col("start_ns").is_between(run["start_ns"], run["end_ns"], closed="left"),
-        ~_is_run(),
+        _is_here(run), pl.col("start_ns").is_between(run["start_ns"], run["end_ns"], closed="left"), ~_is_run()
     )
     # Operators that another one calls are not calls of the generated code.
     outer = here.sort("start_ns", "end_ns", descending=[False, True]).filter(
         pl.col("end_ns") > pl.col("end_ns").cum_max().shift(1).fill_null(-1)
     )
     names = outer["name"].str.replace(_NUMBERED, "").to_list()
-    ways = [(_align(names, graph), graph) for graph in graphs]
-    # The most operators, and of a graph without others.
-    calls, _ = max(ways, key=lambda way: (len(way[0]), -len(way[1].calls)), default=({}, None))
+    modules = _find_modules(names, [one for one in graphs if one.key == run["key"]], caller)
     for row, (start_ns, end_ns) in enumerate(outer.select("start_ns", "end_ns").iter_rows()):
-        if module := calls.get(row):
+        if module := modules.get(row):
             yield {
                 "name": f"{MODULE_RANGE}{module}",
                 "start_ns": start_ns,
@@ -69,7 +137,31 @@ def _name_run(run: dict[str, Any], ops: pl.DataFrame, graphs: Sequence[CompiledG
             }
 
 
-def _align(names: Sequence[str], graph: CompiledGraph) -> dict[int, str | None]:
+def _find_modules(names: Sequence[str], graphs: Sequence[CompiledGraph], caller: str | None) -> _Modules:
+    """The modules of these operators. Without a key, or if several graphs have the same one, the order of operators
+    tells which of them ran, and what is not the same in all that fit stays unknown."""
+    ways = [(_align(names, graph), graph) for graph in graphs]
+    # The most operators, and of a graph without others.
+    fits = [(len(found), -len(graph.calls)) for found, graph in ways]
+    best = [found for (found, _), fit in zip(ways, fits, strict=True) if fit == max(fits)]
+    moved = [{row: move_module(module, caller) for row, module in found.items()} for found in best]
+    return (
+        {row: module for row, module in moved[0].items() if all(one.get(row) == module for one in moved)}
+        if moved
+        else {}
+    )
+
+
+def move_module(module: str | None, caller: str | None) -> str | None:
+    """The module in the layer that called the code: code that was compiled for one layer may run for all of them."""
+    if module is None or caller is None or caller.startswith("("):  # the whole model
+        return module
+    labels, outer = module.split("."), caller.split(".")
+    alike = (one == other or (one.isdecimal() and other.isdecimal()) for one, other in zip(labels, outer, strict=False))
+    return ".".join([*outer, *labels[len(outer) :]]) if len(labels) >= len(outer) and all(alike) else None
+
+
+def _align(names: Sequence[str], graph: CompiledGraph) -> _Modules:
     """The modules of operators, by position. Not every operator that the profiler sees is a call, and not every call
     is an operator."""
     wanted = [one.operator for one in graph.calls]

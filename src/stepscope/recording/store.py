@@ -114,6 +114,7 @@ class Recording:
     ranges: pl.DataFrame = field(default_factory=partial(tables.empty, "ranges"))
     links: pl.DataFrame = field(default_factory=partial(tables.empty, "links"))
     captured: pl.DataFrame = field(default_factory=partial(tables.empty, "captured"))
+    compiled_calls: pl.DataFrame = field(default_factory=partial(tables.empty, "compiled_calls"))
     steps: pl.DataFrame = field(default_factory=partial(tables.empty, "steps"))
     counters: pl.DataFrame = field(default_factory=partial(tables.empty, "counters"))
     allocations: pl.DataFrame = field(default_factory=partial(tables.empty, "allocations"))

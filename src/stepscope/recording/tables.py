@@ -116,6 +116,15 @@ CAPTURED = {
     "phase": _TEXT,
     "recomputed": ColumnRule(pl.Boolean),
 }
+# The calls of compiled functions in order, as the compiler generated them: which kernel or operator, and its module.
+# `key` is the function's name in the trace.
+COMPILED_CALLS = {
+    "graph": ColumnRule(pl.Int32, required=True, least=0),
+    "key": _TEXT,
+    "is_backward": ColumnRule(pl.Boolean, required=True),
+    "kernel": _NAME,
+    "module": _TEXT,
+}
 # Unprofiled steps, one row per phase and step: the reference for the recorded times.
 STEPS = {
     "phase": _NAME,
@@ -193,6 +202,7 @@ TABLES: dict[str, dict[str, ColumnRule]] = {
     "ranges": RANGES,
     "links": LINKS,
     "captured": CAPTURED,
+    "compiled_calls": COMPILED_CALLS,
     "steps": STEPS,
     "counters": COUNTERS,
     "allocations": ALLOCATIONS,

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch._dynamo.testing import CompileCounter
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import lr_scheduler
 
@@ -199,6 +200,73 @@ def test_a_model_that_is_copied_or_saved_in_a_recorded_step_is_not_changed(tmp_p
     saved.seek(0)
     loaded = torch.load(saved, weights_only=False)
     assert [type(module) for module in loaded.modules()] == [type(module) for module in model.modules()]
+
+
+class Calling(Net):
+    """Layers of `transformers` call the class above, which compiled code checks."""
+
+    def __call__(self, x: torch.Tensor) -> Any:
+        return super().__call__(x)
+
+
+class Outer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = Calling()
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.inner(x)
+
+
+def test_code_that_calls_the_class_above_is_neither_compiled_again_nor_traced_with_ours(tmp_path: Path) -> None:
+    counter = CompileCounter()
+    compiled: Any = torch.compile(Outer(), backend=counter, fullgraph=True, dynamic=False)
+    known, new = torch.randn(2, 4), torch.randn(3, 4)
+    try:
+        compiled(known)
+        names = recorded_names(tmp_path, [compiled], lambda: compiled(known))
+        assert counter.frame_count == 1
+        assert names["module:(Outer)"] >= 1
+        recorded_names(tmp_path, [compiled], lambda: compiled(new))
+        assert counter.frame_count == 2
+        compiled(new)
+        assert counter.frame_count == 2
+    finally:
+        torch._dynamo.reset()
+
+
+class Broken(Net):
+    def forward(self, x: torch.Tensor) -> Any:
+        x = x * 1
+        torch._dynamo.graph_break()
+        return super().forward(x)
+
+
+class Several(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.parts = nn.ModuleList([Broken(), Broken()])
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return sum(part(x) for part in self.parts)
+
+
+def test_modules_that_are_called_at_a_graph_break_have_their_names(tmp_path: Path) -> None:
+    counter = CompileCounter()
+    compiled: Any = torch.compile(Several(), backend=counter)
+    x = torch.randn(2, 4)
+    try:
+        compiled(x)
+        before = counter.frame_count
+        names = recorded_names(tmp_path, [compiled], lambda: compiled(x))
+        assert counter.frame_count == before
+        assert {name for name in names if name.startswith("module:")} == {
+            "module:(Several)",
+            "module:parts.0",
+            "module:parts.1",
+        }
+    finally:
+        torch._dynamo.reset()
 
 
 def test_compiled_models_are_not_compiled_again(tmp_path: Path) -> None:

@@ -155,6 +155,16 @@ def test_a_skipped_step_of_a_scaler_is_reported() -> None:
     assert listening.events == ["backward", "scaler", "SGD", "cleared", "backward", "scaler", "skipped", "cleared"]
 
 
+def test_gradients_that_the_model_clears_are_reported() -> None:
+    """As in a loop whose optimizer does not derive from PyTorch's."""
+    model, _ = make_model()
+    with watching() as (listening, _):
+        for _ in range(2):
+            model(torch.randn(2, 4)).mean().backward()
+            model.zero_grad()
+    assert listening.events == ["backward", "cleared"] * 2
+
+
 def test_inside_an_optimizer_step_there_is_no_gap() -> None:
     """LBFGS runs forward and backward passes inside its step: no profiler may start or stop there."""
     model = torch.nn.Linear(4, 1)

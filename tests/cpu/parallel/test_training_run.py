@@ -16,7 +16,7 @@ from stepscope.parallel.journal import FOLDER_VARIABLE
 from stepscope.recording.rows.checkpoints import FOLDER_NAME, newest
 from stepscope.recording.rows.training_log import LOG_NAME, TrainMemory, TrainRow, read_log, read_memory
 from stepscope.spec import ModelShape, SpecError, Training, Workload
-from tests.cli.warm import measure_peaks_briefly
+from tests.cli.warm import measure_briefly
 from tests.cpu.parallel.ranks import run_ranks, start_ranks
 
 SHAPE = ModelShape(d_model=32, d_ff=64, num_layers=2, num_heads=2, num_kv_heads=2, vocab=64)
@@ -48,7 +48,7 @@ def train_here(rank: int, world: int, training: Training, folder: Path) -> None:
 
 
 def train_quickly(rank: int, world: int, training: Training, folder: Path) -> None:
-    measure_peaks_briefly()
+    measure_briefly()
     train_here(rank, world, training, folder)
 
 

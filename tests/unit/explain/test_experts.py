@@ -82,6 +82,23 @@ def test_kernels_without_modules_are_placed_by_name() -> None:
     assert found["expert_part"].to_list() == [ROUTER, MOVING, PRODUCTS]
 
 
+@pytest.mark.parametrize("shared", [False, True])
+def test_parts_of_a_layer_that_the_order_of_kernels_shows_are_complete(*, shared: bool) -> None:
+    """The GEMM of the router has the name of any other. If there are more of its kind, they may be shared experts."""
+    timeline = Timeline()
+    with timeline.step(), timeline.module("GPT.repeat of 9 kernels.0.mixture of experts"):
+        timeline.launch(GEMM_BF16, 20, op=None)
+        timeline.launch("void vllm::moe::topkGatingSoftmax<4, 8, 4, 16>(float const*)", 5, op=None)
+        timeline.launch(INDEX, 6, op=None)
+        timeline.launch("fused_moe_kernel", 70, op=None)
+        timeline.launch(ADD, 4, op=None)
+        if shared:
+            timeline.launch(GEMM_BF16, 30, op=None)
+    found = find_expert_kernels(timeline.profile())
+    own = [REST, ROUTER, MOVING, PRODUCTS, REST, REST] if shared else [ROUTER, ROUTER, MOVING, PRODUCTS, REST]
+    assert found["expert_part"].to_list() == own
+
+
 def test_all_to_alls_belong_to_the_experts() -> None:
     timeline = Timeline()
     with timeline.step(), timeline.phase("forward"):

@@ -8,7 +8,8 @@ import polars as pl
 import pytest
 
 from stepscope.explain.trace.attribution import attribute_kernels
-from stepscope.explain.trace.attribution.graphs import name_repeats
+from stepscope.explain.trace.attribution.graphs import find_repeats
+from stepscope.explain.trace.attribution.modules import label_layers
 from stepscope.explain.trace.module_tree import add_up_modules
 from stepscope.explain.trace.profile import coverage_in_graphs, make_profile
 from stepscope.explain.trace.profile_tables import headline
@@ -16,7 +17,7 @@ from stepscope.explain.trace.summary import summarise
 from stepscope.recording import tables
 from stepscope.recording.readers import kineto
 from stepscope.recording.store import Recording, load, save
-from tests.unit.recordings import ADD, COPY, FOREACH, GEMM_BF16, MULTIPLY, SOFTMAX, Timeline
+from tests.unit.recordings import ADD, COPY, FOREACH, GEMM_BF16, MULTIPLY, SOFTMAX, Timeline, as_replays
 
 FIXTURES = Path(__file__).parents[2] / "fixtures"
 # The kernels of a layer, with the operator and the part of the layer that each belongs to.
@@ -169,7 +170,26 @@ def test_layers_of_one_graph_are_known_from_repetition() -> None:
     assert "layer 87.0%, module 0.0%, operator 0.0% known (87.0% from repetition, 13.0% not matched)" in headline(
         profile
     )
+    remedy = "to see which operators were captured, record a step without CUDA graphs"
+    assert remedy in headline(profile)
+    assert remedy not in headline(make_profile(eager_then_graph()))
+    assert set(label_layers(profile.kernels)) == {None, *(f"repeat of 4 kernels.{n}" for n in range(5))}
     assert [(one.matched, one.count) for one in summarise(profile, ()).graphs] == [("repetition", 20), ("unknown", 3)]
+
+
+def test_a_layer_has_the_name_of_its_repeat_and_not_of_its_part() -> None:
+    modules = ["model.repeat of 4 kernels.2.norm", "Model_0.repeat of 4 kernels_3.norm_0"]
+    names = label_layers(pl.DataFrame({"module": modules, "layer": [2, 3]}))
+    assert names.to_list() == ["model.repeat of 4 kernels.2", "Model_0.repeat of 4 kernels_3"]
+
+
+def test_the_module_that_launches_a_graph_is_not_that_of_its_kernels() -> None:
+    timeline = Timeline()
+    with timeline.module("model"):
+        timeline.replay([COPY, FOREACH])
+    profile = make_profile(timeline.record())
+    assert profile.kernels["module"].to_list() == ["model", "model"]
+    assert profile.coverage()["module"] == 0
 
 
 def test_repeats_of_backward_have_no_layer() -> None:
@@ -202,7 +222,8 @@ def test_graphs_of_one_module_call_are_its_layers() -> None:
 class TestNamesOfRepeats:
     @staticmethod
     def name(*kernels: str) -> list[str | None]:
-        return name_repeats(tuple(("kernel", kernel) for kernel in kernels))
+        found = find_repeats(tuple(("kernel", kernel) for kernel in kernels))
+        return [one and f"repeat of {one.period} kernels {one.number}" for one in found]
 
     def test_forward_and_backward_have_their_own(self) -> None:
         backward = (GEMM_BF16, GEMM_BF16, COPY, MULTIPLY, ADD)
@@ -225,31 +246,6 @@ class TestNamesOfRepeats:
         """Experts repeat inside a layer, which repeats as a whole."""
         layer = (*KERNELS, *(GEMM_BF16, COPY, GEMM_BF16, MULTIPLY) * 4)
         assert {one.rpartition(" ")[0] for one in self.name(*layer * 4) if one} == {"repeat of 20 kernels"}
-
-
-def as_replays(recording: Recording) -> tuple[Recording, pl.DataFrame]:
-    """The second step of a recording, launched as one graph per phase, with the first one as the same step without
-    graphs; and the kernels as they were attributed."""
-    numbers = {"forward": 1, "loss": 1, "backward": 2, "optimizer": 3}
-    kernels = attribute_kernels(recording)
-    first, second = (kernels.with_row_index("row").filter(step=step) for step in (0, 1))
-    (begin,) = recording.ranges.filter(name="step:1")["start_ns"]
-    ranges = recording.ranges.filter(pl.col("start_ns") >= begin, pl.col("name").str.contains("^(?:step|phase):"))
-    phases = ranges.with_columns(
-        correlation=pl.col("name").str.strip_prefix("phase:").replace_strict(numbers, default=None)
-    )
-    calls = phases.filter(pl.col("correlation").is_not_null(), pl.col("name") != "phase:loss")
-    calls = calls.with_columns(pl.lit("cudaGraphLaunch").alias("name"), end_ns=pl.col("start_ns") + 1)
-    replayed = Recording(
-        manifest=recording.manifest,
-        kernels=recording.kernels[second["row"]].with_columns(
-            correlation=second["phase"].replace_strict(numbers).cast(pl.Int64), graph=pl.lit(value=True)
-        ),
-        launches=tables.conform("launches", calls.drop("source", "source_line")),
-        ranges=ranges.filter(pl.col("name") != "phase:loss"),
-        captured=tables.conform("captured", first.sort("launch_ns").select(tables.SCHEMAS["captured"].keys())),
-    )
-    return replayed, second
 
 
 @pytest.mark.parametrize("name", ["h200_nano_sdpa_bf16", "h200_nano_checkpoint", "h200_nano_compiled"])

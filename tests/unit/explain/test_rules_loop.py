@@ -77,6 +77,12 @@ def test_number_of_workers_keeps_up_with_the_step() -> None:
     assert finding.action == "Load batches in 16 worker processes"
 
 
+def test_workers_share_an_iterable_dataset() -> None:
+    for num_workers in (0, 2):
+        plan = LoopPlan(loading_us=3_000, num_workers=num_workers, loader={"is_iterable": True})
+        assert (", each with its share of `" in first(plan).action) == (not num_workers)
+
+
 def test_trainer_of_transformers_gets_its_own_arguments() -> None:
     timeline = Timeline(host_us=5)
     for _ in range(2):

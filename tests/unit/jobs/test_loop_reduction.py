@@ -8,6 +8,7 @@ import polars as pl
 import pytest
 
 from stepscope.errors import StepscopeError
+from stepscope.explain.trace.attribution import attribute_kernels
 from stepscope.jobs.loop_reduction import add_sources, describe_loop, reduce_rank
 from stepscope.recording import tables
 from stepscope.recording.rows.loop_run import (
@@ -19,7 +20,7 @@ from stepscope.recording.rows.loop_run import (
     SourceLines,
 )
 from stepscope.recording.store import Manifest, Recording, load
-from tests.unit.kineto_files import AUTOGRAD, MAIN, PROCESS, event, op, write_trace
+from tests.unit.kineto_files import AUTOGRAD, MAIN, PROCESS, event, op, replayed_code, write_trace
 from tests.unit.rows import ENVIRONMENT
 
 NODE = "autograd::engine::evaluate_function: "
@@ -238,6 +239,16 @@ def test_raw_files_become_a_recording_and_are_deleted(tmp_path: Path) -> None:
     assert lines(saved.ops) == ["a:1", "a:1", "a:2", "b:3"]
     assert saved.manifest.loop == loop().facts
     assert not raw.exists()
+
+
+def test_calls_of_compiled_code_are_kept_for_replays(tmp_path: Path) -> None:
+    raw, folder = tmp_path / "rank-0.raw", tmp_path / "rank-0"
+    raw.mkdir()
+    write_trace(raw / TRACE_NAME, replayed_code(raw))
+    (raw / HANDOVER_NAME).write_bytes(msgspec.json.encode(loop(is_whole_trace=True)))
+    reduce_rank(raw, folder, command="stepscope run train.py")
+    kernels = attribute_kernels(load(folder)).sort("start_ns")
+    assert kernels["module"].to_list() == ["embedding", "head"]
 
 
 @pytest.mark.parametrize("content", [None, b"{", b'{"schema": "stepscope.loop/1"}'])

@@ -1,14 +1,16 @@
-"""The timings of a worker, as a recording keeps them."""
+"""What a worker measured, as a recording keeps it."""
 
 from pathlib import Path
 
 import pytest
 
+from stepscope.explain.trace.attribution import attribute_kernels
 from stepscope.jobs.experiments.sweep import Planned
-from stepscope.jobs.recorders.recording_job import describe_recording
+from stepscope.jobs.recorders.recording_job import describe_recording, read_traces
 from stepscope.recording import store
-from stepscope.recording.rows.bench import RecordedRun
+from stepscope.recording.rows.bench import RAW_TRACE_NAME, RecordedRun
 from stepscope.recording.store import Manifest, Overhead, Recording
+from tests.unit.kineto_files import replayed_code, write_trace
 from tests.unit.rows import row
 
 
@@ -41,3 +43,9 @@ def test_recording_with_any_timings_can_be_read_again(
 ) -> None:
     store.save(described(step_ns, recorded_ns), tmp_path / "kept")
     assert store.load(tmp_path / "kept").manifest.overhead == overhead
+
+
+def test_calls_of_compiled_code_are_kept_for_replays(tmp_path: Path) -> None:
+    write_trace(tmp_path / RAW_TRACE_NAME, replayed_code(tmp_path))
+    kernels = attribute_kernels(read_traces(tmp_path)).sort("start_ns")
+    assert kernels["module"].to_list() == ["embedding", "head"]

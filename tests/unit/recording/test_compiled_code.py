@@ -8,7 +8,7 @@ import pytest
 
 from stepscope.explain.trace.attribution import attribute_kernels
 from stepscope.recording import tables
-from stepscope.recording.compiled_code import name_modules
+from stepscope.recording.compiled_code import name_modules, say_unknown_runs
 from stepscope.recording.rows.compiled_code import CompiledCall, CompiledGraph, load_graphs, save_graphs
 from stepscope.recording.store import Manifest, Recording
 
@@ -26,14 +26,22 @@ BACKWARD = CompiledGraph(
     is_backward=True,
     calls=(CompiledCall("extern_kernels.mm", "layers.1.up"), CompiledCall("extern_kernels.mm", "layers.0.up")),
 )
-RUN = "## Call CompiledFxGraph fab ##"
+
+
+def replace_key(graph: CompiledGraph, key: str) -> CompiledGraph:
+    return CompiledGraph(is_backward=graph.is_backward, key=key, calls=graph.calls)
 
 
 def record(
-    *ops: tuple[str, int, int, int], runs: tuple[tuple[int, int, int], ...], as_operators: bool = False
+    *ops: tuple[str, int, int, int],
+    runs: tuple[tuple[int, int, int], ...],
+    as_operators: bool = False,
+    key: str | None = None,
+    calls: tuple[tuple[int, int, int, str], ...] = (),
 ) -> Recording:
-    """Operators with thread, start and end, and calls of compiled functions."""
-    named = [(RUN, thread, start, end) for thread, start, end in runs]
+    """Operators with thread, start and end, calls of compiled functions, and of modules."""
+    named = [(f"## Call CompiledFxGraph {key} ##", thread, start, end) for thread, start, end in runs]
+    called = [(f"module:{name}", thread, start, end) for thread, start, end, name in calls]
     columns = ("name", "thread", "start_ns", "end_ns")
 
     def table(name: str, rows: list[tuple[str, int, int, int]], **more: pl.Expr) -> pl.DataFrame:
@@ -42,7 +50,7 @@ def record(
     return Recording(
         manifest=Manifest(source="pytorch profiler"),
         ops=table("ops", [*ops, *(named if as_operators else [])]),
-        ranges=table("ranges", [] if as_operators else named, source=pl.lit("user")),
+        ranges=table("ranges", called if as_operators else [*called, *named], source=pl.lit("user")),
     )
 
 
@@ -83,6 +91,88 @@ def test_operators_without_a_call_and_calls_without_an_operator_are_skipped() ->
     strange = [("aten::empty", 7, 2, 3), *(one for one in STEP if one[2] != 6)]
     named = name_modules(record(*strange, runs=((7, 0, 20),)), (BACKWARD, FORWARD))
     assert modules_of(named) == [(1, "layers.0.norm"), (3, "layers.0.up"), (8, "layers.1.up")]
+
+
+def _rename(graph: CompiledGraph, old: str, new: str) -> CompiledGraph:
+    calls = tuple(CompiledCall(one.kernel, one.module and one.module.replace(old, new)) for one in graph.calls)
+    return CompiledGraph(is_backward=graph.is_backward, key=graph.key, calls=calls)
+
+
+def test_the_key_tells_which_graph_ran() -> None:
+    recording = record(*STEP, runs=((7, 0, 20),), key="fab")
+    mine, other = replace_key(FORWARD, "fab"), _rename(replace_key(FORWARD, "fac"), "layers", "critic")
+    assert modules_of(name_modules(recording, (other, mine, FORWARD)))[0] == (1, "layers.0.norm")
+    assert name_modules(recording, (FORWARD,)) is recording
+
+
+def test_of_graphs_that_may_all_have_run_only_what_is_the_same_is_taken() -> None:
+    recording = record(*STEP, runs=((7, 0, 20),))
+    found = modules_of(name_modules(recording, (FORWARD, _rename(FORWARD, "layers.1", "critic"))))
+    assert found == [(1, "layers.0.norm"), (3, "layers.0.up")]
+
+
+# layers.0.norm, layers.0.up, and a call without a module
+LAYER = CompiledGraph(is_backward=False, calls=(*FORWARD.calls[:2], FORWARD.calls[4]))
+
+
+@pytest.mark.parametrize(
+    ("caller", "names"),
+    [
+        ("layers.3", ["layers.3.norm", "layers.3.up"]),
+        ("layers.0", ["layers.0.norm", "layers.0.up"]),
+        ("(Model)", ["layers.0.norm", "layers.0.up"]),
+        ("layers.0.up", ["layers.0.up"]),  # what is not inside the caller is unknown
+        ("layers.0.up.0", []),
+        ("layers.0.3", []),
+        ("decoder.3", []),
+    ],
+)
+def test_code_of_one_layer_that_runs_for_another_has_the_modules_of_that_one(caller: str, names: list[str]) -> None:
+    recording = record(*STEP[:6], runs=((7, 0, 20),), calls=((7, 0, 21, caller),))
+    assert [name for _, name in modules_of(name_modules(recording, (LAYER,)))] == names
+
+
+def test_the_caller_is_the_innermost_module_that_is_open() -> None:
+    later = [(name, thread, start + 10, end + 10) for name, thread, start, end in STEP[:6]]
+    calls = ((7, 0, 40, "(Model)"), (7, 1, 10, "layers.1"), (7, 10, 31, "layers.3"), (7, 31, 39, "layers.5"))
+    recording = record(*later, runs=((7, 10, 30),), calls=calls)
+    found = modules_of(name_modules(recording, (LAYER,)))
+    assert [name for _, name in found] == ["layers.3.norm", "layers.3.up"]
+
+
+@pytest.mark.parametrize(
+    ("repeated", "name"),
+    [((), "layers.3.up"), (((8, 10, 21, "layers.1"),), "layers.1.up")],
+    ids=["backward", "forward-again"],
+)
+def test_in_backward_the_caller_is_that_of_forward(repeated: tuple[tuple[int, int, int, str], ...], name: str) -> None:
+    """Unless a checkpoint calls the module again."""
+    recording = record(
+        *STEP,
+        ("CompiledFunction", 7, 0, 3),
+        ("OtherFunction", 7, 5, 8),
+        ("Other", 8, 9, 22),
+        runs=((8, 11, 20),),
+        calls=((7, 0, 4, "layers.3"), (7, 4, 9, "layers.4"), *repeated),
+    )
+    node = ("autograd::engine::evaluate_function: CompiledFunctionBackward", 8, 10, 21)
+    recording = replace(recording, ops=pl.concat([recording.ops, record(node, runs=()).ops]))
+    number = (
+        pl.when(pl.col("name") == "OtherFunction").then(6).when(pl.col("name").str.contains("Function|^Other$")).then(5)
+    )
+    in_backward = pl.when(pl.col("thread") == 8).then(1)
+    ops = recording.ops.with_columns(sequence=number, forward_thread=in_backward.cast(pl.Int64))
+    backward = CompiledGraph(is_backward=True, calls=BACKWARD.calls[1:])
+    found = modules_of(name_modules(replace(recording, ops=ops), (backward,)))
+    assert [name for _, name in found] == [name]
+
+
+def test_runs_without_modules_are_said() -> None:
+    recording = record(*STEP, runs=((7, 0, 20), (8, 11, 20)))
+    assert say_unknown_runs(recording, (FORWARD,)) == ()
+    (said,) = say_unknown_runs(recording, ())
+    assert said.startswith("modules are unknown in 2 of 2 calls of compiled code")
+    assert say_unknown_runs(record(*STEP, runs=()), ()) == ()
 
 
 def test_recording_without_compiled_code_stays_as_it_is() -> None:

@@ -353,6 +353,17 @@ def test_truncated_gpu_trace_is_not_read_as_a_cpu_trace(tmp_path: Path) -> None:
     assert read(path).kernels.height == 0
 
 
+@pytest.mark.parametrize("has_loops", [True, False])
+def test_compiled_code_works_in_its_loops_if_they_are_recorded(tmp_path: Path, *, has_loops: bool) -> None:
+    """Otherwise its own time is that of the loops."""
+    wrappers = ["Torch-Compiled Region: 0/0", "TorchDynamo Cache Lookup", "CompiledFunction"]
+    spans = [("1", "99"), ("2", "97"), ("3", "95")]
+    events = [op(name, start, lasts) for name, (start, lasts) in zip(wrappers, spans, strict=True)]
+    events += [op("cpp_fused_add_0", "10", "5")] if has_loops else []
+    found = read(write_trace(tmp_path / "t.json", [*events, op("aten::mm", "40", "20")])).kernels
+    assert found["name"].to_list() == (["cpp_fused_add_0", "aten::mm"] if has_loops else ["CompiledFunction"])
+
+
 def test_perfetto_exports_are_rejected(tmp_path: Path) -> None:
     path = tmp_path / "picture.json"
     path.write_text('{"displayTimeUnit":"ns","stepscope":"a picture","traceEvents":[' + training_step()[0] + "]}")

@@ -2,8 +2,8 @@
 evenly the tokens are spread over the experts.
 
 A kernel belongs to a mixture by its module: `mlp.experts`, or `mlp.gate` next to it. Without modules, it does by a name
-that only such kernels have. The tokens of each expert are known if the recorder counted them; otherwise from the rows
-of GEMMs, if each expert has its own.
+that only such kernels have, and by the part of a layer that the order of kernels shows. The tokens of each expert are
+known if the recorder counted them; otherwise from the rows of GEMMs, if each expert has its own.
 """
 
 import re
@@ -14,8 +14,9 @@ import polars as pl
 
 from stepscope.explain.kernel_names import decode
 from stepscope.explain.ranks.collectives import find_collectives
+from stepscope.explain.trace.attribution.layer_parts import EXPERTS
 from stepscope.explain.trace.attribution.nesting import look_up
-from stepscope.explain.trace.profile import Profile
+from stepscope.explain.trace.profile import Profile, kernel_word
 from stepscope.explain.trace.roofline import add_product_sizes
 from stepscope.findings import Cell, Column, Table
 from stepscope.units import count_noun
@@ -31,6 +32,7 @@ ROUTER, MOVING, PRODUCTS, SHARED, EXCHANGE, REST = (
 _PARTS = (ROUTER, MOVING, PRODUCTS, REST, SHARED, EXCHANGE)
 # Labels of a path: names, or classes with a number.
 _EXPERTS = re.compile(r"(?i)experts?(?:_\d+)?|\w+Experts_\d+")
+_IN_LAYER = re.compile(rf"(?:.*\.)?{EXPERTS}(?:_\d+)?")  # the part of a layer that is known from the order of kernels
 _SHARED = re.compile(r"(?i)shared")
 _ROUTER = re.compile(r"(?i).*(?:gate|router)(?:_\d+)?|.*TopK\w*")
 _MOVED = ("index", "copy", "sort", "reduction", "memcpy", "memset", "embedding")
@@ -67,7 +69,7 @@ def find_expert_kernels(profile: Profile, kernels: pl.DataFrame | None = None) -
     """Return the kernels of mixtures of experts, with `expert_part` and `mixture`, the module around router and
     experts."""
     source = profile.kernels if kernels is None else kernels
-    parts = _Parts(source["module"].drop_nulls().unique().to_list())
+    parts = _Parts(source)
     distinct = source.select("module", "class", "name").unique()
     rows = [(*row, parts.choose(*row), parts.find_mixture(row[0])) for row in distinct.iter_rows()]
     added = {"expert_part": pl.String, "mixture": pl.String}
@@ -86,10 +88,15 @@ def find_expert_kernels(profile: Profile, kernels: pl.DataFrame | None = None) -
 class _Parts:
     """The part of a mixture that a kernel belongs to."""
 
-    def __init__(self, modules: Sequence[str]) -> None:
+    def __init__(self, kernels: pl.DataFrame) -> None:
+        modules = kernels["module"].drop_nulls().unique().to_list()
         self._mixtures = {path[: path.rindex(".")] for one in modules if "." in (path := _find_experts(one) or "")}
+        in_layers = kernels.filter(pl.col("module").is_in([one for one in modules if _IN_LAYER.fullmatch(one)]))
+        self._has_router = {module for (module,), own in in_layers.group_by("module") if _has_router(own)}
 
     def choose(self, module: str | None, kernel_class: str, name: str) -> str | None:
+        if module is not None and _IN_LAYER.fullmatch(module):
+            return self._choose_in_layer(module, kernel_class, name)
         if module is None or not self._mixtures:
             return _OPERATIONS.get(decode(name).operation)
         mixture = self.find_mixture(module)
@@ -106,8 +113,25 @@ class _Parts:
             return PRODUCTS
         return MOVING if kernel_class in _MOVED else REST
 
+    def _choose_in_layer(self, module: str, kernel_class: str, name: str) -> str:
+        if named := _OPERATIONS.get(decode(name).operation):
+            return named
+        if kernel_class == "communication":
+            return EXCHANGE
+        if kernel_class == "GEMM" and module in self._has_router:
+            return ROUTER
+        return MOVING if kernel_class in _MOVED else REST
+
     def find_mixture(self, module: str | None) -> str | None:
         return next((one for one in _list_parents(module or "") if one in self._mixtures), None)
+
+
+def _has_router(kernels: pl.DataFrame) -> bool:
+    """Whether the experts of a layer are chosen once for each GEMM that is not one of their own."""
+    operations = [decode(name).operation for name in kernels["name"].to_list()]
+    choices = sum(_OPERATIONS.get(one) == ROUTER for one in operations)
+    others = zip(operations, kernels["class"].to_list(), strict=True)
+    return choices == sum(1 for one, kernel_class in others if kernel_class == "GEMM" and one not in _OPERATIONS)
 
 
 def _find_experts(module: str) -> str | None:
@@ -196,12 +220,14 @@ def experts_table(profile: Profile) -> Table:
         title="Time of mixtures of experts",
         columns=(
             Column(key="part", label="part"),
-            Column(key="kernel_ms", label="kernels ms", kind="ms"),
+            Column(key="kernel_ms", label=f"{kernel_word(profile)}s ms", kind="ms"),
             Column(key="share", label="share", kind="share"),
             Column(key="count", label="count", kind="number"),
         ),
         rows=tuple(rows),
-        notes=("share: of total kernel time", say_loads(loads)) if rows else ("the recording has no experts",),
+        notes=(f"share: of total {kernel_word(profile)} time", say_loads(loads))
+        if rows
+        else ("the recording has no experts",),
     )
 
 

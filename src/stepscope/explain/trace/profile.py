@@ -40,7 +40,9 @@ _PHASES = (
     "logging",
     "checkpoint",
 )
-_IN_ORDER = ["capture", "eager"]  # how operators and modules of kernels in CUDA graphs are known
+# How operators and modules of kernels in CUDA graphs are known.
+_SHOWS_OPERATOR = ["capture", "eager"]
+_SHOWS_MODULE = [*_SHOWS_OPERATOR, "compiled", "order"]
 _WORTH_KEEPING = 20_000  # kernels; attributing fewer is faster than reading a file
 
 
@@ -163,11 +165,11 @@ class Profile:
         """Return the shares of GPU time whose class, phase and module are known. The module around the launch of a CUDA
         graph is not that of its kernels."""
         total = max(1, self.gpu_time_ns)
-        in_order = (pl.col("launched") != "graph") | pl.col("matched").is_in(_IN_ORDER)
+        shows_module = (pl.col("launched") != "graph") | pl.col("matched").is_in(_SHOWS_MODULE)
         known = {
             "class": pl.col("class") != "other",
             "phase": pl.col("phase").is_not_null(),
-            "module": pl.col("module").is_not_null() & in_order.fill_null(value=False),
+            "module": pl.col("module").is_not_null() & shows_module.fill_null(value=False),
         }
         return {name: float(self.kernels.filter(test)["time_ns"].sum() / total) for name, test in known.items()}
 
@@ -192,12 +194,11 @@ def coverage_in_graphs(profile: Profile) -> dict[str, float]:
     """Return the shares of the time of CUDA graphs whose phase, layer, module and operator are known. What is open
     around the launch of a graph tells the phase, and nothing about single kernels."""
     graphs = profile.kernels.filter(pl.col("launched") == "graph")
-    in_order = pl.col("matched").is_in(_IN_ORDER)
     known = {
         "phase": pl.col("phase").is_not_null(),
         "layer": pl.col("layer").is_not_null() & pl.col("matched").is_not_null(),
-        "module": pl.col("module").is_not_null() & in_order,
-        "operator": pl.col("op").is_not_null() & in_order,
+        "module": pl.col("module").is_not_null() & pl.col("matched").is_in(_SHOWS_MODULE),
+        "operator": pl.col("op").is_not_null() & pl.col("matched").is_in(_SHOWS_OPERATOR),
     }
     total = max(1, int(graphs["time_ns"].sum()))
     return {name: float(graphs.filter(test)["time_ns"].sum() / total) for name, test in known.items()}

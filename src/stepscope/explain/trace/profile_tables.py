@@ -11,7 +11,14 @@ from stepscope.explain.trace.experts import experts_table
 from stepscope.explain.trace.loop.loop_tables import loop_table, syncs_table
 from stepscope.explain.trace.loop.source_lines import main_sources
 from stepscope.explain.trace.module_tree import SMALLER, ModuleNode, add_up_modules, choose_nodes
-from stepscope.explain.trace.profile import Profile, coverage_in_graphs, order_phases, shares_by_launch, times_in_graphs
+from stepscope.explain.trace.profile import (
+    Profile,
+    coverage_in_graphs,
+    kernel_word,
+    order_phases,
+    shares_by_launch,
+    times_in_graphs,
+)
 from stepscope.explain.trace.ranges_table import ranges_table
 from stepscope.explain.trace.summary import KernelTime, kernel_times
 from stepscope.findings import Cell, Column, Finding, Table, joint_saving
@@ -21,12 +28,17 @@ from stepscope.units import count_noun
 _MS = 1e6
 _US = 1e3
 _INSIDE = "· "  # a module inside another; renderers drop spaces
-# The columns that all tables of kernel time share.
-_TIMES = (
-    Column(key="kernel_ms", label="kernels ms", kind="ms"),
-    Column(key="share", label="share", kind="share"),
-    Column(key="count", label="count", kind="number"),
-)
+_MOSTLY_KNOWN = 0.9  # of the time of CUDA graphs; below it, the reason is said
+_NOT_SHOWN = "to see which operators were captured, record a step without CUDA graphs"
+
+
+def _time_columns(profile: Profile) -> tuple[Column, Column, Column]:
+    """Return the columns that all tables of kernel time share."""
+    return (
+        Column(key="kernel_ms", label=f"{kernel_word(profile)}s ms", kind="ms"),
+        Column(key="share", label="share", kind="share"),
+        Column(key="count", label="count", kind="number"),
+    )
 
 
 def headline(profile: Profile) -> str:
@@ -67,11 +79,13 @@ def say_graphs(profile: Profile) -> str:
     share = shares_by_launch(profile).get("graph")
     if not share:
         return ""
-    known = ", ".join(f"{name} {part:.1%}" for name, part in coverage_in_graphs(profile).items())
+    coverage = coverage_in_graphs(profile)
+    known = ", ".join(f"{name} {part:.1%}" for name, part in coverage.items())
     times = times_in_graphs(profile).select("matched", "time_ns")
     total = max(1, int(times["time_ns"].sum()))
     ways = ", ".join(f"{time / total:.1%} {WAYS.get(way, 'not matched')}" for way, time in times.iter_rows())
-    return f"launched by CUDA graphs: {share:.1%} of kernel time; of it {known} known ({ways})"
+    said = f"launched by CUDA graphs: {share:.1%} of kernel time; of it {known} known ({ways})"
+    return said if coverage["operator"] >= _MOSTLY_KNOWN else f"{said}; {_NOT_SHOWN}"
 
 
 def _say_clock(profile: Profile) -> str:
@@ -118,7 +132,7 @@ def classes_table(profile: Profile) -> Table:
         title="Time by class",
         columns=(
             Column(key="class", label="class"),
-            *_TIMES,
+            *_time_columns(profile),
             Column(key="alone_ms", label="alone ms", kind="ms"),
             Column(key="wall_share", label="of wall", kind="share"),
         ),
@@ -142,7 +156,7 @@ def phases_table(profile: Profile) -> Table:
         title="Time by phase",
         columns=(
             Column(key="phase", label="phase"),
-            *_TIMES,
+            *_time_columns(profile),
             Column(key="mostly", label="mostly"),
         ),
         rows=tuple(rows),
@@ -153,10 +167,11 @@ def phases_table(profile: Profile) -> Table:
 def kernels_table(profile: Profile, *, top: int | None = None) -> Table:
     kernels, lines = kernel_times(profile), main_sources(profile)
     source = (Column(key="source", label="line"),) if lines else ()
+    word = kernel_word(profile)
     return Table(
-        title="Kernels by time",
+        title=f"{word.capitalize()}s by time",
         columns=(
-            Column(key="short", label="kernel"),
+            Column(key="short", label=word),
             Column(key="class", label="class"),
             Column(key="kernel_ms", label="ms", kind="ms"),
             Column(key="share", label="share", kind="share"),
@@ -168,7 +183,7 @@ def kernels_table(profile: Profile, *, top: int | None = None) -> Table:
             Column(key="name", label="name", detail=True),
         ),
         rows=tuple(kernel_row(profile, one, *((lines.get(one.name),) if source else ())) for one in kernels[:top]),
-        notes=(scope(profile), *left_out(kernels[:top], kernels)),
+        notes=(scope(profile), *left_out(kernels[:top], kernels, word)),
     )
 
 
@@ -203,7 +218,7 @@ def tree_table(profile: Profile, *, top: int | None = None) -> Table:
         title="Time by module, alike layers folded",
         columns=(
             Column(key="tree", label="module"),
-            *_TIMES,
+            *_time_columns(profile),
             Column(key="each_ms", label="each ms", kind="ms"),
             Column(key="min_ms", label="min ms", kind="ms"),
             Column(key="max_ms", label="max ms", kind="ms"),
@@ -255,7 +270,7 @@ def ops_table(profile: Profile, *, top: int | None = None) -> Table:
 
 def steps_table(profile: Profile) -> Table:
     """Return one row per step: its time on the device, and the kernels that started in it."""
-    starts = pl.Series([start for start, _ in profile.step_windows])
+    starts, word = pl.Series([start for start, _ in profile.step_windows]), kernel_word(profile)
     place = starts.search_sorted(profile.kernels["start_ns"], side="right") - 1
     ran = profile.kernels.group_by(place=place.cast(pl.Int64)).agg(pl.col("time_ns").sum(), count=pl.len())
     by_place = {place: (time_ns / _MS, count) for place, time_ns, count in ran.iter_rows()}
@@ -270,8 +285,8 @@ def steps_table(profile: Profile) -> Table:
         columns=(
             Column(key="step", label="step", kind="count"),
             Column(key="wall_ms", label="wall ms", kind="ms"),
-            Column(key="kernel_ms", label="kernels ms", kind="ms"),
-            Column(key="count", label="kernels", kind="count"),
+            Column(key="kernel_ms", label=f"{word}s ms", kind="ms"),
+            Column(key="count", label=f"{word}s", kind="count"),
         ),
         rows=rows,
         notes=() if rows else ("this recording has no marked steps",),
@@ -349,7 +364,7 @@ def _grouped(profile: Profile, label: str, columns: tuple[str, str], top: int | 
         columns=(
             Column(key=columns[0], label=label, kind="count" if columns[0] == "layer" else "text"),
             Column(key=columns[1], label=columns[1], kind="count" if columns[1] == "layer" else "text"),
-            *_TIMES,
+            *_time_columns(profile),
         ),
         rows=rows,
         notes=(scope(profile), *((f"{count_noun(rest, 'more row')}: --top {grouped.height}",) if rest else ())),
@@ -368,14 +383,14 @@ def scope(profile: Profile) -> str:
     steps = profile.num_steps if profile.steps.height else 0
     mean = f"mean of {steps} steps" if steps > 1 else "one step" if steps else "whole recording: no marked steps"
     idle = "; idle and wall: unprofiled" if profile.clock.kind == "unprofiled" else ""
-    return f"{mean}{idle}; share: of total kernel time"
+    return f"{mean}{idle}; share: of total {kernel_word(profile)} time"
 
 
-def left_out(shown: Sequence[KernelTime], kernels: Sequence[KernelTime]) -> tuple[str, ...]:
+def left_out(shown: Sequence[KernelTime], kernels: Sequence[KernelTime], word: str) -> tuple[str, ...]:
     rest = kernels[len(shown) :]
     share = sum(one.share for one in rest)
     return (
-        (f"{count_noun(len(rest), 'more kernel')}, {share:.1%} of the time: --table kernels --top {len(kernels)}",)
+        (f"{count_noun(len(rest), f'more {word}')}, {share:.1%} of the time: --table kernels --top {len(kernels)}",)
         if rest
         else ()
     )

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 import polars as pl
 
 from stepscope.explain.trace.attribution.user_ranges import BETWEEN
-from stepscope.explain.trace.profile import Profile
+from stepscope.explain.trace.profile import Profile, kernel_word
 from stepscope.findings import Column, Table
 from stepscope.units import count_noun
 
@@ -57,7 +57,7 @@ def ranges_table(profile: Profile, *, top: int | None = None) -> Table:
         columns=(
             Column(key="range", label="range"),
             Column(key="inside", label="inside"),
-            Column(key="kernel_ms", label="kernels ms", kind="ms"),
+            Column(key="kernel_ms", label=f"{kernel_word(profile)}s ms", kind="ms"),
             Column(key="share", label="share", kind="share"),
             Column(key="count", label="count", kind="number"),
             Column(key="own_ms", label="own ms", kind="ms"),
@@ -73,11 +73,12 @@ def ranges_table(profile: Profile, *, top: int | None = None) -> Table:
 
 
 def _notes(profile: Profile, *, is_empty: bool) -> tuple[str, ...]:
+    word = kernel_word(profile)
     if is_empty:
-        return ("no kernel was launched inside a range: add `torch.profiler.record_function` or NVTX ranges",)
+        return (f"no {word} was launched inside a range: add `torch.profiler.record_function` or NVTX ranges",)
     inside = profile.kernels.filter(pl.col("user_range").is_not_null())["time_ns"].sum() / max(1, profile.gpu_time_ns)
     return (
-        f"kernels launched inside ranges: {inside:.1%} of kernel time; ranges contain each other, so their shares "
+        f"{word}s launched inside ranges: {inside:.1%} of {word} time; ranges contain each other, so their shares "
         "overlap",
         "own: outside the ranges inside it; its backward: the gradients of what ran inside, launched elsewhere",
     )

@@ -96,7 +96,8 @@ class LaunchTime(msgspec.Struct, frozen=True, kw_only=True):
 
 class MatchedTime(msgspec.Struct, frozen=True, kw_only=True):
     """Time of CUDA graphs whose operators and modules are known from the captured order (`capture`) or from `eager`
-    launches of the same kernels, or whose layers are known from `repetition`; the rest is `unknown`."""
+    launches of the same kernels, whose modules are known from the code that was `compiled`, whose layers are known from
+    `repetition`, or these and their modules from the `order` of kernels; the rest is `unknown`."""
 
     matched: str
     time_ns: int

@@ -123,11 +123,11 @@ def read_traces(folder: Path) -> "Recording":
     the kernels of the same step without them, and what they belong to."""
     from stepscope.explain.trace.attribution import attribute_kernels
     from stepscope.recording import tables
-    from stepscope.recording.compiled_code import name_modules
+    from stepscope.recording.compiled_code import keep_calls, name_modules
     from stepscope.recording.readers import kineto
 
     graphs = load_graphs(folder)
-    recording = name_modules(kineto.read(folder / RAW_TRACE_NAME), graphs)
+    recording = keep_calls(name_modules(kineto.read(folder / RAW_TRACE_NAME), graphs), graphs)
     uncaptured = folder / UNCAPTURED_TRACE_NAME
     if not uncaptured.exists():
         return recording

@@ -25,8 +25,13 @@ from stepscope.recording.validation import Repairs, repair
 from stepscope.units import count_noun
 
 _MODULE_FRAME = "nn.Module: "
-# Autograd's wrappers around operators: their time is dispatch, not work.
-_MACHINERY = r"^autograd::engine|^torch::autograd|Backward\d*$|^detach$"
+# Wrappers of autograd and of the compiler around operators: their time is dispatch, not work.
+_MACHINERY = (
+    r"^autograd::engine|^torch::autograd|Backward\d*$|^detach$"
+    r"|^Torch-Compiled Region|^TorchDynamo|^AOTDispatcher|^AOTAutograd|^Pregraph bytecode"
+)
+# Compiled code, whose time is work unless its loops are operators themselves.
+_COMPILED, _LOOP = r"^CompiledFunction|^## Call CompiledFxGraph", "cpp_fused_"
 # Operators that queue a collective: one each, whatever they call and however long that takes.
 _QUEUEING = "c10d::"
 _FEW_PRESENT = 0.1  # of the launches after a cut: kernels of other streams end later
@@ -292,9 +297,11 @@ class HostKernels:
         # By name: what is above 0 if operators work in themselves, as numbers of calls and as time.
         self._calls: Counter[str] = Counter()
         self._time_ns: Counter[str] = Counter()
+        self._has_loops = False
         self._ends = pl.DataFrame(schema={"process": pl.Int64, "thread": pl.Int64, "end_ns": pl.Int64})
 
     def learn(self, ops: pl.DataFrame) -> None:
+        self._has_loops |= bool(ops["name"].str.contains(_LOOP, literal=True).any())
         for (process, thread), calls in _outer_first(ops).partition_by("process", "thread", as_dict=True).items():
             opened = self._threads[process, thread]
             for name, start, end in calls.select("name", "start_ns", "end_ns").iter_rows():
@@ -326,9 +333,10 @@ class HostKernels:
             for name, calls in self._calls.items()
             if calls < 0 and self._time_ns[name] < 0 and not name.startswith(_QUEUEING)
         ]
-        calls = _outer_first(ops.filter(~pl.col("name").is_in(delegating))).select(
-            "name", "start_ns", *self._ends.columns
-        )
+        is_wrapper = pl.col("name").is_in(delegating)
+        if self._has_loops:
+            is_wrapper |= pl.col("name").str.contains(_COMPILED)
+        calls = _outer_first(ops.filter(~is_wrapper)).select("name", "start_ns", *self._ends.columns)
         of_thread = ("process", "thread")
         before = self._ends.rename({"end_ns": "before_ns"})
         known = calls.join(before, on=of_thread, how="left", nulls_equal=True, maintain_order="left")

@@ -32,7 +32,10 @@ class CompiledCall(msgspec.Struct, frozen=True, array_like=True):
 
 
 class CompiledGraph(msgspec.Struct, frozen=True, kw_only=True):
+    """The calls of one compiled function. The profiler writes `key`, that of the compiler's cache, to its trace."""
+
     is_backward: bool
+    key: str | None = None
     calls: tuple[CompiledCall, ...]
 
 

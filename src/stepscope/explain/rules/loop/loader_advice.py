@@ -61,6 +61,9 @@ def configure_loader(loaded: LoadedInput, *, on_cpu: bool, uses_trainer: bool) -
         action = f"Use {loaded.num_workers} workers instead of {loader.num_workers}, or do less per sample"
     else:
         action = f"Load batches in {loaded.num_workers} worker processes"
+    if loader.is_iterable and not loader.num_workers:
+        share = f"each with its share of `{loader.dataset}` (`torch.utils.data.get_worker_info()`)"
+        action += f", {share}: otherwise every worker loads all of it"
     if uses_trainer:
         return action, _configure_trainer(wanted)
     code = _write_loader(loader, list_arguments(loader) | wanted)

@@ -8,14 +8,17 @@ are compared with sequences whose operators are known:
   Of the latter, only the number and the kinds of launches are recorded. All must be equal, and no GEMM may come from an
   operator that has none.
 - `eager`: the same kernels, by name and grid, launched one by one in the same trace.
-- `repetition`: without either, a sequence of kernels that runs again and again within one launch, or within one call of
-  a module. Layers do. Which modules they contain stays unknown.
+- `compiled`: the code that a compiler generated, whose calls are known from when it was compiled (`compiled_graphs`).
+- `repetition`: without any of these, a sequence of kernels that runs again and again within one launch, or within one
+  call of a module. Layers do.
+- `order`: the part of such a layer that a kernel belongs to, where the order of GEMMs, norms and attention shows it
+  (`layer_parts`).
 
 Nothing is guessed. A sequence may fit in several places, and in each of them in several ways: only what is the same in
 all of them is taken. The column `matched` says how the owner of a kernel is known.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import chain
 from typing import Any, NamedTuple
 
@@ -25,6 +28,7 @@ from numpy.typing import NDArray
 
 from stepscope.explain.alignment import MOST_ITEMS, align
 from stepscope.explain.kernel_names import decode
+from stepscope.explain.trace.attribution.layer_parts import find_parts
 from stepscope.explain.trace.attribution.names import classify_operator
 from stepscope.explain.trace.attribution.nesting import NOWHERE, look_up
 
@@ -32,13 +36,15 @@ from stepscope.explain.trace.attribution.nesting import NOWHERE, look_up
 WAYS = {
     "capture": "from the captured order",
     "eager": "from the same kernels launched one by one",
+    "compiled": "from the code that the compiler generated",
     "repetition": "from repetition",
+    "order": "from the order of kernels in a layer",
 }
 REPEAT = "repeat of"  # the beginning of the names that repeats have among modules
 # The kinds of launches during a capture. They are among the kernels until these are matched.
 CAPTURED_KINDS = {"kernel": r"(?i)launch(?:cooperative)?kernel", "memcpy": r"(?i)memcpy", "memset": r"(?i)memset"}
 _TAKEN = ("op", "module", "part", "phase", "recomputed")
-_LAUNCH = ("process", "device", "correlation")
+LAUNCH = ("process", "device", "correlation")
 _GRID = ("grid_x", "grid_y", "grid_z")
 _COMPARED = 100_000  # kernels at the beginning of a recording, which show what the others belong to
 _LEAST_KERNELS = 4  # of a graph in a trace of others, or of a repeated sequence: fewer may be equal by chance
@@ -72,9 +78,11 @@ def find_captures(launches: pl.DataFrame) -> pl.DataFrame:
     return ends.filter(begins & ~pl.col("next_begins")).select("process", "start_ns", end_ns="next_ns")
 
 
-def fill_graphs(windows: Iterable[pl.DataFrame], captured: pl.DataFrame) -> Iterator[pl.DataFrame]:
+def fill_graphs(
+    windows: Iterable[pl.DataFrame], captured: pl.DataFrame, fill_compiled: Callable[[pl.DataFrame], pl.DataFrame]
+) -> Iterator[pl.DataFrame]:
     """Yield the windows of kernels without launches of captures, with `matched` added, and `_TAKEN` filled in for
-    kernels of graphs. `captured` is that table of the recording."""
+    kernels of graphs. `captured` is that table of the recording; `fill_compiled` fills in what compiled code shows."""
     remaining = iter(windows)
     first: list[pl.DataFrame] = []
     while sum(window.height for window in first) <= _COMPARED and (window := next(remaining, None)) is not None:
@@ -91,14 +99,14 @@ def fill_graphs(windows: Iterable[pl.DataFrame], captured: pl.DataFrame) -> Iter
         if following is not None:
             ready, held = _split_last_call(ready)
         kernels = known.fill(ready.filter(pl.col("capture").is_null()).drop("capture"))
-        yield _number_repeats(kernels).drop("called_ns")
+        yield _number_repeats(fill_compiled(kernels)).drop("called_ns")
         current = following
 
 
 def _split_last_call(kernels: pl.DataFrame) -> tuple[pl.DataFrame, pl.DataFrame]:
     """Return the kernels before the last module call that launches graphs, and the others: the next window may have
     more of its launches."""
-    graphs = kernels.filter(_is_graph()).sort("ns")
+    graphs = kernels.filter(is_graph()).sort("ns")
     called_ns = graphs["called_ns"].tail(1)
     begin = graphs.filter(pl.col("called_ns").is_in(called_ns.implode()))["ns"].min()
     inside = (pl.col("ns") >= pl.lit(begin, pl.Int64)).fill_null(value=False)
@@ -106,11 +114,11 @@ def _split_last_call(kernels: pl.DataFrame) -> tuple[pl.DataFrame, pl.DataFrame]
     return (kernels.filter(~inside), later) if later.height <= _COMPARED else (kernels, kernels.clear())
 
 
-def _is_graph() -> pl.Expr:
+def is_graph() -> pl.Expr:
     return (pl.col("launched") == "graph") & pl.col("correlation").is_not_null()
 
 
-def _order(kernels: pl.DataFrame) -> pl.DataFrame:
+def order_launches(kernels: pl.DataFrame) -> pl.DataFrame:
     return kernels.sort("ns", "graph_node", "start_ns", maintain_order=True, nulls_last=True)
 
 
@@ -138,7 +146,7 @@ class _KnownLaunches:
         captures = ordered.filter(pl.col("capture").is_not_null()).partition_by("capture", maintain_order=True)
         self._during_captures = [self._keep("capture", one) for one in captures]
         is_eager = (pl.col("launched") == "op") & (pl.col("kind") != "cpu") & pl.col("capture").is_null()
-        eager = ordered.filter(is_eager) if shown.select(_is_graph().any()).item() else ordered.clear()
+        eager = ordered.filter(is_eager) if shown.select(is_graph().any()).item() else ordered.clear()
         steps = eager.partition_by("process", "step", maintain_order=True)
         self._eager = [self._keep("eager", one) for one in steps[:_MOST_SEQUENCES]]
 
@@ -152,9 +160,9 @@ class _KnownLaunches:
         """Add `matched`, and fill in `_TAKEN` for kernels of graphs."""
         rows: list[int] = []
         found: list[int] = []
-        graphs = _order(kernels.with_row_index("row").filter(_is_graph()))
-        compared = graphs.select("row", *_LAUNCH, "kind", "name", *_GRID, "start_ns")
-        for launch in compared.partition_by(_LAUNCH, maintain_order=True):
+        graphs = order_launches(kernels.with_row_index("row").filter(is_graph()))
+        compared = graphs.select("row", *LAUNCH, "kind", "name", *_GRID, "start_ns")
+        for launch in compared.partition_by(LAUNCH, maintain_order=True):
             # If the numbers of nodes have another order than the capture, time may still have it.
             is_known = any(one is not None for one in self._match(launch))
             order = launch if is_known else launch.sort("start_ns", maintain_order=True)
@@ -236,44 +244,61 @@ def _fit(names: Name, other: Name) -> Iterator[_Places]:
 def _number_repeats(kernels: pl.DataFrame) -> pl.DataFrame:
     """Number the repeats of a sequence in graphs that nothing else explains. The launches of one call of a module are
     one pass of it. Other launches that follow each other may be different steps, and are looked at one by one."""
-    unknown = _is_graph() & pl.col("matched").is_null().all().over(_LAUNCH)
+    unknown = is_graph() & pl.col("matched").is_null().all().over(LAUNCH)
     if not kernels.select(unknown.any()).item():
         return kernels
     columns = ("ns", "graph_node", "start_ns", "process", "correlation", "called_ns", "kind", "name", *_GRID)
-    ordered = _order(kernels.select(pl.int_range(pl.len()).alias("row"), *columns, unknown=unknown))
+    ordered = order_launches(kernels.select(pl.int_range(pl.len()).alias("row"), *columns, unknown=unknown))
     passes = ordered.filter("unknown").group_by("process", pl.coalesce("called_ns", "correlation").alias("pass"))
     times = ordered["ns"].drop_nulls()
-    found: dict[Name, list[str | None]] = {}
+    found: dict[Name, list[RepeatedKernel | None]] = {}
     rows: list[int] = []
-    names: list[str | None] = []
+    repeats: list[RepeatedKernel | None] = []
     for process, first, last in passes.agg(pl.col("ns").min(), last=pl.col("ns").max()).drop("pass").iter_rows():
         begin, end = times.search_sorted(first, "left"), times.search_sorted(last, "right")
         of_pass = pl.col("process").eq_missing(process) & (pl.col("kind") == "kernel")
         launches = ordered.slice(begin, end - begin).filter(of_pass)
         name = _name(launches, with_grid=True)
         if name not in found:
-            found[name] = name_repeats(name)
+            found[name] = find_repeats(name)
         is_unknown = launches["unknown"].to_list()
         rows += launches["row"].filter(launches["unknown"]).to_list()
-        names += [one for one, is_ours in zip(found[name], is_unknown, strict=True) if is_ours]
-    repeat = pl.Series([None] * kernels.height, dtype=pl.String).scatter(rows, names)
-    number, stem = repeat.str.extract(r"(\d+)$"), repeat.str.replace(r" \d+$", "")
-    # In paths of classes, a number follows the class; in other paths, it is a name of its own.
-    joint = pl.when(pl.col("module").str.contains(_CLASS_PATH)).then(pl.lit("_")).otherwise(pl.lit("."))
-    own = pl.concat_str(stem, joint, number)
-    inside_module = pl.concat_str("module", own, separator=".", ignore_nulls=True)
-    return kernels.with_columns(
-        module=pl.when(repeat.is_not_null()).then(inside_module).otherwise("module"),
-        matched=pl.when(repeat.is_not_null()).then(pl.lit("repetition")).otherwise("matched"),
+        repeats += [one for one, is_ours in zip(found[name], is_unknown, strict=True) if is_ours]
+    schema = {"period": pl.Int64, "number": pl.Int64, "place": pl.String}
+    own = pl.DataFrame([one or (None,) * len(schema) for one in repeats], schema=schema, orient="row")
+    places = kernels.select(pl.int_range(pl.len()).alias("row")).join(
+        own.with_columns(row=pl.Series(rows, dtype=pl.Int64)), on="row", how="left", maintain_order="left"
     )
+    named = pl.concat([kernels, places.drop("row")], how="horizontal")
+    # In paths of classes, a number follows the class; in other paths, it is a name of its own.
+    is_of_classes = pl.col("module").str.contains(_CLASS_PATH)
+    joint = pl.when(is_of_classes).then(pl.lit("_")).otherwise(pl.lit("."))
+    repeat = pl.concat_str(pl.format(f"{REPEAT} {{}} kernels", "period"), joint, "number")
+    part = pl.when(is_of_classes).then(pl.col("place") + "_0").otherwise("place")
+    path = pl.concat_str("module", repeat, part, separator=".", ignore_nulls=True)
+    way = pl.when(pl.col("place").is_null()).then(pl.lit("repetition")).otherwise(pl.lit("order"))
+    is_repeat = pl.col("period").is_not_null()
+    filled = named.with_columns(
+        module=pl.when(is_repeat).then(path).otherwise("module"),
+        matched=pl.when(is_repeat).then(way).otherwise("matched"),
+    )
+    return filled.select(kernels.columns)
 
 
-def name_repeats(names: Name) -> list[str | None]:
-    """Return which repeat of which sequence each name is in: `repeat of 15 kernels 3`. Forward and backward have
-    sequences of their own."""
+class RepeatedKernel(NamedTuple):
+    """A kernel in a sequence of `period` kernels that repeats: the number of the repeat, and the part of a layer."""
+
+    period: int
+    number: int
+    part: str | None
+
+
+def find_repeats(names: Name) -> list[RepeatedKernel | None]:
+    """Return which repeat of which sequence each name is in. Forward and backward have sequences of their own. A
+    layer begins where its order says, otherwise where the first repeat does."""
     numbers: dict[tuple[Any, ...], int] = {}
     codes = np.array([numbers.setdefault(name, len(numbers)) for name in names], np.int64)
-    found: list[str | None] = [None] * len(names)
+    found: list[RepeatedKernel | None] = [None] * len(names)
     counts: dict[int, int] = {}
     waiting = [(0, len(names))] if len(names) <= MOST_ITEMS else []
     while waiting:
@@ -283,13 +308,28 @@ def name_repeats(names: Name) -> list[str | None]:
         if not any(decode(name).kernel_class in _PRODUCTS for _, name, *_ in names[first : first + period]):
             continue  # no layer: an optimizer repeats a few kernels for every parameter
         for start, stop in runs:
+            complete = begin + stop
+            while complete < end and codes[complete] == codes[complete - period]:
+                complete += 1
+            repeats = _number_run([name for _, name, *_ in names[begin + start : complete]], period)
             base = counts.get(period, 0)
-            for place in range(start, stop):
-                found[begin + place] = f"{REPEAT} {period} kernels {base + (place - start) // period}"
-            counts[period] = base + -(-(stop - start) // period)
+            for place, (number, part) in repeats.items():
+                found[begin + start + place] = RepeatedKernel(period, base + number, part)
+            counts[period] = base + 1 + max(number for number, _ in repeats.values())
         borders = [0, *(border for run in runs for border in run), end - begin]
         waiting += [(begin + one, begin + other) for one, other in zip(borders[::2], borders[1::2], strict=True)]
     return found
+
+
+def _number_run(kernels: Sequence[str], period: int) -> dict[int, tuple[int, str | None]]:
+    """Return the number of the repeat and the part of kernels that repeat, by their place. The first and the last
+    repeat may be cut off."""
+    offset, parts = find_parts(kernels[:period]) or (0, [None] * period)
+    least = _REPEATED * period
+    first = 0 if offset >= least else offset
+    rest = (len(kernels) - offset) % period
+    last = len(kernels) - (rest if rest < least else 0)
+    return {at: ((at - offset) // period + (first < offset), parts[at % period]) for at in range(first, last)}
 
 
 def _find_period(codes: NDArray[np.int64]) -> tuple[int, list[tuple[int, int]]]:

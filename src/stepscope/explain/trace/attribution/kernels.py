@@ -17,6 +17,7 @@ from collections.abc import Iterator
 import numpy as np
 import polars as pl
 
+from stepscope.explain.trace.attribution.compiled_graphs import CompiledReplays
 from stepscope.explain.trace.attribution.graphs import CAPTURED_KINDS, fill_graphs, find_captures, is_capture
 from stepscope.explain.trace.attribution.modules import (
     is_module_call,
@@ -122,6 +123,7 @@ class Attribution:
         self._steps: list[pl.DataFrame] = []
         self._captures: list[pl.DataFrame] = []
         self._captured = tables.empty("captured")
+        self._replays = CompiledReplays()
         self._forward_work: list[pl.DataFrame] = []
         self._first_calls = pl.DataFrame(schema={"path": pl.String, "name": pl.String, "start_ns": pl.Int64})
         # stepscope's annotation takes precedence over the profiler's stacks, and these over names of ranges.
@@ -165,6 +167,7 @@ class Attribution:
         self._captures.append(recording.launches.filter(is_capture()))
         if recording.captured.height:
             self._captured = recording.captured
+        self._replays.add(recording)
 
     def kernel_windows(self) -> Iterator[pl.DataFrame]:
         """Yield the kernels in windows, with everything that does not depend on later windows. `op_row` is a row of the
@@ -177,7 +180,7 @@ class Attribution:
             points.add(_add_captured(_join_launches(kernels, launches), launches, captures))
         self.kernels.delete()
         self._launches.delete()
-        yield from fill_from_repeats(fill_graphs(self.point_windows(points), self._captured))
+        yield from fill_from_repeats(fill_graphs(self.point_windows(points), self._captured, self._replays.fill))
 
     def point_windows(self, points: EventTable) -> Iterator[pl.DataFrame]:
         """Add op_row, op, module, part, phase, step and recomputed to moments on threads. Operators already have their
@@ -209,7 +212,7 @@ class Attribution:
         """Return kernels, or groups of them, with layer and class added."""
         named = self.name(kernels, modules_recorded=modules_recorded)
         # Repeats are numbered as they run: backward begins with the last layer.
-        is_known = (pl.col("matched").fill_null("") != "repetition") | (pl.col("phase") == "forward")
+        is_known = ~pl.col("matched").fill_null("").is_in(["repetition", "order"]) | (pl.col("phase") == "forward")
         return _set_communication_apart(classify(named.with_columns(layer=pl.when(is_known).then("layer"))))
 
     def _module_calls(self) -> EventTable:

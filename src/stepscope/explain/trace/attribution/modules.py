@@ -13,6 +13,7 @@ _OURS = "module:"
 _FRAME = "nn.Module: "
 _NUMBER = re.compile(r"\d{1,9}")
 _NUMBERED = re.compile(r"^(?:.*?\.)??(\d+)(?=\.|$)")
+_REPEATED = re.compile(rf"^(?:.*\.)?{REPEAT} \d+ kernels[_.]\d+")
 _LONGEST_PATH = 4096  # characters; deeper calls get the path of the last one that fits
 _CLASS_NUMBER = re.compile(r"^(.*)_(\d+)$")
 # Modules around another one: they may wrap embeddings and blocks alike.
@@ -146,8 +147,8 @@ def label_layers(kernels: pl.DataFrame) -> pl.Series:
 def _label_layer(module: str | None, layer: int | None) -> str | None:
     if layer is None:
         return None
-    if module is not None and REPEAT in module:
-        return cut_name(module)  # not a layer by name: it has the number of the repeat
+    if module is not None and (repeat := _REPEATED.match(module)):
+        return cut_name(repeat[0])  # not a layer by name: it has the number of the repeat
     found = _NUMBERED.match(module or "")
     # Paths made of class names count layers differently and have no path up to the number.
     return cut_name(found[0]) if found and int(found[1]) == layer else f"layer {layer}"
