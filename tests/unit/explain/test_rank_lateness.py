@@ -10,8 +10,11 @@ from hypothesis import strategies as st
 
 from stepscope.explain.ranks.lateness import RankTimes
 from stepscope.explain.ranks.matching import match_ranks
+from stepscope.explain.ranks.rank_tables import ranks_table
 from stepscope.explain.ranks.reasons import Reason
+from stepscope.explain.story.sections.ranks import tell_ranks
 from stepscope.explain.trace.profile import Profile, make_profile
+from stepscope.findings import Bars
 from stepscope.recording import tables
 from tests.unit.rank_recordings import Rank, record_ranks, reduce_ranks
 from tests.unit.recordings import GEMM_FP32, Timeline
@@ -143,6 +146,17 @@ def on_cpu(rank: int, arrives_us: int, *, threads: int = 1) -> Profile:
     ]
     gloo = tables.conform("ranges", pl.DataFrame(rows))
     return make_profile(replace(recording, ranges=pl.concat([recording.ranges, gloo])))
+
+
+def test_time_outside_operators_is_not_called_idle() -> None:
+    ranks = reduce_ranks([on_cpu(0, 200), on_cpu(1, 500)])
+    table = ranks_table(ranks, None)
+    (place,) = [at for at, column in enumerate(table.columns) if column.key == "idle"]
+    assert table.columns[place].label == "outside operators"
+    # Of each step of 1 ms, operators take 105 µs.
+    assert [row[place] for row in table.rows] == pytest.approx([0.895, 0.895])
+    (bars,) = [one.part for one in tell_ranks(ranks, None) if isinstance(one.part, Bars)]
+    assert bars.series[-1] == "outside operators"
 
 
 def test_collectives_of_a_cpu_are_those_of_gloo() -> None:

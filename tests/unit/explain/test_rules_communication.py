@@ -271,6 +271,7 @@ def test_experts_cannot_overlap_with_their_own_layer() -> None:
     assert finding is not None
     assert finding.saving_ns is None
     assert "shared experts" in finding.evidence
+    assert finding.evidence.startswith("0.6 ms per step does not overlap with other kernels, and none does; ")
 
 
 def test_pipeline_stages_wait_for_each_other_without_a_late_rank() -> None:
@@ -359,7 +360,8 @@ def test_late_rank_is_a_finding_on_the_page_of_every_rank() -> None:
     for shown in range(3):
         finding = findings_of(profiles, shown)["SS030"]
         assert find(profiles[shown], match_ranks(reduce_ranks(profiles)))[0] == finding
-        assert "rank 1" in finding.title
+        assert finding.title == "The other ranks wait for rank 1: 1.2 ms per step"
+        assert "0.3 ms after the other ranks, in total 1.2 ms per step; " in finding.evidence
         assert "CPU" in finding.evidence
         assert "trace_rank1.json.gz" in finding.action
         # Four collectives per step, each 300 µs late.
@@ -378,8 +380,10 @@ def test_late_rank_with_a_shorter_trace() -> None:
 def test_lateness_behind_kernels_of_the_others_is_named() -> None:
     late = Rank(compute_us=[100.0] * 12, idle_us=[302.0] * 12)
     finding = findings_of(record_ranks([Rank(compute_us=[100.0] * 12), late], overlap=True))["SS030"]
-    assert finding.title.endswith("0.8 ms per step")
-    assert "1.2 ms per step, of which the others still compute for 0.4 ms" in finding.evidence
+    assert finding.title == "Rank 0 waits for rank 1: 0.8 ms per step"
+    said = "0.3 ms after rank 0, in total 1.2 ms per step, of which rank 0 still computes for 0.4 ms; "
+    assert said in finding.evidence
+    assert "the other" not in finding.evidence
 
 
 def test_waiting_is_not_also_exposed_communication() -> None:

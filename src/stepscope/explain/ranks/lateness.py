@@ -27,8 +27,8 @@ NEVER = -1  # the place of a collective on a rank that took no part
 @dataclass(frozen=True, kw_only=True)
 class RankLateness:
     """How late one rank is. Times are over the `steps` in which its collectives were matched, which are fewer than it
-    recorded if another trace is shorter. `late_ns` is how long all other ranks wait for this one alone, and `caused_ns`
-    how long they have nothing else to do meanwhile, on average."""
+    recorded if another trace is shorter. `late_ns` is how long all other ranks have arrived and this one has not, and
+    `caused_ns` how long they have nothing else to do meanwhile, on average."""
 
     rank: int
     collectives: int  # matched

@@ -6,12 +6,12 @@ import polars as pl
 
 from stepscope.explain.ranks.activity import RankActivity
 from stepscope.explain.ranks.collectives import computing, exposed_ns, find_collectives
-from stepscope.explain.ranks.lateness import LateCollective, RankTimes
+from stepscope.explain.ranks.lateness import LateCollective, RankLateness, RankTimes, Straggler
 from stepscope.explain.ranks.matching import rank_numbers
 from stepscope.explain.ranks.reasons import Reason
 from stepscope.explain.trace.profile import Profile
 from stepscope.findings import Cell, Column, Table
-from stepscope.units import count_noun
+from stepscope.units import count_noun, say_time
 
 _MS = 1e6
 _MOST_NAMED = 3  # ranks that waited for one collective
@@ -61,9 +61,28 @@ def ranks_headline(ranks: Sequence[RankActivity], times: RankTimes | None) -> st
         unmatched = "no collective could be matched across these ranks, so it is unknown which one is late"
         lines.append(unmatched if is_run else "the files do not contain their rank, so they are not matched")
     elif times.straggler is not None and times.straggler.share > 0.5:
-        late, why = times.straggler.lateness, REASONS[times.straggler.reason]
-        lines.append(f"the others wait for rank {late.rank} ({why}): {late.late_ns / _MS:,.2f} ms in the recording")
+        lines.append(say_straggler(times, times.straggler))
     return "\n".join(lines)
+
+
+def name_others(times: RankTimes, late: RankLateness) -> str:
+    """Return `the other ranks`, or `rank 0` if there is only one other."""
+    others = [one.rank for one in times.lateness if one is not late]
+    is_pair = len(others) == 1 and times.ranks[0].manifest.world_size in (None, 2)
+    return f"rank {others[0]}" if is_pair else "the other ranks"
+
+
+def say_others(times: RankTimes, late: RankLateness, verb: str) -> str:
+    """Return `the other ranks wait`, or `rank 0 waits`."""
+    others = name_others(times, late)
+    return f"{others} {verb}" if others.endswith("s") else f"{others} {verb}s"
+
+
+def say_straggler(times: RankTimes, straggler: Straggler) -> str:
+    """Return which rank the others wait for, why, and how long they have nothing else to do."""
+    late, why = straggler.lateness, REASONS[straggler.reason]
+    caused, per_step = say_time(late.per_step(late.caused_ns)), times.ranks[0].clock.say_per_step
+    return f"{say_others(times, late, 'wait')} for rank {late.rank} ({why}): {caused} {per_step}"
 
 
 def _say_range(values: Sequence[float], labels: Sequence[str], *, has_mean: bool) -> str:
@@ -100,7 +119,7 @@ def ranks_table(ranks: Sequence[RankActivity], times: RankTimes | None, shown: S
         "has the shortest communication itself"
     ]
     if times is not None:
-        notes.append("late: time that all other ranks wait for this one alone; waits: for any later rank")
+        notes.append("late: after all others have arrived, even if they still compute; waits: for any later rank")
         if any(one.on_cpu for one in ranks):
             notes.append("on a CPU, communication is the operators that queue it, and waits are on the threads of Gloo")
     elif len(ranks) > 1:
@@ -115,7 +134,7 @@ def ranks_table(ranks: Sequence[RankActivity], times: RankTimes | None, shown: S
             Column(key="compute_ratio", label="compute / mean", kind="number"),
             Column(key="hidden_ms", label="comm. hidden ms", kind="ms"),
             Column(key="exposed_ms", label="comm. exposed ms", kind="ms"),
-            Column(key="idle", label="idle", kind="share"),
+            Column(key="idle", label=name_idle(ranks), kind="share"),
             Column(key="last", label="comes last", kind="number"),
             Column(key="late_ms", label="late ms", kind="ms"),
             Column(key="most_late_ms", label="at most ms", kind="ms"),
@@ -124,6 +143,11 @@ def ranks_table(ranks: Sequence[RankActivity], times: RankTimes | None, shown: S
         rows=tuple(rows),
         notes=(*notes, *_doubt(ranks)),
     )
+
+
+def name_idle(ranks: Sequence[RankActivity]) -> str:
+    """Return what the time without kernels is called: a CPU is not idle between its operators."""
+    return "outside operators" if all(one.on_cpu for one in ranks) else "idle"
 
 
 def _rank_row(rank: RankActivity, place: int, ratio: float, times: RankTimes | None) -> tuple[Cell, ...]:
@@ -144,7 +168,7 @@ def _rank_row(rank: RankActivity, place: int, ratio: float, times: RankTimes | N
         ratio,
         rank.hidden_ns / _MS,
         rank.exposed_ns / _MS,
-        rank.idle_share if rank.has_gaps else None,
+        rank.idle_share if rank.has_gaps or rank.on_cpu else None,
         *late,
     )
 

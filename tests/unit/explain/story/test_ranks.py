@@ -94,7 +94,7 @@ def test_page_names_the_rank_it_shows_and_the_late_one() -> None:
     profiles = tuple(record_ranks(ranks))
     report = tell(Materials(name="run", profile=profiles[0], ranks=reduce_ranks(profiles)))
     assert "rank 0 of 2 recorded ranks" in report.subtitle
-    assert "wait 1.2 ms for rank 1" in report.sentence
+    assert "; rank 0 waits 1.2 ms for rank 1" in report.sentence
     assert report.title == "train.py: training step, 2 ranks"
     assert re.match(r"train\.py, 2 ranks: [\d.]+ ms per step on rank 0; ", report.sentence)
     assert all(fact.note.endswith("; rank 0") for fact in report.facts)
@@ -104,7 +104,7 @@ def test_page_names_the_rank_it_shows_and_the_late_one() -> None:
     assert report.advice is not None
     assert report.advice[0].finding.code == "SS030"
     (section,) = [one for one in report.sections if one.key == "ranks"]
-    assert "The others wait for rank 1" in section.lead
+    assert " Rank 0 waits for rank 1 (late CPU): 1.2 ms per step." in section.lead
     (table,) = [one.part for one in section.exhibits if one.key == "ranks-table"]
     assert isinstance(table, Table)
     late = [column.key for column in table.columns].index("late_ms")

@@ -336,7 +336,7 @@ def _say_exposed(found: Communication) -> str:
     """How much communication is exposed, and how much of that is spent waiting for ranks whose traces were given."""
     evidence = found.evidence
     text = f"{ms(found.exposed_ns)} {evidence.clock.say_per_step} does not overlap with other kernels"
-    text += f", {ms(found.hidden_ns)} does"
+    text += f", {ms(found.hidden_ns)} does" if found.hidden_ns else ", and none does"
     times, world = evidence.rank_times, evidence.profile.recording.manifest.world_size
     if times is None:
         return text

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from stepscope.explain.ranks.activity import RankActivity
 from stepscope.explain.ranks.lateness import RankLateness, RankTimes, Straggler
-from stepscope.explain.ranks.rank_tables import REASONS
+from stepscope.explain.ranks.rank_tables import REASONS, name_others, say_others
 from stepscope.explain.ranks.reasons import WorkDifference
 from stepscope.explain.rules.evidence import Gain, StepEvidence, ms
 from stepscope.explain.rules.rule import Hit, Rule
@@ -77,18 +77,15 @@ _COLLECT = (
 
 
 def _blame_rank(evidence: StepEvidence, times: RankTimes, straggler: Straggler, caused: float) -> Hit:
-    late = straggler.lateness
-    advice = _advise(times.ranks[times.lateness.index(late)], straggler)
+    late, others = straggler.lateness, name_others(times, straggler.lateness)
+    advice = _advise(times.ranks[times.lateness.index(late)], straggler, others)
     share = straggler.reasons[straggler.reason] / max(1.0, late.late_ns)
-    text = f"{_say_late(evidence, late)}; {say_percent(share)} of that time {advice.why}"
-    least = min(times.lateness, key=lambda one: (one.waited_ns, one.rank))
-    if least is late:
-        waits = f"It waits least for others: {ms(late.per_step(late.waited_ns))} {evidence.clock.say_per_step}"
-        text += f". {waits if late.waited_ns > _LEAST_SAID * late.late_ns else 'It hardly ever waits for others'}"
-    text += _say_others(evidence, times)
+    text = f"{_say_late(evidence, times, late)}; {say_percent(share)} of that time {advice.why}"
+    text += _say_waits(evidence, times, late) + _say_others(evidence, times)
+    waiting = say_others(times, late, "wait")
     is_own = late.rank == evidence.profile.recording.manifest.rank
     return Hit(
-        title=f"The other ranks wait for rank {late.rank}: {ms(caused)} {evidence.clock.say_per_step}",
+        title=f"{waiting[0].upper()}{waiting[1:]} for rank {late.rank}: {ms(caused)} {evidence.clock.say_per_step}",
         evidence=text,
         saving_ns=caused,
         gain=(_gain_of_late_rank if is_own else _gain_of_punctuality)(evidence, caused),
@@ -105,27 +102,27 @@ class _LateAdvice:
     paste: str
 
 
-def _advise(own: RankActivity, straggler: Straggler) -> _LateAdvice:
+def _advise(own: RankActivity, straggler: Straggler, others: str) -> _LateAdvice:
     rank = f"rank {straggler.lateness.rank}"
     match straggler.reason:
         case "work":
             return _LateAdvice(
-                why="it computes longer than the others, in kernels or shapes that they do not run",
-                action=f"Give {rank} as much work as the others: the same number of tokens on every rank",
+                why=f"it computes longer than {others}, in kernels or shapes that only it runs",
+                action=f"Give {rank} as much work as {others}: the same number of tokens on every rank",
                 paste="sampler = torch.utils.data.BatchSampler(by_length, batch_size, drop_last=True)"
                 "  # equal tokens per rank",
             )
         case "clock":
-            return _advise_about_clock(rank, straggler.work, on_cpu=own.on_cpu)
+            return _advise_about_clock(rank, straggler.work, others, on_cpu=own.on_cpu)
         case "input":
             return _advise_about_input(rank, own)
         case "host":
             return _advise_about_host(own, straggler)
 
 
-def _advise_about_clock(rank: str, work: WorkDifference, *, on_cpu: bool) -> _LateAdvice:
+def _advise_about_clock(rank: str, work: WorkDifference, others: str, *, on_cpu: bool) -> _LateAdvice:
     what, device = ("operators", "CPU") if on_cpu else ("kernels", "GPU")
-    why = f"it computes longer than the others: the same {what} take {say_percent(work.slowdown - 1)} longer"
+    why = f"it computes longer than {others}: the same {what} take {say_percent(work.slowdown - 1)} longer"
     if work.has_slower_clock:
         why += f", and its clock is slower, {work.clock_mhz:,} MHz where {work.usual_mhz:,} MHz is usual"
     elif work.is_uniform:
@@ -182,26 +179,37 @@ def _say_one(one: Straggler) -> str:
     return f"rank {late.rank} for {ms(late.per_step(late.late_ns))} ({REASONS[one.reason]})"
 
 
+def _say_waits(evidence: StepEvidence, times: RankTimes, late: RankLateness) -> str:
+    """How long the late rank waits itself, if it waits least."""
+    if min(times.lateness, key=lambda one: (one.waited_ns, one.rank)) is not late:
+        return ""
+    if late.waited_ns <= _LEAST_SAID * late.late_ns:
+        return ". It hardly ever waits itself"
+    waited = f"{ms(late.per_step(late.waited_ns))} {evidence.clock.say_per_step}"
+    return f". It waits {waited} itself" + (", the least of all" if len(times.ranks) > 2 else "")
+
+
 def _say_others(evidence: StepEvidence, times: RankTimes) -> str:
-    """The next ranks that the others wait for; empty if there are none."""
-    if not times.others_late:
+    """The next ranks that the others wait for; empty if there are none, or there is only one other."""
+    if not times.others_late or len(times.ranks) < 3:
         return ""
     ranks = ", ".join(_say_one(one) for one in times.others_late)
     return f". {evidence.clock.say_per_step.capitalize()}, the others also wait for {ranks}"
 
 
-def _say_late(evidence: StepEvidence, late: RankLateness) -> str:
+def _say_late(evidence: StepEvidence, times: RankTimes, late: RankLateness) -> str:
     """How late a rank is, and how much of that the others notice."""
     per_step = evidence.clock.say_per_step
     text = (
         f"rank {late.rank} comes last to {late.last} of {late.collectives} collectives, up to {ms(late.most_ns)} after "
-        f"the others, and {ms(late.per_step(late.late_ns))} {per_step}"
+        f"{name_others(times, late)}, in total {ms(late.per_step(late.late_ns))} {per_step}"
     )
     if late.steps < _FEWER * evidence.clock.num_steps:
         text += f" (in {count_noun(round(late.steps, 1), 'matched step')})"
     behind_compute = late.late_ns - late.caused_ns
     if behind_compute > _LEAST_SAID * late.late_ns:
-        text += f", of which the others still compute for {ms(late.per_step(behind_compute))}"
+        computing = say_others(times, late, "still compute")
+        text += f", of which {computing} for {ms(late.per_step(behind_compute))}"
     return text
 
 

@@ -12,6 +12,7 @@ import polars as pl
 
 from stepscope.explain.ranks.activity import RankActivity
 from stepscope.explain.ranks.lateness import NEVER, RankTimes
+from stepscope.explain.ranks.rank_tables import name_idle
 from stepscope.explain.story.sections.lanes import TrackDraft, fit_lanes, say_merged, write_down
 from stepscope.explain.story.sections.spans import NONE, Ints, join_runs
 from stepscope.explain.trace.attribution.names import cut_name
@@ -67,7 +68,7 @@ def draw_ranks(times: RankTimes, labels: Sequence[str], shown: int) -> Lanes | N
     fitted, cell = fit_lanes(lanes, _MOST_SPANS)
     steps = times.ranks[shown].clock.num_steps
     notes = [
-        "clocks aligned by the ends of collectives; empty time is idle",
+        f"clocks aligned by the ends of collectives; empty time is {name_idle(times.ranks)}",
         "waiting: the rank has arrived at a collective, and the one that it waits for has not",
         *(["times in the legend add up all ranks shown"] if len(lanes) > 1 else []),
         *say_chosen(len(lanes), len(times.ranks)),

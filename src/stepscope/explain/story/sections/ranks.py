@@ -11,8 +11,10 @@ from stepscope.explain.ranks.rank_tables import (
     REASONS,
     label_ranks,
     late_table,
+    name_idle,
     ranks_table,
     say_imbalance,
+    say_straggler,
     unit_of_ranks,
 )
 from stepscope.explain.story.sections.rank_lanes import choose_ranks, draw_ranks, say_chosen
@@ -20,7 +22,7 @@ from stepscope.explain.story.sources import Materials
 from stepscope.findings import Bars, Exhibit, Section
 from stepscope.units import say_list, say_percent, say_time
 
-_SERIES = ("compute only", "hidden communication", "exposed communication", "idle")
+_SERIES = ("compute only", "hidden communication", "exposed communication")
 _MS = 1e6
 _LATE_ROWS = 10
 _MOST_ROWS = 64  # ranks in the table on a page
@@ -51,10 +53,10 @@ def _say_ranks(ranks: Sequence[RankActivity], times: RankTimes | None) -> str:
         return f"{said} {unmatched if is_run else 'The files do not contain their rank.'}"
     if times.straggler is None or times.straggler.share <= 0.5:
         return said
-    late, why = times.straggler.lateness, REASONS[times.straggler.reason]
-    said += f" The others wait for rank {late.rank} ({why}): {say_time(late.late_ns)} in the recording."
+    late = say_straggler(times, times.straggler)
+    said += f" {late[0].upper()}{late[1:]}."
     next_ = [f"rank {one.lateness.rank} ({REASONS[one.reason]})" for one in times.others_late]
-    return f"{said} They also wait for {say_list(next_)}." if next_ else said
+    return f"{said} Ranks also wait for {say_list(next_)}." if next_ else said
 
 
 def tell_ranks(ranks: Sequence[RankActivity], times: RankTimes | None, shown: int = 0) -> tuple[Exhibit, ...]:
@@ -67,7 +69,7 @@ def tell_ranks(ranks: Sequence[RankActivity], times: RankTimes | None, shown: in
         title=f"{unit.capitalize()} time by rank",
         kind="ms",
         labels=tuple(labels[place] for place in drawn),
-        series=_SERIES,
+        series=(*_SERIES, name_idle(ranks)),
         values=tuple(zip(*(_take_apart(ranks[place]) for place in drawn), strict=True)),
         is_stacked=True,
         notes=(
