@@ -26,6 +26,25 @@ def count_colours(page: "Page", selector: str) -> int:
     return int(page.eval_on_selector(selector, script))
 
 
+def note_texts(page: "Page") -> None:
+    """From now on, texts on canvases are noted for `noted_texts`."""
+    page.evaluate(
+        """() => {
+          const [texts, { prototype }] = [new Set(), CanvasRenderingContext2D];
+          const { fillText } = prototype;
+          prototype.fillText = function (text, ...place) {
+            texts.add(text);
+            fillText.call(this, text, ...place);
+          };
+          window.texts = texts;
+        }"""
+    )
+
+
+def noted_texts(page: "Page") -> set[str]:
+    return set(page.evaluate("() => [...window.texts]"))
+
+
 def read_pixel(page: "Page", selector: str, x: float, y: float) -> list[int]:
     """Return red, green, blue and opacity at a place in CSS pixels."""
     script = """(one, [x, y]) => {

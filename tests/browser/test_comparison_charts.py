@@ -3,6 +3,7 @@
 import pytest
 
 from stepscope.render.drawing.aligned_steps import cut_blocks
+from stepscope.render.drawing.svg import width_of
 from tests.browser.chart_views import ask, look_at, wait_for_chart
 from tests.browser.conftest import Open
 from tests.unit.render.comparison_samples import aligned_memory, aligned_steps
@@ -25,6 +26,21 @@ def test_charts_fit_the_page(open_report: Open, sample: type, width: int, scheme
     for box in boxes:
         assert box["left"] >= 0, box
         assert box["right"] <= width, box
+
+
+def test_no_text_is_wider_than_the_room_that_was_kept_for_it(open_report: Open) -> None:
+    page = open_report(two_runs(), width=1280)
+    texts = ("medium + bf16 + naive", "0123456789", "GEMM 34.5 → 4.49 ms (−13%)", "communication", "fp8, 1.98 PFLOP/s")
+    widths = page.evaluate(
+        """(texts) => {
+          const context = document.createElement("canvas").getContext("2d");
+          context.font = "100px 'DejaVu Sans'";
+          return texts.map((text) => context.measureText(text).width);
+        }""",
+        texts,
+    )
+    for text, width in zip(texts, widths, strict=True):
+        assert 0.5 * width_of(text, 100) < width <= width_of(text, 100), text
 
 
 def test_a_place_shows_both_times_and_the_change(open_report: Open) -> None:

@@ -9,7 +9,7 @@ import msgspec
 import pytest
 
 from stepscope.findings import Breakdown
-from tests.browser.chart_views import count_colours, picture
+from tests.browser.chart_views import count_colours, note_texts, noted_texts, picture
 from tests.browser.conftest import wait_for_frame
 from tests.unit.render.report_parts import WALL_NS, Kernel, break_down, kernels_of_step
 
@@ -107,6 +107,7 @@ def test_keys_move_zoom_in_and_zoom_out(page: "Page") -> None:
         assert page.inner_text("#said").startswith(f"{name}, ")
     page.keyboard.press("Enter")
     assert crumbs(page) == ["all kernels", "backward", "12 × layers.*"]
+    assert page.is_hidden("#tip"), "it would cover what is zoomed in to, and say what is no longer there"
     assert page.evaluate("() => document.activeElement.matches('.flame canvas.back')")
     page.keyboard.press("ArrowDown")
     assert tip_of(page)[0] == "12 × mlp", "the longest part of what is zoomed in to"
@@ -155,6 +156,20 @@ def test_layers_unfold_in_order(page: "Page") -> None:
     assert names == ["embedding", *(f"layers.{at}" for at in range(12)), "head"]
     page.get_by_role("button", name="Fold layers").click()
     assert picture(page, CANVAS) == folded
+
+
+def test_a_number_is_never_the_whole_name_of_a_box(open_parts: OpenParts) -> None:
+    """A box that has no room for its path keeps the name above its number."""
+    kernels = [replace(one, module=f"trunk.{one.module.replace('mlp.up', 'mlp.0')}") for one in kernels_of_step()]
+    page = open_flame(open_parts, break_down([kernels], [WALL_NS]))
+    note_texts(page)
+    for width in range(1400, 300, -100):
+        page.set_viewport_size({"width": width, "height": 900})
+        wait_for_frame(page)
+    texts = noted_texts(page)
+    assert "12 × layers.*" in texts
+    assert "mlp.*" in texts
+    assert not [text for text in texts if text.replace("12 × ", "") in ("0", "*")]
 
 
 def test_search_highlights_and_adds_up(page: "Page") -> None:

@@ -6,7 +6,18 @@ import msgspec
 import pytest
 
 from stepscope.findings import Lanes, Part, SideBySide, Spans, Track
-from tests.browser.chart_views import CANVASES, DRAWINGS, ask, count_colours, move_to, picture, read_pixel, view_of
+from tests.browser.chart_views import (
+    CANVASES,
+    DRAWINGS,
+    ask,
+    count_colours,
+    move_to,
+    note_texts,
+    noted_texts,
+    picture,
+    read_pixel,
+    view_of,
+)
 from tests.browser.conftest import Open, wait_for_frame
 from tests.unit.render.report_parts import (
     WALL_NS,
@@ -326,6 +337,17 @@ def test_two_steps_share_a_scale(open_parts: Open) -> None:
     page.focus("#part-0-b canvas.back")
     page.keyboard.press("n")
     assert f"{100 * 4_400 / second:.3f}% of the step" in page.inner_text("#tip")
+
+
+@pytest.mark.parametrize("unit", ["step", "trace"])
+def test_the_end_of_the_shorter_one_is_named(open_parts: Open, unit: str) -> None:
+    kernels = kernels_of_step()
+    parts = tuple(msgspec.structs.replace(lay_lanes(some), unit=unit) for some in (kernels, kernels[:60]))
+    page = open_parts(SideBySide(title="Both", runs=("A", "B"), parts=parts), width=1440)
+    note_texts(page)
+    page.set_viewport_size({"width": 1300, "height": 900})
+    wait_for_frame(page)
+    assert [text for text in noted_texts(page) if text.startswith("end of")] == [f"end of {unit}"]
 
 
 def test_labels_are_above_the_tracks_on_a_narrow_screen(open_parts: Open) -> None:

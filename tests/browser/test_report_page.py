@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import pytest
 
-from stepscope.findings import Advice, Breakdown, Column, Copyable, Exhibit, Finding, Report, Section, Table
+from stepscope.findings import Advice, Breakdown, Column, Copyable, Exhibit, Fact, Finding, Report, Section, Table
 from stepscope.render.site import write_site
 from tests.browser.conftest import OpenFile, wait_for_frame
 from tests.unit.render.report_parts import WALL_NS, break_down, categories_table, kernels_of_step
@@ -142,6 +142,16 @@ def test_table_of_many_columns_fits_a_wide_window(open_page: Open) -> None:
     assert box.evaluate("(box) => box.scrollWidth <= box.clientWidth")
 
 
+@pytest.mark.parametrize("width", [1200, 900, 390])
+def test_a_number_at_the_top_stays_on_one_line(open_page: Open, width: int) -> None:
+    facts = tuple(Fact(key=f"f{at}", label="tokens per second", value=1_140_263, kind="count") for at in range(6))
+    page = open_page(msgspec.structs.replace(one_run(), facts=facts), width=width)
+    lines = "(value) => value.clientHeight / parseFloat(getComputedStyle(value).lineHeight)"
+    values = page.locator(".fact .value")
+    assert [round(values.nth(at).evaluate(lines)) for at in range(6)] == [1] * 6
+    assert page.evaluate("document.documentElement.scrollWidth") <= width
+
+
 def test_lines_of_code_in_a_card_wrap(open_page: Open) -> None:
     code = "loss = model(x)\nloss.backward()  # a comment that says what matters and is longer than a card is wide"
     finding = Finding(code="SS001", title="Slow", evidence="it is", fix=code, saving_ns=10)
@@ -158,6 +168,14 @@ def test_overlapping_kernels_are_not_shares_of_the_step(open_page: Open) -> None
     assert "of the step" not in page.inner_text("#tip")
     choose(page, "phase", "optimizer")
     assert page.inner_text(".told") == "kernels of optimizer take 2.20 ms in a step of 5.00 ms"
+
+
+def test_kernels_of_two_runs_on_several_gpus_are_not_the_subject_of_a_sentence(open_page: Open) -> None:
+    part = break_down([kernels_of_step(), kernels_of_step()[:30]], [5_000_000, 900_000])
+    page = open_breakdown(open_page, msgspec.structs.replace(part, num_devices=2, unit="trace"))
+    said = "all kernels on 2 GPUs: A 8.03 ms in a trace of 5.00 ms, B 0.413 ms in a trace of 0.900 ms"
+    assert page.inner_text(".told") == said
+    assert page.inner_text(".modules h4") == "Module ms in the trace, alike layers folded"
 
 
 @pytest.mark.parametrize("num_steps", [3, 300])
@@ -178,6 +196,7 @@ def test_cpu_page_says_operators_everywhere(open_page: Open) -> None:
     page = open_page(msgspec.structs.replace(report, sections=sections), width=1440)
     show_all(page)
     assert "all operators" in page.inner_text(".told")
+    assert "outside operators 52.9 ms" in page.inner_text(".wall")
     page.hover("figure.roofline ol.points li")
     assert "of all operator time" in page.inner_text("#tip")
 
@@ -229,7 +248,7 @@ def test_unknown_dimensions_are_named_and_not_shown(open_page: Open) -> None:
     nowhere = [replace(kernel, layer="unknown", module="") for kernel in kernels_of_step()]
     page = open_breakdown(open_page, break_down([nowhere], [WALL_NS]))
     assert page.locator(".dimension h4").all_text_contents() == ["Class", "Phase", "Operator"]
-    assert page.inner_text(".help.unknown") == "Not in this recording: module."
+    assert page.inner_text(".help.unknown") == "Not in this recording: modules."
     assert page.locator(".modules").count() == 0
 
 

@@ -37,11 +37,12 @@ def test_baseline_and_order_are_options(tmp_path: Path) -> None:
 def test_compare_prints_a_row_per_run(tmp_path: Path) -> None:
     done = stepscope(tmp_path, "compare", *RUNS, "--format", "csv")
     assert done.returncode == 0, done.stderr
-    runs, _, classes = done.stdout.partition("\n\n")
+    runs, classes, settings = done.stdout.split("\n\n")
     rows = list(csv.DictReader(io.StringIO(runs)))
     assert [row["run"] for row in rows] == ["fp32", "bf16", "bf16 + compile"]
     assert [row["verdict"] for row in rows] == ["baseline", "noise", "faster"]
     parts = list(csv.DictReader(io.StringIO(classes)))
+    assert [row["precision"] for row in csv.DictReader(io.StringIO(settings))] == ["fp32", "bf16", "bf16"]
     for row, part in zip(rows, parts, strict=True):
         total = sum(float(value) for name, value in part.items() if name != "run")
         assert abs(total - float(row["step_ms"])) < 1e-6
@@ -69,6 +70,19 @@ def test_results_of_bench_are_compared_case_by_case(tmp_path: Path) -> None:
     assert done.stderr.startswith("2 runs, 3 cases: new vs old: 3 the same.")
     assert stepscope(tmp_path, "compare", "old", "new/results.jsonl").returncode == 0
     shutil.copytree(tmp_path / "old", tmp_path / "older")
+    three = ("report", "old", "new", "older", "--out", "all.html")
+    ended = stepscope(tmp_path, *three).stderr.splitlines()[-1]
+    assert ended == f"next: stepscope {' '.join(three)} --export figures", "no two of the runs can be shown in depth"
     mixed = stepscope(tmp_path, "report", "old", "new", "older", RUNS[0])
     assert mixed.returncode == 2
     assert "too many files" in mixed.stderr
+
+
+def test_compare_warns_as_for_two_runs(tmp_path: Path) -> None:
+    trace = Path(__file__).parents[1] / "fixtures/h200_nano_compiled.json.gz"
+    names = [f"{number}.json.gz" for number in range(3)]
+    for name in names:
+        shutil.copy(trace, tmp_path / name)
+    done = stepscope(tmp_path, "compare", *names)
+    assert done.returncode == 0, done.stderr
+    assert "workload unknown: check that all runs have the same model and settings" in done.stdout

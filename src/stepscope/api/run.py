@@ -356,7 +356,13 @@ class Run:
             str(one.files[0]) + (f" (rank {one.rank})" if len(run.opened) > 1 and one.rank is not None else "")
             for run, one in ((self, a), (other, b))
         )
-        return RunComparison(compare(a.require_kernels(), b.require_kernels(), by=by, names=(names[0], names[1])))
+        chosen = tuple(
+            f"{one.files[0]} is compared, one of {len(run.opened)} traces"
+            for run, one in ((self, a), (other, b))
+            if len(run.opened) > 1
+        )
+        profiles = a.require_kernels(), b.require_kernels()
+        return RunComparison(compare(*profiles, by=by, names=(names[0], names[1]), remarks=chosen))
 
     @property
     def rank(self) -> int | None:

@@ -109,7 +109,13 @@ def compare(
 
 def _compare_many(recordings: list[Path], by: By, limit: float | None, format_: Format, *, detail: bool) -> None:
     from stepscope.api.series_inputs import read_series
-    from stepscope.explain.story.comparison.run_series import find_slower, tabulate_parts, tabulate_runs
+    from stepscope.explain.story.comparison.run_series import (
+        find_slower,
+        list_warnings,
+        tabulate_parts,
+        tabulate_runs,
+        tabulate_settings,
+    )
 
     if by not in ("class", "phase"):
         raise StepscopeError(
@@ -118,7 +124,8 @@ def _compare_many(recordings: list[Path], by: By, limit: float | None, format_: 
             hint=f"stepscope compare A B --by {by}",
         )
     series = read_series(recordings)
-    tables = (tabulate_runs(series), tabulate_parts(series, by))
+    runs = tabulate_runs(series, warnings=list_warnings(series))
+    tables = (runs, tabulate_parts(series, by), tabulate_settings(series))
     show_tables([table for table in tables if table is not None], format_, detail=detail)
     if limit is None:
         say(f"next: {shlex.join(['stepscope', 'report', *map(str, recordings)])}")

@@ -13,6 +13,7 @@ from stepscope.cli.output import say, show, show_tables, showing_stages, termina
 from stepscope.errors import StepscopeError
 from stepscope.render.formats import Format
 from stepscope.spec import Grid
+from stepscope.units import count_noun
 
 if TYPE_CHECKING:
     from stepscope.api.optimise import OptimiseResult
@@ -70,7 +71,8 @@ def _run(grid: Grid, out: Path) -> "OptimiseResult":
             )
     except OptimisationInterrupted as interrupted:
         shown = f"stepscope optimise --from {shlex.quote(str(interrupted.path))}"
-        say(f"interrupted: {len(interrupted.report.changes)} measured changes are saved; show them with: {shown}")
+        saved = count_noun(len(interrupted.report.changes), "measured change")
+        say(f"interrupted: saved {saved}; show with: {shown}")
         raise
 
 

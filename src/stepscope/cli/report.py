@@ -91,7 +91,7 @@ def _read(files: list[Path], out: Path, export: Path | None, **how: Any) -> None
 
     page = make_report(files, out, command=_words(), **how)
     next_ = f"{shlex.join(_words())} --export figures" if export is None else "stepscope report --help"
-    if len(page.report.runs) > 2 and page.report.commands:
+    if len(page.report.runs) > 2 and len(page.report.commands) > 1:
         next_ = page.report.commands[-1].text  # two of the runs in depth
     _end(page, export, next_=next_)
 

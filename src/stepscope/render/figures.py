@@ -26,7 +26,7 @@ def save(figure: Figure | Timeline, path: Path, *, detail: float = DEFAULT_DETAI
     share of a timeline's pieces that are drawn one by one, the largest first."""
     check_figure(path, force=True)
     content = draw(figure, path.suffix.lower(), detail=detail)
-    with writing(path, if_full="the existing figure was not changed", hint=f"ls -ld {path.parent} {path}"):
+    with writing(path, if_full="nothing was written; free some space", hint="--plot FILE"):
         write_atomically(path, content)
 
 

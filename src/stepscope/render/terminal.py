@@ -27,6 +27,7 @@ from stepscope.render.numbers import Lane, Sheet, format_effect, format_value, l
 
 _GAP = "  "
 _ON_A_PAGE = 3  # findings
+_NOTHING_ALONE = "saves nothing alone"
 _PAIR = 2  # runs that are compared in depth; more have no findings
 _LEAST_TEXT = 24  # the least width of a text column
 _MOST_REMARKS = 9  # more distinct texts than this are names rather than remarks, and stay in their rows
@@ -261,7 +262,8 @@ def _name_finding(finding: Finding) -> str:
     if not finding.saving_ns and not finding.joint_ns:
         return finding.title + _say_saving(finding)
     share = f", {format_value('share', finding.share)}" if finding.share else ""
-    saved = f"saves about {finding.saving_ns / 1e6:,.2f} ms{share}" if finding.saving_ns else "saves nothing alone"
+    about = "up to" if finding.is_remark else "about"
+    saved = f"saves {about} {finding.saving_ns / 1e6:,.2f} ms{share}" if finding.saving_ns else _NOTHING_ALONE
     adds = f"{(finding.joint_ns or 0) / 1e6:,.2f}"
     if finding.joint_ns is not None and adds != f"{(finding.saving_ns or 0) / 1e6:,.2f}":
         saved += f"; {adds} ms {finding.say_after}"
@@ -303,7 +305,9 @@ def _say_saving(finding: Finding) -> str:
     if finding.saving_bytes is not None:
         alone = "" if finding.is_enough else ", not enough alone"
         return f" (−{format_value('bytes', finding.saving_bytes)}{alone})"
-    return "" if finding.saving_ms is None else f" (−{format_value('ms', finding.saving_ms)})"
+    if finding.saving_ms is None:
+        return ""
+    return f" (−{format_value('ms', finding.saving_ms)})" if finding.saving_ns else f" ({_NOTHING_ALONE})"
 
 
 def _summarize_memory(card: MemoryCard) -> str:

@@ -259,6 +259,17 @@ def test_differences_between_runs_are_reported() -> None:
     assert "context" not in said
 
 
+def test_a_whole_trace_next_to_a_step_gives_a_warning() -> None:
+    tape = Tape()
+    with tape.operator("aten::mm"):
+        tape.kernel(GEMM, 100)
+    whole = tape.profile()
+    (said,) = [line for line in compare(run_of(100), whole).remarks if "marks no steps" in line]
+    assert said.startswith("warning: after marks no steps: its times are those of the whole trace")
+    for one in (run_of(100), whole):
+        assert not any("marks no steps" in line for line in compare(one, one).remarks)
+
+
 def test_serialized_kernels_give_a_warning() -> None:
     counted = compare(run_of(100), run_of(100, source="nsight compute"))
     assert "idle" not in {row.name for row in counted.totals}

@@ -12,6 +12,7 @@ import msgspec
 import pytest
 
 from stepscope.findings import Axis, Bars, Figure, Point, Roof, StepBar, StepPhase, StepPicture
+from stepscope.findings.compared import StepChange
 from stepscope.render.drawing import draw_part
 from stepscope.render.drawing.axes import Scale, find_log_ticks, find_ticks
 from stepscope.render.drawing.roofline import choose_points
@@ -20,6 +21,7 @@ from stepscope.render.drawing.svg import width_of
 from stepscope.render.numbers import say_split, split_step
 from stepscope.render.paper import collect, tidy
 from tests.unit.render import report_samples
+from tests.unit.render.comparison_samples import aligned_steps
 from tests.unit.render.report_parts import draw_roofline
 
 Element = ElementTree.Element
@@ -85,6 +87,18 @@ def test_no_two_texts_overlap(drawn: dict[str, str]) -> None:
         for (one, a), (other, b) in combinations(text_boxes(parse(svg)), 2):
             apart = a[2] <= b[0] or b[2] <= a[0] or a[3] <= b[1] or b[3] <= a[1]
             assert apart, (name, one, other)
+
+
+def test_letters_of_changes_at_one_place_are_one_text() -> None:
+    """Steps with a change and new kernels at the same place."""
+    steps = aligned_steps()
+    alone = [StepChange(text=f"change {at}", change_ns=300_000, places=(at,)) for at in (5, 5, 11)]
+    svg = draw_part(msgspec.structs.replace(steps, changes=tuple(alone)))
+    found = [text for text, _ in text_boxes(parse(svg))]
+    assert "a, b" in found
+    assert "c" in found
+    for (one, a), (other, b) in combinations(text_boxes(parse(svg)), 2):
+        assert a[2] <= b[0] or b[2] <= a[0] or a[3] <= b[1] or b[3] <= a[1], (one, other)
 
 
 def test_bars_are_as_long_as_their_values() -> None:

@@ -6,6 +6,7 @@ import json
 import re
 from html import unescape
 from html.parser import HTMLParser
+from itertools import combinations
 from pathlib import Path
 from typing import Any
 
@@ -331,6 +332,25 @@ def test_backticks_become_code_and_nothing_else_does() -> None:
     assert '<p class="sentence"><code>a&lt;b&gt;</code> costs `most</p>' in write_site(report)
 
 
+def test_titles_of_findings_have_code_and_names_keep_their_case() -> None:
+    finding = Finding(code="SS027", title="`zero_grad` fills", evidence="`torch.save` takes 1 s", fix="f")
+    other = msgspec.structs.replace(finding, title="`other` time", evidence="it takes 1 s")
+    advice = (Advice(finding=msgspec.structs.replace(finding, also=(other,))), Advice(finding=other))
+    page = write_site(msgspec.structs.replace(one_run(), advice=advice))
+    assert "<h3><code>zero_grad</code> fills</h3>" in page
+    assert "<li><code>other</code> time" in page
+    # The style sheet capitalizes the first letter of the others.
+    assert '<p class="evidence verbatim"><code>torch.save</code>' in page
+    assert '<p class="evidence">it takes' in page
+
+
+def test_a_flag_is_not_broken_into_two_lines() -> None:
+    long = f"--{'a' * 40}"
+    report = msgspec.structs.replace(one_run(), sentence=f"use --fuse (`x --preset fast`), or {long}")
+    flags = '<span class="flag">--fuse</span> (<code>x <span class="flag">--preset</span> fast</code>)'
+    assert f'"sentence">use {flags}, or {long}</p>' in write_site(report)
+
+
 def test_a_unit_stays_with_its_number() -> None:
     report = msgspec.structs.replace(one_run(), sentence="79% of 60.9 ms and 4.83 GiB, 3 steps")
     assert '"sentence">79% of 60.9&nbsp;ms and 4.83&nbsp;GiB, 3 steps</p>' in write_site(report)
@@ -390,6 +410,17 @@ def test_colours_are_the_same_everywhere_and_differ_in_one_exhibit() -> None:
     assert len(set(series)) == 3
     categories = ("parameters", "optimizer state", "gradients", "activations", "temporaries", "workspaces", "other")
     assert len({colour_of(name) for name in categories}) == len(categories)
+
+
+def test_lines_of_a_chart_have_colours_that_differ_at_a_glance() -> None:
+    """Eight are the most that a trend shows. Sky blue and a pale blue differ by 50, summed over channels."""
+    taken: list[tuple[str, str]] = []
+    for _ in range(8):
+        taken.append(colour_of("a line", taken))
+    for theme in (0, 1):
+        channels = [[int(pair[theme][at : at + 2], 16) for at in (1, 3, 5)] for pair in taken]
+        for one, other in combinations(channels, 2):
+            assert sum(abs(a - b) for a, b in zip(one, other, strict=True)) > 50, (theme, one, other)
 
 
 def contrast(colour: str, paper: str) -> float:

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.cells import cell_len
 
-from stepscope.findings import Cell, Column, Finding, Page, Report, Table
+from stepscope.findings import Advice, Cell, Column, Finding, Page, Report, Table
 from stepscope.render.formats import Format
 from stepscope.render.site import write_site
 from stepscope.render.tables import render
@@ -247,6 +247,10 @@ def test_a_page_lists_fixes_to_paste_and_then_remarks() -> None:
     assert "(saves nothing alone; 0.50 ms once the fixes above are in, which shift the bottleneck)" in render_page(
         msgspec.structs.replace(page, findings=(msgspec.structs.replace(joined[1], saving_ns=0, share=0.0),)), width=100
     )
+    stalls = msgspec.structs.replace(remark, saving_ns=2_000_000, share=0.1)
+    assert "3 kernels take 72% of the GPU time (saves up to 2.00 ms, 10.0%): a, b, c." in render_page(
+        msgspec.structs.replace(page, findings=(stalls,)), width=100
+    )
     short = msgspec.structs.replace(fixable, fix="step()")
     shown = render_page(msgspec.structs.replace(page, findings=(short,)), width=100)
     assert "       Use `fused=True`: step()\n" in shown
@@ -284,6 +288,12 @@ def test_summary_has_the_joint_saving_of_the_page() -> None:
     assert summarize_report(told)[2].endswith("; all fixes −21.5 ms")
     assert "−21.5 ms" in write_site(told)
     assert "all fixes" not in summarize_report(msgspec.structs.replace(report, advice=joined[:1]))[2]
+
+
+def test_summary_says_that_a_fix_saves_nothing_alone() -> None:
+    finding = Finding(code="SS005", title="fp32 without tensor cores", evidence="e", fix="f", saving_ns=0, joint_ns=9)
+    report = msgspec.structs.replace(one_run(), advice=(Advice(finding=finding),))
+    assert summarize_report(report)[2] == "findings: fp32 without tensor cores (saves nothing alone)"
 
 
 def test_summary_of_two_runs_has_both_steps() -> None:

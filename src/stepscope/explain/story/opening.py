@@ -12,7 +12,7 @@ from stepscope.explain.memory import MemoryProfile
 from stepscope.explain.memory.out_of_memory import say_failure
 from stepscope.explain.model_names import describe_model, name_model
 from stepscope.explain.ranks.matching import rank_numbers
-from stepscope.explain.ranks.rank_tables import label_ranks
+from stepscope.explain.ranks.rank_tables import label_ranks, say_others
 from stepscope.explain.statistics import summarise
 from stepscope.explain.story.bounds import Shares
 from stepscope.explain.story.commands import find_case, find_strangers
@@ -56,6 +56,13 @@ class Opening:
     @property
     def step_ns(self) -> float | None:
         return self.materials.step_ns
+
+    @property
+    def trace_ns(self) -> float | None:
+        """The length of a trace without marked steps; None if its kernels ran one at a time."""
+        if self.step_ns is not None or self.shares is None or self.shares.profile.is_serialized:
+            return None
+        return self.shares.profile.clock.step_ns
 
     @cached_property
     def peak_bytes(self) -> int | None:
@@ -239,7 +246,7 @@ def _say_late_rank(materials: Materials) -> str:
     if caused_ns < _LATE_ENOUGH * profile.clock.step_ns:
         return ""
     label = label_ranks(materials.ranks)[times.lateness.index(late)]
-    return f"the other ranks wait {say_time(caused_ns)} for {label}"
+    return f"{say_others(times, late, 'wait')} {say_time(caused_ns)} for {label}"
 
 
 def _say_failure(materials: Materials) -> str:

@@ -166,6 +166,7 @@ def _allocator(materials: Materials) -> Iterator[str]:
 
 def _remarks(opening: Opening) -> Iterator[str]:
     materials = opening.materials
+    yield from _unknown_relation(materials)
     yield from _timing(opening)
     yield from _recording(opening)
     yield from _memory(opening)
@@ -179,6 +180,17 @@ def _remarks(opening: Opening) -> Iterator[str]:
     yield from _attention(materials)
     if "bench" in materials.absent:
         yield f"{materials.absent['bench'].what}: {materials.absent['bench'].why}"
+
+
+def _unknown_relation(materials: Materials) -> Iterator[str]:
+    """Users can combine any files. Settings, or the command that recorded both, tell whether they belong together."""
+    if materials.profile is None or materials.memory is None:
+        return
+    time, memory = materials.profile.recording.manifest, materials.memory.recording.manifest
+    is_known = (time.case is not None and memory.case is not None) or (time.command and time.command == memory.command)
+    if not is_known:
+        without = "memory snapshot" if memory.case is None else "trace"
+        yield f"warning: the {without} has no settings: trace and snapshot may belong to different models"
 
 
 def _attention(materials: Materials, besides: Sequence[str] = ()) -> Iterator[str]:

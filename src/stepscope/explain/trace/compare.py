@@ -76,6 +76,11 @@ class ProfileComparison:
     shorts: dict[str, str]  # short names by kernel name, if compared by kernel
 
     @property
+    def has_steps(self) -> bool:
+        """Whether a recording marks steps; otherwise all times are those of whole traces."""
+        return any(clock.has_steps for clock in self.clocks)
+
+    @property
     def has_overhead(self) -> bool:
         """Whether a profiler may have made a step longer, and with it the idle time."""
         return any(clock.has_overhead for clock in self.clocks)
@@ -88,7 +93,9 @@ def compare(
     by: By = "class",
     names: tuple[str, str] = BEFORE_AND_AFTER,
     labels: tuple[str, str] | None = None,
+    remarks: tuple[str, ...] = (),
 ) -> ProfileComparison:
+    """`remarks` are shown first."""
     labels = labels or label_pair(identify(a, names[0]), identify(b, names[1]))
     one, other = (_take_apart(profile, by) for profile in (a, b))
     steps = round(a.clock.step_ns), round(b.clock.step_ns)
@@ -105,9 +112,21 @@ def compare(
         wall=wall,
         totals=(wall, _sum_kernels(a, b), *idle),
         parts=tuple(row for row in rows if row.a_ns or row.b_ns),
-        remarks=(*compare_circumstances(a, b, labels), *_say_clocks((a.clock, b.clock), labels)),
+        remarks=(
+            *remarks,
+            *_say_lengths((a.clock, b.clock), labels),
+            *compare_circumstances(a, b, labels),
+            *_say_clocks((a.clock, b.clock), labels),
+        ),
         shorts=_find_shorts(a) | _find_shorts(b) if by == "kernel" else {},
     )
+
+
+def _say_lengths(clocks: tuple[Clock, Clock], labels: tuple[str, str]) -> Iterator[str]:
+    """A step and a whole trace are different lengths of time."""
+    whole = [label for clock, label in zip(clocks, labels, strict=True) if not clock.has_steps]
+    if len(whole) == 1:
+        yield f"warning: {whole[0]} marks no steps: its times are those of the whole trace, and not of a step"
 
 
 def _say_clocks(clocks: tuple[Clock, Clock], labels: tuple[str, str]) -> Iterator[str]:
@@ -352,7 +371,7 @@ def comparison_table(comparison: ProfileComparison) -> Table:
     a, b = comparison.labels
     columns = (
         Column(key="group", label=""),
-        Column(key="name", label="per step"),
+        Column(key="name", label="per step" if comparison.has_steps else "in the trace"),
         Column(key="a_ms", label=a, kind="ms"),
         Column(key="b_ms", label=b, kind="ms"),
         Column(key="difference_ms", label="change", kind="ms"),
@@ -386,7 +405,7 @@ def _cells(row: ComparisonRow, total: int | None, comparison: ProfileComparison)
 
 def _title(comparison: ProfileComparison) -> str:
     a, b = comparison.labels
-    if not any(clock.has_steps for clock in comparison.clocks):
+    if not comparison.has_steps:
         return f"{a} → {b}: whole traces, in ms"
     counts = " and ".join(count_noun(clock.num_steps, "step") for clock in comparison.clocks)
     return f"{a} → {b}: mean of {counts}, in ms"

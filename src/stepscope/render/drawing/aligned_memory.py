@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from stepscope.findings.compared import AlignedMemory
 from stepscope.render.drawing.axes import Scale, find_ticks
-from stepscope.render.drawing.brackets import NARROW, Bracket, draw_brackets
+from stepscope.render.drawing.brackets import BOLD, NARROW, Bracket, draw_brackets
 from stepscope.render.drawing.svg import Bounds, Canvas, Sign, Text, fit, place_signs, width_of
 from stepscope.render.formats import clean
 from stepscope.render.numbers import find_binary_unit, format_change, format_tick, format_value
@@ -86,13 +86,15 @@ def _list_brackets(memory: AlignedMemory, x: Scale, width: float) -> list[Bracke
 def _draw_heading(canvas: Canvas, memory: AlignedMemory, run: int, y: float, width: float) -> float:
     """Write the run and its peak; the second one with the change. Return the lower edge."""
     peaks = [memory.totals(each)[memory.peak(each)] for each in (0, 1)]
-    text = fit(f"{clean(memory.runs[run], 60)}: peak {format_value('bytes', peaks[run])}", width - 90, _HEAD_SIZE)
+    text = fit(
+        f"{clean(memory.runs[run], 60)}: peak {format_value('bytes', peaks[run])}", (width - 90) / BOLD, _HEAD_SIZE
+    )
     canvas.write([Text(x=0, y=y + 8, text=text, size=_HEAD_SIZE, bold=True)])
     change = peaks[1] - peaks[0]
     if run and change:
         colour = canvas.palette.change(change)
-        said = format_change("bytes", change)
-        canvas.write([Text(x=width, y=y + 8, text=said, align="end", size=_HEAD_SIZE, colour=colour, bold=True)])
+        grown = format_change("bytes", change)
+        canvas.write([Text(x=width, y=y + 8, text=grown, align="end", size=_HEAD_SIZE, colour=colour, bold=True)])
     return y + 20
 
 

@@ -6,13 +6,13 @@ places that would be too narrow to see are drawn as one.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate, groupby
 from string import ascii_lowercase
 
 from stepscope.findings.compared import AlignedSteps, PlaceTime, StepChange, StepPlace
 from stepscope.render.drawing.axes import find_ticks
-from stepscope.render.drawing.brackets import NARROW, Bracket, define_hatch, draw_brackets
+from stepscope.render.drawing.brackets import BOLD, NARROW, Bracket, define_hatch, draw_brackets
 from stepscope.render.drawing.colours import Palette
 from stepscope.render.drawing.svg import Bounds, Canvas, Sign, Text, fit, place_signs, width_of
 from stepscope.render.formats import clean
@@ -166,13 +166,15 @@ def _draw_heading(canvas: Canvas, steps: AlignedSteps, run: int, y: float, width
     """Write the run and its step time; the second one with a bar that gives the scale: x is not the time of either."""
     what = "per step" if steps.unit == "step" else "in the trace"
     text = f"{clean(steps.runs[run], 60)}: {format_ms(steps.steps_ns[run])} {what}"
-    canvas.write([Text(x=0, y=y, text=fit(text, width - 110, _HEAD_SIZE), size=_HEAD_SIZE, bold=True)])
+    room = width
     if run:
-        whole_ms = width / scale / _MS
-        length = find_ticks(0.0, whole_ms, 12)[1]
+        length = find_ticks(0.0, width / scale / _MS, 12)[1]
         left, right, stroke = width - length * _MS * scale, width, canvas.palette.faint
+        label = Text(x=left - 6, y=y, text=f"{format_tick(length)} ms", align="end", colour=stroke)
         canvas.trace([(left, y - 4), (left, y), (right, y), (right, y - 4)], stroke, 1.2)
-        canvas.write([Text(x=left - 6, y=y, text=f"{format_tick(length)} ms", align="end", colour=stroke)])
+        canvas.write([label])
+        room = label.x - width_of(label.text, label.size) - 8
+    canvas.write([Text(x=0, y=y, text=fit(text, room / BOLD, _HEAD_SIZE), size=_HEAD_SIZE, bold=True)])
     return y + 12
 
 
@@ -275,16 +277,25 @@ def _choose_letters(steps: AlignedSteps) -> list[str]:
 
 
 def _draw_letters(canvas: Canvas, steps: AlignedSteps, letters: Sequence[str], scale: float, y: float) -> float:
-    """Write each letter below its place. Return the lower edge."""
+    """Write each letter below its place, those that would overlap as one text. Return the lower edge."""
     if not any(letters):
         return y
     starts = [0, *accumulate(place.width_ns for place in steps.places)]
+    marks = []
     for change, letter in zip(steps.changes, letters, strict=True):
         if letter:
             at = change.places[0]
-            x = (starts[at] + starts[at + 1]) / 2 * scale
-            canvas.mark("up", x, y + 6, 3.5, fill=canvas.palette.change(change.change_ns))
-            canvas.write([Text(x=x, y=y + 17, text=letter, align="middle", size=_LABEL_SIZE, bold=True)])
+            marks.append(((starts[at] + starts[at + 1]) / 2 * scale, letter))
+            canvas.mark("up", marks[-1][0], y + 6, 3.5, fill=canvas.palette.change(change.change_ns))
+    texts: list[Text] = []
+    size = BOLD * _LABEL_SIZE
+    for x, letter in sorted(marks):
+        written = texts[-1] if texts else None
+        if written and x - written.x < (width_of(written.text, size) + width_of(letter, size)) / 2 + 2:
+            texts[-1] = replace(written, text=f"{written.text}, {letter}")
+        else:
+            texts.append(Text(x=x, y=y + 17, text=letter, align="middle", size=_LABEL_SIZE, bold=True))
+    canvas.write(texts)
     return y + 20
 
 

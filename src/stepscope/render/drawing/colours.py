@@ -100,11 +100,12 @@ _KNOWN: dict[str, Pair] = {
     "waiting": _pale(_VERMILION),
     "GPU idle": _pale(_GREY),
     "idle": _pale(_GREY),
+    "outside operators": _pale(_GREY),
     "the rest": _GREY,
     "A": _GREY,
     "B": _BLUE,
 }
-_OTHERS = (_BLUE, _VERMILION, _GREEN, _PINK, _ORANGE, _SKY, _BLACK, *map(_pale, (_BLUE, _GREEN)), _GREY)
+_OTHERS = (_BLUE, _VERMILION, _GREEN, _PINK, _ORANGE, _SKY, _BLACK, _deep(_PINK), _pale(_GREEN), _GREY)
 
 
 def colour_of(group: str, taken: Collection[Pair] = ()) -> Pair:

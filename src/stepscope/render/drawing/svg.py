@@ -242,14 +242,19 @@ def width_of(text: str, size: float) -> float:
 
 
 def _advance_of(character: str) -> float:
-    """Return the width of a character in Helvetica in units of the font size, by kind and rounded up."""
-    if character in "iljtfrI.,:;'|!()[]/ ":
+    """Return the width of a character in DejaVu Sans in units of the font size, by kind and rounded up. It is the
+    widest font that a page may get: many Linux machines have no other."""
+    if character in "iljI.,:;'|/ ·":
         return 0.34
-    if character in "mwMW@%":
-        return 0.92
+    if character in "tfr!()[]-":
+        return 0.41
+    if character in "mW@%…":
+        return 1.0
+    if character in "wM+=<>#&×→−±":
+        return 0.86
     if unicodedata.east_asian_width(character) in ("W", "F"):
         return 1.05
-    return 0.74 if character.isupper() else 0.58
+    return 0.74 if character.isupper() else 0.64
 
 
 def fit(text: str, width: float, size: float) -> str:

@@ -97,7 +97,7 @@ charts.breakdown = (root, part, page) => {
   const isKnown = ({ values }) => values.length > 1 || values[0] !== "unknown";
   const offered = part.dimensions.map((dimension, at) => at).filter((at) => part.dimensions[at].key !== "kernel");
   const known = offered.filter((at) => isKnown(part.dimensions[at]));
-  const unknown = offered.filter((at) => !known.includes(at)).map((at) => part.dimensions[at].label.toLowerCase());
+  const unknown = offered.filter((at) => !known.includes(at)).map((at) => `${part.dimensions[at].label.toLowerCase()}s`);
   const shown = known.filter((at) => part.dimensions[at].key !== "module");
   const flame = makeFlame(model, body, select, page);
   body.append(panels);
@@ -197,7 +197,8 @@ charts.breakdown = (root, part, page) => {
       const name = part.runs[run] ? `${part.runs[run]} ` : "";
       return [run ? ", " : "", element("strong", `${name}${formatTime(time)}`), ` ${link} ${formatTime(part.walls[run])}`];
     });
-    told.replaceChildren(...(model.areParallel ? [`${choice}${devices} take `, ...figures] : [...figures, `: ${choice}`]));
+    const subject = `${choice}${devices}${model.numRuns > 1 ? ":" : " take"} `;
+    told.replaceChildren(...(model.areParallel ? [subject, ...figures] : [...figures, `: ${choice}`]));
     fillChips();
     fillStrips();
     shown.forEach((at, index) => fillPanel(at, lists[index]));
@@ -300,7 +301,7 @@ function makeStrip(model, run, width, choose) {
     sum += time;
   }
   add(model.totals[run] - sum, "", "rest");
-  add(part.idles[run], "idle", "idle");
+  add(part.idles[run], part.what === "operators" ? "outside operators" : "idle", "idle");
   bar.setAttribute("aria-hidden", "true");
   if (model.numRuns > 1) strip.append(element("span", part.runs[run], "run"));
   strip.append(bar);

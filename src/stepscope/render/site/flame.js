@@ -217,10 +217,17 @@ function makeFlame(model, body, select, page) {
       End: () => level.at(-1),
     };
     if (moves[event.key]) focus(chart.focused ? moves[event.key]() : here);
-    else if (event.key === "Enter" || event.key === " ") zoomTo(here);
-    else if (event.key === "Backspace") zoomTo(chart.flame.zoomed.at(-2) ?? chart.flame.root);
+    else if (event.key === "Enter" || event.key === " ") zoomByKey(here);
+    else if (event.key === "Backspace") zoomByKey(chart.flame.zoomed.at(-2) ?? chart.flame.root);
     else return;
     event.preventDefault();
+  }
+
+  // The box that was told is elsewhere, or gone.
+  function zoomByKey(one) {
+    zoomTo(one);
+    page.tip.hide();
+    chart.isTelling = false;
   }
 
   back.addEventListener("pointermove", (event) => point(placeOf(event), event));

@@ -104,13 +104,13 @@ function makeFlamePainter(model, chart, { back, front }, page) {
     return widths.get(text);
   }
 
-  // A module loses the start of its path, and an operator its namespace; then a module loses its number of layers, and
-  // everything its end.
+  // A module loses the start of its path, but not the name before a number or `*`, and an operator its namespace; then
+  // a module loses its number of layers, and everything its end.
   function shorten(context, one, room) {
     const whole = nameBox(modules, one);
     const [count, name] = one.copies?.size > 1 ? [whole.slice(0, -one.name.length), one.name] : ["", whole];
     const names = [name];
-    if (one.kind === "module") names.push(...[-2, -1].map((from) => name.split(".").slice(from).join(".")));
+    if (one.kind === "module") names.push(name.match(LAST_TWO_NAMES)[0], name.match(LAST_NAME)[0]);
     if (one.kind === "op") names.push(name.replace(/^.*::/, ""));
     const texts = [...names.map((text) => `${count}${text}`), ...names];
     const fitting = texts.find((text) => measure(context, text) <= room);

@@ -20,6 +20,7 @@ MOST_OPEN, _SEARCHED_FROM, _SCROLLED_FROM = 8, 15, 30
 _MOST_LABEL = 60  # characters above a column
 _LONG = 40  # characters; longer text needs a wide column
 _QUOTED = re.compile(r"`([^`]{1,200})`")
+_FLAG = re.compile(r"(?<![\w-])--[a-z][\w-]{,30}(?![\w-])")
 _UNIT_APART = re.compile(r"(?<=\d) (?=(?:%|ns|[µm]?s|[KMGT]?i?B|×)(?![\w]))")
 
 
@@ -29,8 +30,10 @@ def markup(text: str, most: int = NAME, *, lines: bool = False) -> str:
 
 
 def prose(text: str, most: int = PROSE) -> str:
-    """Return sentences as HTML: text in `backticks` becomes code, and a unit stays on the line of its number."""
-    return _QUOTED.sub(r"<code>\1</code>", _UNIT_APART.sub("&nbsp;", markup(text, most)))
+    """Return sentences as HTML: text in `backticks` becomes code, and neither a flag nor a number and its unit is
+    broken into two lines."""
+    written = _QUOTED.sub(r"<code>\1</code>", _UNIT_APART.sub("&nbsp;", markup(text, most)))
+    return _FLAG.sub(r'<span class="flag">\g<0></span>', written)
 
 
 def write_table(

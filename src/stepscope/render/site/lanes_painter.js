@@ -138,7 +138,7 @@ function makeLanesPainter(model, { map, back, front }, page) {
     rule(context, x, AXIS - 4, x, plot.total);
     context.setLineDash([]);
     const room = plot.left + plot.width - x - 8;
-    context.fillText(plotting.fitText(context, "end of step", room), x + 6, tracks[0].y + tracks[0].height / 2);
+    context.fillText(plotting.fitText(context, `end of ${part.unit}`, room), x + 6, tracks[0].y + tracks[0].height / 2);
   }
 
   function drawLabel(context, track) {

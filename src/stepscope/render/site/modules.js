@@ -4,7 +4,9 @@
 const SELF = "(self)";
 
 // A number alone says nothing, and has the name above it: `blocks.3`. As in explain/trace/module_tree.py.
-const labelModule = (above, name) => (above && /^(\d+|\*)(\.|$)/.test(name) ? `${above.match(/[^.]*(\.(\d+|\*))*$/)[0]}.${name}` : name);
+const LAST_NAME = /[^.]*(\.(\d+|\*))*$/;
+const LAST_TWO_NAMES = /([^.]+\.)?[^.]*(\.(\d+|\*))*$/;
+const labelModule = (above, name) => (above && /^(\d+|\*)(\.|$)/.test(name) ? `${above.match(LAST_NAME)[0]}.${name}` : name);
 
 // A tree from the parents and names of its nodes, which have an `order`; `chains` has the nodes of each module from the top.
 function growTree({ parents, names, chains, copies, order }) {

@@ -165,12 +165,13 @@ def _write_card(advice: Advice) -> str:
         others = "".join(map(write_copyable, advice.fixes[1:]))
         fixes += f'<details class="others"><summary>Other fixes</summary>{others}</details>'
     action = f'<p class="fix">{prose(finding.action)}</p>' if finding.action else ""
-    same = "".join(f"<li>{markup(one.title)} <code>{markup(one.code, 20)}</code></li>" for one in finding.also)
+    same = "".join(f"<li>{prose(one.title)} <code>{markup(one.code, 20)}</code></li>" for one in finding.also)
+    verbatim = " verbatim" if finding.evidence.startswith("`") else ""
     also = f'<div class="also"><p>Also explains this time:</p><ul>{same}</ul></div>' if same else ""
     return f"""<article class="card">
-<h3>{markup(finding.title)}</h3>
+<h3>{prose(finding.title)}</h3>
 {saving}
-<p class="evidence">{prose(finding.evidence)}</p>
+<p class="evidence{verbatim}">{prose(finding.evidence)}</p>
 {also}
 {action}
 {fixes}

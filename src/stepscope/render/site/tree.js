@@ -18,7 +18,7 @@ function makeModuleTree(model, body, select) {
   let [foldedSums, singleSums, phases, most, shown] = [null, null, [], 1, []];
   let isOpened = false;
   const title = element("h4", "Module ");
-  title.append(element("span", `ms per ${part.unit}, alike layers folded`, "of"));
+  title.append(element("span", `ms ${part.unit === "step" ? "per step" : "in the trace"}, alike layers folded`, "of"));
   box.append(title, scroll);
   scroll.append(table);
   body.append(box);

@@ -72,4 +72,5 @@ def test_rows_add_up_to_the_difference_of_the_peaks(nested: MemoryProfile) -> No
         assert sum(int(str(row[column])) for row in parts) == whole[column]
     assert whole[:4] == ("all", a.peak_bytes, b.peak_bytes, b.peak_bytes - a.peak_bytes)
     assert sum(float(str(row[5])) for row in parts) == pytest.approx(1.0)
-    assert f"{b.peak_bytes - a.peak_bytes:+,} bytes" in table.notes[0]
+    assert b.peak_bytes < a.peak_bytes
+    assert f"−{a.peak_bytes - b.peak_bytes:,} bytes" in table.notes[0]

@@ -46,6 +46,11 @@ def timed(*step_ns: int, name: str = "run", **settings: object) -> Materials:
     return Materials(name=name, bench=(small_row(step_ns=step_ns, **settings),))
 
 
+def unmarked(profile: Profile) -> Profile:
+    """The same kernels in a trace without steps, phases and modules."""
+    return make_profile(replace(profile.recording, ranges=profile.recording.ranges.head(0)))
+
+
 def steps_of(*durations_us: int) -> Materials:
     timeline = Timeline()
     for us in durations_us:
@@ -144,6 +149,22 @@ def test_memory_only_comparison_has_a_headline() -> None:
     assert "50% less; no step times" in say_change(a, b, AB)
     assert "2× as much" in say_change(b, a, AB)
     assert "in both" in say_change(a, a, AB)
+
+
+def test_traces_without_steps_have_their_lengths_in_the_headline() -> None:
+    long_names = ("a_trace_with_a_long_name.json.gz", "the_other_trace_of_two.json.gz")
+    a, b = (Opening(Materials(name=name, profile=unmarked(record(product)))) for name in long_names)
+    said = say_change(a, b, long_names)
+    assert said == f"{long_names[1]} vs {long_names[0]}: 508 µs vs 508 µs in the trace, no steps marked."
+
+
+def test_headline_of_two_runs_leaves_out_clauses_before_it_cuts_words() -> None:
+    long_names = ("a_trace_with_a_long_name.json.gz", "the_other_trace_of_two.json.gz")
+    a = Opening(Materials(name=long_names[0], profile=unmarked(record(product))))
+    b = Opening(Materials(name=long_names[1], profile=record(product)))
+    said = say_change(a, b, long_names)
+    assert "…" not in said
+    assert said == (f"{long_names[1]}: 258 µs per training step. {long_names[0]}: 2 kernels in 508 µs.")
 
 
 def test_failed_run_is_not_compared() -> None:
@@ -254,15 +275,34 @@ def test_idle_time_excludes_profiler_overhead() -> None:
     assert taken_apart.walls_ns == (1_500_000, 2_250_000)
 
 
-def test_profiled_idle_time_is_noted_and_not_in_the_lead() -> None:
+def test_idle_time_of_two_profiled_runs_is_noted_and_in_the_lead() -> None:
     a, b = record(product, steps=3), record(product, steps=3, host_us=4000)
     report = tell_both(Materials(name="a", profile=a), Materials(name="b", profile=b))
-    said = "No kernel class changed by more than noise and 2% of the profiled step."
-    assert section(report, "changes").lead == said
+    assert section(report, "changes").lead == "The profiled step goes from 258 µs to 4 ms: idle +3.74 ms."
     bars = part_of(report, "changes-time")
     assert isinstance(bars, Bars)
     assert "Profiled step" in bars.title
     assert any("profiling slows the CPU" in note for note in bars.notes)
+
+
+def test_idle_time_is_not_in_the_lead_if_only_one_run_was_profiled() -> None:
+    a, b = with_clock(1_500_000, product), record(product, steps=3, host_us=4000)
+    report = tell_both(Materials(name="a", profile=a), Materials(name="b", profile=b))
+    said = "No kernel class changed by more than noise and 2% of the profiled step."
+    assert section(report, "changes").lead == said
+
+
+def test_traces_without_steps_are_not_called_steps() -> None:
+    a, b = (Materials(name=name, profile=unmarked(record(*[product] * count))) for name, count in (("a", 1), ("b", 3)))
+    report = tell_both(a, b)
+    bars, tables = part_of(report, "changes-time"), [part_of(report, f"changes-{by}") for by in ("class", "kernel")]
+    assert isinstance(bars, Bars)
+    assert "the bars of each run add up to its trace" in bars.notes[0]
+    assert not any("step" in note for note in bars.notes)
+    for table in tables:
+        assert isinstance(table, Table)
+        assert "in the trace" in [column.label for column in table.columns]
+        assert table.title.endswith(", in ms")
 
 
 def test_every_part_of_the_page_has_the_same_step_and_idle_time() -> None:
@@ -442,8 +482,7 @@ def test_fact_of_one_run_has_one_value() -> None:
 def test_trace_length_is_not_compared_with_a_step() -> None:
     """One run marks steps and the other does not."""
     profile = record(product, steps=2)
-    unmarked = replace(profile.recording, ranges=profile.recording.ranges.head(0))
-    report = tell_both(Materials(name="a", profile=make_profile(unmarked)), Materials(name="b", profile=profile))
+    report = tell_both(Materials(name="a", profile=unmarked(profile)), Materials(name="b", profile=profile))
     (step,) = [fact for fact in report.facts if fact.key == "step"]
     assert step.label == "step time"
     assert step.before is None

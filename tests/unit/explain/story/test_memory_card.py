@@ -16,7 +16,8 @@ from stepscope.render.site import write_site
 from stepscope.render.terminal import summarize_report
 from stepscope.spec import Workload
 from stepscope.units import GIB
-from tests.unit.explain.story.statements import check_same, read_page
+from tests.unit.explain.story.contradictions import check_same
+from tests.unit.explain.story.statements import read_page
 from tests.unit.explain.story.story_materials import lacks, product, record, record_ours, small_row
 from tests.unit.plans import fit_of
 from tests.unit.rows import row

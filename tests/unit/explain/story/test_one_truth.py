@@ -12,6 +12,13 @@ from stepscope.api.run import Run
 from stepscope.explain.story import Materials, tell, tell_both
 from stepscope.explain.trace.compare import ProfileComparison
 from stepscope.findings import Report
+from tests.unit.explain.story.contradictions import (
+    Contradiction,
+    check_comparison,
+    check_explain,
+    check_report,
+    check_same,
+)
 from tests.unit.explain.story.random_recordings import (
     Plan,
     Timed,
@@ -23,12 +30,7 @@ from tests.unit.explain.story.random_recordings import (
     plans,
 )
 from tests.unit.explain.story.statements import (
-    Contradiction,
     Statement,
-    check_comparison,
-    check_explain,
-    check_report,
-    check_same,
     read_answers,
     read_comparison,
     read_explain,

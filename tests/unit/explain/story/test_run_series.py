@@ -14,15 +14,17 @@ from stepscope.explain.story.comparison.run_figures import RunFigures, reduce_ru
 from stepscope.explain.story.comparison.run_series import (
     TrendCase,
     find_slower,
+    list_warnings,
     tabulate_cases,
     tabulate_parts,
     tabulate_runs,
     tabulate_settings,
 )
 from stepscope.findings import Bars, Cell, Table
+from stepscope.recording.rows.bench import Doubt
 from stepscope.render.site import write_site
 from stepscope.render.terminal import summarize_report
-from tests.unit.explain.story.story_materials import all_there, memory, product, record, small_row, traced
+from tests.unit.explain.story.story_materials import all_there, memory, product, record, record_ours, small_row, traced
 from tests.unit.rows import ENVIRONMENT
 
 MS = 1_000_000
@@ -99,9 +101,18 @@ def test_only_the_same_work_is_compared() -> None:
     assert tokens is not None
     report = tell_many(series)
     assert report.sentence == "4 runs: 60 ms to 200 ms per step; the work of a step differs (batch)."
+    said = "Faster than the first run of the same work: compile + batch 4 and compile + batch 8."
+    assert report.sections[0].lead == said
     settings = tabulate_settings(series)
     assert settings is not None
     assert column(settings, "batch") == ["4", "4", "8", "8"]
+
+
+def test_a_name_has_the_settings_that_tell_several_runs_apart() -> None:
+    works = [(size, mode) for size in ("small", "large") for mode in ("inference", "train")]
+    runs = [timed("run", 100, size=size, mode=mode, compile=size == "large", precision="bf16") for size, mode in works]
+    runs += [timed("run", 100, size="small", mode="inference", precision="fp32", compile=True)]
+    assert "small + fp32 + compile + inference" in RunSeries.of_runs(runs).labels
 
 
 def test_runs_that_all_differ_in_work_have_no_verdict() -> None:
@@ -109,6 +120,21 @@ def test_runs_that_all_differ_in_work_have_no_verdict() -> None:
     assert series.is_single
     assert "verdict" not in [one.key for one in tabulate_runs(series).columns]
     assert find_slower(series, 0.0) == []
+
+
+def test_warnings_of_two_runs_are_warnings_of_many() -> None:
+    doubt = Doubt(code="throttled", text="the clocks were held back")
+    ours = reduce_run(Materials(name="ours", profile=record_ours(product, doubts=(doubt,))))
+    foreign = reduce_run(Materials(name="foreign", profile=record_ours(product, source="nsight systems", case=None)))
+    doubts = [f"warning: {name}: the clocks were held back (throttled)" for name in ("before", "after")]
+    assert list_warnings(RunSeries.of_runs([ours, ours])) == tuple(doubts)
+    said = list_warnings(RunSeries.of_runs([foreign, ours]))
+    assert said[0] == ("warning: the profilers differ, and so does their overhead: nsight systems and pytorch profiler")
+    assert said[1] == "workload unknown: check that all runs have the same model and settings"
+    assert list_warnings(RunSeries.of_runs([timed("a", 1.0), timed("b", 2.0)])) == ()
+    assert list_warnings(RunSeries.of_runs([ours, timed("b", 2.0)])) == (
+        "warning: ours: the clocks were held back (throttled)",
+    )
 
 
 def test_parts_of_each_run_add_up_to_its_step() -> None:
@@ -201,12 +227,15 @@ def test_the_cases_that_change_most_are_drawn() -> None:
 def test_report_names_the_fastest_run(series: RunSeries) -> None:
     report = tell_many(series, "stepscope report a b c d")
     assert report.sentence == "4 runs: d is the fastest, 80 ms per step, 1.25× faster than a."
-    assert report.sections[0].lead == "Compared with a: faster: d; slower: c; within noise: b."
+    assert report.sections[0].lead == "Faster than a: d; slower: c; within noise: b."
     facts = {fact.key: (fact.value, fact.note) for fact in report.facts}
     assert facts["runs"] == (4, "")
     assert list(facts["fastest"]) == [pytest.approx(80.0, abs=1e-3), "d"]
     assert facts["memory"] == (2**30, "in all of them")
     assert report.commands[1].text == "stepscope report runs/a runs/c --out both.html"
+    smaller = [timed("e", 80.0), reduce_run(Materials(name="f", memory=memory()))]
+    labels = [fact.label for fact in tell_many(RunSeries.of_runs([*smaller, timed("g", 90.0)])).facts]
+    assert labels[-2:] == ["lowest peak memory", "highest peak memory"]
     lines = summarize_report(report)
     assert not any(line.startswith("findings") for line in lines)
     assert "No findings" not in write_site(report)

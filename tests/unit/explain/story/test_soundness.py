@@ -123,3 +123,20 @@ def test_differing_peaks_are_reported() -> None:
     ours = memory().recording.with_manifest(environment=ENVIRONMENT)
     found = judged(bench=(small_row(),), memory=replace(memory(), recording=ours))
     assert "peak memory was 1 GiB while timing steps and 66.1 MiB while recording memory" in found.details
+
+
+def test_a_snapshot_without_settings_may_be_of_another_model() -> None:
+    ours, foreign = record_ours(product), memory()
+    said = "warning: the memory snapshot has no settings"
+    bare = replace(foreign, recording=foreign.recording.with_manifest(case=None, command="stepscope run train.py"))
+    assert any(line.startswith(said) for line in judged(profile=ours, memory=bare).details)
+    loop = record_ours(product, case=None, command="stepscope run train.py")
+    assert not any("has no settings" in line for line in judged(profile=loop, memory=bare).details)
+    unknown = replace(foreign, recording=foreign.recording.with_manifest(case=None, command=""))
+    assert any(
+        line.startswith(said)
+        for line in judged(profile=record_ours(product, case=None, command=""), memory=unknown).details
+    )
+    own = replace(foreign, recording=foreign.recording.with_manifest(case=ours.recording.manifest.case))
+    assert not any("has no settings" in line for line in judged(profile=ours, memory=own).details)
+    assert any("the trace has no settings" in line for line in judged(profile=loop, memory=own).details)

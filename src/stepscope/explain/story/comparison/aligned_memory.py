@@ -166,6 +166,7 @@ def tabulate_peaks(a: dict[str, int], b: dict[str, int], labels: tuple[str, str]
     names = [name for name in a if a[name] or b[name]]
     names.sort(key=lambda name: (-abs(b[name] - a[name]), -max(a[name], b[name]), name))
     total = sum(b.values()) - sum(a.values())
+    change = f"{total:+,}".replace("-", "−")
     sums = [(name, a[name], b[name]) for name in names] + [("all", sum(a.values()), sum(b.values()))]
     rows: tuple[tuple[Cell, ...], ...] = tuple(
         (name, one, other, other - one, other / one if one else None, (other - one) / total if total else None)
@@ -182,5 +183,5 @@ def tabulate_peaks(a: dict[str, int], b: dict[str, int], labels: tuple[str, str]
             Column(key="share_of_change", label="of change", kind="share"),
         ),
         rows=rows,
-        notes=(f"the rows add up to the change of {total:+,} bytes",) if total else (),
+        notes=(f"the rows add up to the change of {change} bytes",) if total else (),
     )

@@ -30,6 +30,7 @@ _WORTH_SAYING = 0.01  # of the longer step
 _UNLIKE = 2  # times the median change of alike places: one that is further from it is named alone
 _MOST_ROWS = 200
 _ALL = "(all)"  # a phase with a single place
+_COUNTED_TWICE = "the time of new and gone kernels is also part of the changes of their places"
 _NUMBER = re.compile(r" \d+$")
 # Words that two runs need not share: how a kernel accesses memory, and its precision.
 _MANNER = r",? (?:vectorized ×\d+|strided)|\b(?:to )?(?:[bt]?fp?\d+|float\d*|bool|u?int\d+|e\dm\d)\b"
@@ -47,17 +48,19 @@ def align_steps(a: Profile, b: Profile, labels: tuple[str, str]) -> AlignedSteps
         for key, one, other in zip(keys, *sides, strict=True)
     )
     least_ns = _WORTH_SAYING * max(run.clock.step_ns for run in runs)
-    changes = [*_find_changes(runs, places, least_ns), *_find_kinds(runs, places)]
-    worth = [one for one in changes if abs(one.change_ns) >= least_ns]
+    found, kinds = (
+        [one for one in changes if abs(one.change_ns) >= least_ns]
+        for changes in (_find_changes(runs, places, least_ns), _find_kinds(runs, places))
+    )
     is_step = any(run.clock.has_steps for run in runs)
     return AlignedSteps(
         title="Both steps, aligned" if is_step else "Both traces, aligned",
         runs=labels,
         places=places,
-        changes=tuple(sorted(worth, key=lambda one: -abs(one.change_ns))),
+        changes=tuple(sorted([*found, *kinds], key=lambda one: -abs(one.change_ns))),
         unit="step" if is_step else "trace",
         idle="outside operators" if a.on_cpu and b.on_cpu else "idle",
-        notes=tuple(_write_notes((a, b), frames, labels)),
+        notes=(*_write_notes((a, b), frames, labels), *([_COUNTED_TWICE] if found and kinds else [])),
     )
 
 
@@ -242,7 +245,7 @@ def tabulate_places(steps: AlignedSteps) -> Table:
     a, b = steps.runs
     per = "per step" if steps.unit == "step" else "in the trace"
     return Table(
-        title="Changes by phase and layer",
+        title="Changes by phase and layer, in ms",
         columns=(
             Column(key="phase", label="phase"),
             Column(key="place", label=per),
@@ -288,7 +291,7 @@ def tabulate_phases(steps: AlignedSteps) -> Table | None:
         Column(key=key, label=label, kind="ms") for key, label in zip(keys, labels, strict=True)
     )
     return Table(
-        title="Changes by phase",
+        title="Changes by phase, in ms",
         columns=(
             Column(key="phase", label="per step" if steps.unit == "step" else "in the trace"),
             *(first, second, change),

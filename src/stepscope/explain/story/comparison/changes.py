@@ -22,6 +22,7 @@ from stepscope.explain.trace.compare import (
     By,
     ComparisonRow,
     ProfileComparison,
+    are_comparable,
     compare,
     comparison_table,
     say_sum,
@@ -35,7 +36,7 @@ DECIDES_WORK = ("model", "batch", "context", "mode", "device")
 _BY: tuple[By, ...] = ("class", "phase", "module", "kernel")
 _NAMED = 3  # changes in the lead
 _WORTH_NAMING = 0.02  # of the first run's step
-_STRETCHED = "idle time is from profiled steps: profiling slows the CPU, so it is longer than in unprofiled steps"
+_STRETCHED = "idle time was recorded under a profiler: profiling slows the CPU, so it is longer than without"
 
 Setting = tuple[str, str, str]  # the name and both values, empty if unknown
 
@@ -122,7 +123,8 @@ def _settings_table(settings: list[Setting], labels: Labels) -> Table:
 
 def _draw_time(comparison: ProfileComparison) -> Bars:
     parts = comparison.parts
-    notes = ["largest change first; the bars of each run add up to its step"]
+    whole = "step" if comparison.has_steps else "trace"
+    notes = [f"largest change first; the bars of each run add up to its {whole}"]
     notes += [_STRETCHED] if comparison.has_overhead else []
     return Bars(
         title=f"{_name_step(comparison)} time by kernel class",
@@ -135,7 +137,7 @@ def _draw_time(comparison: ProfileComparison) -> Bars:
 
 
 def _name_step(comparison: ProfileComparison) -> str:
-    if not any(clock.has_steps for clock in comparison.clocks):
+    if not comparison.has_steps:
         return "Trace"
     return "Profiled step" if comparison.has_overhead else "Step"
 
@@ -148,7 +150,7 @@ def _show_tables(comparisons: dict[By, ProfileComparison], steps: AlignedSteps |
     # The measurement quality has the remarks.
     remarks = comparisons["class"].remarks
     notes = tuple(sums if note == say_sum("class") else note for note in first.notes if note not in remarks)
-    first = msgspec.structs.replace(first, title="Changes by class", notes=notes)
+    first = msgspec.structs.replace(first, title="Changes by class, in ms", notes=notes)
     exhibits = [Exhibit(key="changes-class", part=first)]
     said = {*first.notes, *remarks}
     phases = tabulate_phases(steps) if steps else None
@@ -167,14 +169,18 @@ def _parts_alone(comparison: ProfileComparison, said: set[str]) -> Table:
     rows = tuple(row[1:] for row in table.rows if row[0] == comparison.by)
     notes = tuple(note for note in table.notes if note not in said)
     return Table(
-        title=f"Changes by {comparison.by}", columns=table.columns[1:], rows=rows, notes=notes, compared=table.compared
+        title=f"Changes by {comparison.by}, in ms",
+        columns=table.columns[1:],
+        rows=rows,
+        notes=notes,
+        compared=table.compared,
     )
 
 
 def _say_time_changes(comparison: ProfileComparison) -> str:
-    """The largest changes; idle time only if it does not include the profiler's overhead."""
+    """The largest changes; idle time only if a profiler made both steps longer, or neither."""
     wall = comparison.wall
-    known = [row for row in comparison.parts if row.name != IDLE or not comparison.has_overhead]
+    known = [row for row in comparison.parts if row.name != IDLE or are_comparable(*comparison.clocks)]
     least = _WORTH_NAMING * wall.a_ns
     changed = [row for row in known if abs(row.difference_ns) >= least and row.verdict not in ("same", "noise")]
     step = _name_step(comparison)

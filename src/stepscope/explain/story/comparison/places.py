@@ -106,7 +106,9 @@ def _find_part(module: str | None, layer: str | None, depth: int) -> str | None:
         return ".".join(module.split(".")[: max(1, depth)])
     if not module.startswith(layer):  # a path of classes, which has no path up to the layer
         return _CLASS_NUMBER.sub("", module.rpartition(".")[2])
-    return module.removeprefix(layer).lstrip(".").partition(".")[0]
+    part = module.removeprefix(layer).lstrip(".").partition(".")[0]
+    # A layer that is known from repetition has parts with numbers like those of classes.
+    return _CLASS_NUMBER.sub("", part) if _CLASS_NUMBER.search(layer) else part
 
 
 def _describe_products(profile: Profile, kernels: pl.DataFrame) -> pl.DataFrame:

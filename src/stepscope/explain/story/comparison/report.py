@@ -102,6 +102,8 @@ def say_change(a: Opening, b: Opening, labels: Labels) -> str:
             parts.append(f", {_say_memory(peaks[0], peaks[1])}")
     elif peaks[0] and peaks[1] and not steps[0] and not steps[1] and not _failed(a) and not _failed(b):
         parts = [f"{sides}: {_say_peaks(peaks[0], peaks[1])}; no step times"]
+    elif a.trace_ns and b.trace_ns and not steps[0] and not steps[1]:
+        parts = [f"{sides}: {say_time(b.trace_ns)} vs {say_time(a.trace_ns)} in the trace, no steps marked"]
     else:
         return " ".join(_say_alone(one, label) for one, label in zip((b, a), reversed(labels), strict=True))
     said = ""
@@ -111,7 +113,10 @@ def say_change(a: Opening, b: Opening, labels: Labels) -> str:
 
 
 def _say_alone(opening: Opening, label: str) -> str:
-    return f"{clip(f'{label}: {say_what_matters(opening)}', (MOST_HEADLINE - 3) // 2)}."
+    """What matters about one run in half a headline, without its last clauses if they do not fit."""
+    room, said = (MOST_HEADLINE - 3) // 2, say_what_matters(opening)
+    shorter = (f"{label}: {clauses}" for clauses in (said, said.partition("; ")[0], said.partition(", ")[0]))
+    return f"{next((one for one in shorter if len(one) <= room), clip(f'{label}: {said}', room))}."
 
 
 def _failed(opening: Opening) -> bool:

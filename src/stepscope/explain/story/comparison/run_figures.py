@@ -38,6 +38,8 @@ class RunFigures:
     phases: dict[str, float] = field(default_factory=dict)
     categories: dict[str, int] = field(default_factory=dict)
     soundness: Soundness
+    profiler: str = ""  # what recorded its kernels
+    doubts: tuple[str, ...] = ()  # about its unprofiled steps
     failure: str = ""  # the status of a case that did not finish
 
     @property
@@ -78,6 +80,8 @@ def reduce_run(materials: Materials) -> RunFigures:
         phases=_sum_phases(bar) if bar else _average_phases(materials),
         categories=find_peak(materials.memory) if materials.memory is not None else {},
         soundness=judge(opening),
+        profiler=profile.recording.manifest.source if profile is not None else "",
+        doubts=tuple(f"{one.text} ({one.code})" for one in profile.recording.manifest.doubts) if profile else (),
         failure=row.status if row is not None and row.measurement is None else "",
     )
 

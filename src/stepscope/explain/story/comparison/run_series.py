@@ -20,6 +20,7 @@ from stepscope.units import count_noun, say_list
 
 _MS = 1e6
 _MOST_COLUMNS = 2  # last runs in a table of cases
+_MOST_NAME = 40  # characters of a run: several settings may differ, of which the last ones tell runs apart
 IDLE = "idle"  # the name of idle time among classes
 _FACTS: tuple[tuple[str, str, Quantity], ...] = (
     ("tokens", "tokens/s", "count"),
@@ -85,7 +86,8 @@ class RunSeries:
             groups = [(works[0], list(runs))]
         names = _name_works([work for work, _ in groups])
         cases = tuple(TrendCase(name=name, figures=tuple(some)) for name, (_, some) in zip(names, groups, strict=True))
-        return cls(labels=label_runs([run.identity for run in runs]), cases=cases, baseline=baseline)
+        labels = label_runs([run.identity for run in runs], most=_MOST_NAME)
+        return cls(labels=labels, cases=cases, baseline=baseline)
 
     @cached_property
     def points(self) -> tuple[CasePoint, ...]:
@@ -153,14 +155,14 @@ def _say_work(name: str, value: str) -> str:
 # --- Tables -----------------------------------------------------------------------------------------------------------
 
 
-def tabulate_runs(series: RunSeries) -> Table:
-    """A row per run; with several cases, the rows of a case follow each other."""
+def tabulate_runs(series: RunSeries, *, warnings: Sequence[str] = ()) -> Table:
+    """A row per run; with several cases, the rows of a case follow each other. Its notes begin with `warnings`."""
     columns = [one for one in _list_columns(series) if any(cell is not None for cell in one[1])]
     return Table(
         title="Runs",
         columns=tuple(column for column, _ in columns),
         rows=tuple(zip(*(cells for _, cells in columns), strict=True)),
-        notes=tuple(_write_notes(series)),
+        notes=(*warnings, *_write_notes(series)),
     )
 
 
@@ -286,6 +288,17 @@ def _write_notes(series: RunSeries) -> Iterator[str]:
         yield "peak memory was measured in different ways, and is not comparable"
     if series.is_of_runs and (work := [name for name in series.differing if name in DECIDES_WORK and name != "device"]):
         yield f"the runs differ in {say_list(work)}; only runs that do the same work are compared"
+
+
+def list_warnings(series: RunSeries) -> tuple[str, ...]:
+    """What a comparison of two runs warns of, besides settings that differ."""
+    profilers = list(dict.fromkeys(point.figures.profiler for point in series.points if point.figures.profiler))
+    is_unknown = any(not any(point.figures.work) for point in series.points)
+    return (
+        *([f"warning: the profilers differ, and so does their overhead: {say_list(profilers)}"] * (len(profilers) > 1)),
+        *(["workload unknown: check that all runs have the same model and settings"] * is_unknown),
+        *(f"warning: {series.labels[point.run]}: {doubt}" for point in series.points for doubt in point.figures.doubts),
+    )
 
 
 def tabulate_settings(series: RunSeries) -> Table | None:

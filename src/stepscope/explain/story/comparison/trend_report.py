@@ -30,6 +30,7 @@ from stepscope.units import clip, count_noun, say_list, say_size, say_time
 _MS = 1e6
 _MOST_NAMED = 3  # runs in a sentence
 _VERDICTS = {"faster": "faster", "slower": "slower", "noise": "within noise", "same": "the same"}
+_LINKS = {"faster": "than", "slower": "than", "noise": "of", "same": "as"}  # to what a run is compared with
 
 
 def tell_many(series: RunSeries, command: str = "") -> Report:
@@ -144,13 +145,14 @@ def _say_lead(series: RunSeries) -> str:
             if run != series.baseline and (counted := _count_verdicts(series, run))
         ]
         return f"Compared with {base}, case by case. " + "; ".join(told[-_MOST_NAMED:]) + "." if told else ""
-    words = []
+    with_what = base if series.is_single else "the first run of the same work"
+    words: list[str] = []
     for verdict, said in _VERDICTS.items():
         labels = [series.labels[point.run] for point in series.points if point.verdict == verdict]
         named = say_list(labels) if len(labels) <= _MOST_NAMED else f"{len(labels)} runs"
-        words += [f"{said}: {named}"] if labels else []
-    with_what = base if series.is_single else "the first run of the same work"
-    return f"Compared with {with_what}: {'; '.join(words)}." if words else ""
+        words += [f"{said}{'' if words else f' {_LINKS[verdict]} {with_what}'}: {named}"] if labels else []
+    verdicts = "; ".join(words)
+    return f"{verdicts[0].upper()}{verdicts[1:]}." if verdicts else ""
 
 
 # --- Facts and measurement quality ------------------------------------------------------------------------------------
@@ -182,8 +184,8 @@ def _list_facts(series: RunSeries) -> Iterator[Fact]:
         if min(sizes)[0] == max(sizes)[0]:
             yield Fact(key="memory", label="peak memory", value=min(sizes)[0], kind="bytes", note="in all of them")
             return
-        yield Fact(key="least", label="least peak memory", value=min(sizes)[0], kind="bytes", note=min(sizes)[1])
-        yield Fact(key="most", label="most peak memory", value=max(sizes)[0], kind="bytes", note=max(sizes)[1])
+        yield Fact(key="least", label="lowest peak memory", value=min(sizes)[0], kind="bytes", note=min(sizes)[1])
+        yield Fact(key="most", label="highest peak memory", value=max(sizes)[0], kind="bytes", note=max(sizes)[1])
 
 
 def _judge_all(series: RunSeries) -> Soundness:
