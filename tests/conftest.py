@@ -56,7 +56,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def pytest_collection_finish() -> None:
     """What the test modules have imported is never garbage. To scan it takes a second, and many tests collect garbage,
     or measure steps, before which it is collected."""
-    gc.collect()
     gc.freeze()
     gc.enable()
 

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.fuzz import fuzzer
 from tests.fuzz.faulty_worker import CLASSES
 from tests.fuzz.fuzzer import FINE, Summary, fuzz
 from tests.fuzz.seeds import build_seeds
@@ -40,7 +41,9 @@ def test_the_same_number_makes_the_same_input(tmp_path: Path) -> None:
         ]
 
 
-def test_every_kind_of_failure_is_recognized_and_saved(tmp_path: Path) -> None:
+def test_every_kind_of_failure_is_recognized_and_saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fuzzer, "BUSY_S", 2.0)
+    monkeypatch.setattr(fuzzer, "MEMORY_BYTES", 1 << 30)
     found = fuzz(count=len(CLASSES), seed=1, only="claim", worker="tests.fuzz.faulty_worker", kept=tmp_path)
     assert found.classes == {name: CLASSES.count(name) for name in CLASSES}
     assert [case.class_ for case in found.failures] == [name for name in CLASSES if name not in FINE]

@@ -4,7 +4,7 @@ from stepscope.recording.rows.optimisation import ChangeStatus, GradientCheck, M
 from stepscope.spec import Scalar, build_case
 from tests.unit.rows import ENVIRONMENT
 
-ATTENTION = "attention: 12 calls of scaled_dot_product_attention are flash_attention"
+ATTENTION = "attention: 12 calls of scaled_dot_product_attention replaced with flash_attention"
 
 
 def check(share: float | None = 0.5) -> GradientCheck:

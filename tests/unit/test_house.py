@@ -37,6 +37,13 @@ def test_no_file_is_too_long() -> None:
     assert [name for name, text in modules() if text.count("\n") > LONGEST] == []
 
 
+def test_no_exported_name_is_a_package() -> None:
+    """Importing `stepscope.x` sets the attribute `x` of the package, and a function of that name would be gone."""
+    inside = {name.split("/")[0].removesuffix(".py") for name, _ in modules()}
+    imported_first = {"annotate"}  # its module defines it, and is never imported again
+    assert inside & {*stepscope.__all__} == imported_first
+
+
 def test_no_package_has_too_many_modules() -> None:
     counts: dict[str, int] = defaultdict(int)
     for name, _ in modules():

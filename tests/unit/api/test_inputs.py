@@ -103,8 +103,11 @@ def test_directory_of_traces_is_a_run_with_ranks(tmp_path: Path) -> None:
     assert [rank.profile.recording.manifest.rank for rank in load(tmp_path / "a").ranks] == [0, 1]
     assert [len(one.ranks) for one in read(tmp_path / "a", tmp_path / "b")] == [2, 0]
     second = load(tmp_path / "a" / "0.pt.trace.json")  # rank 1
-    names = load(tmp_path / "a").compare(second).comparison.names
-    assert names == (f"{tmp_path / 'a' / '0.pt.trace.json'} (rank 1)", str(tmp_path / "a" / "0.pt.trace.json"))
+    comparison = load(tmp_path / "a").compare(second).comparison
+    names = (f"{tmp_path / 'a' / '0.pt.trace.json'} (rank 1)", str(tmp_path / "a" / "0.pt.trace.json"))
+    assert comparison.names == names
+    assert comparison.remarks[0] == f"{tmp_path / 'a' / '0.pt.trace.json'} is compared, one of 2 traces"
+    assert not any("one of" in remark for remark in second.compare(second).comparison.remarks)
     (tmp_path / "c").mkdir()
     (tmp_path / "c" / "notes.json").write_text("{}")
     assert "not a recording" in refuse(tmp_path / "c").message

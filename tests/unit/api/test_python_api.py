@@ -93,7 +93,7 @@ def test_page_of_several_ranks_starts_with_a_summary_and_names_the_rank_below() 
     page = run.page()
     first, *_ = page.headline.splitlines()
     assert first.startswith("2 ranks: step")
-    assert "the others wait for rank 1 (late CPU): 3.60 ms" in page.headline
+    assert "\nrank 0 waits for rank 1 (late CPU): 1.2 ms per step\n" in page.headline
     assert "below: rank 0" in page.headline
     assert [table.title for table in page.tables[:3]] == [
         "Ranks",

@@ -12,7 +12,8 @@ from stepscope.explain.questions.idle_gaps import find_gaps
 from stepscope.explain.questions.product_roles import Extent, extent, find_products, role_of_module
 from stepscope.explain.trace.attribution import attribute_kernels
 from stepscope.explain.trace.profile import Profile, make_profile
-from stepscope.explain.trace.profile_tables import phases_table
+from stepscope.explain.trace.profile_tables import kernels_table, phases_table, steps_table
+from stepscope.explain.trace.ranges_table import ranges_table
 from stepscope.findings import Cell
 from stepscope.recording import tables
 from stepscope.recording.rows.bench import Doubt
@@ -22,7 +23,7 @@ from stepscope.render.tables import render
 from stepscope.spec import HuggingFace, build_case
 from stepscope.units import say_share
 from tests.unit.question_recordings import AUTOGRAD, EXP, GEMM, SMALL_GEMM, SOFTMAX, Tape, model_profile
-from tests.unit.recordings import add_unprofiled_steps
+from tests.unit.recordings import Timeline, add_unprofiled_steps
 
 
 def ask(key: str, *profiles: Profile) -> Answer:
@@ -394,6 +395,28 @@ def test_longest_gap_names_the_cpu_operator() -> None:
     assert longest["host_op"] is None  # the launching thread was in no operator when the device went idle
 
 
+def test_operators_of_a_cpu_are_not_called_kernels() -> None:
+    """In answers and their evidence, and in the tables that the page and the terminal share."""
+    timeline = Timeline()
+    for _ in range(3):
+        with timeline.step():
+            timeline.host(30)
+            with timeline.phase("forward"), timeline.range("mine"):
+                timeline.compute("aten::mm", 100)
+                timeline.compute("aten::softmax", 50)
+            with timeline.phase("backward"):
+                timeline.compute("aten::mm", 200)
+    profile = timeline.profile()
+    assert "The largest other operator is `aten::softmax`" in ask("besides-products", profile).sentence
+    idle = ask("idle", profile)
+    assert "before the first operator" in idle.sentence
+    assert idle.evidence is not None
+    made = (phases_table(profile), kernels_table(profile, top=1), steps_table(profile), ranges_table(profile))
+    for table in (idle.evidence, *made):
+        for text in (table.title, *(column.label for column in table.columns), *table.notes):
+            assert "kernel" not in text.lower().replace("--table kernels", ""), table.title
+
+
 def test_unknown_phases_have_no_answers() -> None:
     tape = Tape()
     tape.kernel(GEMM, 10)
@@ -429,8 +452,12 @@ def test_questions_about_a_mostly_unknown_phase_are_not_answered() -> None:
     for key in ("forward-time", "top-kernel", "besides-products", "share-of-products", "softmax"):
         found = ask(key, profile)
         assert found.status == "not in this recording", key
-        assert "32.3%" in found.sentence
+        assert "of 32.3% of kernel time is unknown, and only 3.23% is known to be forward" in found.sentence
     assert ask("copies", profile).status == "answered"  # backward is known
+    tape = Tape()
+    with tape.inside("step:0"):
+        tape.kernel(GEMM, 10_000)
+    assert ask("forward-time", tape.profile()).sentence == "The phase of 100.0% of kernel time is unknown."
 
 
 def test_phases_take_the_same_time_in_questions_and_tables() -> None:

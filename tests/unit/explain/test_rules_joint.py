@@ -9,6 +9,7 @@ import pytest
 from stepscope.explain.rules import find
 from stepscope.explain.rules.evidence import StepEvidence
 from stepscope.explain.rules.joint import join, rank
+from stepscope.explain.rules.rule import settle
 from stepscope.explain.trace.profile import Profile, make_profile
 from stepscope.findings import Finding, joint_saving
 from stepscope.spec import build_case
@@ -304,6 +305,19 @@ def test_gpu_time_counts_once_the_cpu_is_faster() -> None:
     assert precision.joint_ns is not None
     assert precision.saving_ns < 50 * 10_000
     assert precision.joint_ns > 2 * precision.saving_ns
+
+
+def test_fix_that_does_not_shorten_the_step_says_so() -> None:
+    timeline = Timeline(host_us=60)
+    with timeline.step(), timeline.phase("forward"):
+        timeline.launch(GEMM_FP32, 55, op="aten::mm")
+        timeline.launch(ADD, 5, op="aten::add")
+    evidence = StepEvidence(profile=timeline.profile())
+    gain = replace(evidence.gain_of(evidence.durations), gpu_ns=40_000, step_ns=0)
+    hit = settle(evidence, gain, "they take 55 µs", title="slow")
+    assert hit is not None
+    said = "they take 55 µs; a fix saves 40 µs of GPU time but nothing of the step, because the GPU is idle "
+    assert hit.evidence.startswith(said)
 
 
 def test_stall_is_explained_once() -> None:

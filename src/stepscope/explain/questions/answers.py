@@ -125,6 +125,8 @@ def why_unknown(profile: Profile, *phases: str) -> str:
     if not unknown:
         return f"this recording has no {phases[0]} pass"
     share, known_share = (say_share(time / max(1, profile.gpu_time_ns)) for time in (unknown, known))
+    if not known:
+        return f"the phase of {share} of kernel time is unknown"
     return f"the phase of {share} of kernel time is unknown, and only {known_share} is known to be {phases[0]}"
 
 

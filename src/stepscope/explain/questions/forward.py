@@ -231,9 +231,10 @@ def what_else_matters(profile: Profile) -> Answer:
         name, _, count, _ = _leader(rest)
         share = time_of(rest.filter(pl.col("name") == name)) / max(1, time_of(forward))
         named[0] = named[0][0].upper() + named[0][1:]
+        calls = f"{count_noun(count / steps, 'call')} {profile.clock.say_per_step}"
         sentence = (
-            f"{say_list(named)}; GEMMs take {say_share(products)}. The largest other kernel is `{_short(rest, name)}`: "
-            f"{say_share(share)}, {count_noun(count / steps, 'call')} {profile.clock.say_per_step}."
+            f"{say_list(named)}; GEMMs take {say_share(products)}. The largest other {kernel_word(profile)} is "
+            f"`{_short(rest, name)}`: {say_share(share)}, {calls}."
         )
     rows: list[tuple[Cell, ...]] = [
         ("class", row["class"], row["count"] / steps, row["time_ns"] / steps / 1e6, row["share"], None)

@@ -13,7 +13,7 @@ import polars as pl
 
 from stepscope.explain.questions.answers import Answer, missing, share_by
 from stepscope.explain.trace.attribution.nesting import around
-from stepscope.explain.trace.profile import Profile, device_word
+from stepscope.explain.trace.profile import Profile, device_word, kernel_word
 from stepscope.findings import Cell, Column, Table
 from stepscope.units import say_share, say_time
 
@@ -186,7 +186,7 @@ def idle_time(profile: Profile) -> Answer:
     if not gaps.height:
         return Answer(key=key, question=question, figure="0%", sentence=f"Nowhere: the {word} is always busy.")
     causes = share_by(gaps, "cause")
-    said = [f"{row['cause']} {say_share(row['share'])}" for row in causes.head(3).iter_rows(named=True)]
+    said = [f"{_name(profile, row['cause'])} {say_share(row['share'])}" for row in causes.head(3).iter_rows(named=True)]
     first = causes["cause"][0]
     longest = gaps.sort("time_ns", "start_ns", descending=[True, False]).row(0, named=True)
     mean = f" (mean of {devices} devices)" if devices > 1 else ""
@@ -194,7 +194,7 @@ def idle_time(profile: Profile) -> Answer:
     opening = f"{say_time(clock.idle_ns)} {what} {clock.say_per_step}, {say_share(clock.idle_share)}{mean}"
     profiled = " in profiled steps" if clock.kind == "unprofiled" else ""
     sentence = (
-        f"{opening}. Causes{profiled}: {', '.join(said)} ({first}: {CAUSES[first]}). The longest gap{profiled} is "
+        f"{opening}. Causes{profiled}: {', '.join(said)} ({_explain(profile, first)}). The longest gap{profiled} is "
         f"{say_time(longest['time_ns'])}{_place(longest)}"
     )
     figure = f"{say_share(clock.idle_share)} {clock.say_of_step}"
@@ -205,6 +205,15 @@ def idle_time(profile: Profile) -> Answer:
         sentence=sentence + ".",
         evidence=_table(profile, gaps, causes),
     )
+
+
+def _name(profile: Profile, cause: str) -> str:
+    """Return a cause in words: on a CPU, operators are the kernels."""
+    return cause.replace("kernel", kernel_word(profile))
+
+
+def _explain(profile: Profile, cause: str) -> str:
+    return _name(profile, f"{cause}: {CAUSES[cause]}")
 
 
 def _place(gap: dict[str, object]) -> str:
@@ -219,13 +228,13 @@ def _table(profile: Profile, gaps: pl.DataFrame, causes: pl.DataFrame) -> Table:
     start, idle_ms = profile.window[0], profile.clock.idle_ns / 1e6
     total = max(1, int(gaps["time_ns"].sum()))
     rows: list[tuple[Cell, ...]] = [
-        ("cause", row["cause"], row["count"], row["share"] * idle_ms, row["share"], None, None, None, None)
-        for row in causes.iter_rows(named=True)
+        ("cause", _name(profile, cause), count, share * idle_ms, share, None, None, None, None)
+        for cause, count, share in causes.select("cause", "count", "share").iter_rows()
     ]
     for gap in gaps.sort("time_ns", "start_ns", descending=[True, False]).head(_LONGEST).iter_rows(named=True):
         at = (gap["start_ns"] - start) / 1e6
         around = (at, gap["before"], gap["after"], gap["host_op"])
-        rows.append(("gap", gap["cause"], 1, gap["time_ns"] / 1e6, gap["time_ns"] / total, *around))
+        rows.append(("gap", _name(profile, gap["cause"]), 1, gap["time_ns"] / 1e6, gap["time_ns"] / total, *around))
     return Table(
         title=f"Idle time by cause ({profile.clock.say_per_step}), then the longest gaps",
         columns=(
@@ -235,12 +244,12 @@ def _table(profile: Profile, gaps: pl.DataFrame, causes: pl.DataFrame) -> Table:
             Column(key="time_ms", label="time", kind="ms"),
             Column(key="share", label="of idle time", kind="share"),
             Column(key="at_ms", label="at", kind="ms"),
-            Column(key="before", label="kernel before"),
-            Column(key="after", label="kernel after"),
+            Column(key="before", label=_name(profile, "kernel before")),
+            Column(key="after", label=_name(profile, "kernel after")),
             Column(key="host_op", label="CPU was in"),
         ),
         rows=tuple(rows),
-        notes=(*_say_scaled(profile), *(f"{cause}: {CAUSES[cause]}" for cause in causes["cause"])),
+        notes=(*_say_scaled(profile), *(_explain(profile, cause) for cause in causes["cause"])),
     )
 
 

@@ -97,7 +97,8 @@ def settle(evidence: StepEvidence, gain: Gain, text: str, *, title: str) -> Hit 
             why = "other streams run at the same time"
         else:
             why = "the step would then be CPU-bound"
-        text += f"; a fix saves {ms(gain.gpu_ns)} of GPU time but only {ms(gain.step_ns)} of the step, because {why}"
+        gains = f"only {ms(gain.step_ns)} of the step" if gain.step_ns > 0 else "nothing of the step"
+        text += f"; a fix saves {ms(gain.gpu_ns)} of GPU time but {gains}, because {why}"
     elif gain.gpu_ns and gain.step_ns > 1.5 * gain.gpu_ns:
         text += "; most of the saving is CPU time, because there are fewer kernels to launch"
     return Hit(title=title, evidence=text, saving_ns=gain.step_ns, gain=gain)

@@ -114,7 +114,7 @@ def write_page(path: Path, runs: Sequence[Materials] | RunSeries, command: str =
 
     report = tell_runs(runs, command)
     content = write_site(report).encode()
-    with writing(path, if_full="the page was not changed", hint="--out FILE.html"):
+    with writing(path, if_full="nothing was written; free some space", hint="--out FILE.html"):
         write_atomically(path, content)
     return report
 
