@@ -87,16 +87,17 @@ def read(path: Path) -> Iterator[Sentence]:
 
 def _read_python(text: str) -> Iterator[tuple[int, str, str]]:
     tree = ast.parse(text)
-    yield from _read_strings(tree, text)
+    yield from _read_strings(tree)
     for token in tokenize.generate_tokens(io.StringIO(text).readline):
         if token.type == tokenize.COMMENT and not re.match(r"#\s*(?:noqa|type:|fmt:|!)", token.string):
             yield token.start[0], "comment", token.string.lstrip("# ")
 
 
-def _read_strings(tree: ast.AST, text: str) -> Iterator[tuple[int, str, str]]:
+def _read_strings(tree: ast.AST) -> Iterator[tuple[int, str, str]]:
     docstrings: set[int] = set()
     inside: set[int] = set()
-    for node in ast.walk(tree):
+    nodes = list(ast.walk(tree))
+    for node in nodes:
         if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
             first = node.body[0] if node.body else None
             if isinstance(first, ast.Expr) and isinstance(first.value, ast.Constant):
@@ -105,20 +106,20 @@ def _read_strings(tree: ast.AST, text: str) -> Iterator[tuple[int, str, str]]:
             yield node.lineno, "test", node.name.removeprefix("test_").replace("_", " ")
         if isinstance(node, ast.JoinedStr):
             inside.update(id(child) for child in ast.walk(node) if child is not node)
-            yield node.lineno, "string", _spell(node, text)
-    for node in ast.walk(tree):
+            yield node.lineno, "string", _spell(node)
+    for node in nodes:
         if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in inside:
             yield node.lineno, "docstring" if id(node) in docstrings else "string", node.value
 
 
-def _spell(node: ast.JoinedStr, text: str) -> str:
-    """An f-string as its source has it: `{count} kernels per step`."""
+def _spell(node: ast.JoinedStr) -> str:
+    """An f-string as in its source: `{count} kernels per step`."""
     parts = []
     for value in node.values:
         if isinstance(value, ast.Constant):
             parts.append(str(value.value))
         elif isinstance(value, ast.FormattedValue):
-            parts.append("{" + (ast.get_source_segment(text, value.value) or "…") + "}")
+            parts.append("{" + ast.unparse(value.value) + "}")
     return "".join(parts)
 
 
