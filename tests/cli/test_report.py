@@ -147,7 +147,7 @@ def test_failed_stage_costs_only_its_section(folder: Path) -> None:
     assert said["profile"].startswith("failed: building `mine:raises_later` raised ValueError: no weights for today")
     page = (folder / "report.html").read_text()
     assert "no weights for today" in page
-    assert "skipped with --without" in page
+    assert 'skipped with <span class="flag">--without</span>' in page
 
 
 def test_page_has_the_reasons_if_every_stage_fails(folder: Path) -> None:
