@@ -207,7 +207,7 @@ def as_bytes(memory: Memory | None) -> int | None:
         has_unit = isinstance(memory, str) and memory[-1:] in "bB"
         raise StepscopeError(
             f"not the memory of a GPU: `{memory}`",
-            detail="it is too small" if has_unit else "expected a number and a unit",
+            detail="less than any GPU has" if has_unit else "expected a number and a unit",
             hint="24GB, 80GiB",
         )
     return size

@@ -71,9 +71,9 @@ def refusing() -> Iterator[None]:
     except RuntimeError as error:
         if str(error).startswith(_TOO_LARGE):
             raise StepscopeError(
-                "a tensor has more bytes than PyTorch can count",
+                "a tensor is too large for PyTorch",
                 detail=str(error),
-                hint="a smaller --batch or --context",
+                hint="use a smaller --batch or --context",
             ) from error
         if not str(error).startswith(".numpy() is not supported"):
             raise

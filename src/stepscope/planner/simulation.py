@@ -47,8 +47,8 @@ SIMULATED = 2  # steps; the others repeat the last
 _ONE_LAUNCH = "adamw-onelaunch"
 _FUSED_UPDATE = "aten._fused_adamw_.default"
 GRAPHS = (
-    "The peak is that of the capture and the runs before it. Replays request nothing, so PyTorch's peak during them "
-    "shows only what lives between steps; the memory of the graphs stays reserved."
+    "The peak is that of the capture and the runs before it. Replays request no memory, so PyTorch's peak during "
+    "them only shows what stays allocated between steps; the memory of the graphs stays reserved."
 )
 
 
@@ -115,7 +115,9 @@ def _follow_settings(simulation: Simulation, workload: Workload, steps: int, tim
     simulation.steps = found.steps
     if workload.is_traced:
         version = torch.__version__.partition("+")[0]
-        compiled = f"Memory is that of the code that PyTorch {version} compiles for this GPU, without calls of loggers."
+        compiled = (
+            f"Memory is that of the code that PyTorch {version} compiles for this GPU, with logging calls left out."
+        )
         simulation.assumptions.append(compiled)
     if workload.graph:
         simulation.assumptions.append(GRAPHS)

@@ -280,7 +280,7 @@ def test_compiling_changes_the_memory_and_not_the_operators(answers: dict[str, A
 def test_without_the_compiler_the_memory_is_the_eager_one_and_the_reason_is_said(answers: dict[str, Answer]) -> None:
     (said,) = [one for one in answers["unknown-compiler"].assumptions if "eager" in one]
     assert said.startswith("Memory is that of the eager step, without --compile: the compiler of PyTorch")
-    assert answers["graph-break"].error.startswith("the compiler stops at `")
+    assert answers["graph-break"].error.startswith("compilation stops at `")
 
 
 def test_a_captured_step_reserves_its_graphs_next_to_what_lives_between_steps(answers: dict[str, Answer]) -> None:

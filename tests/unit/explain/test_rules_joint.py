@@ -316,7 +316,7 @@ def test_fix_that_does_not_shorten_the_step_says_so() -> None:
     gain = replace(evidence.gain_of(evidence.durations), gpu_ns=40_000, step_ns=0)
     hit = settle(evidence, gain, "they take 55 µs", title="slow")
     assert hit is not None
-    said = "they take 55 µs; a fix saves 40 µs of GPU time but nothing of the step, because the GPU is idle "
+    said = "they take 55 µs; a fix saves 40 µs of GPU time but no step time, because the GPU is idle "
     assert hit.evidence.startswith(said)
 
 

@@ -119,7 +119,9 @@ def ranks_table(ranks: Sequence[RankActivity], times: RankTimes | None, shown: S
         "has the shortest communication itself"
     ]
     if times is not None:
-        notes.append("late: after all others have arrived, even if they still compute; waits: for any later rank")
+        notes.append(
+            "late: time after all other ranks have arrived, even if they still compute; waits: time spent waiting for later ranks"
+        )
         if any(one.on_cpu for one in ranks):
             notes.append("on a CPU, communication is the operators that queue it, and waits are on the threads of Gloo")
     elif len(ranks) > 1:

@@ -97,7 +97,7 @@ def settle(evidence: StepEvidence, gain: Gain, text: str, *, title: str) -> Hit 
             why = "other streams run at the same time"
         else:
             why = "the step would then be CPU-bound"
-        gains = f"only {ms(gain.step_ns)} of the step" if gain.step_ns > 0 else "nothing of the step"
+        gains = f"only {ms(gain.step_ns)} of step time" if gain.step_ns > 0 else "no step time"
         text += f"; a fix saves {ms(gain.gpu_ns)} of GPU time but {gains}, because {why}"
     elif gain.gpu_ns and gain.step_ns > 1.5 * gain.gpu_ns:
         text += "; most of the saving is CPU time, because there are fewer kernels to launch"

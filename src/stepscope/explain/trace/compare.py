@@ -126,7 +126,7 @@ def _say_lengths(clocks: tuple[Clock, Clock], labels: tuple[str, str]) -> Iterat
     """A step and a whole trace are different lengths of time."""
     whole = [label for clock, label in zip(clocks, labels, strict=True) if not clock.has_steps]
     if len(whole) == 1:
-        yield f"warning: {whole[0]} marks no steps: its times are those of the whole trace, and not of a step"
+        yield f"warning: {whole[0]} has no marked steps: its times cover the whole trace, not one step"
 
 
 def _say_clocks(clocks: tuple[Clock, Clock], labels: tuple[str, str]) -> Iterator[str]:

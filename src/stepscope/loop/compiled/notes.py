@@ -35,7 +35,7 @@ _SOURCES = re.compile(r"# (?:Topologically Sorted|Unsorted) Source Nodes: \[(.*)
 _CALL = re.compile(r"^\s*(?:[\w, ()]+ = )?((?:extern_kernels|torch\.ops|aten)\.[\w.]+|\w+(?=\.run\())[.(]")
 _DEFINITION = "async_compile."
 _LOOPS = "cpp_"  # the beginning of the names of functions that Inductor compiles for CPUs
-_UNSUPPORTED = "modules of compiled code are unknown: stepscope does not know the compiler of this version of PyTorch"
+_UNSUPPORTED = "modules of compiled code are unknown: the compiler of this version of PyTorch is not supported"
 
 
 @dataclass(frozen=True, kw_only=True)

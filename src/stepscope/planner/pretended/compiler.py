@@ -60,7 +60,7 @@ def why_not() -> str:
     release = tuple(int(part) for part in torch.__version__.split(".")[:2])
     if not OLDEST <= release <= NEWEST:
         known = " to ".join("{}.{}".format(*one) for one in (OLDEST, NEWEST))
-        return f"the compiler of PyTorch {torch.__version__} is not known, only that of {known}"
+        return f"the compiler of PyTorch {torch.__version__} cannot be simulated, only that of {known}"
     if importlib.util.find_spec("triton") is None:
         return "the compiler needs Triton, which is not installed"
     return ""
@@ -85,7 +85,7 @@ def pretended_compiler(gpu: Accelerator, watching: Watching, times: KernelModel 
         try:
             yield
         except (RuntimeError, NotSimulatedError) as error:  # also those of the compiler, and of fake tensors
-            raise CannotCompile(f"the compiler stops at `{_summarize(error)}`") from error
+            raise CannotCompile(f"compilation stops at `{_summarize(error)}`") from error
 
 
 def _summarize(error: Exception) -> str:

@@ -115,7 +115,8 @@ def _find_leftovers(placement: Placement) -> Iterator[str]:
     start = min(one.sighting.index for one in placement.attentions)
     inside = {look(one.sighting) for one in placement.products if one.layer is not None}
     if found := [one for one in placement.extras if one.index < start and look(one) in inside]:
-        yield f"before the first layer: {count_noun(len(found), 'GEMM')} with the kernel and grid of a layer's"
+        gemms = count_noun(len(found), "GEMM")
+        yield f"before the first layer: {gemms} with the kernel and grid of a layer, which may lack one"
 
 
 def _compare_heads(placement: Placement) -> Iterator[str]:

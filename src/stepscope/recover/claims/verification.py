@@ -414,7 +414,7 @@ class _Judge:
             if result.verdict == "not tested" and not is_told and not is_aside:
                 yield f"{name}: {self._describe_tying() if name == 'tied' else describe_untested(name, result)}"
         if "num_kv_heads" in self.claim.fields and any("key_value" in one.placement.pattern for one in self.files):
-            yield "num_kv_heads: keys and values are one projection, or one of two is missing from every layer"
+            yield "num_kv_heads: keys and values share one projection, or one of their two is missing from every layer"
         if self.unseen > _MOST_UNKNOWN:
             yield f"{self.unseen:.1%} of the GPU time is in kernels on other streams, which were ignored"
         claimed = [name for name in LAYER_SIZES if name in self.claim.fields]

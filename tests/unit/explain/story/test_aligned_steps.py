@@ -258,7 +258,7 @@ def test_new_and_gone_kernels_have_their_number() -> None:
 
 def test_new_kernels_are_said_to_be_part_of_the_changes_of_their_places() -> None:
     (note,) = align_steps(layered(), layered(slow=SLOW_LAYER, copies=3), AB).notes
-    assert note == "the time of new and gone kernels is also part of the changes of their places"
+    assert note == "the time of new and gone kernels is also included in the changes of their places"
     assert align_steps(layered(), layered(slow=SLOW_LAYER), AB).notes == ()
 
 

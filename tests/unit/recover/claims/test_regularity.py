@@ -94,7 +94,7 @@ def test_a_key_projection_that_every_layer_lacks_cannot_tell() -> None:
     lacking = with_kernels(evidence, (one for one in evidence.sightings if one.index not in keys))
     answer = verify([lacking], true_claim(file, num_kv_heads=2))
     assert answer.verdict is ClaimVerdict.UNDECIDED
-    assert any(text.startswith("num_kv_heads: keys and values are one projection") for text in answer.missing)
+    assert any(text.startswith("num_kv_heads: keys and values share one projection") for text in answer.missing)
     found = recover([lacking]).fields["num_kv_heads"]
     assert found.value == 2
     assert not found.certain

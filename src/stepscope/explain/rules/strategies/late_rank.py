@@ -186,7 +186,7 @@ def _say_waits(evidence: StepEvidence, times: RankTimes, late: RankLateness) -> 
     if late.waited_ns <= _LEAST_SAID * late.late_ns:
         return ". It hardly ever waits itself"
     waited = f"{ms(late.per_step(late.waited_ns))} {evidence.clock.say_per_step}"
-    return f". It waits {waited} itself" + (", the least of all" if len(times.ranks) > 2 else "")
+    return f". It waits {waited} itself" + (", less than any other rank" if len(times.ranks) > 2 else "")
 
 
 def _say_others(evidence: StepEvidence, times: RankTimes) -> str:

@@ -30,7 +30,7 @@ _WORTH_SAYING = 0.01  # of the longer step
 _UNLIKE = 2  # times the median change of alike places: one that is further from it is named alone
 _MOST_ROWS = 200
 _ALL = "(all)"  # a phase with a single place
-_COUNTED_TWICE = "the time of new and gone kernels is also part of the changes of their places"
+_COUNTED_TWICE = "the time of new and gone kernels is also included in the changes of their places"
 _NUMBER = re.compile(r" \d+$")
 # Words that two runs need not share: how a kernel accesses memory, and its precision.
 _MANNER = r",? (?:vectorized ×\d+|strided)|\b(?:to )?(?:[bt]?fp?\d+|float\d*|bool|u?int\d+|e\dm\d)\b"

@@ -36,7 +36,7 @@ DECIDES_WORK = ("model", "batch", "context", "mode", "device")
 _BY: tuple[By, ...] = ("class", "phase", "module", "kernel")
 _NAMED = 3  # changes in the lead
 _WORTH_NAMING = 0.02  # of the first run's step
-_STRETCHED = "idle time was recorded under a profiler: profiling slows the CPU, so it is longer than without"
+_STRETCHED = "idle time was recorded under a profiler, which slows the CPU: it is shorter without one"
 
 Setting = tuple[str, str, str]  # the name and both values, empty if unknown
 
