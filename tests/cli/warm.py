@@ -267,6 +267,7 @@ def _become(_program: str, command: list[str]) -> NoReturn:
     name, *arguments = command[command.index("-m") + 1 :]
     for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     _begin(arguments)
     _run_and_exit(name)
 

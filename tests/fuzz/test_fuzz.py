@@ -42,7 +42,7 @@ def test_the_same_number_makes_the_same_input(tmp_path: Path) -> None:
 
 
 def test_every_kind_of_failure_is_recognized_and_saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fuzzer, "BUSY_S", 2.0)
+    monkeypatch.setattr(fuzzer, "BUSY_S", 5.0)
     monkeypatch.setattr(fuzzer, "MEMORY_BYTES", 1 << 30)
     found = fuzz(count=len(CLASSES), seed=1, only="claim", worker="tests.fuzz.faulty_worker", kept=tmp_path)
     assert found.classes == {name: CLASSES.count(name) for name in CLASSES}

@@ -73,9 +73,11 @@ def stepscope(version: bool = typer.Option(False, "--version", help="Print the v
 def main() -> NoReturn:
     """Run the command line. The exit codes are in `errors.Exit`. SIGTERM and SIGHUP act like Ctrl-C, which typer turns
     into 130: workers are stopped and finished rows are kept."""
-    signal.signal(signal.SIGTERM, _raise_interrupt)
-    if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # nohup
-        signal.signal(signal.SIGHUP, _raise_interrupt)
+    interrupts = Interrupts()
+    signal.signal(signal.SIGTERM, interrupts)
+    for number in (signal.SIGINT, signal.SIGHUP):
+        if signal.getsignal(number) is not signal.SIG_IGN:  # in the background of a shell, and under nohup
+            signal.signal(number, interrupts)
     prepare_streams()
     try:
         _require_text(sys.argv[1:])
@@ -124,5 +126,27 @@ def _report_internal_error() -> NoReturn:
     sys.exit(Exit.OUR_MISTAKE)
 
 
-def _raise_interrupt(_signal: int, _frame: FrameType | None) -> None:
-    raise KeyboardInterrupt
+class Interrupts:
+    """A signal handler that raises KeyboardInterrupt once per signal.
+
+    When Ctrl-C comes while polars computes, polars raises KeyboardInterrupt, and Python then calls the handler of the
+    same signal. A second exception would end the code that saves what is finished and says how to resume.
+    """
+
+    def __init__(self) -> None:
+        self._raised: BaseException | None = None  # the latest that this handler has raised or left to polars
+
+    def __call__(self, _signal: int, _frame: FrameType | None) -> None:
+        handled = sys.exception()
+        if isinstance(handled, KeyboardInterrupt) and not self._knows(handled):
+            self._raised = handled
+            return
+        self._raised = KeyboardInterrupt()
+        raise self._raised
+
+    def _knows(self, handled: BaseException | None) -> bool:
+        while handled is not None:
+            if handled is self._raised:
+                return True
+            handled = handled.__context__
+        return False

@@ -2,6 +2,8 @@
 
 import errno
 import os
+import signal
+import subprocess
 import sys
 from collections.abc import Callable
 
@@ -107,3 +109,60 @@ def run(monkeypatch: pytest.MonkeyPatch, verb: Callable[[], None]) -> object:
     with pytest.raises(SystemExit) as left:
         cli.main()
     return left.value.code
+
+
+INTERRUPTED = """
+import os, signal, threading, time
+import polars as pl
+from stepscope.cli.main import Interrupts
+
+signal.signal(signal.SIGINT, Interrupts())
+frame = pl.DataFrame({"a": range(1_000_000)}).with_columns(b=pl.col("a") % 1000)
+
+def compute(seconds):
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        frame.lazy().sort("b").group_by("b").agg(pl.col("a").sort().sum()).collect()
+
+def wait():
+    time.sleep(10)
+
+def press():
+    os.kill(os.getpid(), signal.SIGINT)
+
+threading.Timer(0.3, press).start()
+try:
+    compute(10)
+except KeyboardInterrupt:
+    compute(0.1)
+    print("saved")
+    threading.Timer(0.1, press).start()
+    try:
+        wait()
+    except KeyboardInterrupt:
+        print("left")
+"""
+
+
+def test_ctrl_c_while_polars_computes_interrupts_once_and_a_second_one_again() -> None:
+    done = subprocess.run([sys.executable, "-c", INTERRUPTED], capture_output=True, text=True, timeout=60, check=False)
+    assert done.stdout == "saved\nleft\n", done.stderr
+
+
+def test_ctrl_c_is_raised_if_something_else_is_handled() -> None:
+    interrupts = cli.Interrupts()
+    with pytest.raises(KeyboardInterrupt):  # noqa: PT012
+        try:
+            raise ValueError("theirs")
+        except ValueError:
+            interrupts(signal.SIGINT, None)
+
+
+def test_ctrl_c_is_left_to_what_raised_it_once() -> None:
+    interrupts = cli.Interrupts()
+    try:
+        raise KeyboardInterrupt
+    except KeyboardInterrupt:
+        interrupts(signal.SIGINT, None)
+        with pytest.raises(KeyboardInterrupt):
+            interrupts(signal.SIGINT, None)

@@ -120,7 +120,8 @@ def ranks_table(ranks: Sequence[RankActivity], times: RankTimes | None, shown: S
     ]
     if times is not None:
         notes.append(
-            "late: time after all other ranks have arrived, even if they still compute; waits: time spent waiting for later ranks"
+            "late: time after all other ranks have arrived, even if they still compute; waits: time spent waiting for "
+            "later ranks"
         )
         if any(one.on_cpu for one in ranks):
             notes.append("on a CPU, communication is the operators that queue it, and waits are on the threads of Gloo")
