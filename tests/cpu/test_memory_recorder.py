@@ -83,13 +83,14 @@ def test_timeline_is_the_sum_of_live_storages_at_every_operator(
     """
     from stepscope.measure.memory import recorder as memory_recorder
 
+    gc.collect()
+    gc.freeze()  # hides what earlier tests left behind from both sides
     counters: list[LiveStorages] = []
     run = memory_recorder._Recorder.watch
 
     def counted(self: Any, number: int) -> int:
         if not counters:
             alive = (one for one in gc.get_objects() if type(one) in (Tensor, nn.Parameter))
-            # Those of other tests too, except those without memory.
             counters.append(LiveStorages([one for one in alive if one.device.type == "cpu"]))
         with counters[0]:
             return run(self, number)
