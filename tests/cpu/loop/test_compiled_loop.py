@@ -113,16 +113,24 @@ def test_a_module_that_is_gone_gives_its_number_to_nobody() -> None:
 
 
 def test_an_unknown_compiler_is_left_alone_with_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delattr(torch._inductor.debug, "set_kernel_post_grad_provenance_tracing")
+    monkeypatch.setattr("stepscope.measure.compiled_code.can_tell_kernels", lambda: False)
     monkeypatch.setattr(noted, "_is_for_cpu", lambda _: pytest.fail("the noting goes on"))
-    notes = CompiledNotes()
-    with ExitStack() as undo:
-        notes.install(undo)
-        notes._get_ready()
-    assert notes.problem.startswith("modules of compiled code are unknown: stepscope does not know the compiler")
+    with noting() as notes:
+        run(ProductModel())
+    assert notes.problem.startswith("modules of compiled code are unknown: the compiler of this version")
     monkeypatch.delattr(compiler, "_compile_fx_inner")
     with noting() as other:
         assert other.problem == notes.problem
+
+
+def test_a_compiler_without_the_cache_still_compiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> None:
+        raise AttributeError("enable_autograd_cache")
+
+    monkeypatch.setattr(CompiledNotes, "_skip_cache", fail)
+    with noting() as notes:
+        run(ProductModel())
+    assert notes.problem == "modules of compiled code are unknown: enable_autograd_cache"
 
 
 def test_an_error_of_ours_does_not_reach_the_compiler(monkeypatch: pytest.MonkeyPatch) -> None:

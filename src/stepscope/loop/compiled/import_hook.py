@@ -1,11 +1,11 @@
 """Calls a function as soon as the user's program has imported a module, without importing it."""
 
-import importlib.util
 import sys
 from collections.abc import Callable
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType
+from typing import Any
 
 
 def after_import(name: str, call: Callable[[], None]) -> Callable[[], None]:
@@ -30,14 +30,19 @@ class _Waiting(MetaPathFinder):
         if self in sys.meta_path:
             sys.meta_path.remove(self)
 
-    def find_spec(self, name: str, *_: object) -> ModuleSpec | None:
+    def find_spec(self, name: str, *where: Any) -> ModuleSpec | None:
+        """A program that only asks whether the module exists gets the wrapped loader, too: it may import it later."""
         if name != self._name:
             return None
-        self.stop()
-        spec = importlib.util.find_spec(name)
+        others = (finder for finder in sys.meta_path if finder is not self)
+        spec = next((spec for finder in others if (spec := finder.find_spec(name, *where))), None)
         if spec is not None and spec.loader is not None:
-            spec.loader = _Calling(spec.loader, self._call)
+            spec.loader = _Calling(spec.loader, self._finish)
         return spec
+
+    def _finish(self) -> None:
+        self.stop()
+        self._call()
 
 
 class _Calling(Loader):
@@ -46,6 +51,9 @@ class _Calling(Loader):
     def __init__(self, loader: Loader, call: Callable[[], None]) -> None:
         self._loader = loader
         self._call = call
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._loader, name)
 
     def create_module(self, spec: ModuleSpec) -> ModuleType | None:
         return self._loader.create_module(spec)

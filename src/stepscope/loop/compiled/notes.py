@@ -54,7 +54,7 @@ class CompiledNotes:
         self._generated: list[tuple[str, FoundModule | None]] = []  # of the graph that is being compiled
         self._undo = ExitStack()
         self._is_ready = False
-        self._is_passing_by = False  # the cache of AOTAutograd, which users can force PyTorch to use
+        self._skips_cache = False  # that of AOTAutograd, which users can force PyTorch to use
 
     def install(self, undo: ExitStack) -> None:
         undo.callback(self._undo.close)
@@ -90,11 +90,10 @@ class CompiledNotes:
     def _watch_entry(self, original: Callable[..., Any]) -> Callable[..., Any]:
         @wraps(original)
         def compile_fx(*args: Any, **kwargs: Any) -> Any:
-            from torch._functorch import config
-
-            self._get_ready()
-            with nullcontext() if self.problem else config.patch({"enable_autograd_cache": False}):
-                self._is_passing_by = not config.enable_autograd_cache
+            with ExitStack() as undo:
+                with self._as_guest():
+                    self._get_ready()
+                    self._skip_cache(undo)
                 return original(*args, **kwargs)
 
         return compile_fx
@@ -112,6 +111,13 @@ class CompiledNotes:
             tell_kernels(self._note, self._undo)
         else:
             self.problem = _UNSUPPORTED
+
+    def _skip_cache(self, undo: ExitStack) -> None:
+        from torch._functorch import config
+
+        if not self.problem:
+            undo.enter_context(config.patch({"enable_autograd_cache": False}))
+            self._skips_cache = not config.enable_autograd_cache
 
     def _note(self, schedule: Any, kernel: str, *, is_extern: bool) -> None:
         from stepscope.measure.compiled_code import find_module, find_origins
@@ -133,7 +139,7 @@ class CompiledNotes:
             from torch._inductor import config
 
             self._generated = []
-            again = _is_for_cpu(inputs) and not self.problem
+            again = not self.problem and _is_for_cpu(inputs)
             with config.patch({"fx_graph_cache": False}) if again else nullcontext():
                 graph = original(gm, inputs, *args, **kwargs)
             with self._as_guest():
@@ -146,7 +152,7 @@ class CompiledNotes:
         source = getattr(graph, "source_code", "")  # a graph that computes nothing has none
         calls = self._generated or read_calls(source, traced.graph.nodes)
         key = getattr(graph, "_fx_graph_cache_key", None)
-        if key is None and source and self._is_passing_by:  # nothing but the profiler reads it then
+        if key is None and source and self._skips_cache:  # nothing but the profiler reads it then
             key = graph._fx_graph_cache_key = f"stepscope-{len(self._graphs)}"
         self._graphs.append(_NotedGraph(key=key, is_backward=is_backward, calls=calls))
         self._generated = []
