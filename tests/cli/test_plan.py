@@ -110,7 +110,7 @@ def test_search_ends_with_the_command_to_type(tmp_path: Path) -> None:
         (["--fit", "RTX4O90"], "unknown GPU: `RTX4O90`", "--fit 'RTX 4090'"),
         (["--fit", "Foo"], "unknown GPU: `Foo`", "--fit 24GB"),
         (["--calibration", "."], "`.` is a directory", "--calibration FILE"),
-        (["--context", "1000000000", "--gpu", "H200"], "more bytes than PyTorch can count", "a smaller --batch"),
+        (["--context", "1000000000", "--gpu", "H200"], "a tensor is too large for PyTorch", "a smaller --batch"),
         (["--fit", "24"], "not the memory of a GPU: `24`", "24GB"),
         (["--fit", "H200", "--gpu", "A100"], "`--fit H200` and `--gpu A100` both name a GPU", "--gpu A100 --fit 24GB"),
         (["--fit", "24GB", "--memory", "24GB"], "mutually exclusive", "--fit 24GB"),

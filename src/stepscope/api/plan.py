@@ -22,10 +22,9 @@ from stepscope.explain.experiments.plan_tables import (
     say_fit,
     say_result,
 )
-from stepscope.hardware import find
 from stepscope.jobs.plan import Planner, check_plan_settings, plan_grid
 from stepscope.jobs.plan_search import find_fit
-from stepscope.jobs.plan_target import find_card, open_target
+from stepscope.jobs.plan_target import find_card, look_up_card, open_target
 from stepscope.jobs.workers.process import OnStage
 from stepscope.recording.rows.plan_result import ALONE, FitResult, PlannedRanks, PlanResult
 from stepscope.spec import Grid, Strategy, Workload
@@ -187,7 +186,7 @@ def plan_fit(
     cases = grid.cases()
     if len(cases) > 1:
         raise StepscopeError(f"`--fit` needs a single workload; got {len(cases)}", hint="leave out other values")
-    named = isinstance(fit, str) and (find(fit) is not None or fit[:1].isalpha())
+    named = isinstance(fit, str) and (look_up_card(fit) is not None or fit[:1].isalpha())
     if named and gpu is not None:
         raise StepscopeError(
             f"`--fit {fit}` and `--gpu {gpu}` both name a GPU", hint=f"--fit {fit}, or --gpu {gpu} --fit 24GB"

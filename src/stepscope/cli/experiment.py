@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 import msgspec
 import typer
 
-from stepscope.cli.output import say, show_tables, showing_stages
+from stepscope.cli.output import if_interrupted, say, show_tables, showing_stages
 from stepscope.recording.rows.bench import Row
 from stepscope.render.formats import Format
 from stepscope.spec import Grid
@@ -31,6 +31,7 @@ ForceFlag = Annotated[bool, typer.Option("--force", help="Let --plot overwrite a
 FreshFlag = Annotated[bool, typer.Option("--fresh", help="Measure everything again.")]
 _TIMEOUT = typer.Option(metavar="SECONDS", min=0.001, max=1e7, help="Time limit per case.")
 TimeoutFlag = Annotated[float | None, _TIMEOUT]
+_SAVED = "finished cases are saved; run the same command again to resume"
 
 
 def add_flags(
@@ -103,12 +104,8 @@ def watch_sweep(
     from stepscope.cli.progress import choose_listener
     from stepscope.explain.experiments.cases import describe_case
 
-    try:
-        with choose_listener(outcome_of, describe or describe_case) as listener:
-            return run(listener)
-    except KeyboardInterrupt:
-        say("interrupted: finished cases are saved; run the same command again to resume")
-        raise
+    with if_interrupted(_SAVED), choose_listener(outcome_of, describe or describe_case) as listener:
+        return run(listener)
 
 
 def draw_one(verb: str, kept: Path, plot: Path | None, draw: "Callable[[], Figure]", *, other: str) -> None:
@@ -142,12 +139,8 @@ def count(
 
     classes = choose_classes(kernel_class)
     job = Counters(folder=folder, command=command, force=force, passes=passes, metrics=metrics)
-    try:
-        with showing_stages() as on_stage:
-            cases = job.run(grid, on_stage, say)
-    except KeyboardInterrupt:
-        say("interrupted: finished cases are saved; run the same command again to resume")
-        raise
+    with if_interrupted(_SAVED), showing_stages() as on_stage:
+        cases = job.run(grid, on_stage, say)
     alone = cases[0].recording if len(cases) == 1 else None
     tables = [kernels_table(alone)] if alone is not None else []
     if alone is None or format_ is Format.TEXT:

@@ -97,6 +97,16 @@ def terminal_width() -> int | None:
 
 
 @contextmanager
+def if_interrupted(what: str) -> Iterator[None]:
+    """Say what Ctrl-C leaves behind."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        say(f"interrupted: {what}")
+        raise
+
+
+@contextmanager
 def showing_stages() -> Iterator[Callable[[str], None]]:
     """Yield a function that shows the current stage, for verbs that do one thing at a time. It prints only on a
     terminal."""

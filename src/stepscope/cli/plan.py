@@ -1,8 +1,6 @@
 """`stepscope plan`: whether a step fits, how fast it will be and what to change, without a GPU."""
 
 import shlex
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -11,13 +9,15 @@ import typer
 from stepscope.api.display import PlanPart
 from stepscope.cli.experiment import ForceFlag, typed_command
 from stepscope.cli.options import FormatFlag, takes_grid
-from stepscope.cli.output import say, show, show_tables, showing_stages, terminal_width
+from stepscope.cli.output import if_interrupted, say, show, show_tables, showing_stages, terminal_width
 from stepscope.errors import StepscopeError
 from stepscope.render.formats import Format
 from stepscope.spec import Grid, Strategy
 
 if TYPE_CHECKING:
     from stepscope.api.plan import Fit, StepPlan
+
+_UNSAVED = "nothing was saved"
 
 
 @takes_grid
@@ -93,27 +93,17 @@ def _refuse_for_several(count: int, table: str | None, plot: Path | None) -> Non
         raise StepscopeError(f"`{flag}` needs a single workload; got {count}", hint=f"leave out {flag}")
 
 
-@contextmanager
-def _simulating() -> Iterator[Callable[[str], None]]:
-    try:
-        with showing_stages() as on_stage:
-            yield on_stage
-    except KeyboardInterrupt:
-        say("interrupted: nothing was saved")
-        raise
-
-
 def _predict(grid: Grid, **where: Any) -> "list[StepPlan]":
     from stepscope.api.plan import plan_all
 
-    with _simulating() as on_stage:
+    with if_interrupted(_UNSAVED), showing_stages() as on_stage:
         return plan_all(grid, progress=on_stage, **where)
 
 
 def _search(grid: Grid, fit: str, **where: Any) -> "Fit":
     from stepscope.api.plan import plan_fit
 
-    with _simulating() as on_stage:
+    with if_interrupted(_UNSAVED), showing_stages() as on_stage:
         return plan_fit(grid, fit=fit, progress=on_stage, command=typed_command(), **where)
 
 

@@ -8,7 +8,7 @@ import typer
 
 from stepscope.cli.experiment import typed_command
 from stepscope.cli.options import takes_grid
-from stepscope.cli.output import say, show, showing_stages, terminal_width
+from stepscope.cli.output import if_interrupted, say, show, showing_stages, terminal_width
 from stepscope.errors import StepscopeError
 from stepscope.render.formats import Format
 from stepscope.spec import Grid
@@ -104,41 +104,37 @@ def profile(
             hint="--format json",
         )
     folder, steps = out or Path("runs/profile"), record_steps or 3
-    try:
-        with showing_stages() as on_stage:
-            if nsys:
-                from stepscope.api.run import Run
-                from stepscope.jobs.recorders.recording_job import NsysJob
+    with if_interrupted("nothing was saved"), showing_stages() as on_stage:
+        if nsys:
+            from stepscope.api.run import Run
+            from stepscope.jobs.recorders.recording_job import NsysJob
 
-                under_nsys = NsysJob(
-                    folder=folder,
-                    command=command,
-                    force=force,
-                    steps=steps,
-                    functions=tuple(annotate or ()),
-                    python_backtrace=python_backtrace,
-                    pytorch=pytorch,
-                )
-                recording, nsys_run = under_nsys.run(grid, on_stage)
-                say(f"ran: {nsys_run.typed}")
-                say(f"Nsight Systems report: {nsys_run.report}")
-                run = Run.of(recording, folder)
-            else:
-                from stepscope.api.measure import profile as record
+            under_nsys = NsysJob(
+                folder=folder,
+                command=command,
+                force=force,
+                steps=steps,
+                functions=tuple(annotate or ()),
+                python_backtrace=python_backtrace,
+                pytorch=pytorch,
+            )
+            recording, nsys_run = under_nsys.run(grid, on_stage)
+            say(f"ran: {nsys_run.typed}")
+            say(f"Nsight Systems report: {nsys_run.report}")
+            run = Run.of(recording, folder)
+        else:
+            from stepscope.api.measure import profile as record
 
-                run = record(
-                    grid,
-                    record_steps=steps,
-                    annotate=annotate or (),
-                    stacks=stacks,
-                    out=folder,
-                    force=force,
-                    progress=on_stage,
-                    command=command,
-                )
-    except KeyboardInterrupt:
-        say("interrupted: nothing was saved")
-        raise
+            run = record(
+                grid,
+                record_steps=steps,
+                annotate=annotate or (),
+                stacks=stacks,
+                out=folder,
+                force=force,
+                progress=on_stage,
+                command=command,
+            )
     if format_ is Format.JSON:
         show(run.to_json())
     else:

@@ -10,7 +10,7 @@ import typer
 
 from stepscope.cli.experiment import ForceFlag
 from stepscope.cli.options import DetailFlag, FormatFlag, refuse_settings, takes_workload
-from stepscope.cli.output import say, show_tables
+from stepscope.cli.output import if_interrupted, say, show_tables
 from stepscope.cli.slurm_options import SlurmChoice, refuse_slurm, run_on_slurm, takes_slurm
 from stepscope.errors import Exit
 from stepscope.render.formats import Format
@@ -147,12 +147,9 @@ def _run(job: "TrainJob") -> "TrainResult | None":
     from stepscope.cli.progress import watching_training
     from stepscope.jobs.train import is_rank
 
-    try:
-        with watching_training(job.training.steps) as on_message:
-            return job.run_here(on_message) if is_rank() else job.run(on_message)
-    except KeyboardInterrupt:
-        say("interrupted: run the same command again to resume from the last checkpoint")
-        raise
+    left = "run the same command again to resume from the last checkpoint"
+    with if_interrupted(left), watching_training(job.training.steps) as on_message:
+        return job.run_here(on_message) if is_rank() else job.run(on_message)
 
 
 def _submit(job: "TrainJob", slurm: SlurmChoice) -> "TrainResult | None":

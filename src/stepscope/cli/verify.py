@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from stepscope.cli.options import FormatFlag
-from stepscope.cli.output import say, show, show_parts, showing_stages
+from stepscope.cli.output import if_interrupted, say, show, show_parts, showing_stages
 from stepscope.cli.signing import (
     ForceFlag,
     GpuUuidFlag,
@@ -140,9 +140,6 @@ def verify(
 def _replay(layers: int, check: "Callable[..., Verified]") -> "Verified":
     from stepscope.jobs.replay import LocalGpu, Replayer
 
-    try:
-        with showing_stages() as on_stage, LocalGpu(on_stage) as machine:
-            return check(replayer=Replayer(layers=layers, machine=machine))
-    except KeyboardInterrupt:
-        say("interrupted: nothing was signed; without --replay, the comparison takes seconds")
-        raise
+    left = "nothing was signed; without --replay, the comparison takes seconds"
+    with if_interrupted(left), showing_stages() as on_stage, LocalGpu(on_stage) as machine:
+        return check(replayer=Replayer(layers=layers, machine=machine))

@@ -88,9 +88,14 @@ def _release(version: str) -> tuple[int, int]:
     return int(major), int(minor)
 
 
+def look_up_card(name: str) -> Hardware | None:
+    """The GPU of this name, with or without `RTX`."""
+    return find(name) or find(f"RTX {name}")
+
+
 def find_card(name: str, *, flag: Literal["--gpu", "--fit"] = "--gpu") -> Hardware:
     """The GPU that the value of `flag` names. Raise StepscopeError if it is unknown."""
-    card = find(name) or find(f"RTX {name}")
+    card = look_up_card(name)
     if card is None:
         names = [one.name for one in known()]
         close = nearest(name.upper(), [*names, *(one.split()[0] for one in names)])

@@ -86,7 +86,7 @@ def _norm(args: tuple[Any, ...], kwargs: dict[str, Any], _outputs: Any, gpu: Acc
 
 
 def _norms(args: tuple[Any, ...], *_: Any) -> list[int]:
-    """A partial norm for each chunk of a tensor, and as many for every other as for the largest."""
+    """A partial norm per chunk. Every tensor gets as many as the largest one has chunks."""
     chunks = max(-(-one.numel() // _CHUNK) for one in args[0])
     return [len(args[0]) * chunks * max(4, args[0][0].element_size())]
 

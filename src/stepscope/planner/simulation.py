@@ -25,11 +25,11 @@ from stepscope.planner.kernel_memory import UNKNOWN_WORKSPACES
 from stepscope.planner.operation import Operation, TensorFacts
 from stepscope.planner.owners import MemoryOwners, find_owner
 from stepscope.planner.places import FORWARD, LOSS, ProgramPlaces
-from stepscope.planner.pretended.capture import pretended_capture
-from stepscope.planner.pretended.compiler import CannotCompile, Watching, pretended_compiler
-from stepscope.planner.pretended.gpu import GpuFakeMode, Noticed, pretended_gpu, trusted_tensors
 from stepscope.planner.refusals import refusing
 from stepscope.planner.replayed_memory import ReplayedMemory, Request, StepEvents, fits, repeat_steps, replay_memory
+from stepscope.planner.stand_in.capture import pretended_capture
+from stepscope.planner.stand_in.compiler import CannotCompile, Watching, pretended_compiler
+from stepscope.planner.stand_in.gpu import GpuFakeMode, Noticed, pretended_gpu, trusted_tensors
 from stepscope.planner.step_time.kernels_of import KernelModel
 from stepscope.planner.step_time.measured_times import MeasuredTimes
 from stepscope.planner.tracking import Tracker

@@ -237,11 +237,14 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Let the result of an addition have the memory of its first operand, which nobody else holds."""
         self._sum = None
         born = self.allocations[made].born
+        after = self.events[born + 1 :]
         if self._numbers.get(address) != made or not all(
-            self.allocations[later.number].is_temporary for later in self.events[born + 1 :]
+            later.number != RELEASE and self.allocations[later.number].is_temporary for later in after
         ):
             return False
         del self.events[born]
+        for later in self.allocations[made + 1 :]:
+            later.born -= 1
         self._numbers[address] = first
         if self.keeps_operations:
             self.operations[-1] = _write_to(self.operations[-1], made, first)

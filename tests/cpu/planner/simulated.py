@@ -21,11 +21,11 @@ from stepscope.cost.sharding import SHARDINGS
 from stepscope.errors import StepscopeError
 from stepscope.fast import tracing
 from stepscope.planner.assumptions import accelerator_of
-from stepscope.planner.pretended import compiler
-from stepscope.planner.pretended.compiler import CannotCompile
 from stepscope.planner.ranks import RankMemory
 from stepscope.planner.replayed_memory import ReplayedMemory
 from stepscope.planner.simulation import Operation, Simulation, _Run, _simulate, simulate_callable, simulate_workload
+from stepscope.planner.stand_in import compiler
+from stepscope.planner.stand_in.compiler import CannotCompile
 from stepscope.planner.step_time.kernels_of import KernelModel
 from stepscope.planner.step_time.measured_times import MeasuredTimes
 from stepscope.spec import SIZES, HuggingFace, Workload

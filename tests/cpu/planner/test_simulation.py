@@ -288,7 +288,7 @@ def test_a_captured_step_reserves_its_graphs_next_to_what_lives_between_steps(an
     assert fast.memory is not None
     assert graphed.memory is not None
     assert fast.fitting == [False, True]
-    assert any("Replays request nothing" in one for one in graphed.assumptions)
+    assert any("Replays request no memory" in one for one in graphed.assumptions)
     categories = categories_of(fast)
     assert categories["optimizer state"] == 2 * categories["parameters"]
     assert {one.phase for one in fast.memory.timeline} == {"forward", "backward"}

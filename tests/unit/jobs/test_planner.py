@@ -9,7 +9,7 @@ import pytest
 
 from stepscope.errors import StepscopeError
 from stepscope.jobs.plan import Planner
-from stepscope.jobs.plan_target import choose_gpu
+from stepscope.jobs.plan_target import choose_gpu, look_up_card
 from stepscope.jobs.workers.process import Died, Ended
 from tests.unit.plans import workload
 
@@ -79,3 +79,9 @@ def test_an_interrupt_ends_what_is_simulated(monkeypatch: pytest.MonkeyPatch) ->
     finally:
         signal.signal(signal.SIGINT, before)
     assert slow.ends == [True]
+
+
+def test_gpus_of_desktops_need_no_rtx_in_their_name() -> None:
+    """Also as the value of `--fit`, where `4090` could be an amount of memory."""
+    assert look_up_card("4090") == look_up_card("RTX 4090") is not None
+    assert look_up_card("24") is None

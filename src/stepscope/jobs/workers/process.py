@@ -105,13 +105,15 @@ class Workers:
         assert self._nursery is not None
         with TemporaryFile() as output, _Worker(self._nursery, request, output) as worker:
             self._running = worker
-            for said in worker.listen(timeout_s):
-                if isinstance(said, StageReached):
-                    on_stage(said.name)
-                else:
-                    on_part(said)
-            worker.end()
-            self._running = None
+            try:
+                for said in worker.listen(timeout_s):
+                    if isinstance(said, StageReached):
+                        on_stage(said.name)
+                    else:
+                        on_part(said)
+                worker.end()
+            finally:
+                self._running = None
             log = _content(output)
         if worker.answer is not None:
             return Ended(answer=worker.answer, log=log)

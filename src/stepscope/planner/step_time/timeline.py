@@ -7,6 +7,7 @@ their last kernel does, as CUDA events see it.
 import math
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
+from functools import cache
 from statistics import NormalDist, fmean
 from typing import TYPE_CHECKING
 
@@ -134,6 +135,7 @@ def _run(
     latency_ns = 0.0 if graph else calibration.constants.get("launch_to_start_ns", 8000.0) / 2
     saved_ns = _gap_saved(calibration) if graph else 0.0
 
+    @cache
     def follow(host_factor: float, gpu_factor: float) -> _TwoClocks:
         """The step on a host and a GPU that take so much longer than expected."""
         timeline = _TwoClocks(latency_ns)

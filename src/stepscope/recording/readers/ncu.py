@@ -130,8 +130,8 @@ def _read_rows(path: Path, seen: _Seen) -> Iterator[list[str]]:
     for number, line in enumerate(_read_lines(path, seen)):
         if number - rows > _MOST_OTHER_LINES:
             raise StepscopeError(
-                f"too many lines that are not CSV: `{path}`",
-                detail=f"expected at most {_MOST_OTHER_LINES:,}",
+                f"too many lines: `{path}`",
+                detail=f"expected at most {_MOST_OTHER_LINES:,} that are no rows of kernels, or too many to read",
                 hint=_RECORD,
             )
         was_row = True

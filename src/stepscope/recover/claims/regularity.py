@@ -5,7 +5,7 @@ even if those that remain fit the claim. None of this refutes a claim: programs 
 differently.
 """
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Hashable, Iterator, Sequence
 
 from stepscope.recover.evidence.completeness import find_hidden_layers, look, skips_launches
@@ -89,8 +89,11 @@ def _compare_layers(sightings: Sequence[Sighting], spans: dict[tuple[int, int], 
 def _compare_times(sightings: Sequence[Sighting], spans: dict[tuple[int, int], Span]) -> Iterator[str]:
     """Find layers that contain another one under other names, also where a compiler makes layers different."""
     spent = {place: sum(one.duration_ns for one in sightings[a : b + 1]) for place, (a, b) in spans.items()}
+    shortest_of: dict[int, float] = {}
+    for (number, _), time in spent.items():
+        shortest_of[number] = min(time, shortest_of.get(number, time))
     for (number, layer), time in spent.items():
-        shortest = min(spent[one] for one in spent if one[0] == number)
+        shortest = shortest_of[number]
         if 0 < _LONG_LAYER * shortest < time:
             yield f"layers differ: pass {number}, layer {layer} takes {time / shortest:.1f}× as long as another"
             return
@@ -130,12 +133,16 @@ def _compare_heads(placement: Placement) -> Iterator[str]:
 def _compare_steps(sightings: Sequence[Sighting], placement: Placement) -> Iterator[str]:
     """Every training step has as many gradients before its optimizer. Without one, the step may be cut."""
     gradients: set[int] = set()
-    for number in range(1, len(placement.num_layers) + 1):
-        own = [one.sighting.index for one in placement.products if one.pass_number == number]
-        later = [one.sighting.index for one in placement.products if one.pass_number > number]
-        following = sightings[max(own, default=0) + 1 : min(later, default=len(sightings))]
+    products: defaultdict[int, list[int]] = defaultdict(list)
+    for one in placement.products:
+        products[one.pass_number].append(one.sighting.index)
+    end = len(sightings)  # where the next pass begins
+    for number in sorted(products, reverse=True):
+        own = products[number]
+        following = sightings[max(own) + 1 : end]
+        end = min(end, *own)
         update = next((one.index for one in following if one.name.kernel_class == "optimizer"), None)
-        if own and update is not None:
+        if update is not None:
             gradients.add(sum(is_product(one) for one in following if one.index < update))
     if len(gradients) > 1:
         yield f"training steps differ: {' and '.join(map(str, sorted(gradients)))} GEMMs after the forward pass"
@@ -146,24 +153,25 @@ def _find_long_ends(
 ) -> Iterator[str]:
     """Find what may be a layer under other names, before the first layer or between the last one and the LM head."""
     headed = {one.pass_number for one in placement.products if one.role == "head"}
+    zones: defaultdict[tuple[int, Zone | None], list[Sighting]] = defaultdict(list)
+    for one in placement.others:
+        zones[one.pass_number, one.zone].append(one.sighting)
     for number in range(1, len(placement.num_layers) + 1):
         first, last = spans.get((number, 1), (0, -1))
         layer = sightings[first : last + 1]
-        zones: dict[Zone | None, list[Sighting]] = {"before": [], "final": []}
-        for one in placement.others:
-            if one.pass_number == number:
-                zones.setdefault(one.zone, []).append(one.sighting)
-        final = zones["final"] if number in headed else []
-        yield from (f"in pass {number}, {text}" for text in find_hidden_layers(zones["before"], final, layer))
+        final = zones[number, "final"] if number in headed else []
+        yield from (f"in pass {number}, {text}" for text in find_hidden_layers(zones[number, "before"], final, layer))
 
 
 def _find_skipped(
     sightings: Sequence[Sighting], placement: Placement, spans: dict[tuple[int, int], Span]
 ) -> Iterator[str]:
     heads = {one.pass_number: one.sighting.index for one in placement.products if one.role == "head"}
+    spans_of: defaultdict[int, list[Span]] = defaultdict(list)
+    for (number, _), span in spans.items():
+        spans_of[number].append(span)
     for number, layers in enumerate(placement.num_layers, start=1):
-        inside = [span for (one, _), span in spans.items() if one == number]
-        if inside:
+        if inside := spans_of[number]:
             first, last = min(start for start, _ in inside), max(end for _, end in inside)
             if skips_launches(sightings[first : heads.get(number, last) + 1], layers):
                 yield f"in pass {number}, as many launches are missing between two kernels as a layer has"

@@ -8,7 +8,7 @@ import torch
 from stepscope.fast import program
 from stepscope.fast.capture import WARMUP, Part
 from stepscope.planner.places import ProgramPlaces
-from stepscope.planner.pretended.capture import pretended_capture
+from stepscope.planner.stand_in.capture import pretended_capture
 from stepscope.planner.tracking import Tracker
 from stepscope.recording.memory.allocator_model import GRAPH, MAIN
 
