@@ -131,7 +131,7 @@ def _read_rows(path: Path, seen: _Seen) -> Iterator[list[str]]:
         if number - rows > _MOST_OTHER_LINES:
             raise StepscopeError(
                 f"too many lines: `{path}`",
-                detail=f"expected at most {_MOST_OTHER_LINES:,} that are no rows of kernels, or too many to read",
+                detail=f"expected at most {_MOST_OTHER_LINES:,} lines that are not kernels, or are past the limit",
                 hint=_RECORD,
             )
         was_row = True
