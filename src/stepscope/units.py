@@ -37,7 +37,8 @@ def say_bytes(size: int) -> str:
     """Return a byte count with four digits, for amounts that a reader adds up."""
     for power in (3, 2, 1):
         if size >= 1024**power:
-            return f"{size / 1024**power:,.4g} {BINARY_UNITS[power]}"
+            value = size / 1024**power
+            return f"{value:{',.0f' if value >= 1000 else '.4g'}} {BINARY_UNITS[power]}"
     return f"{size} bytes"
 
 
