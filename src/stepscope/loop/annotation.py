@@ -161,15 +161,17 @@ class _NamedCall:
 
 
 def name_modules(roots: Sequence[nn.Module]) -> dict[int, str]:
-    """Return the names of all modules by their ids, without the wrappers of PyTorch, whose own name is empty."""
+    """Return the names of all modules by their ids. A wrapper of PyTorch has no name, unless it is compiled: then
+    it has that of the module inside, which compiled code does not call."""
     several = len([root for root in roots if any(True for _ in root.parameters())]) > 1
     names = {}
     for root in roots:
         model = type(unwrap(root)).__name__
         for path, module in root.named_modules():
             name = _WRAPPED.sub("", path).rstrip(".")
-            if type(module).__name__ in _WRAPPERS and module is not unwrap(module):
-                names[id(module)] = f"({model})" if is_compiled(module) else ""
+            is_wrapper = type(module).__name__ in _WRAPPERS and module is not unwrap(module)
+            if is_wrapper and not is_compiled(module):
+                names[id(module)] = ""
             elif not name:
                 names[id(module)] = f"({model})"
             else:

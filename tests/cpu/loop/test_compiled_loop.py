@@ -198,16 +198,19 @@ def test_loops_on_cpus_are_operators_while_they_are_named(monkeypatch: pytest.Mo
 
 
 @pytest.mark.usefixtures("no_page")
-@pytest.mark.parametrize("layers", [False, True])
-def test_a_recorded_loop_has_the_modules_of_its_compiled_code(tmp_path: Path, *, layers: bool) -> None:
+@pytest.mark.parametrize("compiled_part", ["model", "layers", "layers-in-wrappers"])
+def test_a_recorded_loop_has_the_modules_of_its_compiled_code(tmp_path: Path, compiled_part: str) -> None:
     """Also if every layer is compiled on its own, and all of them have the same operators."""
     model = ProductModel()
+    blocks: Any = model.blocks
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     with stepscope.record(tmp_path / "run", **SHORT, sources=False) as recorder:
-        if layers:
-            for block in model.blocks:
+        for number, block in enumerate(blocks):
+            if compiled_part == "layers":
                 block.compile()
-        net: Any = model if layers else torch.compile(model)
+            elif compiled_part == "layers-in-wrappers":
+                blocks[number] = torch.compile(block)
+        net: Any = torch.compile(model) if compiled_part == "model" else model
         while not recorder._recorder.is_done:  # type: ignore[union-attr]
             net(torch.randn(3, 4, requires_grad=True)).sum().backward()
             optimizer.step()

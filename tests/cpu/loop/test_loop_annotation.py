@@ -108,6 +108,13 @@ def test_a_compiled_model_has_the_name_of_the_model() -> None:
     assert type(unwrap(DataParallelStandIn(compiled))) is Net
 
 
+def test_a_compiled_layer_has_the_name_of_the_layer() -> None:
+    model: Any = Net()
+    model.blocks[1] = torch.compile(model.blocks[1], backend="eager")
+    assert names_of(model) == ["(Net)", "blocks", "blocks.0", "blocks.1", "blocks.1"]
+    assert names_of(model, Critic())[3:5] == ["Net.blocks.1", "Net.blocks.1"]
+
+
 def test_names_that_only_begin_like_a_wrapper_are_kept() -> None:
     class Holder(nn.Module):
         def __init__(self) -> None:
