@@ -16,12 +16,12 @@ import polars as pl
 from stepscope.errors import StepscopeError
 from stepscope.explain.ranks.activity_file import save_rank
 from stepscope.explain.statistics import summarise
-from stepscope.explain.trace.attribution.nesting import around, innermost
 from stepscope.files import decode_as, read_plain
 from stepscope.recording import store, tables
 from stepscope.recording.compiled_code import keep_calls, name_modules, say_unknown_runs
 from stepscope.recording.memory import reader
 from stepscope.recording.memory.labels import SNAPSHOT_NAME
+from stepscope.recording.nesting import around, innermost
 from stepscope.recording.readers import kineto
 from stepscope.recording.rows.compiled_code import load_graphs
 from stepscope.recording.rows.loop_run import HANDOVER_NAME, SCHEMA, TRACE_NAME, UNKNOWN_LINE, LoopRun, SourceLines

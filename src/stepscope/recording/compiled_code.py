@@ -16,6 +16,7 @@ from typing import Any
 import polars as pl
 
 from stepscope.recording import tables
+from stepscope.recording.nesting import around
 from stepscope.recording.rows.compiled_code import CompiledGraph
 from stepscope.recording.store import Recording
 
@@ -32,11 +33,13 @@ _Modules = dict[int, str | None]  # of operators, by position
 
 def name_modules(recording: Recording, graphs: Sequence[CompiledGraph]) -> Recording:
     """Add a range for each operator of compiled code that comes from a known module."""
+    if not graphs:
+        return recording
     runs = find_runs(recording)
-    callers = _find_callers(runs, recording) if graphs else []
+    callers = _find_callers(runs, recording)
     found = [
         one
-        for run, caller in zip(runs.iter_rows(named=True), callers, strict=False)
+        for run, caller in zip(runs.iter_rows(named=True), callers, strict=True)
         for one in _name_run(run, caller, recording.ops, graphs)
     ]
     if not found:
@@ -88,27 +91,20 @@ def _is_here(place: dict[str, Any]) -> pl.Expr:
     return pl.all_horizontal(pl.col(name).eq_missing(place[name]) for name in ("process", "thread"))
 
 
-def _find_callers(runs: pl.DataFrame, recording: Recording) -> list[str | None]:
+def _find_callers(runs: pl.DataFrame, recording: Recording) -> pl.Series:
     """The module that called each run of compiled code, and in backward the one that called the run of forward."""
     calls = recording.ranges.filter(pl.col("name").str.starts_with(MODULE_RANGE))
-    is_node = pl.col("name").str.starts_with(_NODE)
     numbered = recording.ops.filter(pl.col("sequence").is_not_null())
-    nodes, forward = numbered.filter(is_node), numbered.filter(pl.col("forward_thread").is_null())
-
-    def innermost(rows: pl.DataFrame, place: dict[str, Any]) -> pl.DataFrame:
-        around = (pl.col("start_ns") <= place["start_ns"]) & (pl.col("end_ns") > place["start_ns"])
-        return rows.filter(_is_here(place), around).sort("start_ns").tail(1)
-
-    def caller(run: dict[str, Any]) -> str | None:
-        called = innermost(calls, run)["name"].to_list()
-        for process, number in innermost(nodes, run).select("process", "sequence").iter_rows():
-            same = pl.col("process").eq_missing(process) & (pl.col("sequence") == number)
-            makers = forward.filter(same, pl.col("start_ns") < run["start_ns"]).sort("start_ns").tail(1)
-            for maker in makers.iter_rows(named=True):
-                called = called or innermost(calls, maker)["name"].to_list()
-        return called[0].removeprefix(MODULE_RANGE) if called else None
-
-    return [caller(run) for run in runs.iter_rows(named=True)]
+    nodes = numbered.filter(pl.col("name").str.starts_with(_NODE))
+    forward = numbered.filter(pl.col("forward_thread").is_null())
+    began = runs.select("process", "thread", ns="start_ns")
+    run = began.select("process", before_ns="ns", sequence=around(nodes, "sequence", began)).with_row_index("row")
+    made = forward.select("process", "thread", "sequence", ns="start_ns")
+    makers = run.join(made, on=["process", "sequence"], nulls_equal=True).filter(pl.col("ns") < pl.col("before_ns"))
+    last = makers.sort("ns").unique("row", keep="last").select("row", "thread", "ns")
+    maker = run.join(last, on="row", how="left", maintain_order="left").select("process", "thread", "ns")
+    called = around(calls, "name", began), around(calls, "name", maker)
+    return pl.select(pl.coalesce(*called).str.strip_prefix(MODULE_RANGE)).to_series()
 
 
 def _name_run(

@@ -9,7 +9,7 @@ Memory is bounded by one run or one window. A chunk that crosses a border is rea
 would need less code, but also the length of the trace in advance, which the file does not contain.
 
 A border may be at any time. Intervals that are still open there are carried into the next window, together with
-everything that was open since the oldest of them began, so that `explain.trace.nesting` finds the same depths as over
+everything that was open since the oldest of them began, so that `recording.nesting` finds the same depths as over
 the whole recording.
 """
 

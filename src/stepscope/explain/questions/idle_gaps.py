@@ -12,9 +12,9 @@ import numpy as np
 import polars as pl
 
 from stepscope.explain.questions.answers import Answer, missing, share_by
-from stepscope.explain.trace.attribution.nesting import around
 from stepscope.explain.trace.profile import Profile, device_word, kernel_word
 from stepscope.findings import Cell, Column, Table
+from stepscope.recording.nesting import around
 from stepscope.units import say_share, say_time
 
 BEFORE, AFTER, BETWEEN_STEPS = "before the first kernel", "after the last kernel", "between steps"

@@ -15,11 +15,11 @@ import numpy as np
 import polars as pl
 
 from stepscope.explain.ranks.collectives import SYNCHRONOUS, CoveredTime, computing, find_collectives, find_gloo
-from stepscope.explain.trace.attribution.nesting import look_up
 from stepscope.explain.trace.attribution.phases import named_ranges, step_ranges
 from stepscope.explain.trace.clock import Clock
 from stepscope.explain.trace.extent import StepExtent
 from stepscope.explain.trace.profile import Profile
+from stepscope.recording.nesting import look_up
 from stepscope.recording.store import Manifest, Recording
 
 INPUT_RANGES = r"(?i)enumerate\(DataLoader\)|\bdata ?load(?:er|ing)?\b|\bnext_batch\b|^phase:input$"

@@ -13,8 +13,8 @@ import polars as pl
 from numpy.typing import NDArray
 
 from stepscope.cost.communication import bus_factor
-from stepscope.explain.trace.attribution.nesting import around
 from stepscope.explain.trace.profile import Profile
+from stepscope.recording.nesting import around
 from stepscope.recording.rows.links import COLLECTIVES
 
 Ints = NDArray[np.int64]

@@ -14,13 +14,13 @@ import polars as pl
 from stepscope.explain.ranks.collectives import CoveredTime, computing
 from stepscope.explain.ranks.lateness import RankTimes
 from stepscope.explain.rules.replay import LONG_GAP_NS, Bools, Change, Floats, Replay
-from stepscope.explain.trace.attribution.nesting import innermost, look_up
 from stepscope.explain.trace.clock import Clock
 from stepscope.explain.trace.loop.loop_time import LoopTime, measure_loop, scale_to_clock
 from stepscope.explain.trace.loop.waits import LEAST_WAIT_NS, find_lines, waiting_calls
 from stepscope.explain.trace.profile import Profile
 from stepscope.explain.trace.roofline import operator_calls
 from stepscope.hardware import Hardware
+from stepscope.recording.nesting import innermost, look_up
 from stepscope.spec import Case, ModelShape
 
 # The share of the data sheet's peak that good kernels reach. On an H200: copies 4.28 of 4.8 TB/s, large GEMMs 700 to

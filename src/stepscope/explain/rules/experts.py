@@ -4,7 +4,6 @@ import polars as pl
 
 from stepscope.explain.rules.evidence import WORTH_SAYING, StepEvidence, ms
 from stepscope.explain.rules.rule import Hit, Rule, count_per_step
-from stepscope.explain.trace.attribution.nesting import around
 from stepscope.explain.trace.experts import (
     PRODUCTS,
     ROUTER,
@@ -13,6 +12,7 @@ from stepscope.explain.trace.experts import (
     list_products,
     say_loads,
 )
+from stepscope.recording.nesting import around
 from stepscope.units import count_noun, say_percent
 
 FEWEST_IN_TURN = 4  # GEMMs of one weight in a layer: fewer are the gate and up projections of a single expert

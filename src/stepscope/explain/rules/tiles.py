@@ -12,8 +12,8 @@ import polars as pl
 from stepscope.explain.rules.evidence import BANDWIDTH_SHARE, StepEvidence, ms
 from stepscope.explain.rules.gemm import gemms, memory_bound, row_counts, without_attention
 from stepscope.explain.rules.rule import Hit, Rule, count_per_step, grow_batch, settle, workload_of
-from stepscope.explain.trace.attribution.nesting import look_up
 from stepscope.explain.trace.roofline import least_ns
+from stepscope.recording.nesting import look_up
 from stepscope.recording.store import Manifest
 from stepscope.spec import ModelShape
 from stepscope.units import say_percent

@@ -15,10 +15,10 @@ import polars as pl
 from stepscope.explain.kernel_names import decode
 from stepscope.explain.ranks.collectives import find_collectives
 from stepscope.explain.trace.attribution.layer_parts import EXPERTS
-from stepscope.explain.trace.attribution.nesting import look_up
 from stepscope.explain.trace.profile import Profile, kernel_word
 from stepscope.explain.trace.roofline import add_product_sizes
 from stepscope.findings import Cell, Column, Table
+from stepscope.recording.nesting import look_up
 from stepscope.units import count_noun
 
 ROUTER, MOVING, PRODUCTS, SHARED, EXCHANGE, REST = (

@@ -271,8 +271,9 @@ def _attribute_once(recording: Recording, path: Path) -> pl.DataFrame:
 
 @cache
 def code_digest() -> str:
-    """Return a digest of the code in `explain`: results cached by another version are not used."""
-    files = sorted(Path(__file__).parents[1].rglob("*.py"))
+    """Return a digest of the code that computes results: those cached by another version are not used."""
+    package = Path(__file__).parents[2]
+    files = sorted(file for folder in ("explain", "recording") for file in (package / folder).rglob("*.py"))
     return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()[:12]
 
 

@@ -4,9 +4,9 @@ import polars as pl
 
 from stepscope.explain.rules.evidence import WORTH_SAYING, StepEvidence, ms
 from stepscope.explain.rules.rule import Hit, Rule, count_per_step, say_launching_lines, settle
-from stepscope.explain.trace.attribution.nesting import innermost
 from stepscope.explain.trace.profile import Profile, device_word, kernel_word
 from stepscope.findings import Copyable
+from stepscope.recording.nesting import innermost
 from stepscope.units import count_noun, say_percent
 
 _ZERO_GRAD = r"^Optimizer\.zero_grad#"

@@ -22,8 +22,8 @@ from stepscope import cost
 from stepscope.explain.alignment import align
 from stepscope.explain.story.sections.step_picture import sweep_step
 from stepscope.explain.trace.attribution.modules import label_layers
-from stepscope.explain.trace.attribution.nesting import look_up
 from stepscope.explain.trace.profile import UNKNOWN, Profile, order_phases
+from stepscope.recording.nesting import look_up
 
 PLACE = ("phase", "layer", "part")
 Key = tuple[str, str, str]  # the values of `PLACE`; a layer or part is empty outside layers, or if it is unknown

@@ -17,12 +17,12 @@ from stepscope.explain.story.sections.breakdown import MOST_DESCRIBED
 from stepscope.explain.story.sections.spans import NONE, Ints, Stretches, fit, join_runs, lay_out
 from stepscope.explain.trace.attribution.modules import label_layers
 from stepscope.explain.trace.attribution.names import cut_name, describe_kernel
-from stepscope.explain.trace.attribution.nesting import innermost, look_up
 from stepscope.explain.trace.attribution.phases import named_ranges, step_ranges
 from stepscope.explain.trace.loop.source_lines import launch_sources
 from stepscope.explain.trace.profile import Profile
 from stepscope.explain.trace.roofline import shorten_shapes
 from stepscope.findings import Lanes, Spans, Track
+from stepscope.recording.nesting import innermost, look_up
 from stepscope.units import count_noun
 
 MOST_STREAMS = 12

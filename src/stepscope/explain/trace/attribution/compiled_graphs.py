@@ -25,9 +25,9 @@ import polars as pl
 from stepscope.explain.kernel_names import decode
 from stepscope.explain.trace.attribution.graphs import LAUNCH, is_graph, order_launches
 from stepscope.explain.trace.attribution.names import classify_operator
-from stepscope.explain.trace.attribution.nesting import innermost, look_up
 from stepscope.recording import tables
 from stepscope.recording.compiled_code import find_runs, move_module
+from stepscope.recording.nesting import innermost, look_up
 from stepscope.recording.rows.compiled_code import CompiledCall
 from stepscope.recording.store import Recording
 

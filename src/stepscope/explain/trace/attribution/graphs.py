@@ -30,7 +30,7 @@ from stepscope.explain.alignment import MOST_ITEMS, align
 from stepscope.explain.kernel_names import decode
 from stepscope.explain.trace.attribution.layer_parts import find_parts
 from stepscope.explain.trace.attribution.names import classify_operator
-from stepscope.explain.trace.attribution.nesting import NOWHERE, look_up
+from stepscope.recording.nesting import NOWHERE, look_up
 
 # How the owner of a kernel is known, in words.
 WAYS = {

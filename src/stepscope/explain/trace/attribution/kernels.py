@@ -27,7 +27,6 @@ from stepscope.explain.trace.attribution.modules import (
     number_layers,
 )
 from stepscope.explain.trace.attribution.names import classify
-from stepscope.explain.trace.attribution.nesting import NOWHERE, around, innermost, look_up
 from stepscope.explain.trace.attribution.phases import INPUT_RANGE, find_phases, named_ranges, step_ranges
 from stepscope.explain.trace.attribution.repeats import fill_from_repeats
 from stepscope.explain.trace.attribution.user_ranges import (
@@ -39,6 +38,7 @@ from stepscope.explain.trace.attribution.user_ranges import (
 )
 from stepscope.recording import tables
 from stepscope.recording.compiled_code import COMPILED
+from stepscope.recording.nesting import NOWHERE, around, innermost, look_up
 from stepscope.recording.rows.compiled_code import LOSS_MODULE
 from stepscope.recording.store import Recording
 from stepscope.recording.windows import Disk, EventTable, bordered_windows, in_windows, make_table

@@ -14,7 +14,7 @@ range. Elsewhere they do not, because some optimizers leave gradients enabled, a
 
 import polars as pl
 
-from stepscope.explain.trace.attribution.nesting import around, innermost
+from stepscope.recording.nesting import around, innermost
 from stepscope.recording.store import Recording
 
 _OURS = "phase:"

@@ -2,8 +2,8 @@
 
 import polars as pl
 
-from stepscope.explain.trace.attribution.nesting import around
 from stepscope.explain.trace.profile import Profile
+from stepscope.recording.nesting import around
 from stepscope.recording.store import Recording
 from stepscope.units import say_list
 

@@ -2,10 +2,10 @@
 
 import polars as pl
 
-from stepscope.explain.trace.attribution.nesting import around, innermost, look_up
 from stepscope.explain.trace.attribution.phases import named_ranges
 from stepscope.explain.trace.loop.source_lines import find_sources
 from stepscope.explain.trace.profile import Profile
+from stepscope.recording.nesting import around, innermost, look_up
 from stepscope.recording.store import Recording
 
 SYNC_RANGE = "sync:"  # a range around a call that the user made to wait

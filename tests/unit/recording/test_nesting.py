@@ -5,7 +5,7 @@ import polars as pl
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stepscope.explain.trace.attribution.nesting import NOWHERE, enclosing, innermost
+from stepscope.recording.nesting import NOWHERE, enclosing, innermost
 
 
 @st.composite
