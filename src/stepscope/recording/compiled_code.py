@@ -8,15 +8,16 @@ The results are ranges like those of annotated modules, one around each operator
 CUDA graphs have no operator in the trace: for them, the calls become a table of the recording.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from difflib import SequenceMatcher
+from itertools import takewhile
 from typing import Any
 
 import polars as pl
 
 from stepscope.recording import tables
-from stepscope.recording.nesting import around
+from stepscope.recording.nesting import around, innermost, look_up
 from stepscope.recording.rows.compiled_code import CompiledGraph
 from stepscope.recording.store import Recording
 
@@ -35,12 +36,8 @@ def name_modules(recording: Recording, graphs: Sequence[CompiledGraph]) -> Recor
     """Add a range for each operator of compiled code that comes from a known module."""
     if not graphs:
         return recording
-    runs = find_runs(recording)
-    callers = _find_callers(runs, recording)
     found = [
-        one
-        for run, caller in zip(runs.iter_rows(named=True), callers, strict=True)
-        for one in _name_run(run, caller, recording.ops, graphs)
+        one for run in _find_callers(recording).iter_rows(named=True) for one in _name_run(run, recording.ops, graphs)
     ]
     if not found:
         return recording
@@ -91,8 +88,10 @@ def _is_here(place: dict[str, Any]) -> pl.Expr:
     return pl.all_horizontal(pl.col(name).eq_missing(place[name]) for name in ("process", "thread"))
 
 
-def _find_callers(runs: pl.DataFrame, recording: Recording) -> pl.Series:
-    """The module that called each run of compiled code, and in backward the one that called the run of forward."""
+def _find_callers(recording: Recording) -> pl.DataFrame:
+    """The runs of compiled code, with `caller`, the module that called each (in backward, the one that called the run
+    of forward), and `runs_once`: whether that call of the module ran the code only once."""
+    runs = find_runs(recording)
     calls = recording.ranges.filter(pl.col("name").str.starts_with(MODULE_RANGE))
     numbered = recording.ops.filter(pl.col("sequence").is_not_null())
     nodes = numbered.filter(pl.col("name").str.starts_with(_NODE))
@@ -103,13 +102,14 @@ def _find_callers(runs: pl.DataFrame, recording: Recording) -> pl.Series:
     makers = run.join(made, on=["process", "sequence"], nulls_equal=True).filter(pl.col("ns") < pl.col("before_ns"))
     last = makers.sort("ns").unique("row", keep="last").select("row", "thread", "ns")
     maker = run.join(last, on="row", how="left", maintain_order="left").select("process", "thread", "ns")
-    called = around(calls, "name", began), around(calls, "name", maker)
-    return pl.select(pl.coalesce(*called).str.strip_prefix(MODULE_RANGE)).to_series()
+    call = pl.select(pl.coalesce(innermost(calls, began), innermost(calls, maker))).to_series()
+    return runs.with_columns(
+        caller=look_up(calls, "name", call).str.strip_prefix(MODULE_RANGE),
+        runs_once=call.is_not_null() & (pl.len().over("key", call) == 1),
+    )
 
 
-def _name_run(
-    run: dict[str, Any], caller: str | None, ops: pl.DataFrame, graphs: Sequence[CompiledGraph]
-) -> Iterator[dict[str, Any]]:
+def _name_run(run: dict[str, Any], ops: pl.DataFrame, graphs: Sequence[CompiledGraph]) -> Iterator[dict[str, Any]]:
     """Yield ranges for one call of a compiled function."""
     here = ops.filter(
         _is_here(run), pl.col("start_ns").is_between(run["start_ns"], run["end_ns"], closed="left"), ~_is_run()
@@ -119,7 +119,8 @@ def _name_run(
         pl.col("end_ns") > pl.col("end_ns").cum_max().shift(1).fill_null(-1)
     )
     names = outer["name"].str.replace(_NUMBERED, "").to_list()
-    modules = _find_modules(names, [one for one in graphs if one.key == run["key"]], caller)
+    codes = [one for one in graphs if one.key == run["key"]]
+    modules = _find_modules(names, codes, run["caller"], runs_once=run["runs_once"])
     for row, (start_ns, end_ns) in enumerate(outer.select("start_ns", "end_ns").iter_rows()):
         if module := modules.get(row):
             yield {
@@ -133,14 +134,19 @@ def _name_run(
             }
 
 
-def _find_modules(names: Sequence[str], graphs: Sequence[CompiledGraph], caller: str | None) -> _Modules:
+def _find_modules(
+    names: Sequence[str], graphs: Sequence[CompiledGraph], caller: str | None, *, runs_once: bool
+) -> _Modules:
     """The modules of these operators. Without a key, or if several graphs have the same one, the order of operators
     tells which of them ran, and what is not the same in all that fit stays unknown."""
     ways = [(_align(names, graph), graph) for graph in graphs]
     # The most operators, and of a graph without others.
     fits = [(len(found), -len(graph.calls)) for found, graph in ways]
-    best = [found for (found, _), fit in zip(ways, fits, strict=True) if fit == max(fits)]
-    moved = [{row: move_module(module, caller) for row, module in found.items()} for found in best]
+    moved = []
+    for (found, graph), fit in zip(ways, fits, strict=True):
+        if fit == max(fits):
+            modules = move_modules([call.module for call in graph.calls], caller, runs_once=runs_once)
+            moved.append({row: modules[call] for row, call in found.items()})
     return (
         {row: module for row, module in moved[0].items() if all(one.get(row) == module for one in moved)}
         if moved
@@ -148,17 +154,36 @@ def _find_modules(names: Sequence[str], graphs: Sequence[CompiledGraph], caller:
     )
 
 
-def move_module(module: str | None, caller: str | None) -> str | None:
-    """The module in the layer that called the code: code that was compiled for one layer may run for all of them."""
-    if module is None or caller is None or caller.startswith("("):  # the whole model
-        return module
-    labels, outer = module.split("."), caller.split(".")
+def move_modules(modules: Sequence[str | None], caller: str | None, *, runs_once: bool = False) -> Sequence[str | None]:
+    """The modules of compiled code in the layer that called it. If all are in one layer and the caller is outside, the
+    code may run for other layers too: then they are unknown, unless it `runs_once` per call."""
+    if not runs_once and any(label.isdecimal() for label in find_shared(modules, caller)):
+        return [None] * len(modules)
+    return [_move_module(module, caller) for module in modules]
+
+
+def find_shared(modules: Iterable[str | None], caller: str | None = None) -> Sequence[str]:
+    """The labels of the module that contains all of these, without those of the module that called their code."""
+    labels = zip(*(module.split(".") for module in modules if module is not None), strict=False)
+    shared = [same[0] for same in takewhile(lambda one: len(set(one)) == 1, labels)]
+    return shared[len(_split_caller(caller)) :]
+
+
+def _split_caller(caller: str | None) -> Sequence[str]:
+    """The labels of a caller, of which the whole model has none."""
+    return () if caller is None or caller.startswith("(") else caller.split(".")
+
+
+def _move_module(module: str | None, caller: str | None) -> str | None:
+    if module is None:
+        return None
+    labels, outer = module.split("."), _split_caller(caller)
     alike = (one == other or (one.isdecimal() and other.isdecimal()) for one, other in zip(labels, outer, strict=False))
     return ".".join([*outer, *labels[len(outer) :]]) if len(labels) >= len(outer) and all(alike) else None
 
 
-def _align(names: Sequence[str], graph: CompiledGraph) -> _Modules:
-    """The modules of operators, by position. Not every operator that the profiler sees is a call, and not every call
+def _align(names: Sequence[str], graph: CompiledGraph) -> dict[int, int]:
+    """The calls of operators, both by position. Not every operator that the profiler sees is a call, and not every call
     is an operator."""
     wanted = [one.operator for one in graph.calls]
     both = set(names) & set(wanted)
@@ -166,10 +191,6 @@ def _align(names: Sequence[str], graph: CompiledGraph) -> _Modules:
     theirs = [number for number, name in enumerate(names) if name in both]
     kept, seen = [wanted[number] for number in ours], [names[number] for number in theirs]
     if kept == seen:
-        return {row: graph.calls[number].module for row, number in zip(theirs, ours, strict=True)}
+        return dict(zip(theirs, ours, strict=True))
     blocks = SequenceMatcher(None, kept, seen, autojunk=False).get_matching_blocks()
-    return {
-        theirs[block.b + place]: graph.calls[ours[block.a + place]].module
-        for block in blocks
-        for place in range(block.size)
-    }
+    return {theirs[block.b + place]: ours[block.a + place] for block in blocks for place in range(block.size)}

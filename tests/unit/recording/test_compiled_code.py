@@ -132,6 +132,24 @@ def test_code_of_one_layer_that_runs_for_another_has_the_modules_of_that_one(cal
     assert [name for _, name in modules_of(name_modules(recording, (LAYER,)))] == names
 
 
+@pytest.mark.parametrize(
+    ("calls", "num_known"),
+    [
+        ([(7, 0, 40, "(Model)")], 0),  # runs twice: for two layers, or twice for one
+        ([(7, 0, 20, "(Model)"), (7, 21, 40, "(Model)")], 4),  # two steps of a model with a graph break
+        ([(7, 0, 20, "layers.0"), (7, 21, 40, "layers.1")], 4),
+        ([], 0),
+    ],
+    ids=["twice", "once-per-call", "in-layers", "outside"],
+)
+def test_code_of_one_layer_that_runs_outside_may_run_for_any(
+    calls: list[tuple[int, int, int, str]], num_known: int
+) -> None:
+    later = [(name, thread, start + 20, end + 20) for name, thread, start, end in STEP[:6]]
+    recording = record(*STEP[:6], *later, runs=((7, 0, 20), (7, 21, 40)), calls=tuple(calls))
+    assert len(modules_of(name_modules(recording, (LAYER,)))) == num_known
+
+
 def test_the_caller_is_the_innermost_module_that_is_open() -> None:
     later = [(name, thread, start + 10, end + 10) for name, thread, start, end in STEP[:6]]
     calls = ((7, 0, 40, "(Model)"), (7, 1, 10, "layers.1"), (7, 10, 31, "layers.3"), (7, 31, 39, "layers.5"))

@@ -17,7 +17,7 @@ run for all of them, so it has modules only where the layer that called it is kn
 import re
 from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
-from itertools import pairwise, takewhile
+from itertools import pairwise
 from typing import NamedTuple
 
 import polars as pl
@@ -26,7 +26,7 @@ from stepscope.explain.kernel_names import decode
 from stepscope.explain.trace.attribution.graphs import LAUNCH, is_graph, order_launches
 from stepscope.explain.trace.attribution.names import classify_operator
 from stepscope.recording import tables
-from stepscope.recording.compiled_code import find_runs, move_module
+from stepscope.recording.compiled_code import find_runs, find_shared, move_modules
 from stepscope.recording.nesting import innermost, look_up
 from stepscope.recording.rows.compiled_code import CompiledCall
 from stepscope.recording.store import Recording
@@ -161,16 +161,13 @@ def _fill(kernels: pl.DataFrame, found: Sequence[tuple[int, str, bool | None]]) 
 
 
 def _read_code(graph: pl.DataFrame, caller: str | None) -> _Code:
-    """Return the calls of a compiled function, with their modules in the layer that called it. If all are within one
-    layer, the code may run for others too, and has modules only if it is known for which."""
-    shared = _common_module(graph["module"].drop_nulls().to_list())
-    depth = 0 if caller is None or caller.startswith("(") else len(caller.split("."))
-    is_of_a_layer = any(label.isdecimal() for label in shared[depth:])
-    modules = [None if is_of_a_layer else move_module(module, caller) for module in graph["module"]]
+    """Return the calls of a compiled function, with their modules in the layer that called it."""
+    modules = graph["module"].to_list()
+    moved = move_modules(modules, caller)
     names: list[str] = []
     owners: list[_Owner] = []
     between: list[list[_Owner]] = [[]]
-    for kernel, is_backward, module in zip(graph["kernel"], graph["is_backward"], modules, strict=True):
+    for kernel, is_backward, module in zip(graph["kernel"], graph["is_backward"], moved, strict=True):
         call = CompiledCall(kernel, module)
         if kernel.startswith(_TRITON):
             names.append(kernel)
@@ -178,14 +175,8 @@ def _read_code(graph: pl.DataFrame, caller: str | None) -> _Code:
             between.append([])
         else:
             between[-1].append(_Owner(module, is_backward, classify_operator(call.operator)))
-    may_move = len(shared) > depth
+    may_move = bool(find_shared(modules, caller))
     return _Code(graph["key"][0], may_move, tuple(names), tuple(owners), tuple(map(tuple, between)))
-
-
-def _common_module(modules: Collection[str]) -> list[str]:
-    """Return the labels of the module that contains all of these."""
-    labels = zip(*(module.split(".") for module in modules), strict=False)
-    return [same[0] for same in takewhile(lambda one: len(set(one)) == 1, labels)]
 
 
 # --- Which calls ------------------------------------------------------------------------------------------------------
@@ -305,7 +296,7 @@ def _agree(owners: Collection[_Owner | None]) -> _Known | None:
     if len(known) < len(owners) or any(owner.module is None for owner in known):
         return None
     backward = {owner.is_backward for owner in known}
-    shared = _common_module(modules)
+    shared = find_shared(modules)
     if len(modules) > 1 and not any(label.isdecimal() for label in shared):
         return None
     return ".".join(shared), backward.pop() if len(backward) == 1 else None
