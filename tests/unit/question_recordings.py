@@ -7,9 +7,8 @@ from typing import Any
 
 import polars as pl
 
-from stepscope.explain.trace.attribution import EVALUATE
 from stepscope.explain.trace.profile import Profile, make_profile
-from stepscope.recording import tables
+from stepscope.recording import EVALUATE, tables
 from stepscope.recording.store import Manifest, Recording
 from stepscope.spec import Scalar, build_case
 

@@ -19,9 +19,9 @@ from typing import Any
 
 import polars as pl
 
-from stepscope.explain.trace.attribution import EVALUATE, attribute_kernels
+from stepscope.explain.trace.attribution import attribute_kernels
 from stepscope.explain.trace.profile import Profile, make_profile
-from stepscope.recording import tables
+from stepscope.recording import EVALUATE, tables
 from stepscope.recording.store import Manifest, Overhead, Recording
 
 PROCESS, MAIN, AUTOGRAD, STREAM = 100, 1, 2, 7

@@ -17,7 +17,7 @@ from stepscope.errors import StepscopeError
 from stepscope.explain.ranks.activity_file import save_rank
 from stepscope.explain.statistics import summarise
 from stepscope.files import decode_as, read_plain
-from stepscope.recording import store, tables
+from stepscope.recording import EVALUATE, store, tables
 from stepscope.recording.compiled_code import keep_calls, name_modules, say_unknown_runs
 from stepscope.recording.memory import reader
 from stepscope.recording.memory.labels import SNAPSHOT_NAME
@@ -29,7 +29,6 @@ from stepscope.recording.store import Overhead, Recording
 
 _STEP = r"^step:(\d+)$"
 _SYNC, _BETWEEN = "sync:", "@"
-_NODE = "autograd::engine::evaluate_function"
 
 
 def reduce_rank(raw: Path, folder: Path, *, command: str) -> Recording:
@@ -141,7 +140,7 @@ def add_sources(ops: pl.DataFrame, steps: pl.DataFrame, sources: SourceLines) ->
     if not sources.names or not steps.height:
         return ops
     numbered = ops.with_row_index("place")
-    nodes = numbered.filter(pl.col("name").str.starts_with(_NODE))
+    nodes = numbered.filter(pl.col("name").str.starts_with(EVALUATE))
     in_node = innermost(nodes, numbered.select("process", "thread", ns="start_ns")).is_not_null()
     forward = numbered.filter(~in_node)
     found: dict[int, str] = {}

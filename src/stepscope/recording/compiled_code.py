@@ -16,7 +16,7 @@ from typing import Any
 
 import polars as pl
 
-from stepscope.recording import tables
+from stepscope.recording import EVALUATE, tables
 from stepscope.recording.nesting import around, innermost, look_up
 from stepscope.recording.rows.compiled_code import CompiledGraph
 from stepscope.recording.store import Recording
@@ -25,7 +25,6 @@ COMPILED = "compiled"  # the source of these ranges
 MODULE_RANGE = "module:"
 _RUN = r"^## Call CompiledFxGraph (\S+) ##"
 _NO_KEY = "None"
-_NODE = "autograd::engine::evaluate_function: "
 _PLACE = ("process", "thread", "start_ns", "end_ns")
 _NUMBERED = r"^graph_\d+_"  # before the names of kernels for CPUs
 
@@ -94,7 +93,7 @@ def _find_callers(recording: Recording) -> pl.DataFrame:
     runs = find_runs(recording)
     calls = recording.ranges.filter(pl.col("name").str.starts_with(MODULE_RANGE))
     numbered = recording.ops.filter(pl.col("sequence").is_not_null())
-    nodes = numbered.filter(pl.col("name").str.starts_with(_NODE))
+    nodes = numbered.filter(pl.col("name").str.starts_with(EVALUATE))
     forward = numbered.filter(pl.col("forward_thread").is_null())
     began = runs.select("process", "thread", ns="start_ns")
     run = began.select("process", before_ns="ns", sequence=around(nodes, "sequence", began)).with_row_index("row")

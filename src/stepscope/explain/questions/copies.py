@@ -5,10 +5,10 @@ import re
 import polars as pl
 
 from stepscope.explain.questions.answers import Answer, in_phases, missing, share_by, time_of, why_unknown
-from stepscope.explain.trace.attribution import EVALUATE
 from stepscope.explain.trace.clock import Clock
 from stepscope.explain.trace.profile import Profile, kernel_word
 from stepscope.findings import Column, Table
+from stepscope.recording import EVALUATE
 from stepscope.recording.nesting import around
 from stepscope.units import count_noun, say_share, say_time
 

@@ -20,6 +20,7 @@ from stepscope.explain.trace.loop.waits import LEAST_WAIT_NS, find_lines, waitin
 from stepscope.explain.trace.profile import Profile
 from stepscope.explain.trace.roofline import operator_calls
 from stepscope.hardware import Hardware
+from stepscope.recording import EVALUATE
 from stepscope.recording.nesting import innermost, look_up
 from stepscope.spec import Case, ModelShape
 
@@ -38,9 +39,7 @@ MOST_REPLAYED = 20_000
 # The driver queues up to 1024 launches; after that, each launch waits for a kernel to end.
 _FULL_QUEUE = 500
 # What PyTorch's profiler records around compiled code.
-_COMPILED = (
-    r"^(?:autograd::engine::evaluate_function: )?CompiledFunction|^Torch-Compiled Region|^## Call CompiledFxGraph"
-)
+_COMPILED = rf"^(?:{EVALUATE})?CompiledFunction|^Torch-Compiled Region|^## Call CompiledFxGraph"
 POINTWISE = ("elementwise", "copy", "reduction", "softmax", "norm", "random", "index", "loss")
 
 

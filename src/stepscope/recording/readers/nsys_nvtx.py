@@ -17,6 +17,7 @@ created a node with that number.
 
 import polars as pl
 
+from stepscope.recording import EVALUATE
 from stepscope.recording.readers.nsys_database import Database, drop_invalid, latest
 from stepscope.units import count_noun
 
@@ -31,8 +32,7 @@ _SHAPES = r"^\[(\[[0-9, -]*\](, )?)*\]$"
 # `record_function` has the same form, but no node and no operator name. Operator names have a namespace, except for
 # `detach`, which is older than namespaces.
 _OPERATOR = r"::|^detach_?$|Backward\d*$"
-_EVALUATION = "autograd::engine::evaluate_function: "
-_EVALUATES = rf"^{_EVALUATION}|Backward\d*$"
+_EVALUATES = rf"^{EVALUATE}|Backward\d*$"
 _THREAD = ["process", "thread"]
 
 
@@ -146,14 +146,14 @@ def _join_around(ops: pl.DataFrame, others: pl.DataFrame, name: str) -> pl.DataF
 
 def _number_evaluations(ops: pl.DataFrame) -> pl.DataFrame:
     """Number evaluations without a number: they get that of the node inside, which has the name after the colon."""
-    node = pl.col("name").str.strip_prefix(_EVALUATION).alias("node_name")
+    node = pl.col("name").str.strip_prefix(EVALUATE).alias("node_name")
     nodes = ops.filter(pl.col("sequence").is_not_null()).select(
         *_THREAD, "start_ns", node, pl.col("end_ns").alias("node_end"), pl.col("sequence").alias("number")
     )
     ops = ops.with_columns(node).join_asof(
         nodes, on="start_ns", by=[*_THREAD, "node_name"], strategy="forward", check_sortedness=False
     )
-    inside = pl.col("name").str.starts_with(_EVALUATION) & (pl.col("node_end") <= pl.col("end_ns"))
+    inside = pl.col("name").str.starts_with(EVALUATE) & (pl.col("node_end") <= pl.col("end_ns"))
     return ops.with_columns(pl.coalesce("sequence", pl.when(inside).then("number")).alias("sequence")).drop(
         "node_name", "node_end", "number"
     )

@@ -36,14 +36,13 @@ from stepscope.explain.trace.attribution.user_ranges import (
     is_backward_pass,
     range_paths,
 )
-from stepscope.recording import tables
+from stepscope.recording import EVALUATE, tables
 from stepscope.recording.compiled_code import COMPILED
 from stepscope.recording.nesting import NOWHERE, around, innermost, look_up
 from stepscope.recording.rows.compiled_code import LOSS_MODULE
 from stepscope.recording.store import Recording
 from stepscope.recording.windows import Disk, EventTable, bordered_windows, in_windows, make_table
 
-EVALUATE = "autograd::engine::evaluate_function: "
 # Known work outside all modules.
 OPTIMIZER_MODULE, INPUT_MODULE, COMMUNICATION_MODULE = "(optimizer)", "(input)", "(communication)"
 # Phases of a training loop outside the model, each known as a module of its name in parentheses.

@@ -15,11 +15,11 @@ from dataclasses import dataclass
 import numpy as np
 import polars as pl
 
-from stepscope.explain.trace.attribution.kernels import EVALUATE
 from stepscope.explain.trace.attribution.modules import is_module_call
 from stepscope.explain.trace.attribution.phases import LOSS_OPS, named_ranges, step_ranges
 from stepscope.explain.trace.loop.waits import waiting_calls
 from stepscope.explain.trace.profile import Profile
+from stepscope.recording import EVALUATE
 from stepscope.recording.nesting import around, innermost
 from stepscope.recording.store import Recording
 
