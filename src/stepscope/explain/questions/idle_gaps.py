@@ -17,7 +17,8 @@ from stepscope.findings import Cell, Column, Table
 from stepscope.recording.nesting import around
 from stepscope.units import say_share, say_time
 
-BEFORE, AFTER, BETWEEN_STEPS = "before the first kernel", "after the last kernel", "between steps"
+# Templates: in a CPU recording, operators take the place of kernels. Causes that it cannot have name kernels directly.
+BEFORE, AFTER, BETWEEN_STEPS = "before the first {kernel}", "after the last {kernel}", "between steps"
 SYNCHRONISING, HOST_LATE, RECORDER = "CPU synchronizing", "late launch", "profiler"
 OTHER_STREAM, DEVICE, IN_GRAPH = "waiting for another stream", "kernel start", "inside a CUDA graph"
 OUTSIDE, UNKNOWN_CAUSE = "between operators", "launch not recorded"
@@ -27,7 +28,7 @@ CAUSES = {
     OTHER_STREAM: "the next kernel was launched in time but waited for work on another stream",
     DEVICE: "the next kernel was launched in time; the device needs a moment to start it",
     IN_GRAPH: "between the kernels of one CUDA graph",
-    BETWEEN_STEPS: "the next kernel belongs to another step",
+    BETWEEN_STEPS: "the next {kernel} belongs to another step",
     BEFORE: "from the start of the recording",
     AFTER: "to the end of the recording",
     RECORDER: "the profiler was handling its own buffers",
@@ -42,8 +43,9 @@ _DEVICE_NS = 20_000
 
 
 def find_gaps(profile: Profile) -> pl.DataFrame:
-    """One row per gap: process, device, start_ns, end_ns, time_ns, cause, before and after (the kernels around it),
-    host_op (the operator that the launching thread was in when the device went idle), step."""
+    """One row per gap: process, device, start_ns, end_ns, time_ns, cause (a template, with its
+    explanation in `CAUSES`), before and after (the kernels around it), host_op (the operator that the launching thread
+    was in when the device went idle), step."""
     kernels = profile.kernels.with_row_index("row")
     frames = [_gaps_of(group, profile.window) for group in _devices(kernels)]
     gaps = pl.concat(frames)
@@ -186,7 +188,7 @@ def idle_time(profile: Profile) -> Answer:
     if not gaps.height:
         return Answer(key=key, question=question, figure="0%", sentence=f"Nowhere: the {word} is always busy.")
     causes = share_by(gaps, "cause")
-    said = [f"{_name(profile, row['cause'])} {say_share(row['share'])}" for row in causes.head(3).iter_rows(named=True)]
+    said = [f"{_say(profile, row['cause'])} {say_share(row['share'])}" for row in causes.head(3).iter_rows(named=True)]
     first = causes["cause"][0]
     longest = gaps.sort("time_ns", "start_ns", descending=[True, False]).row(0, named=True)
     mean = f" (mean of {devices} devices)" if devices > 1 else ""
@@ -207,13 +209,12 @@ def idle_time(profile: Profile) -> Answer:
     )
 
 
-def _name(profile: Profile, cause: str) -> str:
-    """Return a cause in words: on a CPU, operators are the kernels."""
-    return cause.replace("kernel", kernel_word(profile))
+def _say(profile: Profile, template: str) -> str:
+    return template.format(kernel=kernel_word(profile))
 
 
 def _explain(profile: Profile, cause: str) -> str:
-    return _name(profile, f"{cause}: {CAUSES[cause]}")
+    return _say(profile, f"{cause}: {CAUSES[cause]}")
 
 
 def _place(gap: dict[str, object]) -> str:
@@ -228,13 +229,13 @@ def _table(profile: Profile, gaps: pl.DataFrame, causes: pl.DataFrame) -> Table:
     start, idle_ms = profile.window[0], profile.clock.idle_ns / 1e6
     total = max(1, int(gaps["time_ns"].sum()))
     rows: list[tuple[Cell, ...]] = [
-        ("cause", _name(profile, cause), count, share * idle_ms, share, None, None, None, None)
+        ("cause", _say(profile, cause), count, share * idle_ms, share, None, None, None, None)
         for cause, count, share in causes.select("cause", "count", "share").iter_rows()
     ]
     for gap in gaps.sort("time_ns", "start_ns", descending=[True, False]).head(_LONGEST).iter_rows(named=True):
         at = (gap["start_ns"] - start) / 1e6
         around = (at, gap["before"], gap["after"], gap["host_op"])
-        rows.append(("gap", _name(profile, gap["cause"]), 1, gap["time_ns"] / 1e6, gap["time_ns"] / total, *around))
+        rows.append(("gap", _say(profile, gap["cause"]), 1, gap["time_ns"] / 1e6, gap["time_ns"] / total, *around))
     return Table(
         title=f"Idle time by cause ({profile.clock.say_per_step}), then the longest gaps",
         columns=(
@@ -244,8 +245,8 @@ def _table(profile: Profile, gaps: pl.DataFrame, causes: pl.DataFrame) -> Table:
             Column(key="time_ms", label="time", kind="ms"),
             Column(key="share", label="of idle time", kind="share"),
             Column(key="at_ms", label="at", kind="ms"),
-            Column(key="before", label=_name(profile, "kernel before")),
-            Column(key="after", label=_name(profile, "kernel after")),
+            Column(key="before", label=f"{kernel_word(profile)} before"),
+            Column(key="after", label=f"{kernel_word(profile)} after"),
             Column(key="host_op", label="CPU was in"),
         ),
         rows=tuple(rows),
