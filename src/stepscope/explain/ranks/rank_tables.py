@@ -67,15 +67,20 @@ def ranks_headline(ranks: Sequence[RankActivity], times: RankTimes | None) -> st
 
 def name_others(times: RankTimes, late: RankLateness) -> str:
     """Return `the other ranks`, or `rank 0` if there is only one other."""
-    others = [one.rank for one in times.lateness if one is not late]
-    is_pair = len(others) == 1 and times.ranks[0].manifest.world_size in (None, 2)
-    return f"rank {others[0]}" if is_pair else "the other ranks"
+    only = _find_only_other(times, late)
+    return "the other ranks" if only is None else f"rank {only.rank}"
 
 
 def say_others(times: RankTimes, late: RankLateness, verb: str) -> str:
     """Return `the other ranks wait`, or `rank 0 waits`."""
-    others = name_others(times, late)
-    return f"{others} {verb}" if others.endswith("s") else f"{others} {verb}s"
+    ending = "" if _find_only_other(times, late) is None else "s"
+    return f"{name_others(times, late)} {verb}{ending}"
+
+
+def _find_only_other(times: RankTimes, late: RankLateness) -> RankLateness | None:
+    """The other rank of a run of two; None in a run of more, even if only two were recorded."""
+    others = [one for one in times.lateness if one is not late]
+    return others[0] if len(others) == 1 and times.ranks[0].manifest.world_size in (None, 2) else None
 
 
 def say_straggler(times: RankTimes, straggler: Straggler) -> str:
