@@ -127,14 +127,14 @@ def test_warnings_of_two_runs_are_warnings_of_many() -> None:
     ours = reduce_run(Materials(name="ours", profile=record_ours(product, doubts=(doubt,))))
     foreign = reduce_run(Materials(name="foreign", profile=record_ours(product, source="nsight systems", case=None)))
     doubts = [f"warning: {name}: the clocks were held back (throttled)" for name in ("before", "after")]
-    assert list_warnings(RunSeries.of_runs([ours, ours])) == tuple(doubts)
-    said = list_warnings(RunSeries.of_runs([foreign, ours]))
+    assert list(list_warnings(RunSeries.of_runs([ours, ours]))) == doubts
+    said = list(list_warnings(RunSeries.of_runs([foreign, ours])))
     assert said[0] == ("warning: the profilers differ, and so does their overhead: nsight systems and pytorch profiler")
     assert said[1] == "workload unknown: check that all runs have the same model and settings"
-    assert list_warnings(RunSeries.of_runs([timed("a", 1.0), timed("b", 2.0)])) == ()
-    assert list_warnings(RunSeries.of_runs([ours, timed("b", 2.0)])) == (
+    assert list(list_warnings(RunSeries.of_runs([timed("a", 1.0), timed("b", 2.0)]))) == []
+    assert list(list_warnings(RunSeries.of_runs([ours, timed("b", 2.0)]))) == [
         "warning: ours: the clocks were held back (throttled)",
-    )
+    ]
 
 
 def test_parts_of_each_run_add_up_to_its_step() -> None:

@@ -4,7 +4,7 @@ A difference is judged by the same test as between two runs. Results of `bench` 
 case, and a case is one line of the trend.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal
@@ -155,7 +155,7 @@ def _say_work(name: str, value: str) -> str:
 # --- Tables -----------------------------------------------------------------------------------------------------------
 
 
-def tabulate_runs(series: RunSeries, *, warnings: Sequence[str] = ()) -> Table:
+def tabulate_runs(series: RunSeries, *, warnings: Iterable[str] = ()) -> Table:
     """A row per run; with several cases, the rows of a case follow each other. Its notes begin with `warnings`."""
     columns = [one for one in _list_columns(series) if any(cell is not None for cell in one[1])]
     return Table(
@@ -290,15 +290,16 @@ def _write_notes(series: RunSeries) -> Iterator[str]:
         yield f"the runs differ in {say_list(work)}; only runs that do the same work are compared"
 
 
-def list_warnings(series: RunSeries) -> tuple[str, ...]:
-    """What a comparison of two runs warns of, besides settings that differ."""
+def list_warnings(series: RunSeries) -> Iterator[str]:
+    """Yield what a comparison of two runs warns of, besides settings that differ."""
     profilers = list(dict.fromkeys(point.figures.profiler for point in series.points if point.figures.profiler))
-    is_unknown = any(not any(point.figures.work) for point in series.points)
-    return (
-        *([f"warning: the profilers differ, and so does their overhead: {say_list(profilers)}"] * (len(profilers) > 1)),
-        *(["workload unknown: check that all runs have the same model and settings"] * is_unknown),
-        *(f"warning: {series.labels[point.run]}: {doubt}" for point in series.points for doubt in point.figures.doubts),
-    )
+    if len(profilers) > 1:
+        yield f"warning: the profilers differ, and so does their overhead: {say_list(profilers)}"
+    if any(not any(point.figures.work) for point in series.points):
+        yield "workload unknown: check that all runs have the same model and settings"
+    for point in series.points:
+        for doubt in point.figures.doubts:
+            yield f"warning: {series.labels[point.run]}: {doubt}"
 
 
 def tabulate_settings(series: RunSeries) -> Table | None:
