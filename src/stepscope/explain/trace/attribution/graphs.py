@@ -264,7 +264,7 @@ def _number_repeats(kernels: pl.DataFrame) -> pl.DataFrame:
         is_unknown = launches["unknown"].to_list()
         rows += launches["row"].filter(launches["unknown"]).to_list()
         repeats += [one for one, is_ours in zip(found[name], is_unknown, strict=True) if is_ours]
-    schema = {"period": pl.Int64, "number": pl.Int64, "place": pl.String}
+    schema = {"period": pl.Int64, "number": pl.Int64, "layer_part": pl.String}
     own = pl.DataFrame([one or (None,) * len(schema) for one in repeats], schema=schema, orient="row")
     places = kernels.select(pl.int_range(pl.len()).alias("row")).join(
         own.with_columns(row=pl.Series(rows, dtype=pl.Int64)), on="row", how="left", maintain_order="left"
@@ -274,9 +274,9 @@ def _number_repeats(kernels: pl.DataFrame) -> pl.DataFrame:
     is_of_classes = pl.col("module").str.contains(_CLASS_PATH)
     joint = pl.when(is_of_classes).then(pl.lit("_")).otherwise(pl.lit("."))
     repeat = pl.concat_str(pl.format(f"{REPEAT} {{}} kernels", "period"), joint, "number")
-    part = pl.when(is_of_classes).then(pl.col("place") + "_0").otherwise("place")
+    part = pl.when(is_of_classes).then(pl.col("layer_part") + "_0").otherwise("layer_part")
     path = pl.concat_str("module", repeat, part, separator=".", ignore_nulls=True)
-    way = pl.when(pl.col("place").is_null()).then(pl.lit("repetition")).otherwise(pl.lit("order"))
+    way = pl.when(pl.col("layer_part").is_null()).then(pl.lit("repetition")).otherwise(pl.lit("order"))
     is_repeat = pl.col("period").is_not_null()
     filled = named.with_columns(
         module=pl.when(is_repeat).then(path).otherwise("module"),
