@@ -357,7 +357,7 @@ class Run:
             for run, one in ((self, a), (other, b))
         )
         chosen = tuple(
-            f"{one.files[0]} is compared, one of {len(run.opened)} traces"
+            f"compared trace: `{one.files[0]}` (one of {len(run.opened)})"
             for run, one in ((self, a), (other, b))
             if len(run.opened) > 1
         )

@@ -106,7 +106,7 @@ def test_directory_of_traces_is_a_run_with_ranks(tmp_path: Path) -> None:
     comparison = load(tmp_path / "a").compare(second).comparison
     names = (f"{tmp_path / 'a' / '0.pt.trace.json'} (rank 1)", str(tmp_path / "a" / "0.pt.trace.json"))
     assert comparison.names == names
-    assert comparison.remarks[0] == f"{tmp_path / 'a' / '0.pt.trace.json'} is compared, one of 2 traces"
+    assert comparison.remarks[0] == f"compared trace: `{tmp_path / 'a' / '0.pt.trace.json'}` (one of 2)"
     assert not any("one of" in remark for remark in second.compare(second).comparison.remarks)
     (tmp_path / "c").mkdir()
     (tmp_path / "c" / "notes.json").write_text("{}")
