@@ -3,8 +3,8 @@
 Default settings. The requests are exact, and so are rounding, best fit, splitting and merging. Every stream has memory
 of its own (`MAIN` is that of the default one), and so have CUDA graphs. Of two free blocks of the same size the
 allocator takes the one at the lower address, so the addresses that CUDA returns matter. On an H200 they fall in pieces
-of 32 MiB, whose rests serve later segments, the lowest first. That is the first
-of `PLACEMENTS`; the others give a range for drivers that do otherwise.
+of 32 MiB, whose rests serve later segments, the lowest first. That is the first of `PLACEMENTS`; the others give a
+range for drivers that do otherwise.
 """
 
 import random

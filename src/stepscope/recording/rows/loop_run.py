@@ -23,7 +23,7 @@ class LoaderFacts(msgspec.Struct, frozen=True, kw_only=True):
     """A DataLoader of a training loop, as it was configured."""
 
     dataset: str  # its class
-    is_iterable: bool = False  # every worker iterates over all of it, unless it takes its share
+    is_iterable: bool = False  # an `IterableDataset`: without sharding, every worker loads all of it
     batch_size: Count | None = None
     num_workers: Count = 0
     pin_memory: bool = False
