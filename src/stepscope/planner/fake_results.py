@@ -71,7 +71,7 @@ class FakeResults:
             if kind is FakeTensor:
                 if value.constant is not None or value.fake_mode is not self._mode or value.dtype.is_complex:
                     return False
-                facts += (value.shape, value.stride(), value.storage_offset(), value.dtype, value._fake_device)
+                facts += (value.shape, value.stride(), value.storage_offset(), value.dtype, value.fake_device)
                 facts.append(value.requires_grad)
                 inputs.append(value)
             elif kind in _NUMBERS:
