@@ -6,6 +6,7 @@ from stepscope.explain.ranks.lateness import RankTimes
 from stepscope.explain.ranks.matching import match_ranks
 from stepscope.explain.ranks.rank_tables import label_ranks
 from stepscope.explain.story.run import tell
+from stepscope.explain.story.sections.lanes import draw_step
 from stepscope.explain.story.sections.rank_lanes import MOST_RANKS, choose_ranks, draw_ranks
 from stepscope.explain.story.sources import Materials
 from stepscope.findings import Bars, Lanes, Table
@@ -96,3 +97,10 @@ def test_of_many_ranks_the_telling_ones_are_drawn() -> None:
     assert [track.label for track in lanes.tracks] == list(bars.labels)
     assert any(note.startswith("16 of 40 ranks: ") for note in lanes.notes)
     assert len(table.rows) == 40
+
+
+def test_the_step_is_that_of_the_timeline_of_the_shown_rank() -> None:
+    """Of an even number of steps, two are equally close to the median."""
+    ranks = [Rank(compute_us=[100.0, 100.0, 400.0, 400.0, 300.0, 300.0, 200.0, 200.0])] * 2
+    recordings = record_ranks(ranks)
+    assert draw(ranks).title == f"{draw_step(recordings[0]).title} on each rank"

@@ -94,8 +94,7 @@ def _choose_step(profile: Profile) -> tuple[tuple[int, int], str, list[str]]:
         said = f"no {_what(profile)} start inside the marked steps, so this is the whole trace"
         return profile.window, _WHOLE, [said]
     lengths = [end - start for _, (start, end) in windows]
-    median = statistics.median(lengths)
-    number, window = min(windows, key=lambda one: abs(one[1][1] - one[1][0] - median))
+    number, window = windows[find_median_step([window for _, window in windows])]
     wall = window[1] - window[0]
     notes = []
     if len(windows) > 1:
@@ -109,6 +108,13 @@ def _choose_step(profile: Profile) -> tuple[tuple[int, int], str, list[str]]:
             "longer here"
         )
     return window, f"Step {number}", notes
+
+
+def find_median_step(windows: Sequence[tuple[int, int]]) -> int:
+    """Return the place of the step closest to the median, the first of those equally close."""
+    lengths = [end - start for start, end in windows]
+    median = statistics.median(lengths)
+    return min(range(len(lengths)), key=lambda place: abs(lengths[place] - median))
 
 
 def _cut_out(kernels: pl.DataFrame, window: tuple[int, int]) -> pl.DataFrame:

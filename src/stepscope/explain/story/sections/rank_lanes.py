@@ -13,7 +13,7 @@ import polars as pl
 from stepscope.explain.ranks.activity import RankActivity
 from stepscope.explain.ranks.lateness import NEVER, RankTimes
 from stepscope.explain.ranks.rank_tables import name_idle
-from stepscope.explain.story.sections.lanes import TrackDraft, fit_lanes, say_merged, write_down
+from stepscope.explain.story.sections.lanes import TrackDraft, find_median_step, fit_lanes, say_merged, write_down
 from stepscope.explain.story.sections.spans import NONE, Ints, join_runs
 from stepscope.explain.trace.attribution.names import cut_name
 from stepscope.findings import Lanes
@@ -59,7 +59,7 @@ def say_chosen(shown: int, everyone: int) -> list[str]:
 def draw_ranks(times: RankTimes, labels: Sequence[str], shown: int) -> Lanes | None:
     """Return one step of several ranks, as long as that of the rank at place `shown`; None if its clock is unknown."""
     chosen = choose_ranks(times.ranks, times, shown)
-    step = _choose_step(times.ranks[shown])
+    step = find_median_step(times.ranks[shown].extent.windows)
     matched = [place for place in chosen if (times.places[:, place] != NEVER).any()]
     if shown not in matched:  # its clock is unknown
         return None
@@ -78,13 +78,6 @@ def draw_ranks(times: RankTimes, labels: Sequence[str], shown: int) -> Lanes | N
         notes.insert(0, f"step {step + 1} of {steps}, the closest to the median on {labels[shown]}")
     title = f"Step {step + 1} on each rank" if times.ranks[shown].clock.has_steps else "Whole trace"
     return write_down(title, round(end - begin), fitted, notes)
-
-
-def _choose_step(rank: RankActivity) -> int:
-    """The place of the step closest to the median."""
-    lengths = [end - start for start, end in rank.extent.windows]
-    median = sorted(lengths)[(len(lengths) - 1) // 2]
-    return lengths.index(median)
 
 
 def _draw_rank(times: RankTimes, place: int, label: str, begin: float, end: float) -> TrackDraft:
