@@ -1,5 +1,6 @@
 """Findings that hold together: savings of overlapping fixes, launches that are the limit, and advice that is new."""
 
+import re
 from dataclasses import replace
 
 import msgspec
@@ -237,6 +238,23 @@ def test_findings_with_one_fix_are_one_finding() -> None:
     own = [one.saving_ns for one in finding.also if one.saving_ns is not None]
     assert finding.saving_ns is not None
     assert finding.saving_ns >= max(own)
+
+
+def test_a_saving_beyond_the_evidence_is_explained() -> None:
+    """A fused chain still reads its input, but compiling removes the copies in it altogether."""
+    timeline = Timeline()
+    with timeline.step(), timeline.phase("forward"):
+        for _ in range(10):
+            timeline.launch(GEMM_BF16, 100, op="aten::mm")
+            for kernel, op in ((ADD, "aten::mul"), (COPY, "aten::copy_"), (COPY, "aten::copy_"), (ADD, "aten::mul")):
+                timeline.launch(kernel, 100, op=op)
+    (finding,) = (one for one in find(timeline.profile()) if one.fix == "model = torch.compile(model)")
+    assert [one.code for one in finding.also] == ["SS006"]
+    assert finding.saving_ns is not None
+    said = re.search(r"; ([\d.]+) ms of the saving comes from the findings below", finding.evidence)
+    assert said is not None
+    took = [float(one) for one in re.findall(r"([\d.]+) ms", finding.evidence)[:2]]
+    assert finding.saving_ns / 1e6 == pytest.approx(took[0] - took[1] + float(said[1]), rel=0.02)
 
 
 def overlapping() -> Timeline:

@@ -12,7 +12,7 @@ from functools import reduce
 
 import msgspec
 
-from stepscope.explain.rules.evidence import WORTH_SAYING, Gain, StepEvidence
+from stepscope.explain.rules.evidence import WORTH_EXPLAINING, WORTH_SAYING, Gain, StepEvidence, ms
 from stepscope.explain.rules.replay import Change
 from stepscope.findings import Finding
 
@@ -72,8 +72,12 @@ def _merge(evidence: StepEvidence, same: Sequence[tuple[Finding, Gain]]) -> _Fix
     own_ns = float(lead.saving_ns or 0)
     if others:
         gain = evidence.gain(reduce(Change.joined, (other.change for _, other in others), gain.change))
+        more_ns = gain.step_ns - own_ns
         own_ns = max(own_ns, gain.step_ns)
-        lead = msgspec.structs.replace(lead, saving_ns=round(own_ns), share=own_ns / evidence.step_ns)
+        said = lead.evidence
+        if more_ns >= WORTH_EXPLAINING * own_ns:  # the evidence is about the lead alone
+            said += f"; {ms(more_ns)} of the saving comes from the findings below, which have the same fix"
+        lead = msgspec.structs.replace(lead, evidence=said, saving_ns=round(own_ns), share=own_ns / evidence.step_ns)
     return _Fix(lead, gain.change, own_ns, gain.step_ns, also=[finding for finding, _ in others])
 
 

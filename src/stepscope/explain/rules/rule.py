@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import polars as pl
 
 from stepscope.explain.memory.out_of_memory import MemoryFailure
-from stepscope.explain.rules.evidence import WORTH_SAYING, Gain, StepEvidence, ms
+from stepscope.explain.rules.evidence import WORTH_EXPLAINING, WORTH_SAYING, Gain, StepEvidence, ms
 from stepscope.explain.trace.loop.source_lines import launch_sources, name_lines
 from stepscope.explain.trace.profile import Profile
 from stepscope.findings import Copyable
@@ -69,7 +69,8 @@ class Rule:
     # Python that applies the fix; defaults to the first line of `own`. Without code to paste, a finding is a remark.
     paste: str = ""
     change: SettingsChange | None = None
-    look_up: Callable[[Profile], Copyable] | None = None  # for a remark: what to run to learn more
+    # For a remark: what to run to learn more, if there is something. The page names the rule itself.
+    look_up: Callable[[Profile], Copyable | None] | None = None
     on_cpu: bool = False  # whether the rule applies to a recording of a CPU
 
     def __post_init__(self) -> None:
@@ -101,6 +102,8 @@ def settle(evidence: StepEvidence, gain: Gain, text: str, *, title: str) -> Hit 
         text += f"; a fix saves {ms(gain.gpu_ns)} of GPU time but {gains}, because {why}"
     elif gain.gpu_ns and gain.step_ns > 1.5 * gain.gpu_ns:
         text += "; most of the saving is CPU time, because there are fewer kernels to launch"
+    elif gain.gpu_ns and gain.step_ns - gain.gpu_ns >= WORTH_EXPLAINING * gain.step_ns:
+        text += f"; the saving includes {ms(gain.step_ns - gain.gpu_ns)} of idle time"
     return Hit(title=title, evidence=text, saving_ns=gain.step_ns, gain=gain)
 
 
