@@ -287,7 +287,8 @@ def test_stacks_are_not_asked_for_if_the_trace_has_them(source: str) -> None:
     profile = make_profile(replace(recording, ranges=recording.ranges.with_columns(source=pl.lit(source))))
     look_up = RULES["SS019"].look_up
     assert look_up is not None
-    assert ("with_stack" in look_up(profile).text) == (source == "user")
+    command = look_up(profile)
+    assert (command is not None and "with_stack" in command.text) == (source == "user")
 
 
 def test_faster_kernel_does_not_help_a_cpu_bound_step() -> None:

@@ -299,9 +299,9 @@ def _has_stacks(profile: Profile) -> bool:
     return bool(profile.recording.ranges["source"].is_in(["module", "python"]).any())
 
 
-def _look_up_stall(profile: Profile) -> Copyable:
+def _look_up_stall(profile: Profile) -> Copyable | None:
     if _has_stacks(profile):
-        return Copyable(label="about this finding", text="stepscope rule SS019")
+        return None
     return Copyable(label="record Python stacks to see what the CPU did", text=_RECORD_STACKS)
 
 

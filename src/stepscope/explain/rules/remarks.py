@@ -137,12 +137,12 @@ def _look_up_anomaly(_profile: Profile) -> Copyable:
     return Copyable(label="find the operation that produces it", text=code)
 
 
-def _look_up_backward(profile: Profile) -> Copyable:
+def _look_up_backward(profile: Profile) -> Copyable | None:
     """The longest kernel of backward. An operator of a CPU has no name to explain."""
     by_name = profile.time_by("name", kernels=_backward(profile.kernels))
     longest = by_name["name"][0] if by_name.height else ""
     if profile.on_cpu or not longest.isprintable() or not 0 < len(longest) <= _LONGEST_NAME:
-        return Copyable(label="about this finding", text="stepscope rule SS022")
+        return None
     return Copyable(label="about the longest kernel of backward", text=shlex.join(["stepscope", "kernel", longest]))
 
 

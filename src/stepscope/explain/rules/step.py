@@ -71,10 +71,11 @@ def _keep_activations(manifest: Manifest) -> dict[str, object]:
     return {} if workload_of(manifest).checkpoint == "none" else {"checkpoint": "none"}
 
 
-def _look_up_longest(profile: Profile) -> Copyable:
+def _look_up_longest(profile: Profile) -> Copyable | None:
+    """The command about the longest kernel. An operator of a CPU has no name to explain."""
     longest = profile.time_by("name").row(0, named=True)["name"]
     if profile.on_cpu or not longest.isprintable() or len(longest) > _LONGEST_NAME:
-        return Copyable(label="about this finding", text="stepscope rule SS014")
+        return None
     return Copyable(label="about the longest kernel", text=shlex.join(["stepscope", "kernel", longest]))
 
 

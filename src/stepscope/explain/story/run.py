@@ -183,8 +183,8 @@ def _list_fixes(finding: Finding, profile: Profile | None) -> list[Copyable]:
     if workload is not None and changes and (is_builtin or _is_said(finding, changes)):
         changed = msgspec.structs.replace(workload, **changes)
         fixes.append(Copyable(label="this run with the fix", text=write_command("report", changed)))
-    if rule.look_up is not None:
-        fixes.append(rule.look_up(profile))
+    if rule.look_up is not None and (command := rule.look_up(profile)) is not None:
+        fixes.append(command)
     # Users do not edit the built-in model: code to paste has no place there.
     if finding.fix and not is_builtin:
         label = "in a shell" if _SHELL.match(finding.fix) else "in your own code"
