@@ -512,3 +512,22 @@ def test_larger_model_sets_an_argument_that_exists(settings: dict[str, str | int
         case = msgspec.structs.replace(case, workload=msgspec.structs.replace(case.workload, model=model))
     command = ask("small-and-large", model_profile(case=case)).command
     assert command.split(" && ")[1].startswith(larger)
+
+
+def test_gemms_of_convolutions_are_not_counted_among_those_of_layers() -> None:
+    tape = Tape()
+    with tape.inside("step:0"), tape.inside("phase:forward"):
+        for op in ("aten::cudnn_convolution", "aten::mm"):
+            tape.forward(op, GEMM, 10_000)
+    found = ask("products", tape.profile())
+    assert "Found per step: 1 in forward, without those of convolutions; layers were not recorded" in found.sentence
+
+
+def test_a_forward_pass_alone_is_recorded_without_training() -> None:
+    tape = Tape()
+    with tape.inside("step:0"), tape.inside("phase:forward"):
+        number = tape.forward("aten::exp", EXP, 10_000)
+    assert "--mode inference" in ask("forward-time", tape.profile()).command
+    with tape.inside("step:0"):
+        tape.backward("ExpBackward0", number, [("aten::mm", GEMM, 1_000)])
+    assert "--mode train" in ask("forward-time", tape.profile()).command

@@ -21,6 +21,7 @@ from stepscope.units import count_noun, say_factor, say_list, say_share, say_tim
 _AGREE = 0.05  # largest difference between clocks that agree
 _MATTERS = 0.01
 _RECORD = "stepscope profile --mode train"
+_RECORD_FORWARD = "stepscope profile --mode inference"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,8 +66,12 @@ def forward_time(profile: Profile) -> Answer:
             ),
             rows=tuple((clock.name, clock.per_step_ns / 1e6, clock.remark) for clock in clocks),
         ),
-        command="" if plain is not None else _RECORD,
+        command="" if plain is not None else _RECORD if _is_training(profile) else _RECORD_FORWARD,
     )
+
+
+def _is_training(profile: Profile) -> bool:
+    return bool(profile.kernels["phase"].is_in(["backward", "optimizer"]).any())
 
 
 def _over_devices(profile: Profile) -> str:

@@ -22,6 +22,7 @@ SCORES, VALUES, SOFTMAX = "scores", "values", "softmax"
 ROLES = ("query", "key", "value", "query, key, value", SCORES, VALUES, "output", "gate", "up", "down", "head")
 UNKNOWN_ROLE = "unknown"
 _BATCHED = ("aten::bmm", "aten::baddbmm")
+_OF_CONVOLUTION = pl.col("op").str.contains("conv").fill_null(value=False)
 _SUMMAND_FIRST = ("aten::addmm", "aten::baddbmm", "aten::_addmm_activation")
 # The last word of a module's name in common models.
 _ROLE_WORDS = {
@@ -69,9 +70,7 @@ class Extent:
 def find_products(profile: Profile) -> pl.DataFrame:
     """Rows: phase, recomputed, step, layer, module, op, op_row, role, kernels (short names), time_ns, launch_ns."""
     kernels = _order(stepped(profile))
-    products = kernels.filter(pl.col("class") == "GEMM").filter(
-        ~pl.col("op").str.contains("conv").fill_null(value=False)
-    )
+    products = kernels.filter((pl.col("class") == "GEMM") & ~_OF_CONVOLUTION)
     # Kernels of a CUDA graph have no recorded call of an operator, so each counts separately.
     alone = pl.col("op_row").is_null() | (pl.col("launched") == "graph")
     identity = pl.when(alone).then(-1 - pl.col("order").cast(pl.Int64)).otherwise("op_row")
@@ -187,7 +186,8 @@ def products_by_role(profile: Profile) -> Answer:
     if expected is None:
         sentence = (
             "The expected number is known only for the built-in model. "
-            f"Found {profile.clock.say_per_step}: {counted}; {_per_layer(products, steps)}"
+            f"Found {profile.clock.say_per_step}: {counted}{_beside_convolutions(profile)}; "
+            f"{_per_layer(profile, products)}"
         )
         if known.height < products.height:
             share = 1 - known.height / products.height
@@ -257,12 +257,18 @@ def _verdict(counts: dict[str, float], forward: int, profile: Profile) -> str:
     return f"No: {differ}"
 
 
-def _per_layer(products: pl.DataFrame, steps: int) -> str:
+def _beside_convolutions(profile: Profile) -> str:
+    """Libraries compute convolutions with GEMM kernels too, which the other questions count."""
+    of_convolution = (pl.col("class") == "GEMM") & _OF_CONVOLUTION
+    return ", without those of convolutions" if stepped(profile).filter(of_convolution).height else ""
+
+
+def _per_layer(profile: Profile, products: pl.DataFrame) -> str:
     forward = products.filter((pl.col("phase") == "forward") & pl.col("layer").is_not_null())
     if not forward.height:
-        return "layers were not recorded"
+        return "layers were not recorded" if profile.kernels["layer"].is_null().all() else "none of them in a layer"
     layers = forward["layer"].n_unique()
-    each = share_by(forward, "layer")["count"] / steps
+    each = share_by(forward, "layer")["count"] / profile.num_steps
     least, most = float(each.min()), float(each.max())  # type: ignore[arg-type]
     spread = say_count(least) if least == most else f"{say_count(least)} to {say_count(most)}"
     return f"each of {layers} layers runs {spread} in forward"
