@@ -583,3 +583,8 @@ def test_areas_add_up_and_contain_their_allocations(
             inside = [one.size for one in drawn.pieces if one.area == number and one.start <= at < one.end]
             assert sum(inside) <= height
             assert sum(inside) == height or len(drawn.pieces) == most
+
+
+def test_areas_of_the_chart_have_memory_in_them() -> None:
+    profile = make_memory_profile(make_recording([(1, 5, 100, "gradients", None), (0, 40, 10, "parameters", None)]))
+    assert [area.name for area in memory_timeline(profile).areas] == ["parameters", "gradients"]

@@ -99,7 +99,7 @@ def _area_names(allocations: pl.DataFrame, by: By) -> list[str]:
     """The areas from bottom to top: categories by lifetime, layers in order."""
     if by == "category":
         found = set(allocations["area"].unique())
-        return [*STACKED, *(name for name in CATEGORIES if name in found and name not in STACKED)]
+        return [name for name in dict.fromkeys((*STACKED, *CATEGORIES)) if name in found]
     return sorted(allocations["area"].unique(), key=_module_order)
 
 
