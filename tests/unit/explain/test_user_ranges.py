@@ -50,6 +50,8 @@ def test_nested_ranges_have_total_and_own_time(tmp_path: Path) -> None:
     times = {name: (row["inside"], row["kernel_ms"], row["own_ms"], row["share"]) for name, row in found.items()}
     assert times == {"outer": ("", 0.04, 0.01, 0.4), "inner": ("outer", 0.03, 0.03, 0.3)}
     assert found["outer"]["mostly"] == "GEMM 100%"
+    assert "ranges contain each other" in ranges_table(read(tmp_path, events)).notes[0]
+    assert "contain" not in ranges_table(read(tmp_path, [events[0], *events[4:]])).notes[0]
 
 
 def test_backward_belongs_to_the_range_that_waits_for_it_and_to_that_of_its_forward(tmp_path: Path) -> None:

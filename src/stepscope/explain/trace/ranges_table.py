@@ -1,6 +1,7 @@
 """The time of the ranges that users put around their code, as a table."""
 
 from collections import Counter, defaultdict
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import polars as pl
@@ -66,20 +67,21 @@ def ranges_table(profile: Profile, *, top: int | None = None) -> Table:
         ),
         rows=rows,
         notes=(
-            *_notes(profile, is_empty=not ranges),
+            *_notes(profile, ranges),
             *((f"{count_noun(rest, 'more row')}: --top {len(ranked)}",) if rest else ()),
         ),
     )
 
 
-def _notes(profile: Profile, *, is_empty: bool) -> tuple[str, ...]:
+def _notes(profile: Profile, ranges: Mapping[str, _Range]) -> tuple[str, ...]:
     word = kernel_word(profile)
-    if is_empty:
+    if not ranges:
         return (f"no {word} was launched inside a range: add `torch.profiler.record_function` or NVTX ranges",)
     inside = profile.kernels.filter(pl.col("user_range").is_not_null())["time_ns"].sum() / max(1, profile.gpu_time_ns)
+    is_nested = any(any(one.parents) for one in ranges.values())
+    overlap = "; ranges contain each other, so their shares overlap" if is_nested else ""
     return (
-        f"{word}s launched inside ranges: {inside:.1%} of {word} time; ranges contain each other, so their shares "
-        "overlap",
+        f"{word}s launched inside ranges: {inside:.1%} of {word} time{overlap}",
         "own: outside the ranges inside it; its backward: the gradients of what ran inside, launched elsewhere",
     )
 
