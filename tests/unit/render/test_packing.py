@@ -137,3 +137,12 @@ def test_height_of_a_timeline_includes_its_line() -> None:
     assert 19 * GIB < find_highest(without) < max(timeline.line.values)
     assert pack_timeline(timeline, highest=123)["highest"] == 123
     assert find_highest(msgspec.structs.replace(without, areas=())) == 0
+
+
+@pytest.mark.parametrize(("count", "said"), [(1, "it does not fit"), (2, "they do not fit")])
+def test_points_left_out_are_counted(count: int, said: str) -> None:
+    roofline = draw_roofline()
+    tiny = msgspec.structs.replace(roofline.points[0], label="tiny", flops_per_s=1e3, intensity=1e-6, share=0.0001)
+    part = msgspec.structs.replace(roofline, points=(*roofline.points, *[tiny] * count))
+    written = write_body(part, Palette(assign_colours([part]), on_page=True))
+    assert f"{count} of {len(part.points)} points not drawn: {said}" in written

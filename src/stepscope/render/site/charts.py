@@ -160,8 +160,9 @@ def _write_roofline(roofline: Roofline, palette: Palette) -> str:
     plot = write_plot(svgs, _describe_roofline(roofline, points), "sized")
     hidden = len(roofline.points) - len(points)
     rest = sum(point.share for point in roofline.points) - sum(point.share for point in points)
-    share = f" and take {format_value('share', rest)} of the time" if math.isfinite(rest) and rest >= 0.0005 else ""
-    said = f"{hidden} of {len(roofline.points)} points not drawn: they do not fit on these axes{share}."
+    fits, takes = ("it does not fit", "takes") if hidden == 1 else ("they do not fit", "take")
+    share = f" and {takes} {format_value('share', rest)} of the time" if math.isfinite(rest) and rest >= 0.0005 else ""
+    said = f"{hidden} of {len(roofline.points)} points not drawn: {fits} on these axes{share}."
     left_out = f'<p class="help">{said}</p>' if hidden else ""
     listed = "".join(_write_point(roofline, at, point) for at, point in enumerate(points[:_MOST_READ]))
     return f'{legend}{plot}{left_out}<ol class="points">{listed}</ol>'
