@@ -374,7 +374,12 @@ def _mfu(opening: Opening) -> Fact | None:
     if opening.mfu is None:
         return None
     share, precision = opening.mfu
-    return Fact(key="mfu", label="MFU", value=share, kind="share", note=f"of the {precision} peak")
+    profile = opening.materials.profile
+    hardware = profile.hardware if profile is not None else None
+    measured = hardware.peak_flops.get(precision) if hardware is not None and hardware.source == "measured" else None
+    # A measured peak is lower while other processes run, and the share of it higher.
+    peak = f"measured {precision} peak, {measured / 1e12:.3g} TFLOP/s" if measured else f"{precision} peak"
+    return Fact(key="mfu", label="MFU", value=share, kind="share", note=f"of the {peak}")
 
 
 def _busy(opening: Opening) -> Fact | None:

@@ -82,7 +82,7 @@ def _say_where(materials: Materials) -> str:
         on_device = manifest.memory.device if manifest.memory else ""
         torch, device = find_torch(manifest), manifest.device or on_device or "Unknown device"
         version = f", PyTorch {torch}" if torch else ""
-        return f"{device}{version}. The file has no other information about the machine."
+        return f"{device}{version}. The table has everything the file records about the machine."
     return ""
 
 

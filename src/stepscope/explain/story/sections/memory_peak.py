@@ -179,4 +179,5 @@ def _say_blocks(blocks: Table) -> str:
     count = len(shares) - (OUTSIDE in shares)
     if largest != OUTSIDE and count > 1 and len(inside) == 1:
         return f"Each of {count} blocks saves {inside.pop()}"
-    return f"Most of it is saved by {largest}: {say_percent(shares[largest])}"
+    share = say_percent(shares[largest])
+    return f"{share} of it is saved outside blocks" if largest == OUTSIDE else f"{largest} saves the most, {share}"
