@@ -221,6 +221,21 @@ def test_files_have_a_size_limit(path: Path, monkeypatch: pytest.MonkeyPatch) ->
         read(path, gzip.compress((raw(kernel(0)) + "\n" * 200).encode()))
 
 
+def test_text_has_a_size_limit(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A few kilobytes can contain gigabytes of a single letter."""
+    monkeypatch.setattr(ncu, "_MOST_TEXT", 3 * ncu._NAME_BYTES)
+    recording = read(path, gzip.compress(raw(*(kernel(number, name=100_000 * "k") for number in range(5))).encode()))
+    assert recording.kernels["name"].str.len_chars().to_list() == 3 * [ncu._NAME_BYTES]
+    assert "2 rows beyond the size limit left out" in notes(recording)
+
+
+def test_kernel_without_an_id_is_a_kernel(path: Path) -> None:
+    unnumbered = kernel(1, name="other").replace('"1"', '""', 1)
+    recording = read(path, raw(kernel(0), unnumbered, kernel(2)))
+    assert rows(recording.kernels, "name", "correlation")[1] == ("other", None)
+    assert recording.kernels.height == 3
+
+
 def test_two_outputs_in_one_file_are_one_recording(path: Path) -> None:
     assert read(path, raw(kernel(0)) + raw(kernel(0))).kernels.height == 2
 
@@ -296,6 +311,13 @@ def test_numbers_are_read_in_the_notation_of_their_file(path: Path, duration: st
     assert recording.kernels["shared_bytes"].to_list() == [24_596, 24_596]
     shares = recording.counters.filter(pl.col("metric").str.starts_with("sm__"))["value"]
     assert shares.to_list() == [9876.25, 1234.0]
+
+
+@pytest.mark.parametrize("duration", ["3.488", "3,488"])
+def test_single_groups_show_the_notation_if_nothing_else_does(path: Path, duration: str) -> None:
+    content = raw(kernel(0, duration=duration, share="12"), kernel(1, duration="960", share="7"))
+    recording = read(path, content.replace("24.58", "24"))
+    assert recording.kernels["end_ns"].to_list() == [3488, 4448]
 
 
 def test_a_metric_may_have_any_name(path: Path) -> None:

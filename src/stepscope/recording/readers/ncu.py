@@ -26,8 +26,10 @@ _LINE_BYTES = 4 * 2**20
 _PREAMBLE_BYTES = 64 * 2**20  # stop looking for a header after this
 _MOST_OTHER_LINES = 5_000_000  # about 5 s
 _MOST_CELLS = 8_000_000  # about 1 GB in memory
+_MOST_TEXT = 256 * 2**20  # characters of all rows, each of which is copied a few times
 _NAME_BYTES = 16 * 1024
 _BLOCK_ROWS = 2048
+_BLOCK_TEXT = 16 * 2**20
 _RECORD = "ncu --csv --page raw --log-file kernels.csv python train.py"
 # The columns that identify a kernel. The names of the host and the process are not kept.
 _KERNEL_COLUMNS = ("ID", "Process ID", "Kernel Name", "Stream", "Block Size", "Grid Size", "Device")
@@ -49,6 +51,8 @@ _SPACED = rf"^[+-]?\d{{1,3}}({_SPACE}\d{{3}})+([.,]\d*)?$"
 _NUMBER = r"^[+-]?(\d+|\d{1,3}(,\d{3})+)(\.\d*)?([eE][+-]?\d{1,3})?$"
 _WITH_COMMA = r"^[+-]?(\d+|\d{1,3}(\.\d{3})+)(,\d{1,2}|,\d{4,})$|^[+-]?\d{1,3}(\.\d{3}){2,}$"
 _WITH_POINT = r"^[+-]?(\d+|\d{1,3}(,\d{3})+)(\.\d{1,2}|\.\d{4,})$|^[+-]?\d{1,3}(,\d{3}){2,}$"
+# If no number shows it, a single group is likelier than three decimals, which Nsight Compute does not print.
+_GROUPED_BY_POINT, _GROUPED_BY_COMMA = r"^[+-]?[1-9]\d{0,2}\.\d{3}$", r"^[+-]?[1-9]\d{0,2},\d{3}$"
 _TRIPLE = r"^\s*\((?P<x>\d+),\s*(?P<y>\d+),\s*(?P<z>\d+)\)\s*$"
 # Names on the raw page, and on other pages.
 _REGISTERS = ("launch__registers_per_thread", "Registers Per Thread")
@@ -103,11 +107,13 @@ def read(path: Path) -> Recording:
 def _read_blocks(path: Path, seen: _Seen) -> Iterator[pl.DataFrame]:
     """Yield the rows below the header, block by block, unparsed."""
     block: list[list[str]] = []
+    text = 0
     for fields in _read_rows(path, seen):
         block.append(fields)
-        if len(block) == _BLOCK_ROWS:
+        text += sum(map(len, fields))
+        if len(block) == _BLOCK_ROWS or text > _BLOCK_TEXT:
             yield _as_frame(block, seen.header)
-            block = []
+            block, text = [], 0
     if block:
         yield _as_frame(block, seen.header)
 
@@ -126,7 +132,7 @@ def _is_kept(column: str) -> bool:
 def _read_rows(path: Path, seen: _Seen) -> Iterator[list[str]]:
     """Yield the rows below the header that have as many fields as the header."""
     was_row = True
-    rows = 0
+    rows = text = 0
     for number, line in enumerate(_read_lines(path, seen)):
         if number - rows > _MOST_OTHER_LINES:
             raise StepscopeError(
@@ -146,12 +152,14 @@ def _read_rows(path: Path, seen: _Seen) -> Iterator[list[str]]:
         elif len(fields) != len(seen.header):
             seen.bad_rows += 1
             was_row = False
-        elif fields[seen.header.index("ID")] == "":
+        elif not fields[seen.header.index("ID")] and not fields[seen.header.index("Kernel Name")]:
             seen.units = seen.units or dict(zip(seen.header, fields, strict=True))
-        elif rows * len(fields) > _MOST_CELLS:
+        elif rows * len(fields) > _MOST_CELLS or text > _MOST_TEXT:
             seen.rows_past_limit += 1
         elif fields[0] != seen.header[0]:
             rows += 1
+            fields = [field[:_NAME_BYTES] for field in fields]
+            text += sum(map(len, fields))
             yield fields
     if not was_row:
         seen.bad_rows -= 1
@@ -236,7 +244,10 @@ def _parse_values(counters: pl.DataFrame) -> pl.DataFrame:
 
 
 def _has_decimal_comma(said: pl.Series) -> bool:
-    return said.str.contains(_WITH_COMMA).sum() > said.str.contains(_WITH_POINT).sum()
+    with_comma, with_point = said.str.contains(_WITH_COMMA).sum(), said.str.contains(_WITH_POINT).sum()
+    if with_comma or with_point:
+        return with_comma > with_point
+    return said.str.contains(_GROUPED_BY_POINT).sum() > said.str.contains(_GROUPED_BY_COMMA).sum()
 
 
 def _lay_out(rows: pl.DataFrame, counters: pl.DataFrame) -> tuple[pl.DataFrame, list[str]]:

@@ -70,7 +70,7 @@ class KernelEvidence:
     @property
     def is_numbered(self) -> bool:
         """Whether a kernel that is missing between others leaves a gap: Nsight Compute and profilers number them."""
-        return self.source == _NSIGHT_COMPUTE or all(one.launch is not None for one in self.sightings)
+        return all(one.launch is not None for one in self.sightings)
 
     def exchanges_within(self, passes: Iterable[Sequence[int]]) -> bool:
         """Whether collectives ran between the attention calls of a pass, given by their indices. Models split over GPUs
