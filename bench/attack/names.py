@@ -1,5 +1,6 @@
 """Forgeries of kernel names, and busywork that the claim does not mention."""
 
+import math
 import re
 from collections.abc import Callable
 from dataclasses import replace
@@ -48,6 +49,22 @@ def _other_half(subject: Subject, chosen: Callable[[Launch], bool]) -> Forged | 
 @RENAMED.add("All names say fp16 instead of bf16 (or the other way round), but not the counters.", kinds=COUNTERS)
 def other_dtype_in_counters(subject: Subject) -> Forged | None:
     return _other_half(subject, lambda _: True)
+
+
+@RENAMED.add(
+    "All names say fp16 instead of bf16 (or the other way round), and the counters of both change places.",
+    kinds=COUNTERS,
+    undetectable="both dtypes have the same size, tiles and speed, and names and counters agree",
+)
+def other_dtype_in_names_and_counters(subject: Subject) -> Forged | None:
+    forged = _other_half(subject, lambda _: True)
+    if forged is None:
+        return None
+    (file, content), *_ = forged.files
+    header, rest = content.split(b"\n", 1)
+    columns = {b"_src_bf16_dst_fp32.": b"_src_fp16.", b"_src_fp16.": b"_src_bf16_dst_fp32."}
+    swapped = re.sub(b"|".join(map(re.escape, columns)), lambda found: columns[found[0]], header)
+    return replace(forged, files=((file, swapped + b"\n" + rest),))
 
 
 @RENAMED.add(
@@ -195,6 +212,10 @@ def _dummy(subject: Subject, seed: str) -> Launch:
     return redraw([subject.launches[subject.longest_product]], seed)[0]
 
 
+def _dummies(subject: Subject, number: int) -> list[Launch]:
+    return [_dummy(subject, f"{n}") for n in range(number)]
+
+
 @BUSYWORK.add("Every layer has one more GEMM.")
 def gemm_in_each_layer(subject: Subject) -> Forged | None:
     if "gated" not in subject.claim:
@@ -210,11 +231,7 @@ def gemm_in_each_layer(subject: Subject) -> Forged | None:
 @BUSYWORK.add("GEMMs follow the LM head.")
 def gemms_after_head(subject: Subject) -> Forged:
     head = subject.head
-    return subject.forge(
-        renumber(
-            replace_at(subject.launches, head, subject.launches[head], *(_dummy(subject, f"{n}") for n in range(4)))
-        )
-    )
+    return subject.forge(renumber(replace_at(subject.launches, head, subject.launches[head], *_dummies(subject, 4))))
 
 
 @BUSYWORK.add("GEMMs that follow the LM head have durations that are too short to matter.")
@@ -222,6 +239,34 @@ def short_gemms_after_head(subject: Subject) -> Forged:
     head = subject.head
     short = [replace(_dummy(subject, f"{n}"), duration_ns=32) for n in range(4)]
     return subject.forge(renumber(replace_at(subject.launches, head, subject.launches[head], *short)))
+
+
+@BUSYWORK.add(
+    "GEMMs that took a tenth of the time follow the LM head, and the first kernel is so slow that they take little.",
+    kinds=FORWARD,
+)
+def gemms_behind_a_slow_kernel(subject: Subject) -> Forged:
+    head, spent = subject.head, sum(one.duration_ns for one in subject.launches)
+    number = math.ceil(0.1 * spent / subject.launches[subject.longest_product].duration_ns)
+    _, *kernels = replace_at(subject.launches, head, subject.launches[head], *_dummies(subject, number))
+    return subject.forge(renumber([_slow_down(subject), *kernels]))
+
+
+@BUSYWORK.add(
+    "All kernels run again on another stream, and the first one is so slow that they take little of the time."
+)
+def stream_behind_a_slow_kernel(subject: Subject) -> Forged:
+    last = subject.launches[-1]
+    again = [
+        replace(one, stream=one.stream + 4, number=last.number + 1 + index)
+        for index, one in enumerate(redraw(subject.launches[:-1], "again"))
+    ]
+    return subject.forge(renumber([_slow_down(subject), *subject.launches[1:], *again]))
+
+
+def _slow_down(subject: Subject) -> Launch:
+    """Return the first kernel with a thousand times the duration of all together."""
+    return replace(subject.launches[0], duration_ns=1000 * sum(one.duration_ns for one in subject.launches))
 
 
 @BUSYWORK.add(

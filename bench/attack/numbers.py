@@ -1,6 +1,6 @@
 """Forgeries of numbers: single values, scaled counters, times, devices, and values that are large."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -162,6 +162,18 @@ def overlapping_kernels(subject: Subject) -> Forged:
 @TIMES.add("All kernels start at the same time.", kinds=TRACES)
 def simultaneous_kernels(subject: Subject) -> Forged:
     return subject.edit_all(lambda one: replace(one, start_ns=subject.launches[0].start_ns))
+
+
+@TIMES.add("All kernels start at the same time, and are marked as those of a CUDA graph.", kinds=TRACES)
+def simultaneous_kernels_of_a_graph(subject: Subject) -> Forged:
+    start = subject.launches[0].start_ns
+    return subject.forge(
+        replace(one, start_ns=start + index, raw=_mark(one.raw, index)) for index, one in enumerate(subject.launches)
+    )
+
+
+def _mark(event: Mapping[str, Any], node: int) -> dict[str, Any]:
+    return {**event, "args": {**event["args"], "graph id": 1, "graph node id": node + 1}}
 
 
 @TIMES.add("Every third duration is negative.")

@@ -1,11 +1,14 @@
 """Forgeries that leave kernels out, cut the file, or change the order."""
 
+import csv
+import io
 import itertools
 import random
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 
 from attack.documents import Launch
-from attack.forgery import FORWARD, TRAINING, Family, renumber
+from attack.forgery import COUNTERS, FORWARD, TRAINING, Family, renumber
 from attack.subject import Forged, Region, Subject, is_gemm
 from stepscope.explain.kernel_names import decode
 
@@ -147,6 +150,36 @@ def dropped_head(subject: Subject) -> Forged:
 @DROPPED.add("A layer is left out and not claimed; the numbers and times have a gap.", kinds=FORWARD)
 def hidden_layer_with_gap(subject: Subject) -> Forged:
     return subject.forge(_without_layer(subject), num_layers=subject.truth["num_layers"] - 1)
+
+
+@DROPPED.add("The last layer is on another stream, behind the others and without durations, and is not claimed.")
+def layer_on_another_stream(subject: Subject) -> Forged:
+    kept = _without_layer(subject)
+    numbers = {one.number for one in kept}
+    shown = _close(subject, kept)
+    last = shown[-1]
+    start = last.start_ns + last.duration_ns + 1_000 if last.start_ns else 0.0
+    hidden = [
+        replace(one, stream=one.stream + 1, duration_ns=0, start_ns=start, number=last.number + 1 + index)
+        for index, one in enumerate(one for one in subject.launches if one.number not in numbers)
+    ]
+    return subject.forge([*shown, *hidden], num_layers=subject.truth["num_layers"] - 1)
+
+
+@DROPPED.add("The rows of the last layer have no ID, like the row of units, and it is not claimed.", kinds=COUNTERS)
+def layer_without_ids(subject: Subject) -> Forged:
+    kept = {one.number for one in _without_layer(subject)}
+    hidden = {index for index, one in enumerate(subject.launches, start=2) if one.number not in kept}
+    forged = subject.forge(subject.launches, num_layers=subject.truth["num_layers"] - 1)
+    (file, content), *_ = forged.files
+    rows = list(csv.reader(io.StringIO(content.decode())))
+    column, number = rows[0].index("ID"), subject.launches[0].number
+    for index, row in enumerate(rows[2:], start=2):
+        row[column] = "" if index in hidden else str(number)
+        number += index not in hidden
+    written = io.StringIO()
+    csv.writer(written, quoting=csv.QUOTE_ALL, lineterminator="\n").writerows(rows)
+    return replace(forged, files=((file, written.getvalue().encode()),))
 
 
 @DROPPED.add(

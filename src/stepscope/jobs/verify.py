@@ -8,6 +8,7 @@ import msgspec
 import polars as pl
 
 from stepscope.errors import Exit, StepscopeError
+from stepscope.explain.kernel_names import decode
 from stepscope.findings import Column, Table
 from stepscope.jobs.recover import read_evidence
 from stepscope.recording.store import Recording
@@ -30,6 +31,7 @@ _EXITS = {
     ClaimVerdict.UNDECIDED: Exit.UNDECIDED,
 }
 _MOST_ROWS = 10
+_MULTIPLYING = ("GEMM", "attention")
 
 
 class Verified(msgspec.Struct, frozen=True, kw_only=True):
@@ -98,13 +100,19 @@ def _combine(answer: Verification, replays: Sequence[ReplayResult]) -> Verificat
 
 
 def _unseen_share(recordings: Sequence[Recording], evidence: Sequence[KernelEvidence]) -> float:
-    """Return the share of GPU time in kernels that were skipped: those on other streams, and those past the limit."""
-    whole = 0
+    """Return the share of GPU time in kernels that were skipped: those on other streams, and those past the limit. Or
+    the share of GEMMs and attention calls, if that is larger: times can be missing or wrong."""
+    whole = multiplying = 0
     for one in recordings:
         kernels = one.kernels.filter(pl.col("kind") == "kernel")
         whole += int((kernels["end_ns"] - kernels["start_ns"]).sum() or 0)
-    looked_at = sum(sighting.duration_ns for one in evidence for sighting in one.sightings)
-    return max(0.0, 1 - looked_at / whole) if whole else 0.0
+        launches = kernels.group_by("name").len().iter_rows()
+        multiplying += sum(number for name, number in launches if decode(name or "").kernel_class in _MULTIPLYING)
+    looked_at = [sighting for one in evidence for sighting in one.sightings]
+    spent = sum(one.duration_ns for one in looked_at)
+    compared = sum(one.name.kernel_class in _MULTIPLYING for one in looked_at)
+    shares = [1 - part / total for part, total in ((spent, whole), (compared, multiplying)) if total]
+    return max(0.0, *shares) if shares else 0.0
 
 
 def state(verified: Verified) -> dict[str, object]:

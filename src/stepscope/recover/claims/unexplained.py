@@ -7,12 +7,13 @@ is listed but does not refute the claim.
 
 import itertools
 from collections.abc import Iterable, Iterator, Sequence
+from statistics import median
 from typing import Literal
 
 import msgspec
 
 from stepscope.recover.claims.prediction import Predictor, admits
-from stepscope.recover.evidence.layout import Placement, SegmentedOrder
+from stepscope.recover.evidence.layout import KernelPlace, Placement, SegmentedOrder
 from stepscope.recover.evidence.observation import FEWEST, Seen, see
 from stepscope.recover.evidence.order import Role, Zone, adds_parts
 from stepscope.recover.facts import Sighting, find_window
@@ -24,11 +25,15 @@ from stepscope.recover.shape import (
     feed_forward_sizes,
     product_sizes,
     tensor_sizes,
+    times,
 )
 
 Kind = Literal["multiplies", "unknown", "count"]
 _MULTIPLYING = ("GEMM", "attention", "convolution")
 _PADDED = 8  # the compiler pads a vocabulary to a multiple of this
+# How long a forward run and a training run may take, in times of their forward GEMMs, before the rest no longer makes
+# other work look small; the most measured were 5.5 and 21.8.
+_MOST_BESIDE, _MOST_IN_TRAINING = 6, 25
 
 
 class UnclaimedWork(msgspec.Struct, frozen=True, kw_only=True):
@@ -204,5 +209,36 @@ def _is_of_backward(sighting: Sighting, roles: tuple[Role, ...], predictor: Pred
     return False
 
 
-def is_too_much(works: Iterable[UnclaimedWork], total_ns: int, share: float) -> bool:
+def find_usual_ns(run: SegmentedOrder, placement: Placement, shape: ClaimedShape) -> float:
+    """Return the GPU time, but at most a multiple of what the claimed GEMMs usually take. Otherwise, one kernel that
+    was made to look slow would make the share of all other work small.
+
+    A GEMM counts with the median of its role, which is not slower than the median of all roles if the LM head alone was
+    slowed down. One of unknown size does not count.
+    """
+    spent = sum(one.duration_ns for one in run.sightings)
+    times_of: dict[Role | None, list[tuple[int, int]]] = {}
+    for one in placement.products:
+        times_of.setdefault(one.role, []).append((one.sighting.duration_ns, _count_multiplications(one, shape)))
+    medians = [(median(time for time, _ in each), each[0][1], len(each)) for each in times_of.values()]
+    typical = [one for one in medians if one[0] > 0 and one[1]]
+    if not typical:
+        return spent
+    slowness = median(time / number for time, number, _ in typical)
+    usual = sum(launches * min(time, slowness * number) for time, number, launches in typical)
+    return min(spent, (_MOST_IN_TRAINING if run.is_training else _MOST_BESIDE) * usual)
+
+
+def _count_multiplications(place: KernelPlace, shape: ClaimedShape) -> int:
+    sizes = product_sizes(place.role, shape) if place.role is not None else ()
+    return max((found for one in sizes if (found := times(*one)) is not None), default=0)
+
+
+def compute_too_much(works: Iterable[UnclaimedWork], sightings: Iterable[Sighting], share: float) -> bool:
+    """Whether these do more than this share of the counted operations, however long they take."""
+    total = sum(count_operations(one) or 0 for one in sightings)
+    return sum(work.operations or 0 for work in works) > share * max(total, 1)
+
+
+def is_too_much(works: Iterable[UnclaimedWork], total_ns: float, share: float) -> bool:
     return sum(work.duration_ns for work in works) > share * max(total_ns, 1)

@@ -34,10 +34,12 @@ from stepscope.recover.claims.roofline import find_idle_share
 from stepscope.recover.claims.tying import TyingEvidence, find_tying, read_step
 from stepscope.recover.claims.unexplained import (
     UnclaimedWork,
+    compute_too_much,
     count_missing_gradients,
     find_surplus,
     find_unclaimed_products,
     find_unknown,
+    find_usual_ns,
     is_explained,
     is_too_much,
     is_unknown,
@@ -77,7 +79,7 @@ _MOST_OVERLAP = 0.01  # of kernels on one stream
 
 
 def verify(evidence: Sequence[KernelEvidence], claim: Claim, *, unseen: float = 0.0) -> Verification:
-    """Return the verdict. `unseen` is the share of GPU time that is not in the evidence. Raises NoTransformerError if a
+    """Return the verdict. `unseen` is the share of the work that is not in the evidence. Raises NoTransformerError if a
     file does not show a decoder, or more than a plain one."""
     refuse_variants(evidence)
     found = _judge(evidence, claim, unseen)
@@ -204,6 +206,7 @@ class _Judge:
             counts = summarise("count", odd)
             works += [*multiplying, *unknown, *counts]
             time = sum(one.duration_ns for one in file.run.sightings)
+            usual = find_usual_ns(file.run, file.placement, self.shape)
             if is_too_much(multiplying, time, _MOST_UNCLAIMED) and is_share(file):
                 missing.append("GEMMs that the claim does not explain take more than 1% of the GPU time")
             elif is_too_much(multiplying, time, _MOST_UNCLAIMED):
@@ -218,8 +221,15 @@ class _Judge:
                         seen=f"{len(extra)}, taking {spent:.1%} of the GPU time",
                     )
                 )
+            elif is_too_much(multiplying, usual, _MOST_UNCLAIMED):
+                missing.append(
+                    "GEMMs that the claim does not explain take less than 1% of the GPU time only because other "
+                    "kernels take unusually long"
+                )
+            elif compute_too_much(multiplying, file.run.sightings, _MOST_UNCLAIMED):
+                missing.append("GEMMs that the claim does not explain do more than 1% of the operations")
             surplus = find_surplus(file.run, file.placement, file.predictor, self.shape)
-            if sum(one.duration_ns for one in surplus) > _MOST_UNCLAIMED * time:
+            if sum(one.duration_ns for one in surplus) > _MOST_UNCLAIMED * usual:
                 missing.append(f"training has {count_noun(len(surplus), 'GEMM')} more than two gradients of every GEMM")
             if lacking := count_missing_gradients(file.run, file.placement):
                 missing.append(
@@ -229,9 +239,9 @@ class _Judge:
             strange = [one for one in file.placement.others if one.zone in LAYER_ZONES and is_unknown(one.sighting)]
             if strange:
                 missing.append(f"kernels with unknown names inside the layers: {len(strange)}")
-            if is_too_much(unknown, time, _MOST_UNKNOWN):
+            if is_too_much(unknown, usual, _MOST_UNKNOWN):
                 missing.append(f"kernels with unknown names take more than {_MOST_UNKNOWN:.0%} of the GPU time")
-            if is_too_much(counts, time, _MOST_UNEXPLAINED):
+            if is_too_much(counts, usual, _MOST_UNEXPLAINED):
                 missing.append(
                     f"kernels with element counts that the claim does not explain take more than "
                     f"{_MOST_UNEXPLAINED:.0%} of the GPU time"
@@ -415,8 +425,11 @@ class _Judge:
                 yield f"{name}: {self._describe_tying() if name == 'tied' else describe_untested(name, result)}"
         if "num_kv_heads" in self.claim.fields and any("key_value" in one.placement.pattern for one in self.files):
             yield "num_kv_heads: keys and values share one projection, or one of their two is missing from every layer"
-        if self.unseen > _MOST_UNKNOWN:
-            yield f"{self.unseen:.1%} of the GPU time is in kernels on other streams, which were ignored"
+        if (unseen := self._find_unseen()) > _MOST_UNKNOWN:
+            yield (
+                f"{unseen:.1%} of the GPU time, or of the GEMMs and attention calls, is on other streams, which were "
+                "ignored"
+            )
         claimed = [name for name in LAYER_SIZES if name in self.claim.fields]
         if self.shape.core is None and claimed:
             yield "no values for the unclaimed sizes fit the claimed ones"
@@ -446,6 +459,13 @@ class _Judge:
                 yield f"{file.evidence.file}: {text}"
             yield from self._find_untrained(file)
             yield from self._find_cut_passes(file)
+
+    def _find_unseen(self) -> float:
+        """Return the share of GPU time on other streams, which a slow kernel on this one does not make small."""
+        spent = sum(one.duration_ns for file in self.files for one in file.run.sightings)
+        usual = sum(find_usual_ns(file.run, file.placement, self.shape) for file in self.files)
+        elsewhere = spent * self.unseen / (1 - self.unseen) if self.unseen < 1 else float("inf")
+        return 1 - usual / (usual + elsewhere) if elsewhere else 0.0
 
     def _note_slowness(self, file: ClaimedRun) -> Iterator[str]:
         """A slow run never refutes the claim."""

@@ -71,6 +71,34 @@ def test_gemms_after_the_lm_head_are_unclaimed_work() -> None:
     assert answer.unexplained[0].launches == 2
 
 
+@pytest.mark.parametrize("slow", [0, 48])
+def test_a_slow_kernel_does_not_hide_gemms(slow: int) -> None:
+    """The first lookup, or the LM head, takes 99.9% of the time."""
+
+    def hide(kernels: list[Sighting]) -> list[Sighting]:
+        long = msgspec.structs.replace(kernels[slow], duration_ns=1_000 * sum(one.duration_ns for one in kernels))
+        return [*kernels[:slow], long, *kernels[slow + 1 :], kernels[28], run_again(kernels[28])]
+
+    answer = spoil(GPT2, hide)
+    assert answer.verdict is ClaimVerdict.UNDECIDED
+    assert "other kernels take unusually long" in answer.why
+
+
+def test_slow_layers_do_not_hide_operations() -> None:
+    def hide(kernels: list[Sighting]) -> list[Sighting]:
+        return [*(time(one, 100) for one in kernels), kernels[28], run_again(kernels[28])]
+
+    assert "more than 1% of the operations" in spoil(GPT2, hide).why
+
+
+def test_a_slow_kernel_does_not_hide_other_streams() -> None:
+    evidence = read_evidence(GPT2)
+    slow = msgspec.structs.replace(evidence.sightings[0], duration_ns=10**10)
+    hidden = replace(evidence, sightings=(slow, *evidence.sightings[1:]))
+    assert verify([hidden], true_claim(GPT2), unseen=1e-4).verdict is ClaimVerdict.UNDECIDED
+    assert verify([evidence], true_claim(GPT2), unseen=1e-4).verdict is ClaimVerdict.CONSISTENT
+
+
 def test_busy_work_in_a_layer_is_listed_and_cannot_tell() -> None:
     def idle(kernels: list[Sighting]) -> list[Sighting]:
         odd = msgspec.structs.replace(edit(kernels[20], store_bytes=1000 * 1000 * 2), grid=(977, 1, 1))

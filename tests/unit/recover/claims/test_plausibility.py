@@ -91,6 +91,11 @@ def test_a_kernel_may_start_before_the_end_of_the_one_ahead_of_it() -> None:
     assert find_overlap_ns(read_evidence(TRACE).sightings) == 0
 
 
+def test_marks_of_a_graph_do_not_hide_an_overlap() -> None:
+    evidence = change(TRACE, lambda one: {"start_ns": one.index, "in_graph": True})
+    assert find_overlap_ns(evidence.sightings) > 0.5 * sum(one.duration_ns for one in evidence.sightings)
+
+
 # --- Names and counters
 
 
