@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, fields
 
-from stepscope.recover.evidence.completeness import find_lookup
+from stepscope.recover.evidence.completeness import find_lookup, look
 from stepscope.recover.evidence.order import (
     KERNELS_AFTER_HEAD,
     Anchor,
@@ -189,7 +189,7 @@ def place(run: SegmentedOrder, pattern: Pattern, behind: int, num_layers: int | 
     for number, anchors in enumerate(passes, start=1):
         previous = passes[number - 2][-1][-1].index if number > 1 else -1
         following = passes[number][0][0].index if number < len(passes) else len(run.sightings)
-        layout = _Layout(run, placement, number, pattern, behind, fits, len(placement.products))
+        layout = _Layout(run, placement, number, pattern, behind, fits, num_layers, len(placement.products))
         layout.lay_out(anchors, previous, following)
     return placement
 
@@ -242,6 +242,7 @@ class _Layout:
     pattern: Pattern
     behind: int
     fits: Fits
+    num_layers: int | None  # claimed
     first_product: int  # of the pass, in the list of the placement
 
     def lay_out(self, anchors: Sequence[Anchor], previous: int, following: int) -> None:
@@ -334,7 +335,19 @@ class _Layout:
         for one in tail:
             if one.index < end and one not in chosen:
                 self._add_intruder(one, len(anchors))
-        self._place_tail([one for one in tail if one.index > end], anchors[-1][-1].index, following)
+        rest = [one for one in tail if one.index > end]
+        if not (is_last and self._begins_layer(rest, len(anchors))):
+            self._place_tail(rest, anchors[-1][-1].index, following)
+
+    def _begins_layer(self, products: Sequence[Sighting], layers: int) -> bool:
+        """Whether the file ends in the middle of another layer: its last GEMMs are the first ones of the layers before,
+        and not the LM head."""
+        ahead = _only_roles(self.pattern[self.behind :])
+        if not 0 < len(products) <= len(ahead) or layers == self.num_layers:
+            return False
+        known = {(one.role, look(one.sighting)) for one in self.placement.products}
+        is_alike = all((role, look(one)) in known for role, one in zip(ahead, products, strict=False))
+        return is_alike and (layers < self.num_layers if self.num_layers else not self.fits("head", products[0]))
 
     def _place_tail(self, products: list[Sighting], last_attention: int, following: int) -> None:
         """Arrange the LM head and what follows. The backward pass starts at the first kernel that certainly belongs to

@@ -274,3 +274,11 @@ def test_long_unknown_kernels_outside_the_layers_cannot_tell() -> None:
     answer = spoil(GPT2, lambda all_: [*all_, odd])
     assert answer.verdict is ClaimVerdict.UNDECIDED
     assert "more than 5% of the GPU time" in answer.why
+
+
+@pytest.mark.parametrize(("file", "kernels"), [("held_llama.csv.gz", 108), ("qwen3_cudnn.csv.gz", 84), (GPT2, 32)])
+def test_a_file_that_ends_in_a_layer_is_not_refuted(file: str, kernels: int) -> None:
+    """The first GEMM of the layer is not the LM head."""
+    answer = spoil(file, lambda all_: all_[:kernels])
+    assert answer.verdict is ClaimVerdict.UNDECIDED, answer.why
+    assert "only part of pass 1" in answer.why
