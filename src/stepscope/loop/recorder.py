@@ -46,7 +46,7 @@ from stepscope.patches import is_compiled
 from stepscope.recording.rows.compiled_code import save_graphs
 from stepscope.recording.rows.loop_run import HANDOVER_NAME, TRACE_NAME, LoaderFacts, LoopFacts, LoopRun, SourceLines
 from stepscope.step.expert_routing import counting_tokens, find_experts
-from stepscope.units import count_noun
+from stepscope.units import count_noun, say_list
 
 Tell = Callable[[str], None]
 # Where a stage continues: at the beginning of a step, or where no operator is running. A profiler starts and stops only
@@ -470,8 +470,8 @@ class LoopRecorder:
         names = Counter(type(one).__name__ for one in self._live_optimizers())
         by = self._marked_by or self._finder.found_by
         backwards = round(self._finder.backwards / max(1, self.steps_seen))
-        whose = f" of {', '.join(names)}" if names and by == "optimizer steps" else ""
-        passes = f", {backwards} backward passes each" if backwards > 1 else ""
+        whose = f" of {say_list(names)}" if names and by == "optimizer steps" else ""
+        passes = f", {backwards} backward passes per step" if backwards > 1 else ""
         return f"{by}{whose}{passes}"
 
     def _say_nothing_recorded(self) -> str:

@@ -61,7 +61,7 @@ CASES = (
     Case(script="exits.py", status=3),
     Case(script="exits.py", arguments=("4",), status=3, err=(f"{TOO_FEW} 5 steps",), page=False),
     Case(script="forks.py", out=("parent 40", "child 40"), err=("recorded 3 steps",)),
-    Case(script="gan.py", out=("done",), err=("optimizer steps of RMSprop, Adam, 2 backward passes each",)),
+    Case(script="gan.py", out=("done",), err=("optimizer steps of RMSprop and Adam, 2 backward passes per step",)),
     Case(script="hooks_left.py", out=("clean",)),
     Case(script="inference.py", err=(f"{NOT_FOUND} no optimizer, backward pass", "stepscope.record"), page=False),
     Case(script="interrupted.py", arguments=("35",), out=("saved after 35 steps",)),
@@ -96,7 +96,7 @@ CASES = (
     Case(script="threads.py", out=("a done", "b done"), err=("recorded 3 steps",)),
     Case(script="too_short.py", err=(f"{TOO_FEW} 4 steps", "(9 with --skip 2)"), page=False),
     Case(script="trains_in_a_thread.py", out=("done",)),
-    Case(script="uneven_accumulation.py", out=("44 steps",), err=("4 backward passes each",)),
+    Case(script="uneven_accumulation.py", out=("44 steps",), err=("4 backward passes per step",)),
     Case(script="warnings_as_errors.py", out=("done",), anew=True),
     Case(script="latin1.txt", out=("caf",)),
     Case(
