@@ -11,6 +11,17 @@ from tests.cli.command import stepscope
 
 SMALL = ["--d-model", "16", "--d-ff", "32", "--num-layers", "2", "--num-heads", "2", "--vocab", "50"]
 SMALL += ["--batch", "2", "--context", "16"]
+FORGETS_THE_DEVICE = """
+import torch
+from torch import nn
+
+class Model(nn.Embedding):
+    def forward(self, x):
+        return super().forward(x) + torch.arange(x.shape[1]).unsqueeze(1)
+
+def build(batch, context):
+    return Model(16, 8), torch.randint(16, (batch, context)), lambda output: output.sum()
+"""
 READS_A_VALUE = """
 import torch
 
@@ -102,6 +113,7 @@ def test_search_ends_with_the_command_to_type(tmp_path: Path) -> None:
     ("flags", "said", "typed"),
     [
         (["--gpu", "H2000"], "unknown GPU: `H2000`", "--gpu"),
+        (["--gpu", "RTX"], "unknown GPU: `RTX`", "--gpu H200 --memory 80GB"),
         (["--gpu", "MI300X"], "memory on `MI300X` cannot be predicted", "--gpu H200"),
         (["--memory", "much"], "not a memory size: `much`", "24GB"),
         (["--memory", "80"], "not the memory of a GPU: `80`", "24GB"),
@@ -137,6 +149,14 @@ def test_model_that_reads_a_value_is_refused_with_the_line(tmp_path: Path) -> No
     assert done.returncode == 2
     assert "reader.py:11" in done.stderr
     assert "Traceback" not in done.stderr
+
+
+def test_model_that_creates_tensors_on_the_cpu_is_told_where_to_create_them(tmp_path: Path) -> None:
+    (tmp_path / "positions.py").write_text(FORGETS_THE_DEVICE)
+    done = stepscope(tmp_path, "plan", "--model", "positions.py:build", "--gpu", "H200")
+    assert done.returncode == 2
+    assert "positions.py:7" in done.stderr
+    assert "device=x.device" in done.stderr.partition("hint: ")[2]
 
 
 def test_model_that_raises_is_bad_input_with_the_line(tmp_path: Path) -> None:

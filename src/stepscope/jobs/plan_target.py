@@ -98,7 +98,8 @@ def find_card(name: str, *, flag: Literal["--gpu", "--fit"] = "--gpu") -> Hardwa
     card = look_up_card(name)
     if card is None:
         names = [one.name for one in known()]
-        close = nearest(name.upper(), [*names, *(one.split()[0] for one in names)])
+        families = (one.split()[0] for one in names)
+        close = nearest(name.upper(), [*names, *(one for one in families if find(one))])
         other = "give its memory" if flag == "--fit" else "add --memory"
         example = "--fit 24GB" if flag == "--fit" else f"--gpu {USUAL_GPU} --memory 80GB"
         raise StepscopeError(

@@ -50,6 +50,10 @@ from stepscope.spec import DEFAULT_CONTEXT, Case, Factory, HuggingFace, ModelSha
 if TYPE_CHECKING:
     import torch
 
+# What PyTorch says if a model creates a tensor without a device, which only fails on a GPU, also on a simulated one.
+_OTHER_DEVICE = "Expected all tensors to be on the same device"
+_OTHER_DEVICE_HINT = "create it on the device of the input, such as torch.arange(length, device=x.device)"
+
 
 def serve(request_fd: int, answer_fd: int) -> NoReturn:
     with os.fdopen(request_fd, "rb") as questions:
@@ -217,7 +221,9 @@ def _explain_failure(error: BaseException, request: Request, stage: str) -> OutO
             doing = f"simulating `{case.workload.model.name}` raised "
         case _:
             doing = ""
-    return Failed(message=doing + say_in_a_line(error), detail=_blame(error), bad_input=bool(doing))
+    blamed = _blame(error)
+    hint = _OTHER_DEVICE_HINT if blamed and _OTHER_DEVICE in str(error) else ""
+    return Failed(message=doing + say_in_a_line(error), detail=blamed, hint=hint, bad_input=bool(doing))
 
 
 def _blame(error: BaseException) -> str:
