@@ -212,7 +212,7 @@ def test_gpu_time_below_the_cpu_time_saves_nothing(host_us: float, why: str | No
     assert finding.saving_ns is not None
     if why is not None:
         assert why in finding.evidence
-        assert f"{finding.saving_ns / 1e6:.3g} ms of the step" in finding.evidence
+        assert f"{finding.saving_ns / 1e6:.3g} ms of step time" in finding.evidence
     assert why is not None or "but" not in finding.evidence
 
 

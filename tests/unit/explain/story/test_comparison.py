@@ -282,7 +282,7 @@ def test_idle_time_of_two_profiled_runs_is_noted_and_in_the_lead() -> None:
     bars = part_of(report, "changes-time")
     assert isinstance(bars, Bars)
     assert "Profiled step" in bars.title
-    assert any("profiling slows the CPU" in note for note in bars.notes)
+    assert any("profiler, which slows the CPU" in note for note in bars.notes)
 
 
 def test_idle_time_is_not_in_the_lead_if_only_one_run_was_profiled() -> None:
