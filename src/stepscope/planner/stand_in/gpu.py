@@ -129,6 +129,8 @@ def _describe_device(gpu: Accelerator, undo: ExitStack) -> None:
         answers[name] = lambda *_, **__: 0
     for name, answer in answers.items():
         replace_attribute(torch.cuda, name, answer, undo)
+    # Recurrent layers ask for the version of cuDNN, which a build with CUDA looks for on the GPU.
+    replace_attribute(torch.backends.cudnn, "is_acceptable", lambda _: False, undo)
     replace_attribute(torch.cuda.amp.common, "amp_definitely_not_available", lambda: False, undo)
 
 
