@@ -147,7 +147,7 @@ def test_a_phase_that_requests_nothing_has_a_peak(answers: dict[str, Answer]) ->
 
 def _most_live_bytes(run: Callable[[], object]) -> int:
     """The most bytes that PyTorch's allocator for the CPU has handed out at once."""
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorder:
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as recorder:
         run()
     assert recorder.profiler is not None
     results = recorder.profiler.kineto_results
