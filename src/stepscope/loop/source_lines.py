@@ -126,7 +126,7 @@ def classify_file(name: str) -> str:
     if any(_is_in(path, folder) for folder in _library_folders()):
         inside = shorten_path(name)
         return "other" if inside.startswith(_OF_PYTORCH) else "library"
-    return "other" if any(_is_in(path, folder) for folder in _python_folders()) else "user"
+    return "other" if any(_is_in(path, folder) for folder in (*_python_folders(), *_generated_folders())) else "user"
 
 
 def shorten_path(name: str) -> str:
@@ -168,6 +168,12 @@ def _python_folders() -> tuple[str, ...]:
 
     own = Path(stepscope.__file__).parent
     return tuple(os.path.realpath(one) for one in (sysconfig.get_path("stdlib"), sysconfig.get_path("platstdlib"), own))
+
+
+def _generated_folders() -> tuple[str, ...]:
+    """Where Inductor writes code. PyTorch sets the variable when it first compiles."""
+    folder = os.environ.get("TORCHINDUCTOR_CACHE_DIR")
+    return (os.path.realpath(folder),) if folder else ()
 
 
 def _own_folders() -> tuple[str, ...]:

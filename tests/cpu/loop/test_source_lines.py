@@ -189,8 +189,14 @@ def test_the_caller_is_the_nearest_line_of_the_user(user: ModuleType, tmp_path: 
     del sys.modules["calls"]
 
 
-def test_files_belong_to_the_user_a_library_or_neither(user: ModuleType, tmp_path: Path) -> None:
+def test_files_belong_to_the_user_a_library_or_neither(
+    user: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "compiled"))
+    (tmp_path / "compiled/xj").mkdir(parents=True)
+    (tmp_path / "compiled/xj/cxj4zglwc3ui.py").touch()
     kinds = {
+        str(tmp_path / "compiled/xj/cxj4zglwc3ui.py"): "other",  # code that the compiler generated
         str(tmp_path / "project/user_code.py"): "user",
         "user_code.py": "user",  # as the profiler shortens it
         str(tmp_path / "site-packages/helping_library/layers.py"): "library",

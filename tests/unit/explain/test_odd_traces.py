@@ -231,6 +231,13 @@ def test_recording_without_kernels_is_not_named_by_an_empty_file() -> None:
     assert "``" not in error.value.detail
 
 
+def test_recording_whose_kernels_are_in_the_missing_part_of_a_file_asks_for_the_whole_file() -> None:
+    cut = Manifest(source="pytorch profiler", notes=("the compressed file ends early; the rest is missing",))
+    with pytest.raises(StepscopeError, match="no kernel timeline") as error:
+        make_profile(Recording(manifest=cut))
+    assert error.value.hint.startswith("copy the whole file")
+
+
 # --- Nsight Systems
 
 

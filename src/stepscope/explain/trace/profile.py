@@ -22,6 +22,7 @@ from stepscope.explain.trace.extent import StepExtent, StepRuns, find_extent, fi
 from stepscope.files import replacing
 from stepscope.hardware import Hardware
 from stepscope.recording.parquet import DamagedTableError, pack, unpack
+from stepscope.recording.readers.kineto import ends_early
 from stepscope.recording.readers.nsys_database import EXPORT_COMMAND
 from stepscope.recording.store import Recording
 from stepscope.units import count_noun
@@ -230,10 +231,12 @@ def make_profile(recording: Recording, kept_in: Path | None = None) -> Profile:
 
 def no_kernels(recording: Recording, num_ops: int) -> StepscopeError:
     has = f"{_name_file(recording)} has {count_noun(num_ops, 'operator')} and no kernels"
+    notes = recording.manifest.notes
+    record = "torch.profiler.profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA])"
     return StepscopeError(
         "the recording has no kernel timeline",
-        detail="; ".join((has, *recording.manifest.notes)),
-        hint="torch.profiler.profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA])",
+        detail="; ".join((has, *notes)),
+        hint="copy the whole file: kernels come last" if ends_early(notes) else record,
     )
 
 
