@@ -2,15 +2,18 @@
 
 import errno
 import os
+import re
 import signal
 import sys
 import traceback
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from importlib import import_module
 from types import FrameType
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import typer
+from typer.core import TyperGroup
 
 from stepscope import __version__
 from stepscope.cli.options import fill_bare_flags
@@ -45,9 +48,36 @@ VERBS = {
     "doctor": "Check whether this machine can measure reliably.",
 }
 _LONGEST_SHOWN = 100  # characters of a path in an error
+_UsageError: Any = typer.BadParameter.__base__  # typer does not export it
+
+
+class VerbGroup(TyperGroup):
+    """Verbs whose wrong flags are reported like all other errors."""
+
+    def make_context(self, *args: Any, **extra: Any) -> Any:
+        with _reporting_usage():
+            return super().make_context(*args, **extra)
+
+    def invoke(self, ctx: Any) -> Any:
+        with _reporting_usage():
+            return super().invoke(ctx)
+
+
+@contextmanager
+def _reporting_usage() -> Iterator[None]:
+    try:
+        yield
+    except _UsageError as error:
+        if type(error).show is not _UsageError.show:  # the help, of `stepscope` without a verb
+            raise
+        text = re.sub(r"'([^']+)'", r"`\1`", error.format_message().rstrip("."))
+        verb = " ".join(["stepscope", *(one for one in sys.argv[1:2] if one in VERBS)])
+        raise StepscopeError(f"{text[:1].lower()}{text[1:]}", hint=f"{verb} --help") from None
+
 
 app = typer.Typer(
     name="stepscope",
+    cls=VerbGroup,
     help="Show where a Transformer training step spends its time and memory, and why.",
     no_args_is_help=True,
     add_completion=False,

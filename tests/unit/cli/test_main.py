@@ -111,6 +111,37 @@ def run(monkeypatch: pytest.MonkeyPatch, verb: Callable[[], None]) -> object:
     return left.value.code
 
 
+@pytest.mark.parametrize(
+    ("words", "said", "hint"),
+    [
+        (["plan", "--ranks", "0"], "error: invalid value for `--ranks`: ", "stepscope plan --help"),
+        (["plan", "--foo"], "error: no such option: --foo", "stepscope plan --help"),
+        (["plan", "--fit"], "error: option `--fit` requires an argument\n", "stepscope plan --help"),
+        (["explain"], "error: missing argument `FILE…`\n", "stepscope explain --help"),
+        (["explian"], "error: no such command `explian`. Did you mean `explain`", "stepscope --help"),
+    ],
+)
+def test_wrong_flags_are_reported_like_all_errors(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], words: list[str], said: str, hint: str
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["stepscope", *words])
+    with pytest.raises(SystemExit) as left:
+        cli.main()
+    assert left.value.code == Exit.BAD_INPUT
+    error = capsys.readouterr().err
+    assert error.startswith(said)
+    assert error.endswith(f"\nhint: {hint}\n")
+
+
+def test_no_verb_is_a_call_for_help(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(sys, "argv", ["stepscope"])
+    with pytest.raises(SystemExit):
+        cli.main()
+    shown = capsys.readouterr()
+    assert "Usage: " in shown.out + shown.err
+    assert "error:" not in shown.err
+
+
 INTERRUPTED = """
 import os, signal, threading, time
 import polars as pl
