@@ -8,7 +8,7 @@ from typing import Literal
 import msgspec
 
 from stepscope.errors import StepscopeError, nearest
-from stepscope.hardware import Hardware, find, known
+from stepscope.hardware import Hardware, chip_of, find, known
 from stepscope.jobs.workers.messages import Inspect, Inspected
 from stepscope.jobs.workers.process import Workers, require_torch
 from stepscope.planner.assumptions import Accelerator, accelerator_of
@@ -97,7 +97,7 @@ def find_card(name: str, *, flag: Literal["--gpu", "--fit"] = "--gpu") -> Hardwa
     """The GPU that the value of `flag` names. Raise StepscopeError if it is unknown."""
     card = look_up_card(name)
     if card is None:
-        names = [one.name for one in known()]
+        names = [one.name for one in known() if chip_of(one)]
         families = (one.split()[0] for one in names)
         close = nearest(name.upper(), [*names, *(one for one in families if find(one))])
         other = "give its memory" if flag == "--fit" else "add --memory"

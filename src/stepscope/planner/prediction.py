@@ -115,6 +115,9 @@ def _time(
     if simulation.launched:
         kernels = ", ".join(f"`{name}`" for name in simulation.launched)
         return None, [f"{NO_TIME}the calibration has no times of the Triton kernels {kernels}."]
+    card, precision = calibration.hardware, workload.precision
+    if precision == "bf16" and precision not in card.peak_flops:
+        return None, [f"{NO_TIME}the data sheet of the {card.name} has no {precision}."]
     try:
         timed = predict_step(
             simulation.operations,

@@ -293,7 +293,9 @@ def _state_assumptions(gpu: Accelerator, tracker: Tracker, noticed: Noticed) -> 
     ]
     if not version.startswith("{}.{}.".format(*gpu.torch)):
         release = "{}.{}".format(*gpu.torch)
-        found.append(f"Attention kernels and workspaces are those that PyTorch {release} takes, which times are of.")
+        found.append(
+            f"Attention kernels and workspaces are those of PyTorch {release}, with which times were measured."
+        )
     if noticed.compiles:
         found.append("What `torch.compile` compiles is predicted as it runs without it.")
     libraries = {UNKNOWN_WORKSPACES[one.name] for one in tracker.operations if one.name in UNKNOWN_WORKSPACES}

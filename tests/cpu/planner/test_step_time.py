@@ -1,19 +1,24 @@
 """Predicted step times, from a made-up calibration whose times follow from a few numbers."""
 
 import math
+from typing import Any
 
 import msgspec
 import pytest
 
 from stepscope.errors import StepscopeError
 from stepscope.hardware import find
+from stepscope.planner.assumptions import accelerator_of
 from stepscope.planner.operation import Operation
+from stepscope.planner.prediction import _time
+from stepscope.planner.simulation import Simulation
 from stepscope.planner.step_time import NotCalibratedError, predict_step
 from stepscope.planner.step_time.data_sheets import assume_links, predict_data_parallel, scale_calibration
 from stepscope.planner.step_time.host_time import HostModel
 from stepscope.planner.step_time.kernels_of import KernelModel
 from stepscope.planner.step_time.measured_times import Curve, MeasuredTimes, product_alignment
 from stepscope.recording.rows.calibration import Calibration, Series
+from stepscope.spec import Workload
 from tests.cpu.planner.calibrations import CALL_NS, LAUNCH_NS, bytes_ns, make_calibration, product_ns
 from tests.cpu.planner.operations import addition, call, product, tensor
 
@@ -326,7 +331,22 @@ def test_another_gpu_is_scaled_by_its_data_sheet_and_less_certain() -> None:
 def test_a_gpu_without_bf16_has_no_times_for_it() -> None:
     card = find("Tesla V100-SXM2-32GB")
     assert card is not None
-    assert not any(one.dtype == "bf16" for one in scale_calibration(CALIBRATION, card).series)
+    scaled = scale_calibration(CALIBRATION, card)
+    assert not any(one.dtype == "bf16" for one in scaled.series)
+    nothing: Any = None
+    simulation = Simulation(
+        gpu=accelerator_of(card),
+        steps=2,
+        parameter_sizes=[],
+        memory=nothing,
+        operations=[product()],
+        assumptions=[],
+        events=nothing,
+        requests=[],
+    )
+    timed, said = _time(simulation, Workload(precision="bf16"), scaled)
+    assert timed is None
+    assert said == ["No step time: the data sheet of the V100 SXM2 has no bf16."]
 
 
 def test_communication_hides_behind_backward() -> None:

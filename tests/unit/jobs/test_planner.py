@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 
 from stepscope.errors import StepscopeError
+from stepscope.hardware import chip_of
 from stepscope.jobs.plan import Planner
-from stepscope.jobs.plan_target import choose_gpu, look_up_card
+from stepscope.jobs.plan_target import choose_gpu, find_card, look_up_card
 from stepscope.jobs.workers.process import Died, Ended
 from tests.unit.plans import workload
 
@@ -85,3 +86,11 @@ def test_gpus_of_desktops_need_no_rtx_in_their_name() -> None:
     """Also as the value of `--fit`, where `4090` could be an amount of memory."""
     assert look_up_card("4090") == look_up_card("RTX 4090") is not None
     assert look_up_card("24") is None
+
+
+def test_gpus_that_are_proposed_can_be_planned_for() -> None:
+    with pytest.raises(StepscopeError, match="unknown GPU") as error:
+        find_card("H2000")
+    proposed = error.value.detail.partition("expected one of ")[2].partition(";")[0].split(", ")
+    assert "H200 SXM" in proposed
+    assert all(chip_of(find_card(name)) for name in proposed)
