@@ -18,7 +18,7 @@ from stepscope.planner.step_time.host_time import HostModel
 from stepscope.planner.step_time.kernels_of import KernelModel
 from stepscope.planner.step_time.measured_times import Curve, MeasuredTimes, product_alignment
 from stepscope.recording.rows.calibration import Calibration, Series
-from stepscope.spec import Workload
+from stepscope.spec import SIZES, Workload
 from tests.cpu.planner.calibrations import CALL_NS, LAUNCH_NS, bytes_ns, make_calibration, product_ns
 from tests.cpu.planner.operations import addition, call, product, tensor
 
@@ -344,7 +344,7 @@ def test_a_gpu_without_bf16_has_no_times_for_it() -> None:
         events=nothing,
         requests=[],
     )
-    timed, said = _time(simulation, Workload(precision="bf16"), scaled)
+    timed, said = _time(simulation, Workload(model=SIZES["nano"], precision="bf16"), scaled)
     assert timed is None
     assert said == ["No step time: the data sheet of the V100 SXM2 has no bf16."]
 
