@@ -17,6 +17,7 @@ _TWO_SIDED_95 |= {12: 2.179, 15: 2.131, 20: 2.086, 30: 2.042, 60: 2.0, 120: 1.98
 _ONE_SIDED_99 = {1: 31.821, 2: 6.965, 3: 4.541, 4: 3.747, 5: 3.365, 6: 3.143, 7: 2.998, 8: 2.896, 9: 2.821, 10: 2.764}
 _ONE_SIDED_99 |= {12: 2.681, 15: 2.602, 20: 2.528, 30: 2.457, 60: 2.39, 120: 2.358, 1000: 2.33}
 _STUDENT = {"two-sided 95%": _TWO_SIDED_95, "one-sided 99%": _ONE_SIDED_99}
+_INTERRUPTED = 1.5  # mean relative to the median
 Confidence = Literal["two-sided 95%", "one-sided 99%"]
 
 
@@ -35,6 +36,12 @@ class Statistics(msgspec.Struct, frozen=True, kw_only=True):
     def spread(self) -> float:
         """Width of the middle 60%, relative to the median."""
         return (self.p80 - self.p20) / self.median if self.median else 0.0
+
+    @property
+    def is_interrupted(self) -> bool:
+        """Whether a few samples took so long that the median says little about the rest: their excess is over a third
+        of all the time."""
+        return self.mean > _INTERRUPTED * self.median
 
 
 def summarise(samples: Sequence[float]) -> Statistics:

@@ -4,9 +4,13 @@
 the shape of the run. What is clearly faster there is a finding with the measured saving; an estimated finding about the
 same setting becomes part of it. The page's step is that of the profile, and `bench` ran separately, so a measured
 saving is the measured ratio applied to the page's step. So is what `stepscope optimise` measured.
+
+Medians of two timings differ even if nothing does: on a busy machine, attention was "115× faster" in one run and 4.1×
+in the next. So a finding needs timings that do not overlap, and states the ratio that holds given their spread.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 
 import msgspec
 
@@ -16,10 +20,12 @@ from stepscope.explain.experiments.bench_tables import step_ms
 from stepscope.explain.experiments.optimise_tables import PYTHON_LINE, write_fast_command
 from stepscope.explain.rules.joint import rank
 from stepscope.explain.rules.rule import IDLE_ENOUGH
+from stepscope.explain.statistics import Statistics
 from stepscope.explain.story.commands import find_case
 from stepscope.explain.story.sources import Materials, is_same_run
 from stepscope.findings import Finding
 from stepscope.recording.rows.attention_case import AttentionRow
+from stepscope.recording.rows.bench import Doubt
 from stepscope.recording.rows.optimisation import MeasuredChange
 from stepscope.spec import RUN_SETTINGS, ModelShape, Workload
 from stepscope.units import say_factor, say_percent, say_time
@@ -45,6 +51,72 @@ _WORDS = (
     "separate",
 )  # written with a capital at the start of a title
 _WORTH_SAYING = 0.01  # of the step
+_CONSPICUOUS = 1.2  # ratio of medians; a reader expects an explanation why no finding has it
+_STEADY = 0.05  # if the ratio varies less than this, it is that of the medians
+# Warnings about the machine while it ran: repetitions may all be slower than they should.
+_DISTURBED = ("shared", "throttled", "spread", "few")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Pair:
+    """The timings of a setting and of another one, in milliseconds. `is_disturbed` if the machine may have slowed
+    either down."""
+
+    before: Statistics
+    after: Statistics
+    is_disturbed: bool
+
+    @property
+    def is_certain(self) -> bool:
+        """Whether the second one is faster by more than both vary. A single repetition says nothing about that."""
+        is_noisy = any(one.is_interrupted or one.sd is None for one in (self.before, self.after))
+        return self._least_ms > self.after.p80 and not is_noisy
+
+    @property
+    def _least_ms(self) -> float:
+        """What the slower one takes at least. Other processes only add time, so the fastest repetition is the closest
+        to an idle machine."""
+        return self.before.min if self.is_disturbed else self.before.p20
+
+    @property
+    def _is_steady(self) -> bool:
+        return self.ratio <= (1 + _STEADY) * self._least_ms / self.after.p80
+
+    @property
+    def ratio(self) -> float:
+        """That of the medians."""
+        return self.before.median / self.after.median
+
+    @property
+    def times(self) -> tuple[float, float]:
+        """The two times in milliseconds whose ratio and difference hold."""
+        return (self.before.median, self.after.median) if self._is_steady else (self._least_ms, self.after.p80)
+
+    def say_ratio(self) -> str:
+        before, after = self.times
+        return say_factor(before / after) if self._is_steady else f"at least {say_factor(before / after)}"
+
+    def say_withheld(self, old: str, new: str) -> str:
+        """Return why no finding says that the second one is faster."""
+        return (
+            f"{new} may be faster than {old}, but the timings vary too much to say so: {_say_range(self.after)} with "
+            f"{new}, {_say_range(self.before)} with {old}"
+        )
+
+
+def _say_range(timed: Statistics) -> str:
+    return f"{say_time(timed.min * 1e6)} to {say_time(timed.max * 1e6)}"
+
+
+def _say_typical(timed: Statistics) -> str:
+    """The median, and the middle 60% if it is wide."""
+    median = say_time(timed.median * 1e6)
+    is_wide = timed.spread > _STEADY
+    return f"{median} (p20 to p80: {say_time(timed.p20 * 1e6)} to {say_time(timed.p80 * 1e6)})" if is_wide else median
+
+
+def _is_disturbed(*doubts: Doubt) -> bool:
+    return any(doubt.code in _DISTURBED for doubt in doubts)
 
 
 def find_measured(materials: Materials) -> tuple[Finding, ...]:
@@ -58,30 +130,56 @@ def find_measured(materials: Materials) -> tuple[Finding, ...]:
     return tuple(one for one in found if best[one.code] is one and (one.share or 0.0) >= _WORTH_SAYING)
 
 
+def say_withheld(materials: Materials) -> Iterator[str]:
+    """Yield a sentence per setting that looks clearly faster, and whose timings vary too much for a finding."""
+    for own, other, pair in _pair_variants(materials):
+        if not pair.is_certain and pair.ratio >= _CONSPICUOUS:
+            yield pair.say_withheld(*_name_both(own, other))
+    workload, pairs = _pair_attention(materials)
+    if workload is not None and pairs and not any(pair.is_certain for pair in pairs.values()):
+        value = max(pairs, key=lambda one: pairs[one].ratio)
+        if pairs[value].ratio >= _CONSPICUOUS:
+            yield pairs[value].say_withheld(_name("attention", workload.attention), _name("attention", value))
+
+
 def _find_variants(materials: Materials) -> Iterable[Finding]:
+    if materials.step_ns is None:
+        return
+    for workload, other, pair in _pair_variants(materials):
+        if not pair.is_certain:
+            continue
+        old, new = _name_both(workload, other)
+        before_ms, after_ms = pair.times
+        yield _write(
+            workload,
+            _differences(workload, other) or {},
+            title=f"{_begin(new)} is {pair.say_ratio()} faster than {old}",
+            evidence=(
+                f"bench timed {_say_typical(pair.before)} per step with {old} and {_say_typical(pair.after)} with {new}"
+            ),
+            step_ns=materials.step_ns,
+            share=1 - after_ms / before_ms,
+        )
+
+
+def _pair_variants(materials: Materials) -> Iterator[tuple[Workload, Workload, _Pair]]:
+    """Yield the workload of the run, one that differs in a single setting, and the timings of both."""
     row = materials.timed_row
     before = step_ms(row) if row else None
-    if row is None or before is None or materials.step_ns is None:
+    if row is None or before is None:
         return
     for other in materials.bench[1:]:
         after, changes = step_ms(other), _differences(row.case.workload, other.case.workload)
         same_device = other.environment.driver_name == row.environment.driver_name
-        # Beyond the spread of both.
-        if after is None or changes is None or not same_device or after.p80 >= before.p20:
-            continue
-        ((setting, value),) = changes.items()
-        old, new = _name(setting, getattr(row.case.workload, setting)), _name(setting, value)
-        yield _write(
-            row.case.workload,
-            changes,
-            title=f"{_begin(new)} is {say_factor(before.median / after.median)} faster than {old}",
-            evidence=(
-                f"bench timed {say_time(before.median * 1e6)} per step with {old} and "
-                f"{say_time(after.median * 1e6)} with {new}"
-            ),
-            step_ns=materials.step_ns,
-            share=1 - after.median / before.median,
-        )
+        if after is not None and changes is not None and same_device:
+            is_disturbed = _is_disturbed(*row.doubts, *other.doubts)
+            pair = _Pair(before=before, after=after, is_disturbed=is_disturbed)
+            yield row.case.workload, other.case.workload, pair
+
+
+def _name_both(workload: Workload, other: Workload) -> tuple[str, str]:
+    ((setting, value),) = (_differences(workload, other) or {}).items()
+    return _name(setting, getattr(workload, setting)), _name(setting, value)
 
 
 def _differences(workload: Workload, other: Workload) -> dict[str, object] | None:
@@ -115,35 +213,56 @@ def _begin(name: str) -> str:
 
 
 def _find_attention(materials: Materials) -> Iterable[Finding]:
-    """Attention alone was timed, so its saving is one of the step only where the GPU is the limit."""
-    row, profile = materials.timed_row, materials.profile
-    case = row.case if row else profile.recording.manifest.case if profile else None
-    if case is None or profile is None or materials.step_ns is None or profile.clock.idle_share > IDLE_ENOUGH:
+    workload, pairs = _pair_attention(materials)
+    certain = {value: pair for value, pair in pairs.items() if pair.is_certain}
+    if workload is None or not certain or materials.step_ns is None:
         return
-    workload, model = case.workload, case.workload.model
-    if not isinstance(model, ModelShape):
-        return
-    times = _attention_times(materials.attention, workload)
-    before_ns = times.pop(workload.attention or "", None)
-    if before_ns is None or not times:
-        return
-    value = min(times, key=times.__getitem__)
-    calls = model.num_layers * workload.batch // workload.micro_batch
-    # Attention that takes longer than the step was timed under other conditions.
-    if times[value] >= before_ns or before_ns * calls > materials.step_ns:
-        return
-    names = _name("attention", value), _name("attention", workload.attention)
+    value = max(certain, key=lambda one: certain[one].ratio)
+    pair, calls = certain[value], _attention_calls(workload)
+    old, new = _name("attention", workload.attention), _name("attention", value)
+    before_ms, after_ms = pair.times
     yield _write(
         workload,
         {"attention": value},
-        title=f"{_begin(names[0])} is {say_factor(before_ns / times[value])} faster than {names[1]}",
+        title=f"{_begin(new)} is {pair.say_ratio()} faster than {old}",
         evidence=(
-            f"timed in the shape of this run: {say_time(before_ns)} per layer with {names[1]}, "
-            f"{say_time(times[value])} with {names[0]}, {calls} times per step"
+            f"timed in the shape of this run: {_say_typical(pair.before)} per layer with {old}, "
+            f"{_say_typical(pair.after)} with {new}, {calls} times per step"
         ),
         step_ns=materials.step_ns,
-        share=(before_ns - times[value]) * calls / materials.step_ns,
+        share=(before_ms - after_ms) * 1e6 * calls / materials.step_ns,
     )
+
+
+def _pair_attention(materials: Materials) -> tuple[Workload | None, dict[str, _Pair]]:
+    """Return the timings of the run's attention with those of each other value of `--attention`. Attention alone was
+    timed, so what it saves is saved in the step only where the GPU is the limit."""
+    nothing: tuple[None, dict[str, _Pair]] = (None, {})
+    row, profile = materials.timed_row, materials.profile
+    case = row.case if row else profile.recording.manifest.case if profile else None
+    if case is None or profile is None or materials.step_ns is None or profile.clock.idle_share > IDLE_ENOUGH:
+        return nothing
+    workload = case.workload
+    if not isinstance(workload.model, ModelShape):
+        return nothing
+    rows = _attention_rows(materials.attention, workload)
+    own = rows.pop(workload.attention or "", None)
+    if own is None:
+        return nothing
+    before, doubts = own
+    # Attention that takes longer than the step was timed under other conditions.
+    if before.median * 1e6 * _attention_calls(workload) > materials.step_ns:
+        return nothing
+    return workload, {
+        value: _Pair(before=before, after=after, is_disturbed=_is_disturbed(*doubts, *others))
+        for value, (after, others) in rows.items()
+    }
+
+
+def _attention_calls(workload: Workload) -> int:
+    """Return how often a step of the built-in model computes attention."""
+    assert isinstance(workload.model, ModelShape), "the layers of other models are unknown"
+    return workload.model.num_layers * workload.batch // workload.micro_batch
 
 
 # The rule of each change of `stepscope optimise`, and what the changes of a rule are called. Others fuse kernels.
@@ -190,11 +309,13 @@ def _find_optimised(materials: Materials) -> Iterable[Finding]:
         )
 
 
-def _attention_times(rows: Sequence[AttentionRow], workload: Workload) -> dict[str, float]:
-    """Return the time of one attention in nanoseconds by value of `--attention`. Times of Python instead of kernels are
-    left out."""
+def _attention_rows(
+    rows: Sequence[AttentionRow], workload: Workload
+) -> dict[str, tuple[Statistics, tuple[Doubt, ...]]]:
+    """Return the timing of one attention and its warnings by value of `--attention`. Times of Python instead of kernels
+    are left out."""
     timing: Timing = "forward" if workload.mode == "inference" else "both"
-    times: dict[str, float] = {}
+    found: dict[str, tuple[Statistics, tuple[Doubt, ...]]] = {}
     for row in rows:
         case, summary = row.case, summary_ms(row, timing)
         same = (case.batch, case.length, case.precision) == (
@@ -205,8 +326,9 @@ def _attention_times(rows: Sequence[AttentionRow], workload: Workload) -> dict[s
         if summary is None or not same or any(doubt.code == "host-bound" for doubt in row.doubts):
             continue
         kind = {"triton": "flash", "hopper": "flash"}.get(case.implementation, case.implementation.split("-")[0])
-        times[kind] = min(times.get(kind, summary.median * 1e6), summary.median * 1e6)
-    return {kind: ns for kind, ns in times.items() if kind in ("naive", "sdpa", "flash")}
+        if kind not in found or summary.median < found[kind][0].median:
+            found[kind] = summary, row.doubts
+    return {kind: one for kind, one in found.items() if kind in ("naive", "sdpa", "flash")}
 
 
 def _write(

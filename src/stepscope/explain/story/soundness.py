@@ -13,6 +13,7 @@ from stepscope.explain.experiments.cases import describe_case, limit_notes
 from stepscope.explain.memory.out_of_memory import MemoryFailure
 from stepscope.explain.statistics import Statistics, summarise
 from stepscope.explain.story.commands import find_strangers
+from stepscope.explain.story.measured import say_withheld
 from stepscope.explain.story.opening import Opening
 from stepscope.explain.story.phrases import name_source
 from stepscope.explain.story.sections.environment_facts import find_environment
@@ -167,6 +168,7 @@ def _allocator(materials: Materials) -> Iterator[str]:
 def _remarks(opening: Opening) -> Iterator[str]:
     materials = opening.materials
     yield from _unknown_relation(materials)
+    yield from say_withheld(materials)
     yield from _timing(opening)
     yield from _recording(opening)
     yield from _memory(opening)

@@ -8,8 +8,11 @@ import pytest
 from stepscope.explain.rules import RULES
 from stepscope.explain.story import Materials
 from stepscope.explain.story.measured import add_measured, find_measured
+from stepscope.explain.story.opening import Opening
 from stepscope.explain.story.run import list_advice
+from stepscope.explain.story.soundness import judge
 from stepscope.findings import Finding, joint_saving
+from stepscope.recording.rows.bench import Doubt
 from stepscope.recording.store import Overhead
 from stepscope.spec import build_case
 from tests.unit.attention_rows import attend
@@ -131,6 +134,77 @@ def test_titles_start_with_a_capital_or_an_identifier(other: dict[str, Any], tit
     rows = timed(60, attention="sdpa"), timed(20, **{"attention": "sdpa", **other})
     (finding,) = find_measured(Materials(name="a", bench=rows))
     assert finding.title == title
+
+
+def bench(step_ms: tuple[float, ...], *codes: str, **settings: Any) -> Any:
+    doubts = tuple(Doubt(code=code, text=code) for code in codes)
+    return small_row(step_ns=tuple(round(one * MS) for one in step_ms), doubts=doubts, **settings)
+
+
+def test_ratio_holds_given_the_spread() -> None:
+    """Medians of 60 and 10 ms, but 40 and 20 ms are as likely."""
+    slow, fast = (40, 40, 50, 60, 70, 80, 80), (5, 5, 8, 10, 15, 20, 20)
+    (finding,) = find_measured(Materials(name="a", bench=(bench(slow, precision="fp32"), bench(fast))))
+    assert finding.title == "bf16 is at least 2.21× faster than fp32"
+    assert finding.share == pytest.approx(1 - 19 / 42)
+    assert "60 ms (p20 to p80: 42 ms to 78 ms)" in finding.evidence
+
+
+def test_other_processes_only_add_time() -> None:
+    """On a busy machine, the fastest repetition of the slower one says what it takes."""
+    slow, fast = (40, *[600] * 9), (10,) * 10
+    (finding,) = find_measured(Materials(name="a", bench=(bench(slow, "shared", precision="fp32"), bench(fast))))
+    assert finding.title == "bf16 is at least 4× faster than fp32"
+
+
+@pytest.mark.parametrize(
+    ("slow", "fast"),
+    [
+        ((1000,) * 10, (427,) * 9 + (10_000,)),  # the median is 2.3× lower, the mean higher
+        ((60, 20, 70, 15, 65), (10, 30, 11, 28, 12)),  # overlap
+        ((60,), (10,)),  # single steps
+    ],
+)
+def test_page_says_which_timings_were_too_noisy_for_a_finding(slow: tuple[int, ...], fast: tuple[int, ...]) -> None:
+    materials = Materials(name="a", bench=(bench(slow, precision="fp32"), bench(fast)))
+    assert find_measured(materials) == ()
+    (said,) = (one for one in judge(Opening(materials)).details if "may be faster" in one)
+    assert said.startswith("bf16 may be faster than fp32, but the timings vary too much to say so: ")
+
+
+def test_small_or_certain_differences_need_no_explanation() -> None:
+    for fast in (59.9, 10):
+        materials = Materials(name="a", bench=(timed(60, precision="fp32"), timed(fast)))
+        assert not [one for one in judge(Opening(materials)).details if "may be faster" in one]
+
+
+def noisy_attention(slow_ns: tuple[int, ...], fast_ns: tuple[int, ...], *codes: str) -> Materials:
+    case = build_case({"size": "small", "context": 2048, "precision": "bf16", "attention": "naive", "batch": 8})
+    doubts = tuple(Doubt(code=code, text=code) for code in codes)
+    rows = (
+        attend("naive", length=2048, forward_ns=slow_ns, backward_ns=slow_ns, doubts=doubts),
+        attend("sdpa-math", length=2048, forward_ns=fast_ns, backward_ns=fast_ns),
+    )
+
+    def work(timeline: Timeline) -> None:
+        for _ in range(8):
+            product(timeline)
+
+    plain = Overhead(plain_ns=2 * MS, recorded_ns=30 * MS)
+    return Materials(name="a", profile=record_ours(work, case=case, overhead=plain, host_us=3), attention=rows)
+
+
+def test_page_says_that_attention_was_too_noisy_for_a_finding() -> None:
+    materials = noisy_attention((1_000, 1_000, 60_000, 70_000, 80_000), (500, 500, 500, 1_500, 1_500))
+    assert find_measured(materials) == ()
+    assert [one for one in judge(Opening(materials)).details if one.startswith("sdpa attention may be faster")]
+
+
+def test_attention_on_a_busy_machine_states_what_is_certain() -> None:
+    materials = noisy_attention((2_000, 50_000, 60_000, 60_000, 70_000), (500,) * 5, "shared")
+    (finding,) = find_measured(materials)
+    assert finding.title == "sdpa attention is at least 4× faster than naive attention"
+    assert finding.saving_ns == 12 * 3_000
 
 
 @pytest.mark.parametrize(("plain_ms", "fires"), [(2, True), (20, False)])
