@@ -16,6 +16,7 @@ from stepscope.explain.trace.profile import Profile, make_profile
 from stepscope.explain.trace.profile_tables import classes_table, findings_table, headline, steps_table
 from stepscope.explain.trace.summary import summarise
 from stepscope.recording.readers.formats import open_recording
+from stepscope.spec import build_case
 from tests.unit.recordings import ADD, ALL_REDUCE, GEMM_BF16, Timeline, add_unprofiled_steps
 
 FIXTURES = Path(__file__).parents[2] / "fixtures"
@@ -246,6 +247,59 @@ def test_steps_whose_kernels_were_lost_do_not_count() -> None:
     assert lost.idle_share == pytest.approx(whole.idle_share, rel=0.02)
     assert lost.steps["step"].to_list() == [0, 1, 2]
     assert "not counted: 2 marked steps whose kernels are missing" in headline(lost)
+
+
+def cpu_steps(*add_us: float, product_us: tuple[float, ...] = (), **manifest: object) -> Profile:
+    """Steps on a CPU, each with an addition of that time. With `product_us`, the products differ in shape."""
+    timeline = Timeline(host_us=2)
+    for place, us in enumerate(add_us):
+        length = 1024 if place < len(product_us) and product_us[place] != 100 else 64
+        with timeline.step():
+            with timeline.phase("forward"):
+                product = product_us[place] if product_us else 100
+                timeline.compute("aten::mm", product, shapes=[[length, 64], [64, 64]], dtypes=["float"] * 2)
+            with timeline.phase("backward"):
+                timeline.compute("aten::add", us, shapes=[[64, 64]] * 2, dtypes=["float"] * 2)
+    return timeline.profile(**manifest)
+
+
+@pytest.mark.parametrize(
+    ("add_us", "counted", "said"),
+    [
+        ((50, 50, 2000), [0, 1], "1 of 3 marked steps, over 2× as long as others with the same work"),
+        ((2000, 50, 50), [1, 2], "1 of 3 marked steps"),
+        ((50, 2000, 50), [0], "1 of 3 marked steps, over 2× as long as others with the same work, and 1 more"),
+    ],
+)
+def test_interrupted_step_on_a_cpu_does_not_count(add_us: tuple[float, ...], counted: list[int], said: str) -> None:
+    profile = cpu_steps(*add_us)
+    assert profile.steps["step"].to_list() == counted
+    assert profile.gpu_time_ns == len(counted) * 150 * US
+    assert f"not counted: {said}" in headline(profile)
+    phases = dict(profile.time_by("phase").select("phase", "share").iter_rows())
+    assert phases["forward"] == pytest.approx(2 / 3)
+
+
+def test_steps_with_more_work_count() -> None:
+    """Longer sequences take longer; two steps are too few to compare."""
+    assert cpu_steps(50, 50, 50, product_us=(100, 100, 4000)).num_steps == 3
+    assert cpu_steps(50, 2000).num_steps == 2
+    assert cpu_steps(50, 50, 2000, shapes_recorded=False).num_steps == 3
+    assert cpu_steps(50, 50, 2000, rank=0, world_size=2).num_steps == 3
+    assert slow_host(host_us=(900, 900, 9000)).num_steps == 3
+
+
+def test_own_steps_are_compared_by_their_length_as_well() -> None:
+    def record(**manifest: object) -> Profile:
+        timeline = Timeline(host_us=2)
+        for pause_us in (0, 0, 3000):
+            with timeline.step(), timeline.phase("forward"):
+                timeline.compute("aten::mm", 100, shapes=[[64, 64]] * 2, dtypes=["float"] * 2)
+                timeline.host(pause_us)
+        return timeline.profile(**manifest)
+
+    assert record(case=build_case({"size": "nano", "device": "cpu"})).num_steps == 2
+    assert record().num_steps == 3  # a script may load data or save a checkpoint there
 
 
 def test_the_mean_of_the_steps_is_the_step() -> None:

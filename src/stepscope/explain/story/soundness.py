@@ -29,13 +29,14 @@ DISAGREE = 0.05  # between two peaks of memory, before it is mentioned
 DISAGREE_MUCH = 0.15  # between two clocks of one step
 NOISE = 0.05  # kernels may exceed the step time by this much, because the two were measured separately
 WELL_KNOWN = 0.9  # of the kernel time; below it, the unknown part is mentioned
+_FEWEST_LEFT = 3  # steps that count, if others were interrupted
 _UNEVEN = 0.25  # of the median, in the middle 60% of profiled steps
 
 
 def judge(opening: Opening) -> Soundness:
     materials = opening.materials
     doubts = tuple(dict.fromkeys(_doubts(opening)))
-    details = (*doubts, *dict.fromkeys(_remarks(opening)))
+    details = tuple(dict.fromkeys((*doubts, *_remarks(opening))))
     if doubts:
         more = f"; {count_noun(len(doubts) - 1, 'more reason')}" if len(doubts) > 1 else ""
         return Soundness(verdict="doubtful", sentence=f"{doubts[0][0].upper()}{doubts[0][1:]}{more}.", details=details)
@@ -70,9 +71,11 @@ def _say_sound(opening: Opening) -> str:
     if not samples:
         return "No disturbance detected."
     kind = {"bench": "", "unprofiled": "unprofiled ", "profiled": "profiled "}[opening.materials.timed_by]
+    profile = opening.materials.profile
+    is_disturbed = profile is not None and profile.extent.interruption
     return (
         f"{count_noun(len(samples), f'{kind}step')} timed, p20 to p80 within {say_percent(summarise(samples).spread)} "
-        "of the median, no disturbance detected."
+        f"of the median, {'interrupted steps left out' if is_disturbed else 'no disturbance detected'}."
     )
 
 
@@ -90,6 +93,7 @@ def _doubts(opening: Opening) -> Iterator[str]:
     for one, when in ((materials.profile, "unprofiled steps"), (materials.memory, "while recording memory")):
         if one is not None:
             yield from _say_doubts(one.recording.manifest.doubts, f"{when}: ")
+    yield from _interrupted_steps(materials)
     yield from _few_profiled_steps(materials)
     yield from _kernels_beyond_step(materials)
     yield from _disagreeing_clocks(materials)
@@ -107,6 +111,13 @@ def _say_doubts(doubts: Sequence[Doubt], when: str) -> Iterator[str]:
     yield from (f"{when}{doubt.text}" for doubt in doubts if doubt.code not in STEP_DOUBTS)
 
 
+def _interrupted_steps(materials: Materials) -> Iterator[str]:
+    """Too few steps are left to say that only those which do not count were interrupted."""
+    profile = materials.profile
+    if profile is not None and profile.extent.interruption and profile.num_steps < _FEWEST_LEFT:
+        yield profile.extent.interruption
+
+
 def _few_profiled_steps(materials: Materials) -> Iterator[str]:
     """A script's own steps differ, and a few of them are recorded."""
     profile, samples = materials.profile, [float(one) for one in materials.step_samples]
@@ -114,7 +125,7 @@ def _few_profiled_steps(materials: Materials) -> Iterator[str]:
         return
     spread = summarise(samples).spread
     if len(samples) == 1:
-        yield "only one profiled step was recorded"
+        yield "only one profiled step counts" if profile.extent.interruption else "only one profiled step was recorded"
     elif spread > _UNEVEN:
         yield f"the middle 60% of profiled steps spread over {say_percent(spread)} of the median"
 

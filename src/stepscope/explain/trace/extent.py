@@ -3,9 +3,14 @@
 All figures are about these steps and nothing else, so that a step is what its name says. A recording has more: kernels
 launched before the first step was marked, a validation pass after the last one, a step that the profiler began and the
 loop did not, steps whose kernels were lost. What is left out is said.
+
+On a CPU, the operating system may interrupt the thread of an operator. One preempted `aten::add` was 82% of three
+steps, while the picture of the median step showed none of it. Such a step does not count either: it would be most of
+every mean. What is compared is the same work, so a step with longer sequences, a checkpoint or a validation pass
+counts. Kernels of a GPU are not interrupted, and there a long step is what the rules look for.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Sequence, Set
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
@@ -20,6 +25,7 @@ Window = tuple[int, int]
 _STREAM = ("process", "device", "stream")
 _COMPLETE = 0.9  # of the kernels that a step launched
 _WORTH_SAYING = 0.01
+_FAR_LONGER, _FEWEST_TO_COMPARE = 2.0, 3  # times the median over so many steps
 # Of a step: if the device runs earlier kernels from its start on, for so long, the CPU is ahead.
 _AT_ONCE, _RUNS_AHEAD = 0.02, 0.05
 
@@ -31,6 +37,7 @@ class StepExtent:
     steps: pl.DataFrame  # step, start_ns, end_ns: as marked
     windows: tuple[Window, ...]
     notes: tuple[str, ...] = ()
+    interruption: str = ""  # the note on steps that were interrupted, if there are any
 
     @property
     def window(self) -> Window:
@@ -50,19 +57,26 @@ class StepExtent:
         return replace(self, notes=(*self.notes, note))
 
 
-def find_extent(marked: pl.DataFrame, runs: pl.DataFrame, incomplete: Sequence[int] = ()) -> StepExtent:
-    """Return the steps that count: the longest sequence without `incomplete` steps, without empty steps at its ends.
-    `runs` is the total of the `StepRuns` of all kernels."""
+def find_extent(
+    marked: pl.DataFrame, runs: pl.DataFrame, incomplete: Sequence[int] = (), interrupted: Sequence[int] = ()
+) -> StepExtent:
+    """Return the steps that count: the longest sequence without `incomplete` and `interrupted` steps, without empty
+    steps at its ends. `runs` is the total of the `StepRuns` of all kernels."""
     if marked.height and not runs["num_known"].max():
         return _divide_evenly(marked, runs)
     steps = marked.unique("step", keep="first", maintain_order=True).sort("start_ns")
     known = steps.join(runs.drop_nulls("step"), on="step", how="left", maintain_order="left")
-    chosen = _choose(known, incomplete)
-    notes = tuple(_say_left_out(steps.height - chosen.height, num_incomplete=len(incomplete)))
+    chosen = _choose(known, {*incomplete, *interrupted})
+    left_out = steps.filter(~pl.col("step").is_in(chosen["step"].implode()))["step"].to_list()
+    if any(step in interrupted for step in left_out) and not incomplete:
+        interruption = _say_interrupted(left_out, interrupted, steps.height)
+        notes: tuple[str, ...] = (interruption,)
+    else:
+        interruption, notes = "", tuple(_say_left_out(len(left_out), num_incomplete=len(incomplete)))
     counted = chosen.select("step", "start_ns", "end_ns")
     ((early_start_ns, early_end_ns),) = runs.select("early_start_ns", "early_end_ns").head(1).iter_rows()
     windows = _find_windows(chosen, (early_start_ns, early_end_ns)) if chosen.height else (_whole(runs),)
-    return StepExtent(steps=counted, windows=windows, notes=notes)
+    return StepExtent(steps=counted, windows=windows, notes=notes, interruption=interruption)
 
 
 def without_steps(runs: pl.DataFrame) -> StepExtent:
@@ -127,8 +141,38 @@ def find_incomplete(recording: Recording, marked: pl.DataFrame) -> list[int]:
     return incomplete
 
 
-def _choose(known: pl.DataFrame, incomplete: Sequence[int]) -> pl.DataFrame:
-    good = [step not in incomplete for step in known["step"].to_list()]
+def find_interrupted(recording: Recording, kernels: pl.DataFrame, marked: pl.DataFrame) -> list[int]:
+    """Return the steps on a CPU that took far longer than the same work takes in the others. `kernels` are attributed.
+    Ranks of one run must count the same steps, so theirs all count."""
+    manifest = recording.manifest
+    if not (kernels["kind"] == "cpu").all() or (manifest.world_size or 1) > 1:
+        return []
+    slow = _find_slow_operators(recording, kernels) if manifest.shapes_recorded else set()
+    if manifest.case is not None:  # all steps do the same, so time outside operators can be compared as well
+        took = marked.group_by("step").agg(ratio=(pl.col("end_ns") - pl.col("start_ns")).sum().cast(pl.Float64))
+        slow |= _far_longer(took)
+    return sorted(slow)
+
+
+def _find_slow_operators(recording: Recording, kernels: pl.DataFrame) -> set[int]:
+    """Return the steps whose operators took far longer than calls with the same name and shapes usually do."""
+    ran = kernels.filter(pl.col("step").is_not_null())
+    lasted = (pl.col("end_ns") - pl.col("start_ns")).cast(pl.Float64)
+    calls = ran.select("step", "name", shapes=recording.ops["shapes"].gather(ran["op_row"]), lasted=lasted)
+    usual = calls.with_columns(usual=pl.col("lasted").median().over("name", "shapes"))
+    return _far_longer(usual.group_by("step").agg(ratio=pl.col("lasted").sum() / pl.col("usual").sum().clip(1)))
+
+
+def _far_longer(steps: pl.DataFrame) -> set[int]:
+    """Return the steps whose `ratio` is far above the median."""
+    if steps.height < _FEWEST_TO_COMPARE:
+        return set()
+    limit = _FAR_LONGER * pl.col("ratio").median()
+    return set(steps.filter(pl.col("ratio") > limit)["step"].to_list())
+
+
+def _choose(known: pl.DataFrame, left_out: Set[int]) -> pl.DataFrame:
+    good = [step not in left_out for step in known["step"].to_list()]
     if not any(good):
         good = [True] * known.height
     begin, end = max(_sequences(good), key=lambda one: (one[1] - one[0], -one[0]), default=(0, 0))
@@ -151,6 +195,14 @@ def _say_left_out(count: int, *, num_incomplete: int) -> Iterator[str]:
     if count:
         steps = count_noun(count, "marked step")
         yield f"not counted: {steps} {'whose kernels are missing' if num_incomplete else 'without kernels'}"
+
+
+def _say_interrupted(left_out: Sequence[int], interrupted: Sequence[int], count: int) -> str:
+    slow = sum(step in interrupted for step in left_out)
+    steps = f"{slow} of {count_noun(count, 'marked step')}"
+    said = f"not counted: {steps}, over {_FAR_LONGER:g}× as long as others with the same work"
+    rest = len(left_out) - slow
+    return f"{said}, and {rest} more, because counted steps are consecutive" if rest else said
 
 
 def _find_windows(steps: pl.DataFrame, early: tuple[int | None, int | None]) -> tuple[Window, ...]:

@@ -18,7 +18,14 @@ from stepscope.explain.trace.accounting import DeviceAccount, account_devices
 from stepscope.explain.trace.attribution import attribute_kernels, attribute_ops
 from stepscope.explain.trace.attribution.phases import step_ranges
 from stepscope.explain.trace.clock import Clock
-from stepscope.explain.trace.extent import StepExtent, StepRuns, find_extent, find_incomplete, without_steps
+from stepscope.explain.trace.extent import (
+    StepExtent,
+    StepRuns,
+    find_extent,
+    find_incomplete,
+    find_interrupted,
+    without_steps,
+)
 from stepscope.files import replacing
 from stepscope.hardware import Hardware
 from stepscope.recording.parquet import DamagedTableError, pack, unpack
@@ -221,7 +228,8 @@ def make_profile(recording: Recording, kept_in: Path | None = None) -> Profile:
     marked = step_ranges(recording)
     runs = StepRuns(marked)
     runs.add(kernels)
-    extent = find_extent(marked, runs.total(), find_incomplete(recording, marked))
+    interrupted = find_interrupted(recording, kernels, marked)
+    extent = find_extent(marked, runs.total(), find_incomplete(recording, marked), interrupted)
     if not (counted := extent.keep(kernels)).height:
         extent, counted = without_steps(runs.total()), kernels
     total_ns = int(kernels["time_ns"].sum())

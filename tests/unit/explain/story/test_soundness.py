@@ -3,11 +3,13 @@
 from dataclasses import replace
 
 from stepscope.explain.story import Materials, tell
-from stepscope.findings import Soundness
+from stepscope.explain.trace.profile import Profile
+from stepscope.findings import Bars, Exhibit, Soundness
 from stepscope.recording.rows.bench import Doubt
 from stepscope.recording.store import MemoryFacts, Overhead
 from tests.unit.attention_rows import attend
 from tests.unit.explain.story.story_materials import memory, product, record_ours, small_row, traced
+from tests.unit.recordings import Timeline
 from tests.unit.rows import ENVIRONMENT
 
 SPREAD = Doubt(code="spread", text="the middle 60% of steps spread over 30% of the median")
@@ -140,3 +142,38 @@ def test_a_snapshot_without_settings_may_be_of_another_model() -> None:
     own = replace(foreign, recording=foreign.recording.with_manifest(case=ours.recording.manifest.case))
     assert not any("has no settings" in line for line in judged(profile=ours, memory=own).details)
     assert any("the trace has no settings" in line for line in judged(profile=loop, memory=own).details)
+
+
+def on_cpu(*add_us: float) -> Profile:
+    """Steps on a CPU that take 100 µs for a forward pass, and these times for a backward pass."""
+    timeline = Timeline(host_us=2)
+    for us in add_us:
+        with timeline.step():
+            with timeline.phase("forward"):
+                timeline.compute("aten::mm", 100, shapes=[[64, 64]] * 2, dtypes=["float"] * 2)
+            with timeline.phase("backward"):
+                timeline.compute("aten::add", us, shapes=[[64, 64]] * 2, dtypes=["float"] * 2)
+    return timeline.profile(command="stepscope run train.py", environment=ENVIRONMENT)
+
+
+def test_interrupted_steps_are_reported_once() -> None:
+    for steps, verdict in (((20, 20, 3000), "doubtful"), ((20, 20, 20, 3000), "sound")):
+        found = judged(profile=on_cpu(*steps))
+        assert found.verdict == verdict
+        assert "no disturbance" not in found.sentence
+        assert len([line for line in found.details if line.startswith("not counted: 1 of ")]) == 1
+
+
+def test_interrupted_step_is_nowhere_on_the_page() -> None:
+    """The picture of a step, the training loop and the headline are about the same steps."""
+    report = tell(Materials(name="a", profile=on_cpu(20, 20, 3000)))
+    assert report.picture is not None
+    (bar,) = report.picture.bars
+    assert bar is not None
+    shown = {phase.name: sum(phase.times_ns) / bar.busy_ns for phase in bar.phases}
+    assert 0.8 < shown["forward"] < 0.85
+    (loop,) = (one for one in report.sections if one.key == "loop")
+    (bars,) = (one.part for one in loop.exhibits if isinstance(one, Exhibit) and isinstance(one.part, Bars))
+    times = dict(zip(bars.series, (column[0] for column in bars.values), strict=True))
+    assert 0.75 < (times["forward"] or 0) / sum(one or 0 for one in times.values()) < 0.85
+    assert "elementwise" not in report.sentence
