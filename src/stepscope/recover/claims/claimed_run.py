@@ -9,6 +9,7 @@ contradict the claim. They help to test the claimed sizes and never refute the c
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
+from typing import NamedTuple
 
 import msgspec
 
@@ -16,7 +17,7 @@ from stepscope import hardware
 from stepscope.recover.claims.claim import Claim
 from stepscope.recover.claims.prediction import Predictor, ShapeCheck
 from stepscope.recover.claims.roofline import WorkLimits
-from stepscope.recover.claims.unexplained import find_counts
+from stepscope.recover.claims.unexplained import find_counts, find_left_over
 from stepscope.recover.evidence.layout import (
     MOST_EXTRAS,
     Fits,
@@ -28,7 +29,7 @@ from stepscope.recover.evidence.layout import (
     split_order,
 )
 from stepscope.recover.evidence.observation import Seen
-from stepscope.recover.evidence.order import NoTransformerError, Role, Zone, breaks_feed_forward
+from stepscope.recover.evidence.order import NoTransformerError, Role, Zone, adds_tensors, breaks_feed_forward
 from stepscope.recover.evidence.recording import KernelEvidence
 from stepscope.recover.facts import LARGEST_SIZE, Gather, Rows, Sighting
 from stepscope.recover.families import find_platform, read_fact
@@ -41,10 +42,23 @@ _MOST_MISFITS = 4  # interpretations to arrange if none fits
 _MOST_LAID_OUT = 1_000_000  # kernels of a file, over all interpretations and sizes: about 40 s on a slow machine
 
 
+class Misfits(NamedTuple):
+    """What does not fit an interpretation of the kernels: first what refutes the claim, then what leaves it open."""
+
+    wrong: int  # checks and layers
+    left_over: int  # GEMMs without a role
+    unclear: int  # layers that lack a GEMM, perhaps because the file does
+
+
+# With whether the feed-forward layer is broken, and the GEMMs of a layer that have no role.
+_Score = tuple[Misfits, bool, int]
+_PERFECT: _Score = (Misfits(0, 0, 0), False, 0)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClaimedRun:
-    """`wrong`: how many checks and layers contradict the claim in the best interpretation. `fits_otherwise`: nothing
-    would contradict the claim with the other kind of feed-forward layer, gated or not."""
+    """`misfits`: what contradicts the claim in the best interpretation, and what leaves it open. `fits_otherwise`:
+    nothing would contradict the claim with the other kind of feed-forward layer, gated or not."""
 
     evidence: KernelEvidence
     run: SegmentedOrder
@@ -52,7 +66,7 @@ class ClaimedRun:
     roofline: WorkLimits | None
     placement: Placement
     checks: list[ShapeCheck]
-    wrong: int
+    misfits: Misfits
     fits_otherwise: bool = False
     counts: tuple[tuple[Zone, Seen], ...] = ()  # data movement kernels
 
@@ -74,15 +88,15 @@ class ClaimedRuns:
 
 def open_all(evidence: Sequence[KernelEvidence], claim: Claim) -> ClaimedRuns:
     opened = [_Opened(one) for one in evidence]
-    best: tuple[int, ClaimedRuns] | None = None
+    best: tuple[tuple[int, ...], ClaimedRuns] | None = None
     for shape, left_open in _complete(make_shape(claim), opened, cache(lambda: recover_sizes(evidence))):
         if best is not None and any(one.is_spent for one in opened):
             return _finish(best[1], opened, is_cut=True)
         files = [one.lay_out(claim, shape) for one in opened]
-        wrong = sum(file.wrong for file in files)
-        if best is None or wrong < best[0]:
-            best = wrong, ClaimedRuns(shape=shape, files=files, left_open=left_open)
-        if not wrong:
+        misfits = tuple(map(sum, zip(*(file.misfits for file in files), strict=True)))
+        if best is None or misfits < best[0]:
+            best = misfits, ClaimedRuns(shape=shape, files=files, left_open=left_open)
+        if not any(misfits):
             break
     assert best is not None, "the claim itself is tried last"
     return _finish(best[1], opened, is_cut=any(one.is_cut for one in opened))
@@ -217,7 +231,7 @@ class _Opened:
             gemms = "the GEMMs" if count is None else count_noun(count, "GEMM")
             raise NoTransformerError(f"{gemms} {gap} cannot be a decoder layer")
         other = self._read(claim, shape, not claim.gated) if claim.gated is not None else None
-        (wrong, _, _), placement, checks = best
+        score, placement, checks = best
         return ClaimedRun(
             evidence=self.evidence,
             run=self.run,
@@ -225,8 +239,8 @@ class _Opened:
             roofline=self.roofline,
             placement=placement,
             checks=checks,
-            wrong=wrong,
-            fits_otherwise=other is not None and other[0] == (0, False, 0),
+            misfits=score[0],
+            fits_otherwise=other is not None and other[0] == _PERFECT,
         )
 
     def count(self, file: ClaimedRun) -> ClaimedRun:
@@ -235,9 +249,9 @@ class _Opened:
 
     def _read(
         self, claim: Claim, shape: ClaimedShape, gated: bool | None
-    ) -> tuple[tuple[int, bool, int], Placement, list[ShapeCheck]] | None:
+    ) -> tuple[_Score, Placement, list[ShapeCheck]] | None:
         """Return the interpretation of the GEMMs that contradicts the claim least."""
-        best: tuple[tuple[int, bool, int], Placement, list[ShapeCheck]] | None = None
+        best: tuple[_Score, Placement, list[ShapeCheck]] | None = None
 
         known: dict[object, bool] = {}
 
@@ -247,25 +261,38 @@ class _Opened:
                 known[key] = self.predictor.fits(role, one, shape) is not False
             return known[key]
 
+        def is_rotary(one: Sighting) -> bool:
+            return self.predictor.is_rotary(one, shape) is not False
+
         for pattern, behind in self._choose_patterns(gated, fits):
             if best is not None and self.is_spent:
                 self.is_cut = True
                 break
             self._left -= len(self.run.sightings)
-            placement = place(self.run, pattern, behind, claim.num_layers, fits)
+            placement = place(self.run, pattern, behind, claim.num_layers, fits, is_rotary)
             placement.leave_out(self.predictor.find_single_steps(placement, shape))
             checks = list(self.predictor.predict(placement))
             checks = _forgive_cuts(placement, checks, len(self.run.sightings), self._period, shape)
             if self.roofline is not None:
                 checks += self.roofline.predict(placement)
-            distinct = {check.key: check for check in checks}.values()
-            wrong = sum(check.test(shape) is False for check in distinct) + len(placement.complaints)
-            score = (wrong, breaks_feed_forward(placement.find_zone("feed_forward")), pattern.count(None))
+            score = self._score(placement, checks, shape)
             if best is None or score < best[0]:
                 best = (score, placement, checks)
-            if score == (0, False, 0):
+            if score == _PERFECT:
                 break
         return best
+
+    def _score(self, placement: Placement, checks: Sequence[ShapeCheck], shape: ClaimedShape) -> _Score:
+        distinct = {check.key: check for check in checks}.values()
+        unclear = sum(one.is_unclear for one in placement.complaints)
+        # With a gap, the patterns have as many GEMMs as it, and leave the same ones without a role.
+        left_over = find_left_over(self.run, placement, self.predictor, shape) if self.run.gap is None else ()
+        misfits = Misfits(
+            wrong=sum(check.test(shape) is False for check in distinct) + len(placement.complaints) - unclear,
+            left_over=sum(1 for _ in left_over),
+            unclear=unclear,
+        )
+        return misfits, breaks_feed_forward(placement.find_zone("feed_forward")), placement.pattern.count(None)
 
     def _choose_patterns(self, gated: bool | None, fits: Fits) -> list[tuple[Pattern, int]]:
         """Return the patterns that fit one layer, if necessary with GEMMs that have no role in it. If none fits, the
@@ -286,7 +313,7 @@ class _Opened:
 
     def count_tokens(self) -> int | None:
         """Return the rows of the largest lookup before the first attention: position lookups have fewer rows. Without
-        one, return the rows of the first lookup or norm."""
+        one, or if it may be that of positions, return the rows of the first norm or lookup."""
         first = self.run.segments[0][0][0].index
         rows: dict[type, list[tuple[int, int]]] = {Gather: [], Rows: []}
         for one in self.run.sightings:
@@ -295,9 +322,11 @@ class _Opened:
             fact = read_fact(one, self.platform)
             if isinstance(fact, Gather | Rows) and fact.rows.is_exact and fact.rows.low <= LARGEST_SIZE:
                 rows[type(fact)].append((one.index, fact.rows.low))
-        ahead = [number for index, number in rows[Gather] if index < first]
-        anywhere = [number for _, number in (*rows[Gather], *rows[Rows])]
-        return max(ahead) if ahead else next(iter(anywhere), None)
+        ahead = [(number, index) for index, number in rows[Gather] if index < first]
+        if len(ahead) > 1 or (ahead and not adds_tensors(self.run.sightings[ahead[0][1] + 1])):
+            return max(ahead)[0]
+        anywhere = (*rows[Rows], *rows[Gather]) if ahead else (*rows[Gather], *rows[Rows])
+        return next((number for _, number in anywhere), None)
 
     def admits_attention(self, shape: ClaimedShape) -> bool:
         return all(check.test(shape) is not False for check in self._attention_checks)

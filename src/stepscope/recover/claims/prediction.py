@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from stepscope.recording.readers.counter_metrics import SECTOR_BYTES
 from stepscope.recover.evidence.layout import KernelPlace, Placement
-from stepscope.recover.evidence.order import Role, Zone, adds_parts, is_norm
+from stepscope.recover.evidence.order import Role, Zone, adds_parts, adds_tensors, is_norm
 from stepscope.recover.facts import Attention, Fact, Gather, Product, Rows, Sighting, Window, find_window
 from stepscope.recover.families import Platform, read_facts
 from stepscope.recover.families.grids import join_choices
@@ -98,6 +98,23 @@ class Predictor:
         if product is None:
             return None
         return _any_of(admits(product, sizes) for sizes in product_sizes(role, shape))
+
+    def is_rotary(self, sighting: Sighting, shape: ClaimedShape) -> bool | None:
+        """Whether this can be the outer product of positions and frequencies of rotary embeddings: a GEMM of inner size
+        1. None if a size is unknown."""
+        product = self.product(sighting)
+        if product is None:
+            return False
+        if shape.context is None or shape.batch is None or shape.d_head is None:
+            return None
+        for batch in {shape.batch, 1}:
+            windows = (
+                find_window(product, columns=shape.context, inner=1, batch=batch),
+                find_window(product, rows=shape.context, inner=1, batch=batch),
+            )
+            if any(window is not None and window.low <= shape.d_head for window in windows):
+                return True
+        return False
 
     def find_single_steps(self, placement: Placement, shape: ClaimedShape) -> set[int]:
         """Return the passes whose lookups and norms have one row per sequence: the decode steps of text generation."""
@@ -243,9 +260,12 @@ class Predictor:
             fact = join_choices(self._choices(place.sighting)) if place.zone == "before" else None
             if isinstance(fact, Gather):
                 found.setdefault(place.pass_number, []).append((place, fact))
-        for lookups in found.values():
-            key = ("lookup", *(self.identify(place.sighting) for place, _ in lookups))
-            yield _lookup_check([place for place, _ in lookups], [fact for _, fact in lookups], key)
+        adding = {place.sighting.index for place in placement.others if adds_tensors(place.sighting)}
+        for number, lookups in found.items():
+            # The file may start after the lookup of tokens, with that of positions.
+            is_cut = number == 1 and len(lookups) == 1 and lookups[0][0].sighting.index + 1 in adding
+            key = ("lookup", is_cut, *(self.identify(place.sighting) for place, _ in lookups))
+            yield _lookup_check([place for place, _ in lookups], [fact for _, fact in lookups], key, is_cut=is_cut)
 
 
 def _identity(sighting: Sighting) -> object:
@@ -270,14 +290,15 @@ def describe_launch(sighting: Sighting) -> str:
     return ", ".join(parts)
 
 
-def _lookup_check(places: list[KernelPlace], facts: list[Gather], key: object) -> ShapeCheck:
+def _lookup_check(places: list[KernelPlace], facts: list[Gather], key: object, *, is_cut: bool) -> ShapeCheck:
     def test(shape: ClaimedShape) -> bool | None:
         return _any_of(
             _both(
-                _holds(fact.rows, shape.tokens),
+                _holds(fact.rows, rows),
                 _any_of(_holds(fact.width_bytes, times(shape.d_model, size)) for size in (2, 4)),
             )
             for fact in facts
+            for rows in ((shape.tokens, shape.context) if is_cut else (shape.tokens,))
         )
 
     first = places[0]

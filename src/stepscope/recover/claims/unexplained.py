@@ -16,7 +16,7 @@ from stepscope.recover.claims.prediction import Predictor, admits
 from stepscope.recover.evidence.layout import KernelPlace, Placement, SegmentedOrder
 from stepscope.recover.evidence.observation import FEWEST, Seen, see
 from stepscope.recover.evidence.order import Role, Zone, adds_parts
-from stepscope.recover.facts import Sighting, find_window
+from stepscope.recover.facts import Sighting
 from stepscope.recover.families import Platform
 from stepscope.recover.shape import (
     HEAD_ROWS,
@@ -85,19 +85,31 @@ def _cast_weights(shape: ClaimedShape) -> Iterator[int]:
         yield from (shape.d_model * shape.vocab_size, shape.d_model * (-(-shape.vocab_size // _PADDED) * _PADDED))
 
 
+def find_left_over(
+    run: SegmentedOrder, placement: Placement, predictor: Predictor, shape: ClaimedShape
+) -> Iterator[tuple[Sighting, str]]:
+    """Yield GEMMs of the forward passes that have no role."""
+    for place in placement.intruders:
+        yield place.sighting, "a GEMM that a layer of the claimed model does not have"
+    roles = _list_roles(placement)
+    for one in placement.extras:
+        is_of_backward = run.is_training and _is_of_backward(one, roles, predictor, shape)
+        if not is_of_backward and not predictor.is_rotary(one, shape):
+            yield one, "a GEMM outside the layers that is not the LM head"
+
+
+def _list_roles(placement: Placement) -> tuple[Role, ...]:
+    return (*(role for role in placement.pattern if role is not None), "head")
+
+
 def find_unclaimed_products(
     run: SegmentedOrder, placement: Placement, predictor: Predictor, shape: ClaimedShape
 ) -> Iterator[tuple[Sighting, str]]:
     """Yield GEMMs and similar kernels that the claimed model does not have."""
-    for place in placement.intruders:
-        yield place.sighting, "a GEMM that a layer of the claimed model does not have"
-    roles: tuple[Role, ...] = (*(role for role in placement.pattern if role is not None), "head")
-    for one in placement.extras:
-        is_of_backward = run.is_training and _is_of_backward(one, roles, predictor, shape)
-        if not is_of_backward and not _is_rotary(one, predictor, shape):
-            yield one, "a GEMM outside the layers that is not the LM head"
+    yield from find_left_over(run, placement, predictor, shape)
+    roles = _list_roles(placement)
     for one in placement.backward:
-        if not _is_of_backward(one, roles, predictor, shape) and not _is_rotary(one, predictor, shape):
+        if not _is_of_backward(one, roles, predictor, shape) and not predictor.is_rotary(one, shape):
             yield one, "a GEMM that is not a gradient of the claimed layers"
     placed = {place.sighting.index for place in (*placement.products, *placement.attentions)}
     placed |= {one.sighting.index for one in placement.intruders}
@@ -118,7 +130,7 @@ def find_surplus(
     likeliest."""
     if not _shows_gradients(run, placement):
         return ()
-    gradients = [one for one in (*placement.extras, *placement.backward) if not _is_rotary(one, predictor, shape)]
+    gradients = [one for one in (*placement.extras, *placement.backward) if not predictor.is_rotary(one, shape)]
     return gradients[: max(0, len(gradients) - 2 * len(placement.products))]
 
 
@@ -179,21 +191,6 @@ def count_operations(sighting: Sighting) -> int | None:
 def _sum_operations(sightings: list[Sighting]) -> int | None:
     counts = [count for one in sightings if (count := count_operations(one)) is not None]
     return sum(counts) if counts else None
-
-
-def _is_rotary(sighting: Sighting, predictor: Predictor, shape: ClaimedShape) -> bool:
-    """Whether this is the outer product of positions and frequencies of rotary embeddings: a GEMM of inner size 1."""
-    product = predictor.product(sighting)
-    if product is None or shape.context is None or shape.batch is None or shape.d_head is None:
-        return False
-    for batch in {shape.batch, 1}:
-        windows = (
-            find_window(product, columns=shape.context, inner=1, batch=batch),
-            find_window(product, rows=shape.context, inner=1, batch=batch),
-        )
-        if any(window is not None and window.low <= shape.d_head for window in windows):
-            return True
-    return False
 
 
 def _is_of_backward(sighting: Sighting, roles: tuple[Role, ...], predictor: Predictor, shape: ClaimedShape) -> bool:

@@ -30,6 +30,7 @@ from stepscope.recover.facts import Sighting
 # A position in a gap between two attention calls: a role, or None for a GEMM that a layer does not have.
 Pattern = tuple[Role | None, ...]
 Fits = Callable[[Role, Sighting], bool]
+IsRotary = Callable[[Sighting], bool]
 MOST_EXTRAS = 2  # GEMMs in a gap that a layer does not have, for which positions are tried
 _PRODUCTS_AT_TURN = 3
 _NEAR = 40  # kernels before and after a position where something is missing
@@ -180,8 +181,11 @@ def _spread(roles: tuple[Role, ...], behind: int, places: int) -> Iterator[tuple
         yield pattern, ahead
 
 
-def place(run: SegmentedOrder, pattern: Pattern, behind: int, num_layers: int | None, fits: Fits) -> Placement:
-    """Arrange all kernels. `fits` tells whether a GEMM can have a role; it is used to find an extra one."""
+def place(
+    run: SegmentedOrder, pattern: Pattern, behind: int, num_layers: int | None, fits: Fits, is_rotary: IsRotary
+) -> Placement:
+    """Arrange all kernels. `fits` tells whether a GEMM can have a role; it is used to find an extra one. `is_rotary`
+    tells whether it can be that of rotary angles."""
     first = run.segments[0][0][0].index
     placement = Placement(pattern=pattern, starts_late=find_lookup(run.sightings[:first]) is None)
     placement.backward_attentions = [one for one in run.sightings if is_attention(one, backward=True)]
@@ -189,7 +193,7 @@ def place(run: SegmentedOrder, pattern: Pattern, behind: int, num_layers: int | 
     for number, anchors in enumerate(passes, start=1):
         previous = passes[number - 2][-1][-1].index if number > 1 else -1
         following = passes[number][0][0].index if number < len(passes) else len(run.sightings)
-        layout = _Layout(run, placement, number, pattern, behind, fits, num_layers, len(placement.products))
+        layout = _Layout(run, placement, number, pattern, behind, fits, is_rotary, num_layers, len(placement.products))
         layout.lay_out(anchors, previous, following)
     return placement
 
@@ -242,6 +246,7 @@ class _Layout:
     pattern: Pattern
     behind: int
     fits: Fits
+    is_rotary: IsRotary
     num_layers: int | None  # claimed
     first_product: int  # of the pass, in the list of the placement
 
@@ -250,8 +255,8 @@ class _Layout:
         the next pass."""
         ahead = _only_roles(self.pattern[self.behind :])
         before = list(self.run.products_between(previous, anchors[0][0].index))
-        chosen = self._choose_ahead(before)
         is_cut = self.placement.starts_late and previous < 0
+        chosen = self._choose_cut_ahead(before) if is_cut else self._choose_ahead(before)
         self._assign(ahead[-len(chosen) :] if is_cut and chosen else ahead, chosen, layer=1, is_end=is_cut)
         if previous < 0:
             rest = [one for one in before if one not in chosen]
@@ -271,6 +276,20 @@ class _Layout:
         come before them, and a compiler may put it between them."""
         ahead = _only_roles(self.pattern[self.behind :])
         return self._choose(ahead, products[-len(ahead) - MOST_EXTRAS :], from_end=True)
+
+    def _choose_cut_ahead(self, products: list[Sighting]) -> list[Sighting]:
+        """Return the GEMMs of the first layer before its attention, if the file may start between them. Then nothing
+        but a GEMM for rotary angles is before or between those that are left."""
+        ahead = _only_roles(self.pattern[self.behind :])
+        whole = self._choose_ahead(products)
+        for number in range(min(len(ahead), len(products)), -1, -1):
+            roles = ahead[len(ahead) - number :]
+            chosen = self._choose(roles, products[-number - MOST_EXTRAS :], from_end=True) if number else []
+            others = [one for one in products if one not in chosen]
+            is_possible = number == len(ahead) or all(map(self.is_rotary, others))
+            if is_possible and self._count_fitting(roles, chosen) == number:
+                return chosen
+        return whole
 
     def _match_cut_layer(self, products: list[Sighting]) -> list[Sighting]:
         """Return the GEMMs at the end that can belong to the layer in which the file begins."""
@@ -311,12 +330,25 @@ class _Layout:
         self._assign(pattern[behind:], products[behind:], layer + 1)
 
     def _choose(self, roles: Pattern, products: list[Sighting], *, from_end: bool = False) -> list[Sighting]:
-        """Return the GEMMs, out of too many, that fit the roles best; among equals the first, or the last."""
+        """Return the GEMMs, out of too many, that fit the roles best; among equals the first, or from the end those
+        that layers have, and then the last."""
         wanted = len(roles)
         if not wanted <= len(products) <= wanted + MOST_EXTRAS:
             return products[-wanted:] if from_end else products[:wanted]
         choices = [list(chosen) for chosen in itertools.combinations(products, wanted)]
-        return max(choices[:: -1 if from_end else 1], key=lambda chosen: self._count_fitting(roles, chosen))
+        return max(
+            choices[:: -1 if from_end else 1],
+            key=lambda chosen: (self._count_fitting(roles, chosen), from_end and self._count_usual(roles, chosen)),
+        )
+
+    def _count_usual(self, roles: Pattern, products: Sequence[Sighting]) -> int:
+        """Count the GEMMs that are those of the other layers. If no gap shows these, the one for rotary angles may have
+        another dtype than the rest."""
+        if self.run.gap is None:
+            usual = Counter(one.dtype for one in self.run.products).most_common(1)[0][0]
+            return sum(one.dtype == usual for one in products)
+        known = {(role, look(one)) for role, one in zip(self.pattern, self.run.gap, strict=True)}
+        return sum((role, look(one)) in known for role, one in zip(roles, products, strict=True))
 
     def _count_fitting(self, pattern: Pattern, products: Sequence[Sighting]) -> int:
         return sum(role is None or self.fits(role, one) for role, one in zip(pattern, products, strict=True))
@@ -341,13 +373,14 @@ class _Layout:
 
     def _begins_layer(self, products: Sequence[Sighting], layers: int) -> bool:
         """Whether the file ends in the middle of another layer: its last GEMMs are the first ones of the layers before,
-        and not the LM head."""
+        and not the LM head, which no other GEMM follows."""
         ahead = _only_roles(self.pattern[self.behind :])
         if not 0 < len(products) <= len(ahead) or layers == self.num_layers:
             return False
         known = {(one.role, look(one.sighting)) for one in self.placement.products}
         is_alike = all((role, look(one)) in known for role, one in zip(ahead, products, strict=False))
-        return is_alike and (layers < self.num_layers if self.num_layers else not self.fits("head", products[0]))
+        may_be_head = len(products) == 1 and self.fits("head", products[0])
+        return is_alike and (layers < self.num_layers if self.num_layers else not may_be_head)
 
     def _place_tail(self, products: list[Sighting], last_attention: int, following: int) -> None:
         """Arrange the LM head and what follows. The backward pass starts at the first kernel that certainly belongs to

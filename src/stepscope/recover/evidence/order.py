@@ -42,6 +42,7 @@ _BEHIND: tuple[tuple[Role, ...], ...] = (
 _INTO_HEADS: tuple[Role, ...] = ("query_key_value", "query", "key", "value", "key_value", "scores")
 _INTO_FEED_FORWARD: tuple[Role, ...] = ("up", "gate", "gate_up")
 KERNELS_AFTER_HEAD = 24
+_FLOATS = ("bf16", "fp16", "fp32")
 _SUM_OF_PARTS = "partial results"  # in the decoded name of the second kernel of a split-K GEMM
 
 Anchor = tuple[Sighting, ...]  # the kernels of one attention call
@@ -179,6 +180,12 @@ def is_softmax(sighting: Sighting) -> bool:
 def adds_parts(sighting: Sighting) -> bool:
     """Whether this is the second kernel of a split-K GEMM, which adds the splits."""
     return sighting.name.kernel_class == "GEMM" and _SUM_OF_PARTS in sighting.name.operation
+
+
+def adds_tensors(sighting: Sighting) -> bool:
+    """Whether this adds two tensors, such as the embeddings of positions to those of tokens."""
+    name = sighting.name
+    return name.kernel_class == "elementwise" and name.operation == "add" and name.dtype in _FLOATS
 
 
 def is_lookup(sighting: Sighting) -> bool:
