@@ -113,6 +113,31 @@ def test_a_recording_can_begin_and_end_within_a_pass(file: str, share: float) ->
     assert spoil(file, cut, num_layers=layers - 1).fields["num_layers"].verdict == "refuted"
 
 
+@pytest.mark.parametrize(
+    ("file", "kept"),
+    [
+        ("held_smol.forward.json.gz", slice(49)),  # one attention call, and the file ends inside that layer
+        ("held_smol.forward.json.gz", slice(57)),  # in it, a gate could be mistaken for both projections
+        ("held_smol.forward.json.gz", slice(73)),  # and a query projection for the LM head
+        ("held_smol.forward.json.gz", slice(49, None)),
+        ("held_llama.forward.json.gz", slice(89, None)),
+        ("llama_compiled.csv.gz", slice(3, None)),  # between the query projection and the GEMM for rotary angles
+        ("neox_compiled.csv.gz", slice(2, None)),
+        ("gpt2_bf16_odd.csv.gz", slice(3, None)),  # between the lookups of tokens and positions
+    ],
+)
+def test_a_file_that_ends_early_or_starts_late_does_not_refute(file: str, kept: slice) -> None:
+    answer = spoil(file, lambda kernels: kernels[kept])
+    assert answer.verdict is not ClaimVerdict.REFUTED, answer.why
+
+
+def test_an_optimizer_that_the_file_cuts_does_not_refute_the_parameters() -> None:
+    file = "held_gpt2.train.json.gz"
+    parameters = truth_of(file)["parameters"]
+    assert spoil(file, lambda kernels: kernels[:293], parameters=parameters).verdict is ClaimVerdict.UNDECIDED
+    assert spoil(file, lambda kernels: kernels, parameters=2 * parameters).verdict is ClaimVerdict.REFUTED
+
+
 def test_positions_can_be_looked_up_before_tokens() -> None:
     def swap(kernels: list[Sighting]) -> list[Sighting]:
         return [kernels[3], *kernels[1:3], kernels[0], *kernels[4:]]
