@@ -105,7 +105,7 @@ def forgery_table(results: Results, promise: str) -> Table:
 def honest_table(results: Results) -> Table:
     groups: dict[str, list[Trial]] = {}
     for one in results.honest:
-        groups.setdefault(one.what.removeprefix(f"{HONEST}: "), []).append(one)
+        groups.setdefault(one.what.removeprefix(f"{HONEST}: ").partition(", ")[0], []).append(one)
     columns = (Column(key="claim", label="true claim"), *_COUNTS)
     rows = tuple((what, *_count(trials)) for what, trials in groups.items())
     return Table(title="True claims", columns=columns, rows=rows)

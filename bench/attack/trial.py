@@ -12,6 +12,7 @@ from typing import Literal
 import msgspec
 
 from attack import claims, layers, names, numbers, omissions, reports
+from attack.documents import Launch
 from attack.forgery import Forgery
 from attack.subject import ClaimFields, Forged, Subject, full_claim, open_subject, without
 from stepscope.errors import Exit, StepscopeError
@@ -140,8 +141,13 @@ def _examine(folder: Path, evidence: Sequence[Path], forged: Forged) -> tuple[Ou
 # --- Honest controls
 
 
+_CUTS = 12  # per end
+_PREFIX, _SUFFIX = "prefix", "suffix"
+
+
 def honest_claims(subject: Subject) -> dict[str, ClaimFields]:
-    """Return true claims: complete, without what this file cannot test, each field alone, and all but one."""
+    """Return true claims: complete, without what this file cannot test, each field alone, and all but one. The complete
+    one is also made about files that end early or start late."""
     complete = full_claim(subject.truth)
     claims: dict[str, ClaimFields] = {"all fields": complete, "tested fields": subject.claim}
     claims["tied"] = {**subject.claim, "tied": subject.is_tied}
@@ -153,13 +159,23 @@ def honest_claims(subject: Subject) -> dict[str, ClaimFields]:
             alone |= {other: complete[other] for other in ("num_kv_heads", "d_head")}
         claims[f"only {name}"] = alone
         claims[f"without {name}"] = without(complete, [name])
+    claims |= {f"{part}, {number}": complete for part in (_PREFIX, _SUFFIX) for number in range(1, _CUTS + 1)}
     return claims
 
 
+def _keep(launches: Sequence[Launch], claim: str) -> Sequence[Launch]:
+    """Return the part of a file that a true claim is about."""
+    part, _, number = claim.partition(", ")
+    if part not in (_PREFIX, _SUFFIX):
+        return launches
+    kept = len(launches) * int(number) // (_CUTS + 1)
+    return launches[:kept] if part == _PREFIX else launches[-kept:]
+
+
 def admit(claim: str, path: Path) -> Trial:
-    """Return what `verify` says about a true claim on the genuine file."""
+    """Return what `verify` says about a true claim on the genuine file, or on a part of it."""
     subject = open_subject(path, find_untested)
-    document = subject.document
+    document = subject.document.with_launches(_keep(subject.launches, claim))
     forged = Forged(files=((document.file, document.write()),), claim=honest_claims(subject)[claim])
     return judge(f"{HONEST}: {claim}", subject, forged)
 
